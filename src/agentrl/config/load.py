@@ -1,0 +1,145 @@
+"""Flags and a YAML file → configuration dataclasses; what is unknown is an error that names the nearest."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, cast
+
+import yaml
+
+from agentrl.config.schema import GROUPS
+from agentrl.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Configs:
+    """The parsed groups; ``configs[LossConfig]`` is the group."""
+
+    def __init__(self, groups: Sequence[Any]) -> None:
+        self._groups = {type(group): group for group in groups}
+
+    def __getitem__(self, cls: type[T]) -> T:
+        return cast("T", self._groups[cls])
+
+
+def parse(
+    argv: Sequence[str],
+    *,
+    command: str,
+    description: str,
+    shown: Sequence[type],
+    extra: Sequence[type] = (),
+) -> Configs:
+    """Parse ``argv`` into every group of the schema and ``extra`` (groups of this command alone).
+
+    ``--config FILE.yaml`` supplies values under the same names; flags win. ``--help`` lists the groups
+    ``shown`` and ``extra``. Raises ConfigError on unknown flags or keys and on values of a wrong type.
+    """
+    from transformers.hf_argparser import HfArgumentParser
+
+    groups = (*GROUPS, *extra)
+    if any(word in ("-h", "--help") for word in argv):
+        _print_help(command, description, (*extra, *shown))
+    parser = _parser(HfArgumentParser, groups, command)
+    defaults, argv = _take_config_file(argv, groups)
+    parser.set_defaults(**defaults)
+    for action in parser._actions:
+        if action.dest in defaults:
+            action.required = False
+    parsed = parser.parse_args_into_dataclasses(
+        list(argv), return_remaining_strings=True, look_for_args_file=False
+    )
+    *values, remaining = parsed
+    if remaining:
+        raise _unknown("flag", remaining[0].split("=")[0], [f"--{name}" for name in _names(groups)])
+    return Configs(values)
+
+
+def _parser(base: Any, groups: Sequence[type], command: str) -> Any:
+    class Parser(base):  # type: ignore[misc]
+        def error(self, message: str) -> NoReturn:
+            raise ConfigError(message, cure=f"see: {command} --help")
+
+    return Parser(groups, prog=command, add_help=False, allow_abbrev=False)
+
+
+def _print_help(command: str, description: str, groups: Sequence[type]) -> NoReturn:
+    from transformers.hf_argparser import HfArgumentParser
+
+    shown = HfArgumentParser(
+        cast("Any", list(groups)),
+        prog=command,
+        usage=f"{command} [--config FILE.yaml] [--flag VALUE …]",
+        description=description,
+        epilog="Flags of the other commands of the run are accepted too, so that one set of flags, or one"
+        " --config file with the same names, serves every process of a run.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=110),
+    )
+    shown.print_help()
+    raise SystemExit(0)
+
+
+def _take_config_file(argv: Sequence[str], groups: Sequence[type]) -> tuple[dict[str, Any], list[str]]:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config")
+    try:
+        known, rest = parser.parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error), cure="--config takes the path of a YAML file") from error
+    if known.config is None:
+        return {}, rest
+    return _read_yaml(Path(known.config), groups), rest
+
+
+def _read_yaml(path: Path, groups: Sequence[type]) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise ConfigError(
+            f"--config {path} cannot be read: {error.strerror}", cure="give an existing file"
+        ) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"--config {path} is not YAML: {error}", cure="mend the line that it names"
+        ) from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path} holds no mapping", cure="write one 'flag: value' a line")
+    fields = {field.name: field for group in groups for field in dataclasses.fields(group)}
+    for key, value in content.items():
+        if key not in fields:
+            raise _unknown(f"key in {path}:", str(key), list(fields))
+        if value is not None and not _fits(str(fields[key].type), value):
+            raise ConfigError(
+                f"{path}: {key} is {value!r} ({type(value).__name__}), and it is of type {fields[key].type}",
+                cure="mind YAML's types: 1e-6 without a dot is text, write 1.0e-6",
+            )
+    return content
+
+
+def _fits(annotation: str, value: Any) -> bool:
+    if annotation.startswith("Literal"):
+        return repr(value) in annotation.replace('"', "'")
+    kinds = {name for name in ("bool", "int", "float", "str") if name in annotation}
+    actual = type(value).__name__
+    return actual in kinds or (actual == "int" and "float" in kinds)
+
+
+def _names(groups: Sequence[type]) -> list[str]:
+    return [field.name for group in groups for field in dataclasses.fields(group)]
+
+
+def _unknown(what: str, name: str, known: Sequence[str]) -> ConfigError:
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    cure = f"did you mean {nearest[0]}?" if nearest else "see --help for the known ones"
+    return ConfigError(f"unknown {what} {name}", cure=cure)
+
+
+def argv_or_system(argv: Sequence[str] | None) -> list[str]:
+    """The arguments of a command that may be called from Python or from the shell."""
+    return list(sys.argv[1:] if argv is None else argv)

@@ -1,0 +1,292 @@
+"""Every flag of a run, a dataclass per concern. Field metadata ``help`` is what ``--help`` prints."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from agentrl.errors import ConfigError
+
+
+def flag(default: Any, help: str, **metadata: Any) -> Any:
+    """A dataclass field with a default and the line that ``--help`` prints."""
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+def _require(condition: bool, message: str, cure: str) -> None:
+    if not condition:
+        raise ConfigError(message, cure=cure)
+
+
+def _require_positive(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        _require(
+            value is None or (math.isfinite(value) and value > 0),
+            f"--{name} is {value}",
+            f"give --{name} a value above 0",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Which run this is, and where its things are."""
+
+    run_name: str = flag("default", "name of the run; also the name of its database")
+    output_dir: str | None = flag(None, "checkpoints and published weights (default: output/RUN_NAME)")
+    log_dir: str = flag("logs", "one log file a process")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = flag("INFO", "lowest level that is logged")
+    seed: int = flag(0, "seed of task order, sampling and training")
+    db_connection_string: str | None = flag(
+        None, "MongoDB URI, 6.0 or newer, a replica set (default: the embedded server under --mongo_dir)"
+    )
+    mongo_dir: str = flag(".agentrl/mongo", "folder of the embedded MongoDB")
+    db_timeout_seconds: float = flag(10.0, "how long one database operation may take")
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "db_timeout_seconds")
+        _require(
+            bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,47}", self.run_name)),
+            f"--run_name is {self.run_name!r}",
+            "use up to 48 letters, digits, '_' and '-': it names the database and the folders",
+        )
+
+    @property
+    def output(self) -> str:
+        """The run's output folder."""
+        return self.output_dir or f"output/{self.run_name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The policy's model."""
+
+    model_name_or_path: str | None = flag(None, "Hugging Face folder of the model that the run starts from")
+    model_name: str = flag("train-model", "name under which engines serve the policy")
+    dtype: Literal["float32", "bfloat16"] = flag("float32", "dtype of weights and activations")
+    trust_remote_code: bool = flag(False, "run Python code that comes with the model")
+    chat_template: str | None = flag(None, "file of a chat template that replaces the model's own")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """The tasks, their epochs and their groups."""
+
+    train_file: str | None = flag(None, "JSONL or JSON file of training tasks")
+    eval_file: str | None = flag(None, "JSONL or JSON file of evaluation tasks")
+    num_train_epochs: int = flag(1, "how often the training tasks are sampled")
+    num_generations: int = flag(8, "trajectories per task: the size of a group")
+    skip_bad_lines: bool = flag(False, "load the good lines of a file that has bad ones")
+    shuffle_tasks: bool = flag(True, "shuffle each epoch's tasks by --seed")
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "num_train_epochs", "num_generations")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimConfig:
+    """Leases and retries of sampling claims."""
+
+    lease_seconds: float = flag(60.0, "a claim not renewed for this long may be taken by another sampler")
+    max_attempts: int = flag(3, "attempts at a trajectory before its slot is failed for good")
+    retry_backoff_seconds: float = flag(2.0, "wait before the second attempt; doubles with each further one")
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "lease_seconds", "max_attempts", "retry_backoff_seconds")
+
+    @property
+    def heartbeat_seconds(self) -> float:
+        """How often a claim is renewed: three tries within a lease."""
+        return self.lease_seconds / 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig:
+    """One trajectory: its agent, its turns, its context."""
+
+    agent_name: str = flag("react", "agent of tasks that name none")
+    system_prompt: str | None = flag(None, "system prompt of tasks that bring none")
+    query_prompt: str | None = flag(None, "template of the user message, with {query}, for tasks without one")
+    max_turns: int = flag(16, "model calls per trajectory")
+    max_prompt_tokens: int = flag(32768, "longest prompt; a longer context is reset or ends the trajectory")
+    prompt_reserve_tokens: int = flag(1024, "a context is full at max_prompt_tokens less these")
+    new_context: Literal["disabled", "discard_all_tools", "discard_all"] = flag(
+        "disabled", "what happens to a full context: end the trajectory, or drop tool results, or summarise"
+    )
+    repetition_early_stop_times: int = flag(-1, "end after the same assistant text this often (-1: never)")
+    enable_repetition_compress: bool = flag(False, "reset the context on repetition instead of ending")
+    tool_call_parser: str = flag("hermes", "how tool calls are written: hermes, qwen, llama, minicpm, …")
+    mcp_manager_url: str | None = flag(None, "MCP manager (…/mcpapi) or MCP streamable-HTTP endpoint")
+    mcp_server_name: str = flag("all", "server to use behind --mcp_manager_url")
+    mcp_servers_file: str | None = flag(None, "YAML file of MCP servers by name (command or url)")
+    mcp_auth_token_env: str = flag("MCP_AUTH_TOKEN", "environment variable with the MCP bearer token")
+    tool_timeout_seconds: float = flag(60.0, "how long one tool call may take")
+    max_tool_result_chars: int = flag(32768, "a longer tool result is cut, with a notice to the model")
+    trajectory_timeout_seconds: float = flag(3600.0, "how long one trajectory may take")
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            self, "max_turns", "max_prompt_tokens", "tool_timeout_seconds", "trajectory_timeout_seconds",
+            "max_tool_result_chars",
+        )  # fmt: skip
+        _require(
+            self.max_prompt_tokens > self.prompt_reserve_tokens >= 0,
+            f"--max_prompt_tokens {self.max_prompt_tokens} leaves nothing beside"
+            f" --prompt_reserve_tokens {self.prompt_reserve_tokens}",
+            "raise --max_prompt_tokens or lower --prompt_reserve_tokens",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How samplers sample."""
+
+    max_new_tokens: int = flag(8196, "tokens per model call")
+    preferred_sampling_params: str = flag(
+        "{}", 'JSON of sampling parameters, e.g. \'{"temperature": 1, "top_p": 1, "min_p": 0, "top_k": -1}\''
+    )
+    max_concurrent_samples_per_process: int = flag(16, "trajectories that one sampler runs at a time")
+    target_concurrency: int = flag(1, "sampler workers that `agentrl sample` starts in its process")
+    max_staleness: int = flag(1, "how many versions behind the newest a trained trajectory may be")
+    sync_sampling: bool = flag(False, "sample a step's groups only after the step before has been published")
+    engine_timeout_seconds: float = flag(600.0, "how long one model call may take")
+    engine_wait_seconds: float = flag(300.0, "how long a call waits for an engine to appear or resume")
+    scorer_timeout_seconds: float = flag(120.0, "how long one scoring may take")
+    idle_exit_seconds: float | None = flag(None, "leave after this long without work (default: stay)")
+    agent_config_path: str = flag("assets/agent_config.yml", "endpoints of the judge and the browse agent")
+    resample_error_records: bool = flag(False, "re-open failed slots when the sampler starts")
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            self, "max_new_tokens", "max_concurrent_samples_per_process", "target_concurrency",
+            "engine_timeout_seconds", "engine_wait_seconds", "scorer_timeout_seconds", "idle_exit_seconds",
+        )  # fmt: skip
+        _require(self.max_staleness >= 0, f"--max_staleness is {self.max_staleness}", "0 is fully on-policy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupConfig:
+    """From a finished group to advantages."""
+
+    advantage: Literal["leave_one_out", "grpo", "dr_grpo"] = flag("leave_one_out", "advantage estimator")
+    adv_scaling: float = flag(1.0, "factor on every advantage")
+    clamp_advantage_by_score: bool = flag(False, "A ≤ 0 for score ≤ 0.5, else A ≥ 0")
+    balance_sample: bool = flag(False, "keep at most one wrong and two right ones beyond the smaller side")
+    drop_zero_advantage: bool = flag(True, "calls with advantage 0 are not trained")
+    minimal_advantage: float = flag(0.0, "calls whose |advantage| is below this are not trained")
+    min_turns: int = flag(1, "right answers in fewer model calls than this are not trained")
+    efficient_rewarding: bool = flag(False, "adjust scores by rank of turns within right and wrong answers")
+    reserve_context_error_count: int = flag(-1, "context errors kept per group (-1: all)")
+    min_score_spread: float = flag(0.1, "a group whose scores differ by less is abandoned")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """The loss (docs/losses.md)."""
+
+    loss_calculater: Literal["GRPO", "GSPO", "CISPO", "MINIRL", "CrossEntropy"] = flag("GRPO", "the loss")
+    token_level_loss: bool = flag(True, "mean over the step's tokens; else over its trajectories")
+    skip_length_normalization: bool = flag(False, "a trajectory's loss is its sum, not its mean")
+    strict_in_bound: bool = flag(False, "mask tokens outside [1-epsilon, 1+epsilon+epsilon_higher]")
+    epsilon: float = flag(0.2, "lower clip: 1 - epsilon")
+    epsilon_higher: float = flag(0.1, "upper clip: 1 + epsilon + epsilon_higher")
+    importance_weight_cap_ratio: float = flag(4.0, "widens the bounds when strict_in_bound is off")
+    out_of_date_decay: float | None = flag(None, "narrows the bounds by exp(-decay) per version of staleness")
+    importance_correction: str = flag("", "tis, icepop, seq_mask, token_mask; e.g. 'tis:2.0,seq_mask'")
+    dual_clip: float | None = flag(None, "GRPO: lower bound c·A of the objective for A < 0")
+    ce_grpo_beta_1: float | None = flag(None, "GRPO: gradient kept below the clip interval")
+    ce_grpo_beta_2: float | None = flag(None, "GRPO: gradient kept above the clip interval")
+    old_logprobs: Literal["behavior", "recompute", "loglinear"] = flag("behavior", "where π_old comes from")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The optimizer and its schedule."""
+
+    learning_rate: float = flag(1e-6, "peak learning rate")
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = flag("constant", "schedule after warm-up")
+    warmup_steps: int = flag(0, "steps of linear warm-up")
+    weight_decay: float = flag(0.0, "AdamW weight decay; none on norms and biases")
+    optim_args: str = flag("beta1=0.9,beta2=0.999,eps=1e-8", "AdamW's betas and eps")
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "learning_rate", "max_grad_norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The training loop."""
+
+    max_steps: int = flag(-1, "optimizer steps of the whole run (-1: until the tasks are used up)")
+    groups_per_step: int = flag(4, "groups that one optimizer step trains")
+    max_tokens: int = flag(65536, "tokens per micro-batch")
+    max_trained_count: int = flag(1, "how often one trajectory is trained")
+    retrained_interval: int = flag(1, "steps between two trainings of one trajectory")
+    save_steps: int = flag(10, "a resumable checkpoint every so many steps")
+    save_total_limit: int = flag(2, "checkpoints kept")
+    publish_steps: int = flag(1, "publish weights every so many steps")
+    published_versions_kept: int = flag(4, "published weight folders kept on disk")
+    resume_from_checkpoint: str | None = flag("auto", "'auto', a checkpoint folder, or 'none'")
+    gradient_checkpointing: bool = flag(False, "recompute activations in the backward")
+    loss_seq_chunk_size: int | None = flag(None, "tokens per chunk of the logprob projection (default: 1024)")
+    autocast_bf16: bool = flag(False, "float32 weights, bfloat16 matrix products")
+    data_wait_seconds: float = flag(3600.0, "give up when no step's worth of data comes for this long")
+    report_to: str = flag("none", "trackers: none, tensorboard, wandb, mlflow; comma-separated")
+    tp_size: int = flag(1, "tensor-parallel ranks")
+    pp_size: int = flag(1, "pipeline-parallel ranks")
+    cp_size: int = flag(1, "context-parallel ranks")
+    ep_size: int = flag(1, "expert-parallel ranks")
+    enable_sampling: bool = flag(
+        True, "accepted from the original's scripts: sampling is a process of its own"
+    )
+    pad_to_multiple_of: int | None = flag(None, "accepted from the original's scripts: forests are packed")
+    gradient_accumulation_steps: int = flag(1, "accepted from the original's scripts: see --groups_per_step")
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            self, "groups_per_step", "max_tokens", "max_trained_count", "save_steps", "save_total_limit",
+            "publish_steps", "published_versions_kept", "loss_seq_chunk_size", "data_wait_seconds",
+        )  # fmt: skip
+        _require(
+            self.published_versions_kept >= 2,
+            f"--published_versions_kept is {self.published_versions_kept}",
+            "keep at least 2: engines may still be loading the version before the newest",
+        )
+        for name in ("tp_size", "pp_size", "cp_size", "ep_size"):
+            _require(
+                getattr(self, name) == 1,
+                f"--{name} is {getattr(self, name)}, and this trainer runs in a single process",
+                f"set --{name} 1",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """One inference engine."""
+
+    engine: Literal["local", "sglang", "vllm"] = flag("local", "which engine `agentrl serve` runs")
+    host: str = flag("127.0.0.1", "address the engine binds to")
+    port: int = flag(0, "port of the engine (0: any free one)")
+    inf_tp_size: int = flag(1, "tensor-parallel ranks of the engine")
+    inf_mem_ratio: float = flag(0.5, "share of the device's memory for the engine")
+    max_running_requests: int = flag(32, "sequences that the engine decodes at a time")
+    max_total_tokens: int = flag(65536, "tokens of KV cache")
+    heartbeat_seconds: float = flag(2.0, "an engine's heartbeat; it counts as dead after five missed ones")
+    engine_start_seconds: float = flag(300.0, "how long an engine may take to start")
+    engine_args: str = flag("", "further arguments for the SGLang or vLLM server, as one string")
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            self, "inf_tp_size", "inf_mem_ratio", "max_running_requests", "max_total_tokens",
+            "heartbeat_seconds", "engine_start_seconds",
+        )  # fmt: skip
+
+
+GROUPS: tuple[type, ...] = (
+    RunConfig, ModelConfig, TaskConfig, ClaimConfig, AgentConfig, SamplingConfig, GroupConfig, LossConfig,
+    OptimConfig, TrainConfig, EngineConfig,
+)  # fmt: skip
+"""All groups. A run has one set of flags: every process accepts all of them and reads those it needs."""

@@ -1,0 +1,1 @@
+"""What is stored: one frozen dataclass per collection, its states, and nothing about a database."""

@@ -1,0 +1,32 @@
+"""PolicyVersion: one published set of weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from agentrl.documents.base import Document, Root, now
+from agentrl.documents.status import VersionStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileChecksum(Document):
+    """One file of a published folder."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyVersion(Root):
+    """One published set of weights. Version 0 is the model that the run started from."""
+
+    id: int
+    step: int
+    status: VersionStatus = VersionStatus.PUBLISHED
+    location: str
+    """Absolute path of a Hugging Face folder that every engine can read."""
+    files: tuple[FileChecksum, ...]
+    train_step: str | None
+    published_at: datetime = field(default_factory=now)

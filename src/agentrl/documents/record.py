@@ -1,0 +1,60 @@
+"""Record: one attempt at one trajectory of one Task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from agentrl.documents.base import Document, Root, now
+from agentrl.documents.status import RecordStatus, StopReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure(Document):
+    """Why an attempt failed: ``kind`` is engine, tool, scorer, timeout, trajectory, lease or internal."""
+
+    kind: str
+    message: str
+    at: datetime = field(default_factory=now)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record(Root):
+    """One attempt at one trajectory. A failed Record has no score; a scored one has no failure.
+
+    ``min_version`` and ``max_version`` bound the policy versions of its generated tokens.
+    """
+
+    id: str
+    task: str
+    traj_id: int
+    attempt: int
+    split: str
+    epoch: int
+    status: RecordStatus = RecordStatus.CREATED
+    query: str
+    answer: Any = None
+    final_answer: str | None = None
+    score: float | None = None
+    score_details: dict[str, Any] = field(default_factory=dict)
+    stop_reason: StopReason | None = None
+    failure: Failure | None = None
+    abandoned_because: str | None = None
+    advantage: float | None = None
+    turns: int = 0
+    tool_calls: int = 0
+    context_resets: int = 0
+    prompt_tokens: int = 0
+    """Tokens of the last call's prompt."""
+    generated_tokens: int = 0
+    min_version: int | None = None
+    max_version: int | None = None
+    owner: str | None = None
+    traj: tuple[str, ...] = ()
+    """``_id`` of each DispatchedSamplingTask, in order."""
+    trained_count: int = 0
+    last_trained_step: int | None = None
+    created_at: datetime = field(default_factory=now)
+    completed_at: datetime | None = None
+    scored_at: datetime | None = None

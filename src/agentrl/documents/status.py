@@ -1,0 +1,132 @@
+"""Every state a document can be in, and the edges along which it may move."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import TypeVar
+
+_State = TypeVar("_State", bound=StrEnum)
+
+
+class TaskStatus(StrEnum):
+    """A Task is one group: its slots are the group's generations."""
+
+    CREATED = "created"  # nobody has claimed a slot yet
+    RUNNING = "running"  # at least one slot is claimed or done, at least one is not terminal
+    WAITING = "waiting"  # every slot is terminal; the group has not been finalised
+    COMPLETED = "completed"  # the group is finalised: its training data exist, or it was abandoned
+
+
+class SlotStatus(StrEnum):
+    """One generation of a Task."""
+
+    OPEN = "open"  # free to claim (from ``not_before`` on)
+    RUNNING = "running"  # claimed; the lease is alive until ``lease_expires_at``
+    SCORED = "scored"  # terminal: its Record has a score
+    FAILED = "failed"  # terminal: ``max_attempts`` attempts failed
+
+
+class RecordStatus(StrEnum):
+    """One attempt at a trajectory."""
+
+    CREATED = "created"  # inserted after the claim; no model call yet
+    RUNNING = "running"  # turns are being written
+    COMPLETED = "completed"  # the conversation has ended
+    SCORING = "scoring"  # the scorer works on it
+    SCORED = "scored"  # it has a score and waits for its group
+    READY = "ready"  # its group is finalised and its DBRecordData exist
+    ABANDONED = "abandoned"  # its group is finalised and does not train it (``abandoned_because``)
+    FAILED = "failed"  # infrastructure failed (``failure``); it has no score
+
+
+class CallStatus(StrEnum):
+    """One model call of a trajectory (DispatchedSamplingTask)."""
+
+    COMPLETED = "completed"
+    FORMAT_ERROR = "formaterror"  # a malformed tool call: trainable, advantage 0
+    REPEAT_ERROR = "repeaterror"  # the same text twice: trainable, advantage 0
+    TOOL_FAILED = "toolfailed"  # a tool answered with an error: trainable
+    FAILED = "failed"  # the engine failed: not trainable
+
+
+class DataStatus(StrEnum):
+    """Training data made from one Record (DBRecordData)."""
+
+    READY = "ready"  # waits to be trained
+    PLANNED = "planned"  # named by a TrainStep that has not committed
+    TRAINED = "trained"  # named by a committed TrainStep; ``max_trained_count`` is reached
+    STALE = "stale"  # older than ``max_staleness``: kept, never trained
+
+
+class StepStatus(StrEnum):
+    """One optimizer step."""
+
+    PLANNED = "planned"  # its data are marked; the optimizer has not stepped
+    COMMITTED = "committed"  # the optimizer has stepped
+    REVERTED = "reverted"  # undone: the trainer resumed from a checkpoint before it
+
+
+class VersionStatus(StrEnum):
+    """One published set of weights."""
+
+    PUBLISHED = "published"
+    WITHDRAWN = "withdrawn"  # its step was reverted; engines that hold it keep serving until the next
+
+
+class ServiceStatus(StrEnum):
+    """One live engine."""
+
+    STARTING = "starting"
+    READY = "ready"
+    UPDATING = "updating"  # paused while it loads new weights
+    STOPPED = "stopped"
+
+
+class StopReason(StrEnum):
+    """Why a trajectory ended. Values that end in ``_error`` are the original's names."""
+
+    ANSWERED = "answered"
+    TURNS_LIMIT = "turns_limit_error"
+    LENGTH_LIMIT = "length_limit_error"
+    REPETITION = "repetition_error"
+    FAILED = "failed_error"
+
+    @property
+    def is_context_error(self) -> bool:
+        """True where the trajectory ran out of turns or context rather than ending by itself."""
+        return self in (StopReason.TURNS_LIMIT, StopReason.LENGTH_LIMIT)
+
+
+TASK_EDGES: dict[TaskStatus, frozenset[TaskStatus]] = {
+    TaskStatus.CREATED: frozenset({TaskStatus.RUNNING}),
+    TaskStatus.RUNNING: frozenset({TaskStatus.WAITING}),
+    TaskStatus.WAITING: frozenset({TaskStatus.COMPLETED, TaskStatus.RUNNING}),
+    TaskStatus.COMPLETED: frozenset({TaskStatus.RUNNING}),
+}
+"""``→ RUNNING`` from the two last is ``agentrl db reopen``."""
+
+RECORD_EDGES: dict[RecordStatus, frozenset[RecordStatus]] = {
+    RecordStatus.CREATED: frozenset({RecordStatus.RUNNING, RecordStatus.FAILED}),
+    RecordStatus.RUNNING: frozenset({RecordStatus.COMPLETED, RecordStatus.FAILED}),
+    RecordStatus.COMPLETED: frozenset({RecordStatus.SCORING, RecordStatus.FAILED}),
+    RecordStatus.SCORING: frozenset({RecordStatus.SCORED, RecordStatus.FAILED}),
+    RecordStatus.SCORED: frozenset({RecordStatus.READY, RecordStatus.ABANDONED, RecordStatus.FAILED}),
+    RecordStatus.READY: frozenset(),
+    RecordStatus.ABANDONED: frozenset(),
+    RecordStatus.FAILED: frozenset(),
+}
+
+DATA_EDGES: dict[DataStatus, frozenset[DataStatus]] = {
+    DataStatus.READY: frozenset({DataStatus.PLANNED, DataStatus.STALE}),
+    DataStatus.PLANNED: frozenset({DataStatus.TRAINED, DataStatus.READY}),
+    DataStatus.TRAINED: frozenset({DataStatus.READY}),
+    DataStatus.STALE: frozenset(),
+}
+"""``PLANNED → READY`` is a trainer that died or a ``max_trained_count`` above 1; ``TRAINED → READY`` is a
+resume from a checkpoint before the step."""
+
+
+def sources(edges: Mapping[_State, frozenset[_State]], target: _State) -> list[str]:
+    """The states from which ``target`` may be reached; conditional updates filter on them."""
+    return [str(state) for state, targets in edges.items() if target in targets]

@@ -1,0 +1,81 @@
+"""Task: a question to sample, with one slot per generation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from agentrl.documents.base import Document, Root, now
+from agentrl.documents.status import SlotStatus, TaskStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot(Document):
+    """One generation of a Task. ``attempt`` counts claims and fences the writes of earlier owners."""
+
+    traj_id: int
+    status: SlotStatus = SlotStatus.OPEN
+    attempt: int = 0
+    owner: str | None = None
+    lease_expires_at: datetime | None = None
+    not_before: datetime | None = None
+    record_id: str | None = None
+    score: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task(Root):
+    """A question to sample. ``id`` is ``split/epoch/task_id``, which makes loading idempotent.
+
+    ``order`` is the task's place in its epoch's shuffled order; claims go by (epoch, order).
+    ``tools`` names the MCP servers offered; None offers all, an empty list none.
+    """
+
+    id: str
+    task_id: str
+    split: str
+    epoch: int
+    order: int
+    status: TaskStatus = TaskStatus.CREATED
+    query: str
+    answer: Any = None
+    aug_answers: tuple[Any, ...] = ()
+    scorer: str = "agentcpm"
+    answer_schema: str = "answer"
+    agent_name: str | None = None
+    system_prompt: str | None = None
+    query_prompt: str | None = None
+    tools: tuple[str, ...] | None = None
+    max_turns: int | None = None
+    meta: dict[str, Any] = field(default_factory=dict)
+    slots: tuple[Slot, ...] = ()
+    group: dict[str, Any] | None = None
+    """Set when the group is finalised: ``{scored, failed, mean_score, outcome, finalised_at}``."""
+    created_at: datetime = field(default_factory=now)
+    updated_at: datetime = field(default_factory=now)
+
+
+def task_key(split: str, epoch: int, task_id: str) -> str:
+    """The ``_id`` of a Task."""
+    return f"{split}/{epoch}/{task_id}"
+
+
+def record_key(task_key: str, traj_id: int, attempt: int) -> str:
+    """The ``_id`` of the Record of one attempt at one slot."""
+    return f"{task_key}/{traj_id}/{attempt}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What a sampler holds: the right to write to one slot until the lease runs out."""
+
+    task: Task
+    traj_id: int
+    attempt: int
+    owner: str
+
+    @property
+    def record_id(self) -> str:
+        """The Record that this claim writes."""
+        return record_key(self.task.id, self.traj_id, self.attempt)

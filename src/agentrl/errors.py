@@ -1,0 +1,93 @@
+"""Every error that AgentRL raises on purpose; anything else that escapes is a bug.
+
+AgentRLError
+├── ConfigError            a flag, YAML key or configuration file is wrong
+├── TaskFileError          a task file cannot be read
+├── ModelError             a model folder cannot be used
+├── StoreError             the database refused or cannot be reached
+│   └── LeaseLostError     the claim that a write relied on has expired
+├── PublishError           weights could not be written or do not match their checksums
+└── FailureError           what can end one trajectory; it carries a ``FailureKind``
+    ├── EngineError        the inference engine failed
+    ├── ToolServerError    a tool server cannot be reached (a tool's own error is no failure)
+    ├── ScorerError        the scorer raised
+    └── TrajectoryError    the conversation itself cannot go on
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class AgentRLError(Exception):
+    """An error whose message is meant for a person: what is wrong, and ``cure``, what mends it."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, cure: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.cure = cure
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  → {self.cure}" if self.cure else self.message
+
+
+class ConfigError(AgentRLError):
+    """A flag, YAML key or configuration file is wrong."""
+
+    exit_code = 2
+
+
+class TaskFileError(AgentRLError):
+    """A task file cannot be read, or holds lines that are no tasks."""
+
+    exit_code = 2
+
+
+class ModelError(AgentRLError):
+    """A model folder is missing, incomplete, or of a kind that cannot be used."""
+
+    exit_code = 2
+
+
+class StoreError(AgentRLError):
+    """The database refused an operation or cannot be reached."""
+
+
+class LeaseLostError(StoreError):
+    """The lease behind a write has expired or passed to another owner; the write did not happen."""
+
+
+class PublishError(AgentRLError):
+    """Weights could not be written, or do not match their manifest."""
+
+
+class FailureError(AgentRLError):
+    """Ends one trajectory attempt; ``kind`` becomes ``Record.failure.kind``."""
+
+    kind: ClassVar[str] = "internal"
+
+
+class EngineError(FailureError):
+    """The inference engine refused a request, failed, or went away."""
+
+    kind = "engine"
+
+
+class ToolServerError(FailureError):
+    """A tool server cannot be reached or stopped answering."""
+
+    kind = "tool"
+
+
+class ScorerError(FailureError):
+    """The scorer raised, timed out or returned no number."""
+
+    kind = "scorer"
+
+
+class TrajectoryError(FailureError):
+    """The conversation cannot go on: the template or the context manager broke an invariant."""
+
+    kind = "trajectory"
