@@ -1,0 +1,87 @@
+"""Child processes that never outlive their parent, and that say why they ended."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def start_child(
+    command: Sequence[str],
+    *,
+    log: Path | None,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start ``command`` in a session of its own; the kernel sends it SIGTERM when this thread ends.
+
+    Call it from a long-lived thread: the kernel watches the thread that started the child, not the
+    process. Output goes to the end of ``log`` (both streams), or to this process's own.
+    """
+    parent = os.getpid()
+
+    def bind_to_parent() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    if log is None:
+        return subprocess.Popen(
+            command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, start_new_session=True,
+            preexec_fn=bind_to_parent,
+        )  # fmt: skip
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as sink:
+        return subprocess.Popen(
+            command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT,
+            start_new_session=True, preexec_fn=bind_to_parent,
+        )  # fmt: skip
+
+
+def stop_child(process: subprocess.Popen[bytes], grace_seconds: float = 20.0) -> int:
+    """SIGTERM, then after ``grace_seconds`` SIGKILL to the whole session. Returns the exit code."""
+    signal_session(process, signal.SIGTERM)
+    try:
+        process.wait(grace_seconds)
+    except subprocess.TimeoutExpired:
+        signal_session(process, signal.SIGKILL)
+        process.wait(grace_seconds)
+    return process.returncode
+
+
+def stop_children(processes: Sequence[subprocess.Popen[bytes]], grace_seconds: float = 20.0) -> None:
+    """Stop several at once: all get SIGTERM first, so that they end side by side."""
+    for process in processes:
+        signal_session(process, signal.SIGTERM)
+    deadline = time.monotonic() + grace_seconds
+    for process in processes:
+        stop_child(process, max(0.1, deadline - time.monotonic()))
+
+
+def signal_session(process: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to a child and to everything it started; nothing happens where it has ended."""
+    if process.poll() is None:
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            return
+
+
+def tail(log: Path, lines: int = 15, limit: int = 16_384) -> str:
+    """The last ``lines`` of a log file, read from at most its last ``limit`` bytes."""
+    try:
+        with log.open("rb") as source:
+            source.seek(0, os.SEEK_END)
+            source.seek(max(0, source.tell() - limit))
+            text = source.read().decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])
