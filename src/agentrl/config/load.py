@@ -143,3 +143,31 @@ def _unknown(what: str, name: str, known: Sequence[str]) -> ConfigError:
 def argv_or_system(argv: Sequence[str] | None) -> list[str]:
     """The arguments of a command that may be called from Python or from the shell."""
     return list(sys.argv[1:] if argv is None else argv)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An argparse parser for commands with a few flags of their own; its errors are ConfigErrors."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's; an unknown flag is an error that names the nearest one."""
+        parsed, rest = self.parse_known_args(args, namespace)
+        if rest:
+            known = [option for parser in self._all_parsers() for option in parser._option_string_actions]
+            raise _unknown("argument", rest[0].split("=")[0], known)
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of leaving the process."""
+        raise ConfigError(message, cure=f"see: {self.prog} --help")
+
+    def _all_parsers(self) -> list[argparse.ArgumentParser]:
+        nested = [
+            parser
+            for action in self._actions
+            if isinstance(action, argparse._SubParsersAction)
+            for parser in action.choices.values()
+        ]
+        return [self, *nested]

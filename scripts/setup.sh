@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Make .venv and install AgentRL with all it needs; instant when nothing has changed.
+#
+#   bash scripts/setup.sh [--dev]
+#
+# PYTHON             the Python to use (3.11 or newer; default: the newest of python3.11 … python3 found)
+# AGENTRL_VENV       where the virtual environment goes (default: .venv)
+# AGENTRL_TORCH_INDEX  package index of torch (default: the CPU index where there is no GPU and it answers)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv=${AGENTRL_VENV:-.venv}
+extras=""
+[ "${1:-}" = "--dev" ] && extras="dev"
+
+fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-python3.13 python3.12 python3.11 python3}; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      printf '%s' "$candidate"
+      return
+    fi
+  done
+  fail "no Python 3.11 or newer found; install one, or name it: PYTHON=/path/to/python3.11 bash scripts/setup.sh"
+}
+
+fingerprint() {
+  { cat pyproject.toml requirements.txt requirements/*.txt; pwd; "$venv/bin/python" -V 2>&1; } | sha256sum | cut -c1-64
+}
+
+# A stamp per set of extras; the dev set contains the plain one.
+installed() {
+  [ -x "$venv/bin/python" ] || return 1
+  local now stamp
+  now=$(fingerprint)
+  for stamp in "$venv/.agentrl-$extras" "$venv/.agentrl-dev"; do
+    [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$now" ] && return 0
+  done
+  return 1
+}
+
+torch_index() {
+  [ -n "${AGENTRL_TORCH_INDEX:-}" ] && { printf '%s' "$AGENTRL_TORCH_INDEX"; return; }
+  command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1 && return
+  local cpu=https://download.pytorch.org/whl/cpu
+  "$venv/bin/python" - "$cpu/torch/" <<'PY' 2>/dev/null && printf '%s' "$cpu"
+import sys, urllib.request
+urllib.request.urlopen(urllib.request.Request(sys.argv[1], method="HEAD"), timeout=5)
+PY
+  return 0
+}
+
+if installed; then exit 0; fi
+
+python=$(find_python)
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || fail "cannot make $venv: install the venv module (Debian: apt install python3-venv)"
+pip() { PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip --quiet "$@" 2> >(grep -v '^WARNING: Location' >&2); }
+
+printf 'setup: installing into %s (a few minutes, once)\n' "$venv"
+torch=$(grep '^torch==' requirements/lock.txt)
+index=$(torch_index)
+if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
+  printf 'setup: %s\n' "$torch"
+  pip install ${index:+--index-url "$index"} "$torch" || fail "cannot install $torch; behind a proxy or a mirror, set AGENTRL_TORCH_INDEX"
+fi
+printf 'setup: requirements\n'
+pip install -r requirements.txt ${extras:+-r requirements/dev.txt} -c requirements/lock.txt || fail "cannot install requirements.txt"
+pip install --no-deps -e . || fail "cannot install the package"
+fingerprint > "$venv/.agentrl-$extras"
+printf 'setup: done; activate with: . %s/bin/activate\n' "$venv"

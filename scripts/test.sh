@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Everything that must hold before a change lands: lint, types, unit, integration and acceptance tests.
+#
+#   bash scripts/test.sh            all of it (about 20 minutes on 2 cores)
+#   bash scripts/test.sh --fast     lint, types and unit tests (about 2 minutes)
+#   bash scripts/test.sh -k claims  arguments go to pytest
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bash scripts/setup.sh --dev
+
+bin="${AGENTRL_VENV:-.venv}/bin"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" GOMP_SPINCOUNT=0 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+
+if [ "${1:-}" = "--fast" ]; then
+  shift
+  set -- tests/unit "$@"
+elif [ $# -eq 0 ]; then
+  bash scripts/setup_sglang.sh
+  export AGENTRL_REQUIRE_SGLANG=1
+fi
+
+"$bin/ruff" check .
+"$bin/ruff" format --check .
+"$bin/mypy"
+exec "$bin/python" -m pytest "$@"
