@@ -1,0 +1,97 @@
+"""Model calls with parent links → one token tree; it knows nothing of advantages or of the database."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.documents.dispatch import DispatchedSamplingTask
+from agentrl.documents.packing import unpack_ids
+from agentrl.documents.training import Node
+from agentrl.errors import StoreError
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTree:
+    """Token runs in depth-first order. ``output_starts[call_id]`` is where a call's output begins."""
+
+    nodes: tuple[Node, ...]
+    input_ids: NDArray[np.int32]
+    output_starts: Mapping[str, int]
+
+
+def build_tree(calls: Sequence[DispatchedSamplingTask], kept: Collection[str]) -> TokenTree:
+    """The tree of the calls ``kept`` and of every call that they continue.
+
+    A call adds its ``context_ids`` and its ``output_ids`` behind its parent's output. A call without a
+    parent starts a root; a parent with several children ends a node, and each child starts one. Calls
+    that lead to no kept call are left out. Raises StoreError where a parent is missing or comes later.
+    """
+    children = _children(calls, kept)
+    builder = _Builder(children)
+    for root in children[None]:
+        builder.add_branch(root)
+    return builder.finish()
+
+
+def _children(
+    calls: Sequence[DispatchedSamplingTask], kept: Collection[str]
+) -> dict[str | None, list[DispatchedSamplingTask]]:
+    known: dict[str, DispatchedSamplingTask] = {}
+    for call in calls:
+        if call.parent is not None and call.parent not in known:
+            raise StoreError(
+                f"call {call.id} continues {call.parent}, which is not among the calls before it",
+                cure="the trajectory is damaged: `agentrl audit record` shows it; re-open its task",
+            )
+        known[call.id] = call
+    needed: set[str] = set()
+    for call_id in kept:
+        while call_id not in needed:
+            needed.add(call_id)
+            parent = known[call_id].parent
+            if parent is None:
+                break
+            call_id = parent
+    children: dict[str | None, list[DispatchedSamplingTask]] = {None: []}
+    for call in calls:
+        if call.id in needed:
+            children.setdefault(call.parent, []).append(call)
+    return children
+
+
+class _Builder:
+    def __init__(self, children: Mapping[str | None, Sequence[DispatchedSamplingTask]]) -> None:
+        self._children = children
+        self._nodes: list[Node] = []
+        self._pieces: list[NDArray[np.int32]] = []
+        self._length = 0
+        self._output_starts: dict[str, int] = {}
+
+    def add_branch(self, first: DispatchedSamplingTask) -> None:
+        """Lay out the subtree of ``first``, depth first, without recursion: chains may be long."""
+        pending = [(first, -1)]
+        while pending:
+            call, parent_node = pending.pop()
+            start = self._length
+            self._append_call(call)
+            following = self._children.get(call.id, ())
+            while len(following) == 1:
+                call = following[0]
+                self._append_call(call)
+                following = self._children.get(call.id, ())
+            self._nodes.append(Node(start=start, end=self._length, parent=parent_node))
+            pending.extend((child, len(self._nodes) - 1) for child in reversed(following))
+
+    def finish(self) -> TokenTree:
+        ids = np.concatenate(self._pieces) if self._pieces else np.empty(0, np.int32)
+        return TokenTree(tuple(self._nodes), ids, self._output_starts)
+
+    def _append_call(self, call: DispatchedSamplingTask) -> None:
+        context, output = unpack_ids(call.context_ids), unpack_ids(call.output_ids)
+        self._output_starts[call.id] = self._length + len(context)
+        self._pieces += [context, output]
+        self._length += len(context) + len(output)
