@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Sample an evaluation file at one policy version and report; nothing is trained.
+#
+#   bash scripts/eval.sh RUN_NAME [--flag VALUE …]
+#   MODEL_PATH=output/my_run/weights/v000120 EVAL_FILE=eval.jsonl ENGINE=sglang bash scripts/eval.sh my_eval
+#
+# The environment variables are listed in scripts/lib/run.sh; further flags override those below.
+set -euo pipefail
+. "$(dirname "$0")/lib/run.sh"
+
+choose_model_and_tasks EVAL_FILE assets/tasks/calculator_eval.jsonl
+common_flags
+flags+=(--eval_file "$EVAL_FILE" --num_generations 4)
+if [ -n "${DEMO:-}" ]; then
+  flags+=(--max_turns 4 --max_prompt_tokens 2048 --prompt_reserve_tokens 256 --max_new_tokens 64)
+else
+  flags+=(
+    --max_turns 200 --max_prompt_tokens 128768 --max_new_tokens 32768 --new_context discard_all
+    --preferred_sampling_params '{"temperature": 1, "top_p": 1, "presence_penalty": 1.0}'
+  )
+fi
+flags+=("$@")
+
+ROLES=serve
+start_database
+start_engine_and_samplers
+"$bin/agentrl" eval "${flags[@]}"

@@ -1,0 +1,69 @@
+"""What a finished quickstart prints: rewards, where things are, and what to try next."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from agentrl.config.schema import RunConfig
+from agentrl.errors import AgentRLError
+from agentrl.quickstart.runs import QuickstartRun
+
+ENDS = 3  # steps that the first and the last reward average over
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The committed steps' rewards, and one Record to look at."""
+
+    rewards: list[float]
+    record_id: str | None
+    plot: Path
+
+    @property
+    def first(self) -> float:
+        """Mean reward of the first three steps."""
+        return fmean(self.rewards[:ENDS])
+
+    @property
+    def last(self) -> float:
+        """Mean reward of the last three steps."""
+        return fmean(self.rewards[-ENDS:])
+
+
+async def read_outcome(run: QuickstartRun, mongo_dir: str) -> Outcome:
+    """Read the rewards from the database and draw the curve. Raises AgentRLError with no step at all."""
+    from agentrl.observe.audit_curve import plot_curve
+    from agentrl.store.client import open_store
+
+    async with await open_store(RunConfig(run_name=run.name, mongo_dir=mongo_dir)) as store:
+        steps = await store.training.committed_steps()
+        if not steps:
+            raise AgentRLError(
+                "the time was over before the first optimizer step", cure="give it more: --minutes 15"
+            )
+        plot = run.output / "curve.png"
+        plot_curve(run.name, steps, plot)
+        rewards = [float(step.metrics["reward"]) for step in steps]
+        return Outcome(rewards, steps[-1].data[0] if steps[-1].data else None, plot)
+
+
+def print_report(run: QuickstartRun, outcome: Outcome) -> None:
+    """Print the summary; its last line is ``reward FIRST -> LAST over N steps``."""
+    agentrl = ".venv/bin/agentrl"
+    lines = [
+        "",
+        f"plot        {outcome.plot}",
+        f"checkpoint  {run.output}",
+        f"database    {run.name} in .agentrl/mongo (the server is stopped; `{agentrl} mongo up` starts it)",
+        "",
+        "next, try:",
+        f"  {agentrl} mongo up",
+        f"  {agentrl} audit run --run_name {run.name}",
+    ]
+    if outcome.record_id:
+        lines.append(f"  {agentrl} audit record {shlex.quote(outcome.record_id)} --run_name {run.name}")
+    lines += ["", f"reward {outcome.first:.3f} -> {outcome.last:.3f} over {len(outcome.rewards)} steps"]
+    print("\n".join(lines), flush=True)
