@@ -1,0 +1,1 @@
+"""Task → Record: claims, conversations, agents, scoring and finished groups."""
