@@ -1,0 +1,101 @@
+"""The whole loop as a person runs it: start, lose a sampler, press Ctrl-C, start again, learn."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAST_LINE = re.compile(r"^reward (\d\.\d+) -> (\d\.\d+) over (\d+) steps$")
+
+
+class Quickstart:
+    """``agentrl quickstart --tiny`` in a folder of its own."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.log = folder / f"terminal-{time.monotonic_ns()}.txt"
+        with self.log.open("wb") as sink:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "agentrl.cli", "quickstart", "--tiny", *flags],
+                cwd=folder,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def wait_until(self, condition, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, f"it ended early:\n{self.output[-4000:]}"
+            assert time.monotonic() < deadline, f"not in {seconds} s:\n{self.output[-4000:]}"
+            time.sleep(0.2)
+
+    def wait(self, seconds: float) -> int:
+        try:
+            return self.process.wait(seconds)
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+
+
+def commands_in(folder: Path, word: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.cwd() == str(folder) and word in process.cmdline():
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def processes_in(folder: Path) -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.cwd().startswith(str(folder)) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+@pytest.mark.acceptance
+@pytest.mark.integration
+@pytest.mark.timeout(1200)
+def test_the_tiny_quickstart_survives_a_kill_and_an_interrupt_and_learns(tmp_path):
+    (tmp_path / "assets").symlink_to(ROOT / "assets")
+
+    first = Quickstart(tmp_path)
+    weights = tmp_path / "output/quickstart-tiny/weights"
+    first.wait_until(lambda: (weights / "v000002").is_dir(), 400)
+    samplers = commands_in(tmp_path, "sample")
+    assert len(samplers) == 2
+    samplers[0].send_signal(signal.SIGKILL)
+    first.wait_until(lambda: (weights / "v000004").is_dir(), 120)
+    first.process.send_signal(signal.SIGINT)
+    assert first.wait(120) == 130
+    assert processes_in(tmp_path) == []
+
+    second = Quickstart(tmp_path)
+    assert second.wait(700) == 0, second.output[-4000:]
+    assert "resuming" in second.output
+    outcome = LAST_LINE.match(second.output.strip().splitlines()[-1])
+    assert outcome, second.output[-2000:]
+    start, end = float(outcome[1]), float(outcome[2])
+    assert end >= 0.8
+    assert end >= 2 * start
+    assert (tmp_path / "output/quickstart-tiny/curve.png").stat().st_size > 10_000
+    assert processes_in(tmp_path) == []
