@@ -1,0 +1,1 @@
+"""Answers → scores, and the scores of a group → advantages."""

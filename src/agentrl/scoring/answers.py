@@ -1,0 +1,48 @@
+"""The final answer in an assistant's text, as the task's ``answer_schema`` marks it."""
+
+from __future__ import annotations
+
+import re
+
+from agentrl.errors import ConfigError
+
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_END_OF_THOUGHT = "</think>"
+
+
+def check_schema(schema: str) -> None:
+    """ConfigError unless ``schema`` is ``boxed`` or a word that can name a tag."""
+    if not _WORD.fullmatch(schema):
+        raise ConfigError(
+            f"answer_schema is {schema!r}, and it must be one word",
+            cure="use 'answer' for <answer>…</answer>, 'boxed' for \\boxed{…}, or the name of another tag",
+        )
+
+
+def extract_answer(text: str, schema: str) -> str | None:
+    """The last marked answer behind the last ``</think>``, stripped; None without one.
+
+    ``boxed``: the last ``\\boxed{…}``, else the last ``\\fbox{…}``, braces nested. Any other word X: the last
+    ``<X>…</X>``.
+    """
+    check_schema(schema)
+    spoken = text.rpartition(_END_OF_THOUGHT)[2]
+    if schema == "boxed":
+        found = _last_braced(spoken, "\\boxed")
+        return found if found is not None else _last_braced(spoken, "\\fbox")
+    tag = re.escape(schema)
+    matches = re.findall(rf"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", spoken, re.DOTALL)
+    return matches[-1].strip() if matches else None
+
+
+def _last_braced(text: str, command: str) -> str | None:
+    """The content of the last complete ``command{…}``."""
+    for match in reversed(list(re.finditer(re.escape(command) + r"\s*\{", text))):
+        depth, start = 1, match.end()
+        for at in range(start, len(text)):
+            escaped = text[at - 1] == "\\" and text[at - 2] != "\\"
+            if not escaped and text[at] in "{}":
+                depth += 1 if text[at] == "{" else -1
+            if depth == 0:
+                return text[start:at].strip()
+    return None

@@ -1,0 +1,128 @@
+"""Scorers by name: ``@scorer``, entry points ``agentrl.scorers``, and Python paths ``module:function``."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import importlib
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any
+
+from agentrl.errors import ConfigError, FailureError, ScorerError
+
+ENTRY_POINTS = "agentrl.scorers"
+
+_BUILT_IN = ("agentrl.scoring.exact", "agentrl.scoring.f1", "agentrl.scoring.math", "agentrl.scoring.judge")
+_registered: dict[str, Scorer] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorerContext:
+    """What a scorer sees of one trajectory. ``final_answer`` is None where the model gave none."""
+
+    query: str
+    final_answer: str | None
+    answer: Any = None
+    aug_answers: tuple[Any, ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
+    meta: dict[str, Any] = field(default_factory=dict)
+    agent_config_path: str = "assets/agent_config.yml"
+
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """Every accepted answer as text."""
+        answers = self.answer if isinstance(self.answer, (list, tuple)) else (self.answer,)
+        return tuple(str(answer) for answer in (*answers, *self.aug_answers) if answer is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreResult:
+    """A score, usually in [0, 1], and what a person may want to know about it."""
+
+    score: float
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+Scorer = Callable[[ScorerContext], Awaitable[float | ScoreResult]]
+
+
+def scorer(*names: str) -> Callable[[Scorer], Scorer]:
+    """Register an async function ``(ScorerContext) -> float | ScoreResult`` under ``names``."""
+
+    def register(function: Scorer) -> Scorer:
+        for name in names:
+            _registered[name] = function
+        return function
+
+    return register
+
+
+def scorer_names() -> list[str]:
+    """Every registered name, built in or from an entry point."""
+    _load_built_in()
+    return sorted({*_registered, *(point.name for point in entry_points(group=ENTRY_POINTS))})
+
+
+def get_scorer(name: str) -> Scorer:
+    """The scorer of a name or of a path ``module:function``; ConfigError if there is none."""
+    _load_built_in()
+    if name in _registered:
+        return _registered[name]
+    if ":" in name:
+        return _from_path(name)
+    for point in entry_points(group=ENTRY_POINTS, name=name):
+        loaded: Scorer = point.load()
+        return loaded
+    nearest = difflib.get_close_matches(name, scorer_names(), n=1)
+    hint = f"did you mean {nearest[0]}? " if nearest else ""
+    raise ConfigError(
+        f"there is no scorer {name!r}",
+        cure=f"{hint}known: {', '.join(scorer_names())}; or give a Python path module:function",
+    )
+
+
+async def run_scorer(name: str, context: ScorerContext, timeout: float) -> ScoreResult:
+    """Score one trajectory within ``timeout`` seconds. What goes wrong is a ScorerError, never a score."""
+    try:
+        async with asyncio.timeout(timeout):
+            result = await get_scorer(name)(context)
+    except TimeoutError as error:
+        raise ScorerError(f"scorer {name} took longer than {timeout:g} s") from error
+    except ScorerError:
+        raise
+    except (ConfigError, FailureError) as error:
+        raise ScorerError(f"scorer {name}: {error.message}", cure=error.cure) from error
+    except Exception as error:
+        raise ScorerError(f"scorer {name} raised {type(error).__name__}: {error}") from error
+    if not isinstance(result, ScoreResult):
+        result = ScoreResult(_number(name, result))
+    return ScoreResult(_number(name, result.score), result.details)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, (bool, int, float)) and math.isfinite(value):
+        return float(value)
+    raise ScorerError(f"scorer {name} returned {value!r}, which is no finite number")
+
+
+def _load_built_in() -> None:
+    for module in _BUILT_IN:
+        importlib.import_module(module)
+
+
+def _from_path(path: str) -> Scorer:
+    module, _, attribute = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"the scorer {path!r} cannot be imported: {error}",
+            cure="the path is module:function; the module's folder must be on PYTHONPATH",
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"the scorer {path!r} is no function", cure="name an async function")
+    typed: Scorer = found
+    return typed
