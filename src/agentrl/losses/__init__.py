@@ -1,0 +1,1 @@
+"""Policy losses on flat per-token tensors; knows nothing of models, forests or databases."""

@@ -1,0 +1,83 @@
+"""What a loss takes and gives: flat tensors with one entry per trainable token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to ± this before ``exp``."""
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp of a log-ratio in float32, clamped to ±20; the gradient is 0 where the clamp holds."""
+    return torch.exp(log_ratio.float().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+
+def trajectory_mean(values: Tensor, mask: Tensor, row: Tensor, trajectories: int) -> Tensor:
+    """Mean of ``values[T]`` over each trajectory's masked tokens, given back to every token: [T].
+
+    A trajectory without a masked token has mean 0.
+    """
+    weights = mask.to(values.dtype)
+    totals = values.new_zeros(trajectories).index_add(0, row, values * weights)
+    counts = values.new_zeros(trajectories).index_add(0, row, weights)
+    return (totals / counts.clamp(min=1.0))[row]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBatch:
+    """The trainable tokens of one micro-batch. T tokens, R trajectories, each whole in its micro-batch.
+
+    ``logprobs`` carries the gradient; every other tensor is data.
+    """
+
+    logprobs: Tensor
+    """float32[T], log πθ."""
+    old_logprobs: Tensor
+    """float32[T], log π_old."""
+    behavior_logprobs: Tensor
+    """float32[T], log μ as the engine reported it."""
+    advantages: Tensor
+    """float32[T]."""
+    row: Tensor
+    """int64[T], trajectory index in [0, R)."""
+    version: Tensor
+    """int64[T], the policy version that sampled the token."""
+    mask: Tensor
+    """bool[T], the loss mask m: False tokens are in no numerator and no denominator."""
+    current_version: int
+    """The version that the optimizer step starts from."""
+    trajectories: int
+    """R."""
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log r = log πθ − log π_old, float32[T], with gradient."""
+        return self.logprobs.float() - self.old_logprobs.float()
+
+    @property
+    def log_weight(self) -> Tensor:
+        """log w = log π_old − log μ, float32[T]."""
+        return self.old_logprobs.float() - self.behavior_logprobs.float()
+
+    @property
+    def staleness(self) -> Tensor:
+        """How many versions old each token is, int64[T], at least 0."""
+        return (self.current_version - self.version).clamp(min=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLosses:
+    """Per-token losses before any reduction, with what the metrics need."""
+
+    losses: Tensor
+    """float32[T] with gradient; 0 where ``masked``."""
+    ratio: Tensor
+    """float32[T], detached: the ratio that the loss clips (r; for GSPO the trajectory's s)."""
+    clipped: Tensor
+    """bool[T]: clipping took the token's gradient, or bounded it."""
+    masked: Tensor
+    """bool[T]: a bound or a correction took the token out of the numerator."""

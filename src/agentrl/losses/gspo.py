@@ -1,0 +1,19 @@
+"""GSPO: GRPO's clipped surrogate on the length-normalised ratio of the whole trajectory."""
+
+from __future__ import annotations
+
+from agentrl.losses.batch import TokenBatch, TokenLosses, bounded_exp, trajectory_mean
+from agentrl.losses.grpo import clipped_surrogate
+from agentrl.losses.settings import LossSettings
+
+
+def gspo(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
+    """GRPO's form with s = exp(Σ m·log r / Σ m) over the trajectory (GSPO-token, arXiv 2507.18071).
+
+    Each token's ratio is s in value, while its gradient is s·∇log πθ of that token alone, so that tokens of
+    one trajectory may have advantages of their own.
+    """
+    log_ratio = batch.log_ratio.detach()
+    log_s = trajectory_mean(log_ratio, batch.mask, batch.row, batch.trajectories)
+    per_token = batch.logprobs.float() - batch.logprobs.detach().float()
+    return clipped_surrogate(bounded_exp(per_token + log_s), batch.advantages, settings)

@@ -1,0 +1,105 @@
+"""What a step reports about its tokens, summed over micro-batches and ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from agentrl.losses.batch import TokenBatch, TokenLosses, bounded_exp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenMetrics:
+    """Sums over the masked-in tokens of one or more micro-batches; ``+`` joins two."""
+
+    tokens: int = 0
+    ratio: float = 0.0
+    ratio_max: float = 0.0
+    clipped: float = 0.0
+    masked: float = 0.0
+    kl_k1: float = 0.0
+    kl_k3: float = 0.0
+    entropy: float = 0.0
+    weight: float = 0.0
+    """Σ πθ/μ."""
+    weight_squared: float = 0.0
+    staleness: Counter[int] = field(default_factory=Counter)
+    versions: Counter[int] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, batch: TokenBatch, result: TokenLosses, entropy: Tensor) -> Self:
+        """Measure one micro-batch. ``entropy`` float32[T] is the policy's, in nats."""
+        mask = batch.mask
+        if not bool(mask.any()):
+            return cls()
+        log_weight = (batch.logprobs.detach().float() - batch.behavior_logprobs.float())[mask]
+        weight = bounded_exp(log_weight).double()
+        ratio = result.ratio[mask].double()
+        sums = {
+            "ratio": ratio.sum(),
+            "ratio_max": ratio.max(),
+            "clipped": result.clipped[mask].double().sum(),
+            "masked": result.masked[mask].double().sum(),
+            "kl_k1": -log_weight.double().sum(),
+            "kl_k3": (weight - 1 - log_weight.double()).sum(),
+            "entropy": entropy[mask].double().sum(),
+            "weight": weight.sum(),
+            "weight_squared": (weight * weight).sum(),
+        }
+        return cls(
+            tokens=int(mask.sum()),
+            **dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)),
+            staleness=_count(batch.staleness[mask]),
+            versions=_count(batch.version[mask]),
+        )
+
+    def __add__(self, other: TokenMetrics) -> TokenMetrics:
+        return TokenMetrics(
+            tokens=self.tokens + other.tokens,
+            ratio=self.ratio + other.ratio,
+            ratio_max=max(self.ratio_max, other.ratio_max),
+            clipped=self.clipped + other.clipped,
+            masked=self.masked + other.masked,
+            kl_k1=self.kl_k1 + other.kl_k1,
+            kl_k3=self.kl_k3 + other.kl_k3,
+            entropy=self.entropy + other.entropy,
+            weight=self.weight + other.weight,
+            weight_squared=self.weight_squared + other.weight_squared,
+            staleness=self.staleness + other.staleness,
+            versions=self.versions + other.versions,
+        )
+
+    def report(self) -> dict[str, float | dict[str, float]]:
+        """The step's metrics, per token.
+
+        ``kl_k1`` and ``kl_k3`` estimate KL(μ‖πθ) in nats (k1: log μ/πθ; k3: πθ/μ − 1 − log πθ/μ).
+        ``effective_sample_size`` is (Σω)²/(n·Σω²) of ω = πθ/μ, in (0, 1]. ``staleness_histogram`` maps
+        staleness to tokens and ``version_fractions`` a policy version to its share of the tokens; both have
+        text keys, as documents need them. Empty without a token.
+        """
+        count = self.tokens
+        if count == 0:
+            return {}
+        return {
+            "ratio_mean": self.ratio / count,
+            "ratio_max": self.ratio_max,
+            "clipped_fraction": self.clipped / count,
+            "masked_fraction": self.masked / count,
+            "kl_k1": self.kl_k1 / count,
+            "kl_k3": self.kl_k3 / count,
+            "entropy": self.entropy / count,
+            "effective_sample_size": self.weight**2 / (count * self.weight_squared),
+            "staleness_mean": sum(age * tokens for age, tokens in self.staleness.items()) / count,
+            "staleness_max": float(max(self.staleness)),
+            "staleness_histogram": {str(age): float(n) for age, n in sorted(self.staleness.items())},
+            "version_fractions": {str(version): n / count for version, n in sorted(self.versions.items())},
+        }
+
+
+def _count(values: Tensor) -> Counter[int]:
+    kinds, counts = torch.unique(values, return_counts=True)
+    return Counter(dict(zip(kinds.tolist(), counts.tolist(), strict=True)))

@@ -1,0 +1,29 @@
+"""Where log π_old comes from: the behavior policy, the step's start, or a line between them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from agentrl.errors import ConfigError
+from agentrl.losses.settings import OLD_LOGPROBS
+
+
+def old_logprobs(
+    method: str, logprobs: Tensor, behavior_logprobs: Tensor, version: Tensor, current_version: int
+) -> Tensor:
+    """log π_old, float32[T], detached, by ``--old_logprobs``.
+
+    ``behavior``: log μ. ``recompute``: the trainer's own logprob at the start of the step, which is
+    ``logprobs`` itself while a step is one optimizer update over all its micro-batches. ``loglinear``:
+    log μ + α·(log πθ − log μ) with α = (c − v)/(c + 1 − v) for a token of version v in a step that turns
+    version c into c + 1 (the interpolation of AReaL, arXiv 2505.24298, and A-3PO, arXiv 2512.06547).
+    """
+    current, behavior = logprobs.detach().float(), behavior_logprobs.float()
+    if method == "behavior":
+        return behavior
+    if method == "recompute":
+        return current
+    if method == "loglinear":
+        staleness = (current_version - version).clamp(min=0).to(behavior.dtype)
+        return behavior + staleness / (staleness + 1) * (current - behavior)
+    raise ConfigError(f"--old_logprobs is {method!r}", cure=f"use one of {', '.join(OLD_LOGPROBS)}")

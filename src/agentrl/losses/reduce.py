@@ -1,0 +1,54 @@
+"""One reduction over a whole optimizer step, of which every micro-batch holds a share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from agentrl.losses.settings import LossSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Denominators:
+    """What a step's loss is divided by, counted before any bound or correction masks a token.
+
+    ``tokens`` is Σ m, ``trajectories`` the number of trajectories with at least one token in the mask.
+    Sums over micro-batches and ranks are those of the whole step.
+    """
+
+    tokens: int
+    trajectories: int
+
+    @classmethod
+    def of(cls, mask: Tensor, row: Tensor) -> Self:
+        """Count one micro-batch: mask bool[T], row int64[T]."""
+        return cls(int(mask.sum()), int(torch.unique(row[mask]).numel()))
+
+    def __add__(self, other: Denominators) -> Denominators:
+        return Denominators(self.tokens + other.tokens, self.trajectories + other.trajectories)
+
+
+def reduce_losses(
+    losses: Tensor, mask: Tensor, row: Tensor, trajectories: int, whole: Denominators, settings: LossSettings
+) -> Tensor:
+    """A micro-batch's share of the step's loss, a float32 scalar.
+
+    The shares of all micro-batches add up to the loss of the step, and so do their gradients: with
+    ``token_level_loss`` Σ m·loss / Σ m; without, the mean over trajectories of a trajectory's mean, or of its
+    sum with ``skip_length_normalization`` (which says nothing under ``token_level_loss``).
+
+    losses float32[T]; mask bool[T]; row int64[T] in [0, ``trajectories``); a trajectory is whole in its
+    micro-batch. ``whole`` counts the step over all micro-batches and ranks.
+    """
+    weights = mask.to(losses.dtype)
+    if settings.token_level_loss:
+        weights = weights / max(whole.tokens, 1)
+    else:
+        if not settings.skip_length_normalization:
+            lengths = weights.new_zeros(trajectories).index_add(0, row, weights)
+            weights = weights / lengths.clamp(min=1.0)[row]
+        weights = weights / max(whole.trajectories, 1)
+    return (losses * weights).sum()

@@ -1,0 +1,70 @@
+"""LossSettings: the numbers of a loss, checked when they are made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from agentrl.errors import ConfigError
+
+OLD_LOGPROBS = ("behavior", "recompute", "loglinear")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSettings:
+    """One run's loss. The fields carry the names of the command-line flags."""
+
+    loss_calculater: str = "GRPO"
+    token_level_loss: bool = True
+    """Mean over the step's tokens. Where False, a mean over its trajectories."""
+    skip_length_normalization: bool = False
+    """With ``token_level_loss`` False: a trajectory counts with its sum instead of its mean."""
+    strict_in_bound: bool = False
+    epsilon: float = 0.2
+    epsilon_higher: float = 0.1
+    importance_weight_cap_ratio: float = 4.0
+    out_of_date_decay: float | None = None
+    importance_correction: str = ""
+    dual_clip: float | None = None
+    ce_grpo_beta_1: float | None = None
+    ce_grpo_beta_2: float | None = None
+    old_logprobs: str = "behavior"
+
+    def __post_init__(self) -> None:
+        self._require(0 <= self.epsilon <= 1, "epsilon", self.epsilon, "give a value in [0, 1]")
+        for name in ("epsilon_higher", "out_of_date_decay", "ce_grpo_beta_1", "ce_grpo_beta_2"):
+            value = getattr(self, name)
+            good = value is None or (math.isfinite(value) and value >= 0)
+            self._require(good, name, value, "give a finite value of 0 or more")
+        cap = self.importance_weight_cap_ratio
+        self._require(cap >= 1, "importance_weight_cap_ratio", cap, "give 1 or more; inf turns the bound off")
+        clip = self.dual_clip
+        self._require(clip is None or clip > 1, "dual_clip", clip, "give a value above 1, such as 3")
+        old = self.old_logprobs
+        self._require(old in OLD_LOGPROBS, "old_logprobs", old, f"use one of {', '.join(OLD_LOGPROBS)}")
+        self._require(
+            not (self.keeps_gradient and self.strict_in_bound),
+            "strict_in_bound",
+            self.strict_in_bound,
+            "turn it off, or leave --ce_grpo_beta_1 and --ce_grpo_beta_2 out: it masks the tokens they keep",
+        )
+
+    @staticmethod
+    def _require(good: bool, name: str, value: object, cure: str) -> None:
+        if not good:
+            raise ConfigError(f"--{name} is {value}", cure=cure)
+
+    @property
+    def lower(self) -> float:
+        """Lower end of the clip interval, 1 − ε."""
+        return 1.0 - self.epsilon
+
+    @property
+    def upper(self) -> float:
+        """Upper end of the clip interval, 1 + ε + ε_h."""
+        return 1.0 + self.epsilon + self.epsilon_higher
+
+    @property
+    def keeps_gradient(self) -> bool:
+        """True where clipped tokens keep a bounded gradient (CE-GPPO)."""
+        return self.ce_grpo_beta_1 is not None or self.ce_grpo_beta_2 is not None
