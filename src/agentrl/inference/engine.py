@@ -1,0 +1,288 @@
+"""The engine client: SGLang's HTTP API, spoken by SGLang itself and by the ``local`` engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import httpx
+
+from agentrl.documents.dispatch import VersionSpan
+from agentrl.errors import EngineError
+from agentrl.inference.sampling import SamplingParams
+
+__all__ = ["EngineClient", "EngineRefusedError", "Generation", "ModelInfo", "SamplingParams"]
+
+FinishReason = Literal["stop", "length", "abort"]
+PauseMode = Literal["abort", "retract", "in_place"]
+
+_CONNECT_SECONDS = 10.0
+_CONTROL_SECONDS = 30.0
+_EXCERPT = 300
+
+
+class EngineRefusedError(EngineError):
+    """The engine understood the request and refused it: sending it again would not help."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What one request generated; ``versions`` are spans over ``output_ids`` that cover it without a gap."""
+
+    output_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    seconds: float
+    engine_url: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """The model that an engine serves. ``vocab_size`` is None where the engine does not tell it."""
+
+    model_path: str
+    version: int
+    vocab_size: int | None
+
+
+class EngineClient:
+    """One engine at ``url``. Methods raise EngineError with the url, the status and what was answered."""
+
+    def __init__(self, url: str, timeout: float = 600.0, *, vocab_size: int | None = None) -> None:
+        """``timeout``: seconds that one generation may take; ``vocab_size``: asked of the engine if None."""
+        self.url = url.rstrip("/")
+        self._timeout = timeout
+        self._vocab_size = vocab_size
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            timeout=httpx.Timeout(_CONTROL_SECONDS, connect=_CONNECT_SECONDS, read=timeout),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def generate(self, input_ids: Sequence[int], params: SamplingParams, rid: str) -> Generation:
+        """Sample a continuation of ``input_ids``.
+
+        An id outside the vocabulary is refused here: SGLang would die of it. ``rid`` must not be a prefix of
+        another request's, since SGLang aborts by prefix. Cancelling the call aborts the request in the
+        engine.
+        """
+        await self._check_ids(input_ids)
+        body = {
+            "input_ids": list(input_ids),
+            "sampling_params": params.to_request(),
+            "return_logprob": True,
+            "rid": rid,
+        }
+        start = time.monotonic()
+        try:
+            answer = await self._post("/generate", body, self._timeout)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._abort_quietly(rid))
+            raise
+        return self._generation(answer, time.monotonic() - start)
+
+    async def health(self) -> bool:
+        """Whether the engine answers and takes requests; False while it is paused, starting or gone."""
+        try:
+            response = await self._http.get("/health", timeout=_CONTROL_SECONDS)
+        except httpx.HTTPError:
+            return False
+        return response.status_code == 200
+
+    async def model_info(self) -> ModelInfo:
+        """The served model and its policy version."""
+        info = await self._get("/model_info")
+        path = str(info.get("model_path", ""))
+        vocab_size = info.get("vocab_size")
+        if vocab_size is None:
+            vocab_size = await asyncio.to_thread(_vocab_size_of, path)
+        version = self._version(info.get("weight_version", "default"))
+        return ModelInfo(model_path=path, version=version, vocab_size=vocab_size)
+
+    async def server_info(self) -> dict[str, Any]:
+        """The engine's own description of itself, as it gives it."""
+        return await self._get("/server_info")
+
+    async def load(self) -> int:
+        """Requests that the engine runs or has queued."""
+        answer = await self._get("/v1/loads?include=core")
+        ranks = answer.get("loads", [])
+        return sum(rank.get("num_running_reqs", 0) + rank.get("num_waiting_reqs", 0) for rank in ranks)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop generating. ``retract`` drops the KV cache of running requests and recomputes it on resume;
+        ``in_place`` keeps it; ``abort`` ends them with what they have. New requests wait."""
+        await self._post("/pause_generation", {"mode": mode}, self._timeout)
+
+    async def resume(self) -> None:
+        """Go on after ``pause``."""
+        await self._post("/continue_generation", {}, _CONTROL_SECONDS)
+
+    async def flush_cache(self) -> None:
+        """Forget every cached prefix. Refused while requests run."""
+        await self._post("/flush_cache", {}, _CONTROL_SECONDS)
+
+    async def abort(self, rid: str | None) -> None:
+        """End request ``rid``, or all with None; they return what they have, with finish reason ``abort``."""
+        body = {"abort_all": True} if rid is None else {"rid": rid}
+        await self._post("/abort_request", body, _CONTROL_SECONDS)
+
+    async def update_weights(self, path: str, version: int, *, flush_cache: bool = True) -> None:
+        """Load the weights in folder ``path`` as policy ``version``; on EngineError the old ones still serve.
+
+        With requests running and no pause, the engine lets them finish first.
+        """
+        body = {"model_path": path, "weight_version": str(version), "flush_cache": flush_cache}
+        answer = await self._post("/update_weights_from_disk", body, self._timeout)
+        if not answer.get("success", False):
+            raise EngineRefusedError(
+                f"engine {self.url} refused the weights in {path}: {answer.get('message')}"
+            )
+
+    async def _get(self, path: str) -> dict[str, Any]:
+        return await self._call("GET", path, None, _CONTROL_SECONDS)
+
+    async def _post(self, path: str, body: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+        return await self._call("POST", path, body, timeout)
+
+    async def _call(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float
+    ) -> dict[str, Any]:
+        limits = httpx.Timeout(_CONTROL_SECONDS, connect=_CONNECT_SECONDS, read=timeout)
+        try:
+            response = await self._http.request(method, path, json=body, timeout=limits)
+        except httpx.TimeoutException as error:
+            raise EngineError(f"engine {self.url}{path} did not answer within {timeout:g} s") from error
+        except httpx.HTTPError as error:
+            raise EngineError(
+                f"engine {self.url}{path} cannot be reached: {type(error).__name__}: {error}",
+                cure="see the engine's log; `agentrl audit run` lists the live engines",
+            ) from error
+        if response.status_code != 200:
+            kind = EngineRefusedError if 400 <= response.status_code < 500 else EngineError
+            raise kind(f"engine {self.url}{path} answered {response.status_code}: {response.text[:_EXCERPT]}")
+        return _object(response)
+
+    async def _check_ids(self, input_ids: Sequence[int]) -> None:
+        if not input_ids:
+            raise EngineRefusedError("a generation needs at least one input id")
+        if self._vocab_size is None:
+            self._vocab_size = (await self.model_info()).vocab_size
+        if self._vocab_size is None:
+            raise EngineRefusedError(
+                f"engine {self.url} does not tell its vocabulary size, nor can its model folder be read here",
+                cure="pass vocab_size to the client",
+            )
+        low, high = min(input_ids), max(input_ids)
+        if low < 0 or high >= self._vocab_size:
+            wrong = low if low < 0 else high
+            raise EngineRefusedError(f"token id {wrong} is outside the vocabulary of {self._vocab_size} ids")
+
+    async def _abort_quietly(self, rid: str) -> None:
+        try:
+            await self.abort(rid)
+        except EngineError:
+            return  # the engine is gone, and the request with it
+
+    def _generation(self, answer: Mapping[str, Any], seconds: float) -> Generation:
+        try:
+            meta = answer["meta_info"]
+            ids = tuple(int(item) for item in answer["output_ids"])
+            logprobs = tuple(float(item[0]) for item in meta["output_token_logprobs"][: len(ids)])
+            reason = meta["finish_reason"]["type"]
+            prompt_tokens = int(meta["prompt_tokens"])
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            excerpt = json.dumps(answer)[:_EXCERPT]
+            raise EngineError(
+                f"engine {self.url} answered in an unknown form ({error!r}): {excerpt}"
+            ) from error
+        if len(logprobs) != len(ids):
+            raise EngineError(f"engine {self.url} gave {len(logprobs)} logprobs for {len(ids)} tokens")
+        return Generation(
+            output_ids=ids,
+            logprobs=logprobs,
+            versions=self._spans(meta, len(ids)),
+            finish_reason=reason,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=int(meta.get("cached_tokens") or 0),
+            seconds=seconds,
+            engine_url=self.url,
+        )
+
+    def _spans(self, meta: Mapping[str, Any], count: int) -> tuple[VersionSpan, ...]:
+        """The engine's spans cut to ``count`` tokens; one span of ``weight_version`` where it gives none."""
+        if count == 0:
+            return ()
+        spans = meta.get("weight_versions") or [
+            {"version": meta.get("weight_version", "default"), "start": 0, "end": count}
+        ]
+        found = tuple(
+            VersionSpan(
+                version=self._version(span["version"]), start=span["start"], end=min(span["end"], count)
+            )
+            for span in spans
+            if span["start"] < min(span["end"], count)
+        )
+        edges = [0, *(span.end for span in found)]
+        if [span.start for span in found] != edges[:-1] or edges[-1] != count:
+            raise EngineError(
+                f"engine {self.url} gave version spans that do not cover {count} tokens: {spans}"
+            )
+        return found
+
+    def _version(self, name: Any) -> int:
+        """A weight version's number; ``default`` is how SGLang names the weights that it started with."""
+        if name in ("default", None):
+            return 0
+        try:
+            return int(name)
+        except (TypeError, ValueError) as error:
+            raise EngineError(
+                f"engine {self.url} reports weight version {name!r}, which is no policy version",
+                cure="start it by `agentrl serve`",
+            ) from error
+
+
+def _object(response: httpx.Response) -> dict[str, Any]:
+    """The JSON object answered; an empty dict where the body is empty or plain text."""
+    if "json" not in response.headers.get("content-type", ""):
+        return {}
+    try:
+        answer = response.json()
+    except ValueError as error:
+        raise EngineError(
+            f"engine {response.url} answered broken JSON: {response.text[:_EXCERPT]}"
+        ) from error
+    return answer if isinstance(answer, dict) else {"value": answer}
+
+
+def _vocab_size_of(folder: str) -> int | None:
+    """``vocab_size`` of the config in a model folder; None where the folder cannot be read here."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    return size if isinstance(size, int) else None

@@ -1,0 +1,162 @@
+"""The local engine's KV cache: a contiguous extent per sequence, kept after its request for prefix reuse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+_ROUND = 64
+_KEEP = 256
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One sequence in the cache: keys and values exist for ``tokens[:computed]``, from row ``start`` on."""
+
+    tokens: NDArray[np.int32]
+    computed: int = 0
+    start: int = 0
+    capacity: int = 0
+    busy: bool = True
+    used_at: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """``length`` tokens of a prompt lie in ``slot``; ``promised`` will, once running prefills are through."""
+
+    slot: Slot | None
+    length: int
+    promised: int
+
+
+class KVCache:
+    """Keys and values of at most ``max_tokens`` tokens.
+
+    Per layer two tensors [max_tokens, kv_heads, head_dim]. A slot's rows are contiguous, so that attention
+    reads them without gathering; a slot that outgrows its rows moves. Rows are handed out from the lowest
+    on, and memory is taken only as far as rows were used.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        max_tokens: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (max_tokens, num_kv_heads, head_dim)
+        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.max_tokens = max_tokens
+        self._slots: list[Slot] = []
+        self._clock = 0
+
+    def match(self, prompt: NDArray[np.int32]) -> PrefixMatch:
+        """The slot that holds the longest computed prefix of ``prompt``, all but its last token at most."""
+        best, length, promised = None, 0, 0
+        for slot in self._slots:
+            common = min(_common_prefix(slot.tokens, prompt), len(prompt) - 1)
+            promised = max(promised, common)
+            ready = min(common, slot.computed)
+            if ready > length or (ready == length > 0 and best is not None and best.busy and not slot.busy):
+                best, length = slot, ready
+        return PrefixMatch(best, length, promised)
+
+    def acquire(self, prompt: NDArray[np.int32], found: PrefixMatch, room: int) -> Slot | None:
+        """A busy slot of ``room`` rows with the match in place; None where running sequences leave no room.
+
+        A finished sequence that holds little beyond the match is continued where it lies; otherwise the match
+        is copied.
+        """
+        source, length = found.slot, found.length
+        if source is not None and not source.busy and source.computed - length <= max(16, length // 4):
+            source.tokens, source.computed, source.busy = prompt, length, True
+            if self.grow(source, room):
+                return source
+            source.busy = False
+            source.tokens = prompt[:length]
+            return None
+        slot = Slot(prompt)
+        if not self._place(slot, room, keep=source):
+            source = None
+            if not self._place(slot, room, keep=None):
+                return None
+        if source is not None:
+            self._copy(source.start, slot.start, length)
+            slot.computed = length
+        self._slots.append(slot)
+        return slot
+
+    def grow(self, slot: Slot, room: int) -> bool:
+        """Make sure that a busy slot has ``room`` rows; False where running sequences leave no room."""
+        if room <= slot.capacity:
+            return True
+        start, capacity = slot.start, slot.capacity
+        slot.capacity = 0
+        if not self._place(
+            slot, max(room, min(room * 3 // 2, self.max_tokens)), keep=None
+        ) and not self._place(slot, room, keep=None):
+            slot.start, slot.capacity = start, capacity
+            return False
+        if slot.start != start:
+            self._copy(start, slot.start, slot.computed)
+        return True
+
+    def release(self, slot: Slot, tokens: NDArray[np.int32]) -> None:
+        """Give a slot back; what it computed of ``tokens`` stays for reuse until its rows are needed."""
+        self._clock += 1
+        slot.tokens = tokens[: slot.computed].copy()
+        slot.busy, slot.used_at = False, self._clock
+        idle = [item for item in self._slots if not item.busy]
+        if slot.computed == 0 or len(idle) > _KEEP:
+            self._slots.remove(min(idle, key=lambda item: (item.computed > 0, item.used_at)))
+
+    def forget(self) -> None:
+        """Drop every sequence that is not busy."""
+        self._slots = [slot for slot in self._slots if slot.busy]
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens whose keys and values are in the cache."""
+        return sum(slot.computed for slot in self._slots)
+
+    def _place(self, slot: Slot, room: int, keep: Slot | None) -> bool:
+        """Set ``slot``'s rows to the lowest free extent of ``room``, dropping idle sequences as needed."""
+        room = min(-(-room // _ROUND) * _ROUND, self.max_tokens)
+        while True:
+            start = self._lowest_free(room)
+            if start is not None:
+                slot.start, slot.capacity = start, room
+                return True
+            idle = [item for item in self._slots if not item.busy and item is not keep]
+            if not idle:
+                return False
+            self._slots.remove(min(idle, key=lambda item: item.used_at))
+
+    def _lowest_free(self, room: int) -> int | None:
+        end = 0
+        for start, capacity in sorted((slot.start, slot.capacity) for slot in self._slots if slot.capacity):
+            if start - end >= room:
+                return end
+            end = start + capacity
+        return end if self.max_tokens - end >= room else None
+
+    def _copy(self, source: int, target: int, length: int) -> None:
+        overlap = abs(source - target) < length
+        for tensor in (*self.keys, *self.values):
+            rows = tensor[source : source + length]
+            tensor[target : target + length] = rows.clone() if overlap else rows
+
+
+def _common_prefix(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:
+    """Length of the longest common prefix."""
+    count = min(len(left), len(right))
+    different = np.flatnonzero(left[:count] != right[:count])
+    return int(different[0]) if len(different) else count
