@@ -59,6 +59,10 @@ class LeaseLostError(StoreError):
     """The lease behind a write has expired or passed to another owner; the write did not happen."""
 
 
+class ForestError(AgentRLError):
+    """Training data whose tokens, nodes and spans do not make a token forest."""
+
+
 class PublishError(AgentRLError):
     """Weights could not be written, or do not match their manifest."""
 

@@ -1,0 +1,1 @@
+"""From stored training data to the batches that one optimizer step trains."""

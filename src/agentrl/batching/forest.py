@@ -1,0 +1,280 @@
+"""TokenForest: packed rows, multi-turn chains and shared prefixes as one batch format, and its builders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.documents.packing import unpack_floats, unpack_ids
+from agentrl.documents.training import DBRecordData, Node
+from agentrl.errors import ForestError
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenForest:
+    """N tokens laid out depth-first, of which T are trainable, from R trajectories.
+
+    Labels belong to edges: the logits at ``parent[target[j]]`` predict token ``target[j]``. A token of a
+    shared prefix may be the target of several rows.
+    """
+
+    input_ids: Ints
+    """int64[N]."""
+    position_ids: Ints
+    """int64[N], depth in the token's tree."""
+    parent: Ints
+    """int64[N], index of the token before it; −1 at a root."""
+    subtree_end: Ints
+    """int64[N], one past the last descendant: query q sees key k iff k ≤ q < subtree_end[k]."""
+    row: Ints
+    """int64[T], trajectory in [0, R)."""
+    target: Ints
+    """int64[T], index of the trainable token."""
+    advantage: Floats
+    """float32[T]."""
+    behavior_logprob: Floats
+    """float32[T]."""
+    version: Ints
+    """int64[T]."""
+    trajectories: int
+    """R."""
+
+    @property
+    def tokens(self) -> int:
+        """N."""
+        return len(self.input_ids)
+
+    @property
+    def trainable_tokens(self) -> int:
+        """T."""
+        return len(self.target)
+
+    @cached_property
+    def root_starts(self) -> Ints:
+        """int64[trees], where each tree begins."""
+        return np.flatnonzero(self.parent < 0)
+
+    @cached_property
+    def tree_lengths(self) -> Ints:
+        """int64[trees], tokens of each tree."""
+        return np.diff(np.append(self.root_starts, self.tokens))
+
+    @cached_property
+    def is_chains(self) -> bool:
+        """True where no tree branches."""
+        follows = np.arange(self.tokens) - 1
+        return bool(np.all((self.parent < 0) | (self.parent == follows)))
+
+    @cached_property
+    def depth(self) -> int:
+        """Tokens on the longest way from a root to a leaf."""
+        return int(self.position_ids.max(initial=-1)) + 1
+
+
+def concatenate(forests: Sequence[TokenForest]) -> TokenForest:
+    """One forest of all the trees, in order; rows are numbered on. At least one forest."""
+    tokens = np.cumsum([0] + [forest.tokens for forest in forests])
+    rows = np.cumsum([0] + [forest.trajectories for forest in forests])
+    placed = list(zip(forests, tokens, rows, strict=False))
+    return TokenForest(
+        input_ids=np.concatenate([forest.input_ids for forest in forests]),
+        position_ids=np.concatenate([forest.position_ids for forest in forests]),
+        parent=np.concatenate(
+            [np.where(forest.parent < 0, -1, forest.parent + start) for forest, start, _ in placed]
+        ),
+        subtree_end=np.concatenate([forest.subtree_end + start for forest, start, _ in placed]),
+        row=np.concatenate([forest.row + first for forest, _, first in placed]),
+        target=np.concatenate([forest.target + start for forest, start, _ in placed]),
+        advantage=np.concatenate([forest.advantage for forest in forests]),
+        behavior_logprob=np.concatenate([forest.behavior_logprob for forest in forests]),
+        version=np.concatenate([forest.version for forest in forests]),
+        trajectories=int(rows[-1]),
+    )
+
+
+_MISMATCH = "the document was written by another version or altered: convert its Record again"
+_VOCABULARY = "sample and train with the same model and tokenizer (--model_name_or_path)"
+
+
+def forest_from_data(data: Sequence[DBRecordData], *, vocab_size: int | None = None) -> TokenForest:
+    """Pack trajectories into one forest; trajectory i is row i.
+
+    Nodes that are not stored depth-first are laid out so. Raises ForestError, naming the document, for nodes
+    that do not tile the tokens or name no earlier parent, spans that are outside or overlap, a trainable
+    root, lengths that disagree, values that are not finite, and ids outside [0, ``vocab_size``).
+    """
+    _require_any(data)
+    return concatenate([_one_trajectory(item, vocab_size) for item in data])
+
+
+def forest_from_sequences(
+    input_ids: Sequence[Sequence[int] | NDArray[np.integer]],
+    trainable: Sequence[Sequence[bool] | NDArray[np.bool_]],
+    *,
+    vocab_size: int | None = None,
+) -> TokenForest:
+    """Pack supervised sequences: each is one chain and one trajectory, with advantage 1 and version 0.
+
+    ``trainable[i][j]`` marks token j of sequence i; the first token of a sequence cannot be trainable, for
+    nothing predicts it. Raises ForestError.
+    """
+    _require_any(input_ids)
+    return concatenate([
+        _one_sequence(f"sequence {i}", np.asarray(ids, np.int64), np.asarray(mask, np.bool_), vocab_size)
+        for i, (ids, mask) in enumerate(zip(input_ids, trainable, strict=True))
+    ])  # fmt: skip
+
+
+def _require_any(items: Sequence[object]) -> None:
+    if len(items) == 0:
+        raise ForestError("a forest of no trajectories", cure="give at least one")
+
+
+def _require(good: bool, name: str, message: str, cure: str = _MISMATCH) -> None:
+    if not good:
+        raise ForestError(f"training data {name}: {message}", cure=cure)
+
+
+def _check_vocabulary(name: str, ids: Ints, vocab_size: int | None) -> None:
+    limit = np.iinfo(np.int64).max if vocab_size is None else vocab_size
+    outside = ids[(ids < 0) | (ids >= limit)]
+    if outside.size:
+        size = "" if vocab_size is None else f" of {vocab_size} ids"
+        _require(False, name, f"token id {outside[0]} is outside the vocabulary{size}", _VOCABULARY)
+
+
+def _one_sequence(name: str, ids: Ints, mask: NDArray[np.bool_], vocab_size: int | None) -> TokenForest:
+    length = len(ids)
+    cure = "mask only tokens that have a token before them"
+    _require(length > 0, name, "it has no tokens", "drop empty sequences")
+    _require(
+        len(mask) == length, name, f"{length} ids, but a mask of {len(mask)}", "give one mask entry per id"
+    )
+    _require(not mask[0], name, "its first token is trainable, and nothing predicts it", cure)
+    _check_vocabulary(name, ids, vocab_size)
+    target = np.flatnonzero(mask)
+    return TokenForest(
+        input_ids=ids,
+        position_ids=np.arange(length),
+        parent=np.arange(length) - 1,
+        subtree_end=np.full(length, length),
+        row=np.zeros(len(target), np.int64),
+        target=target,
+        advantage=np.ones(len(target), np.float32),
+        behavior_logprob=np.zeros(len(target), np.float32),
+        version=np.zeros(len(target), np.int64),
+        trajectories=1,
+    )
+
+
+def _one_trajectory(data: DBRecordData, vocab_size: int | None) -> TokenForest:
+    ids = unpack_ids(data.input_ids).astype(np.int64)
+    _require(len(ids) == data.tokens > 0, data.id, f"says {data.tokens} tokens and holds {len(ids)}")
+    _check_vocabulary(data.id, ids, vocab_size)
+    _check_nodes(data)
+    layout = _lay_out(data.nodes)
+    target = _targets(data)
+    per_span = np.array([span.end - span.start for span in data.spans], np.int64)
+    advantage = np.repeat(np.array([span.advantage for span in data.spans], np.float32), per_span)
+    behavior = unpack_floats(data.behavior_logprobs)
+    _require(
+        len(behavior) == len(target) == data.trainable_tokens,
+        data.id,
+        f"says {data.trainable_tokens} trainable tokens; spans have {len(target)}, logprobs {len(behavior)}",
+    )
+    _require(bool(np.isfinite(advantage).all()), data.id, "an advantage is not finite")
+    _require(bool(np.isfinite(behavior).all()), data.id, "a behavior logprob is not finite")
+    placed = layout.place[target]
+    roots = target[layout.parent[placed] < 0]
+    _require(roots.size == 0, data.id, f"token {roots[:1]} is trainable and a root: nothing predicts it")
+    laid_out = np.empty_like(ids)
+    laid_out[layout.place] = ids
+    return TokenForest(
+        input_ids=laid_out,
+        position_ids=layout.position,
+        parent=layout.parent,
+        subtree_end=layout.subtree_end,
+        row=np.zeros(len(target), np.int64),
+        target=placed,
+        advantage=advantage,
+        behavior_logprob=behavior,
+        version=np.repeat(np.array([span.version for span in data.spans], np.int64), per_span),
+        trajectories=1,
+    )
+
+
+def _check_nodes(data: DBRecordData) -> None:
+    end = 0
+    for index, node in enumerate(data.nodes):
+        where = f"node {index} [{node.start}, {node.end})"
+        _require(node.start == end and node.end > node.start, data.id, f"{where} does not follow token {end}")
+        _require(
+            -1 <= node.parent < index, data.id, f"{where} names {node.parent}, no earlier node, as parent"
+        )
+        end = node.end
+    _require(end == data.tokens, data.id, f"nodes cover {end} of {data.tokens} tokens")
+
+
+def _targets(data: DBRecordData) -> Ints:
+    """int64[T], stored index of each trainable token, spans in order."""
+    pieces = [np.zeros(0, np.int64)]
+    for span in data.spans:
+        where = f"span [{span.start}, {span.end})"
+        _require(
+            0 <= span.start < span.end <= data.tokens, data.id, f"{where} is outside {data.tokens} tokens"
+        )
+        pieces.append(np.arange(span.start, span.end))
+    target = np.concatenate(pieces)
+    _require(len(np.unique(target)) == len(target), data.id, "spans overlap")
+    return target
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where each stored token goes, and the tree of the laid-out tokens; int64[N] each."""
+
+    place: Ints
+    parent: Ints
+    position: Ints
+    subtree_end: Ints
+
+
+def _lay_out(nodes: Sequence[Node]) -> _Layout:
+    """Depth-first order of nodes, children in their stored order, and the arrays it gives."""
+    children: list[list[int]] = [[] for _ in nodes]
+    for index, node in enumerate(nodes):
+        if node.parent >= 0:
+            children[node.parent].append(index)
+    stack = [index for index, node in reversed(list(enumerate(nodes))) if node.parent < 0]
+    first, size = np.zeros(len(nodes), np.int64), np.array([node.end - node.start for node in nodes])
+    cursor = 0
+    while stack:
+        index = stack.pop()
+        first[index] = cursor
+        cursor += size[index]
+        stack.extend(reversed(children[index]))
+    subtree = size.copy()
+    for index in range(len(nodes) - 1, -1, -1):
+        if nodes[index].parent >= 0:
+            subtree[nodes[index].parent] += subtree[index]
+    place = np.concatenate(
+        [np.arange(start, start + length) for start, length in zip(first, size, strict=True)]
+    )
+    parent, position, subtree_end = (np.zeros(cursor, np.int64) for _ in range(3))
+    for index, node in enumerate(nodes):
+        start, length = first[index], size[index]
+        before = first[node.parent] + size[node.parent] - 1 if node.parent >= 0 else -1
+        depth = position[before] + 1 if before >= 0 else 0
+        here = slice(start, start + length)
+        parent[here] = np.arange(start - 1, start + length - 1)
+        parent[start] = before
+        position[here] = np.arange(depth, depth + length)
+        subtree_end[here] = start + subtree[index]
+    return _Layout(place, parent, position, subtree_end)
