@@ -1,0 +1,228 @@
+"""Which engine runs a model call: the least loaded one, one for a trajectory, another when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from agentrl.documents.dispatch import VersionSpan
+from agentrl.documents.service import InferenceService
+from agentrl.documents.status import ServiceStatus
+from agentrl.errors import EngineError
+from agentrl.inference.engine import EngineClient, EngineRefusedError, FinishReason, Generation
+from agentrl.inference.sampling import SamplingParams
+
+log = logging.getLogger(__name__)
+
+LiveEngines = Callable[[], Awaitable[Sequence[InferenceService]]]
+
+_USABLE = (ServiceStatus.READY, ServiceStatus.UPDATING)
+_LOG_SECONDS = 30.0
+
+
+class Client(Protocol):
+    """What the router needs of an engine client."""
+
+    async def generate(self, input_ids: Sequence[int], params: SamplingParams, rid: str) -> Generation:
+        """Sample a continuation of ``input_ids``."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connections."""
+        ...
+
+
+class EngineRouter:
+    """Spreads trajectories over the live engines and carries their generations over pauses and deaths."""
+
+    def __init__(
+        self,
+        live: LiveEngines,
+        *,
+        request_timeout: float = 600.0,
+        wait_seconds: float = 300.0,
+        vocab_size: int | None = None,
+        max_age: float = 1.0,
+        backoff: float = 0.5,
+        suspect_seconds: float = 5.0,
+        client: Callable[[str], Client] | None = None,
+    ) -> None:
+        """``live`` lists the live engines and is asked again once its answer is ``max_age`` seconds old.
+
+        ``wait_seconds`` bounds how long a generation goes on without a single new token: no engine there, or
+        engines that fail. A failed engine is left alone for ``suspect_seconds``.
+        """
+        self._live = live
+        self._wait_seconds = wait_seconds
+        self._max_age = max_age
+        self._backoff = backoff
+        self._suspect_seconds = suspect_seconds
+        self._new_client = client or (lambda url: EngineClient(url, request_timeout, vocab_size=vocab_size))
+        self._clients: dict[str, Client] = {}
+        self._services: tuple[InferenceService, ...] = ()
+        self._asked_at = float("-inf")
+        self._asking = asyncio.Lock()
+        self._sessions: Counter[str] = Counter()
+        self._suspects: dict[str, float] = {}
+        self._logged_at = float("-inf")
+
+    @asynccontextmanager
+    async def session(self, traj_id: str) -> AsyncIterator[EngineSession]:
+        """The model calls of one trajectory: they go to one engine, so that its prefix cache serves them."""
+        session = EngineSession(self, traj_id)
+        try:
+            yield session
+        finally:
+            self._move(session, None)
+
+    def min_policy_version(self) -> int | None:
+        """The oldest version that a usable engine serves, as of the last look; None before one is known."""
+        versions = [s.policy_version for s in self._usable() if s.policy_version is not None]
+        return min(versions, default=None)
+
+    async def close(self) -> None:
+        """Close every engine's connections."""
+        clients, self._clients = list(self._clients.values()), {}
+        for client in clients:
+            await client.close()
+
+    async def _pick(self, session: EngineSession, deadline: float) -> Client:
+        """The session's engine, or the least loaded one; EngineError if there is none until ``deadline``."""
+        while True:
+            await self._refresh()
+            urls = {service.url: service for service in self._usable()}
+            if session.url not in urls:
+                chosen = min(urls.values(), key=self._load, default=None)
+                self._move(session, chosen.url if chosen else None)
+            if session.url is not None:
+                return self._client(session.url)
+            await self._wait(f"{session.traj_id} waits for a live engine", deadline)
+
+    async def _refresh(self) -> None:
+        async with self._asking:
+            if time.monotonic() - self._asked_at < self._max_age:
+                return
+            self._services = tuple(await self._live())
+            self._asked_at = time.monotonic()
+
+    def _usable(self) -> list[InferenceService]:
+        now = time.monotonic()
+        return [s for s in self._services if s.status in _USABLE and self._suspects.get(s.url, 0.0) <= now]
+
+    def _load(self, service: InferenceService) -> tuple[bool, int, str]:
+        load = max(service.running_requests, self._sessions[service.url])
+        return service.status is not ServiceStatus.READY, load, service.url
+
+    def _move(self, session: EngineSession, url: str | None) -> None:
+        if session.url is not None:
+            self._sessions[session.url] -= 1
+        if url is not None:
+            self._sessions[url] += 1
+        session.url = url
+
+    def _client(self, url: str) -> Client:
+        if url not in self._clients:
+            self._clients[url] = self._new_client(url)
+        return self._clients[url]
+
+    def _suspect(self, session: EngineSession) -> None:
+        if session.url is not None:
+            self._suspects[session.url] = time.monotonic() + self._suspect_seconds
+        self._move(session, None)
+
+    async def _wait(self, why: str, deadline: float, attempt: int = 1) -> None:
+        """Back off before the next attempt; EngineError at ``deadline``."""
+        now = time.monotonic()
+        if now >= deadline:
+            raise EngineError(
+                f"{why}: nothing for {self._wait_seconds:g} s (--engine_wait_seconds)",
+                cure="start an engine: agentrl serve --run_name … --model_name_or_path …",
+            )
+        if now - self._logged_at >= _LOG_SECONDS:
+            self._logged_at = now
+            log.warning("%s; waiting up to %.0f s more", why, deadline - now)
+        await asyncio.sleep(min(self._backoff * 2 ** min(attempt - 1, 4), max(deadline - now, 0.0)))
+
+
+class EngineSession:
+    """One trajectory's way to its engine; made by ``EngineRouter.session``."""
+
+    def __init__(self, router: EngineRouter, traj_id: str) -> None:
+        self.traj_id = traj_id
+        self.url: str | None = None
+        self._router = router
+
+    async def generate(self, input_ids: Sequence[int], params: SamplingParams) -> Generation:
+        """One whole generation, whatever becomes of the engines meanwhile.
+
+        A generation that was aborted goes on from the tokens so far, on the same engine or another; one whose
+        engine died goes on from the last tokens received. Penalties then count the tokens of the last part
+        alone. EngineError where an engine refuses the request, or none brings a token for ``wait_seconds``.
+        """
+        router = self._router
+        parts: list[Generation] = []
+        done: list[int] = []
+        start = time.monotonic()
+        deadline = start + router._wait_seconds
+        failures = 0
+        while True:
+            client = await router._pick(self, deadline)
+            rid = f"{uuid.uuid4().hex}-{self.traj_id}"
+            try:
+                part = await client.generate([*input_ids, *done], _remaining(params, len(done)), rid)
+            except EngineRefusedError:
+                raise
+            except EngineError as error:
+                log.warning("%s: %s", self.traj_id, error.message)
+                router._suspect(self)
+                failures += 1
+                await router._wait(f"{self.traj_id}: {error.message}", deadline, failures)
+                continue
+            parts.append(part)
+            done.extend(part.output_ids)
+            if part.finish_reason != "abort" or len(done) >= params.max_new_tokens:
+                return _joined(parts, len(input_ids), time.monotonic() - start)
+            if part.output_ids:
+                deadline, failures = time.monotonic() + router._wait_seconds, 0
+            failures += 1
+            await router._wait(f"{self.traj_id} was aborted by {self.url}", deadline, failures)
+
+
+def _remaining(params: SamplingParams, done: int) -> SamplingParams:
+    """The parameters of a generation that already has ``done`` tokens; a seed moves on with them."""
+    if not done:
+        return params
+    extra = dict(params.extra)
+    if "sampling_seed" in extra:
+        extra["sampling_seed"] += done
+    return params.replace(max_new_tokens=params.max_new_tokens - done, extra=extra)
+
+
+def _joined(parts: Sequence[Generation], prompt_tokens: int, seconds: float) -> Generation:
+    """One generation out of its consecutive parts."""
+    spans: list[VersionSpan] = []
+    offset = 0
+    for part in parts:
+        for span in part.versions:
+            start = offset + span.start
+            if spans and spans[-1].version == span.version:
+                start = spans.pop().start
+            spans.append(VersionSpan(version=span.version, start=start, end=offset + span.end))
+        offset += len(part.output_ids)
+    reason: FinishReason = parts[-1].finish_reason
+    return Generation(
+        output_ids=tuple(token for part in parts for token in part.output_ids),
+        logprobs=tuple(logprob for part in parts for logprob in part.logprobs),
+        versions=tuple(spans),
+        finish_reason="length" if reason == "abort" else reason,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=parts[0].cached_tokens,
+        seconds=seconds,
+        engine_url=parts[-1].engine_url,
+    )

@@ -1,0 +1,208 @@
+"""The router's choices and its joining of parts, over engines that are scripts."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from agentrl.documents.dispatch import VersionSpan
+from agentrl.documents.service import InferenceService
+from agentrl.documents.status import ServiceStatus
+from agentrl.errors import EngineError
+from agentrl.inference.engine import EngineRefusedError, Generation
+from agentrl.inference.router import EngineRouter
+from agentrl.inference.sampling import SamplingParams
+
+Answer = Generation | EngineError
+
+
+def service(name: str, **fields: object) -> InferenceService:
+    values = {"status": ServiceStatus.READY, "policy_version": 0, **fields}
+    return InferenceService(
+        id=name,
+        url=f"http://{name}",
+        engine="local",
+        model="m",
+        host="h",
+        pid=1,
+        **values,  # type: ignore[arg-type]
+    )
+
+
+def part(url: str, ids: Sequence[int], reason: str = "stop", version: int = 0) -> Generation:
+    return Generation(
+        output_ids=tuple(ids),
+        logprobs=tuple(-float(item) for item in ids),
+        versions=(VersionSpan(version=version, start=0, end=len(ids)),) if ids else (),
+        finish_reason=reason,  # type: ignore[arg-type]
+        prompt_tokens=2,
+        cached_tokens=1,
+        seconds=0.1,
+        engine_url=url,
+    )
+
+
+class Scripted:
+    """An engine that answers by its script, and after it with one token."""
+
+    def __init__(self, url: str, script: Sequence[Answer] = ()) -> None:
+        self.url = url
+        self.script = list(script)
+        self.calls: list[tuple[list[int], SamplingParams, str]] = []
+        self.closed = False
+
+    async def generate(self, input_ids: Sequence[int], params: SamplingParams, rid: str) -> Generation:
+        self.calls.append((list(input_ids), params, rid))
+        answer = self.script.pop(0) if self.script else part(self.url, [7])
+        if isinstance(answer, EngineError):
+            raise answer
+        return answer
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Fleet:
+    def __init__(
+        self, *services: InferenceService, scripts: dict[str, Sequence[Answer]] | None = None
+    ) -> None:
+        self.services = list(services)
+        self.engines: dict[str, Scripted] = {}
+        self.scripts = scripts or {}
+        self.asked = 0
+        self.asked_twice = asyncio.Event()
+
+    async def live(self) -> list[InferenceService]:
+        self.asked += 1
+        if self.asked == 2:
+            self.asked_twice.set()
+        return self.services
+
+    def client(self, url: str) -> Scripted:
+        name = url.removeprefix("http://")
+        self.engines[name] = Scripted(url, self.scripts.get(name, ()))
+        return self.engines[name]
+
+    def router(self, **options: float) -> EngineRouter:
+        settings = {"wait_seconds": 5.0, "max_age": 0.0, "backoff": 0.001, "suspect_seconds": 60.0, **options}
+        return EngineRouter(self.live, client=self.client, **settings)  # type: ignore[arg-type]
+
+
+PARAMS = SamplingParams(max_new_tokens=10)
+
+
+async def test_trajectories_spread_over_engines_and_stick_to_theirs() -> None:
+    fleet = Fleet(service("a"), service("b"))
+    router = fleet.router()
+    async with router.session("t1") as one, router.session("t2") as two:
+        for _ in range(3):
+            await one.generate([1, 2], PARAMS)
+            await two.generate([1, 2], PARAMS)
+        assert one.url != two.url
+    assert [len(engine.calls) for engine in fleet.engines.values()] == [3, 3]
+
+
+async def test_reported_load_and_status_decide_for_a_new_trajectory() -> None:
+    fleet = Fleet(
+        service("a", running_requests=9),
+        service("b", running_requests=2),
+        service("c", status=ServiceStatus.UPDATING),
+        service("d", status=ServiceStatus.STARTING),
+    )
+    async with fleet.router().session("t") as session:
+        assert (await session.generate([1], PARAMS)).engine_url == "http://b"
+
+
+async def test_an_aborted_generation_goes_on_from_its_tokens_and_versions_join() -> None:
+    script = [
+        part("http://a", [11, 12], "abort", version=1),
+        part("http://a", [], "abort", version=2),
+        part("http://a", [13], "abort", version=1),
+        part("http://a", [14, 15], "stop", version=2),
+    ]
+    fleet = Fleet(service("a"), scripts={"a": script})
+    params = SamplingParams(max_new_tokens=10, extra={"sampling_seed": 5})
+    async with fleet.router().session("t") as session:
+        whole = await session.generate([1, 2], params)
+    assert whole.output_ids == (11, 12, 13, 14, 15)
+    assert whole.logprobs == (-11.0, -12.0, -13.0, -14.0, -15.0)
+    assert whole.versions == (VersionSpan(version=1, start=0, end=3), VersionSpan(version=2, start=3, end=5))
+    assert (whole.finish_reason, whole.prompt_tokens) == ("stop", 2)
+    calls = fleet.engines["a"].calls
+    assert [call[0] for call in calls] == [[1, 2], [1, 2, 11, 12], [1, 2, 11, 12], [1, 2, 11, 12, 13]]
+    assert [call[1].max_new_tokens for call in calls] == [10, 8, 8, 7]
+    assert [call[1].extra["sampling_seed"] for call in calls] == [5, 7, 7, 8]
+    assert len({call[2] for call in calls}) == 4
+
+
+async def test_an_abort_at_the_last_token_is_a_length_stop() -> None:
+    fleet = Fleet(service("a"), scripts={"a": [part("http://a", range(10), "abort")]})
+    async with fleet.router().session("t") as session:
+        assert (await session.generate([1], PARAMS)).finish_reason == "length"
+
+
+async def test_a_dead_engine_is_left_and_its_partial_result_kept() -> None:
+    script = [part("http://a", [11], "abort"), EngineError("gone")]
+    fleet = Fleet(service("a"), service("b", running_requests=1), scripts={"a": script})
+    router = fleet.router()
+    async with router.session("t") as session:
+        whole = await session.generate([1], PARAMS)
+        assert whole.output_ids == (11, 7)
+        assert session.url == "http://b"
+    assert fleet.engines["b"].calls[0][0] == [1, 11]
+
+
+async def test_a_refusal_is_not_retried() -> None:
+    fleet = Fleet(service("a"), service("b"), scripts={"a": [EngineRefusedError("prompt too long")]})
+    async with fleet.router().session("t") as session:
+        with pytest.raises(EngineRefusedError, match="too long"):
+            await session.generate([1], PARAMS)
+    assert list(fleet.engines) == ["a"]
+
+
+@pytest.mark.parametrize("engines", ["none", "failing"])
+async def test_waiting_for_an_engine_ends_in_an_error_with_a_cure(engines: str) -> None:
+    failing: list[Answer] = [EngineError("no") for _ in range(99)]
+    fleet = Fleet() if engines == "none" else Fleet(service("a"), scripts={"a": failing})
+    async with fleet.router(wait_seconds=0.05, suspect_seconds=0.0).session("t") as session:
+        with pytest.raises(EngineError, match="engine_wait_seconds") as caught:
+            await session.generate([1], PARAMS)
+    assert "agentrl serve" in str(caught.value)
+
+
+async def test_an_engine_that_appears_while_waiting_is_used() -> None:
+    fleet = Fleet()
+    async with fleet.router().session("t") as session:
+        call = asyncio.create_task(session.generate([1], PARAMS))
+        await asyncio.wait_for(fleet.asked_twice.wait(), 5)
+        fleet.services.append(service("late"))
+        assert (await call).engine_url == "http://late"
+
+
+async def test_an_engine_that_stops_heartbeating_is_replaced() -> None:
+    fleet = Fleet(service("a"))
+    async with fleet.router().session("t") as session:
+        await session.generate([1], PARAMS)
+        fleet.services[:] = [service("b")]
+        assert (await session.generate([1], PARAMS)).engine_url == "http://b"
+
+
+async def test_the_list_of_engines_is_asked_for_once_while_it_is_young() -> None:
+    fleet = Fleet(service("a"))
+    router = fleet.router(max_age=60.0)
+    async with router.session("t") as session:
+        await asyncio.gather(*(session.generate([1], PARAMS) for _ in range(8)))
+    assert fleet.asked == 1
+
+
+async def test_oldest_version_and_close() -> None:
+    fleet = Fleet(
+        service("a", policy_version=4), service("b", policy_version=3), service("c", policy_version=None)
+    )
+    router = fleet.router()
+    assert router.min_policy_version() is None
+    async with router.session("t") as session:
+        await session.generate([1], PARAMS)
+    assert router.min_policy_version() == 3
+    await router.close()
+    assert all(engine.closed for engine in fleet.engines.values())
