@@ -8,7 +8,8 @@ import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from types import NoneType
+from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -57,7 +58,8 @@ def parse(
     )
     *values, remaining = parsed
     if remaining:
-        raise _unknown("flag", remaining[0].split("=")[0], [f"--{name}" for name in _names(groups)])
+        what = "flag" if remaining[0].startswith("-") else "argument"
+        raise _unknown(what, remaining[0].split("=")[0], [f"--{name}" for name in _names(groups)])
     return Configs(values)
 
 
@@ -108,26 +110,33 @@ def _read_yaml(path: Path, groups: Sequence[type]) -> dict[str, Any]:
         raise ConfigError(
             f"--config {path} is not YAML: {error}", cure="mend the line that it names"
         ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--config {path} is not UTF-8 text: {error}", cure="save it as UTF-8") from error
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path} holds no mapping", cure="write one 'flag: value' a line")
-    fields = {field.name: field for group in groups for field in dataclasses.fields(group)}
+    hints = {name: hint for group in groups for name, hint in get_type_hints(group).items()}
     for key, value in content.items():
-        if key not in fields:
-            raise _unknown(f"key in {path}:", str(key), list(fields))
-        if value is not None and not _fits(str(fields[key].type), value):
+        if key not in hints:
+            raise _unknown(f"key in {path}:", str(key), _names(groups))
+        if not _fits(hints[key], value):
             raise ConfigError(
-                f"{path}: {key} is {value!r} ({type(value).__name__}), and it is of type {fields[key].type}",
+                f"{path}: {key} is {value!r} ({type(value).__name__}), and it takes {_describe(hints[key])}",
                 cure="mind YAML's types: 1e-6 without a dot is text, write 1.0e-6",
             )
     return content
 
 
-def _fits(annotation: str, value: Any) -> bool:
-    if annotation.startswith("Literal"):
-        return repr(value) in annotation.replace('"', "'")
-    kinds = {name for name in ("bool", "int", "float", "str") if name in annotation}
-    actual = type(value).__name__
-    return actual in kinds or (actual == "int" and "float" in kinds)
+def _fits(hint: Any, value: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return isinstance(value, str) and value in get_args(hint)
+    kinds = get_args(hint) or (hint,)
+    return type(value) in kinds or (type(value) is int and float in kinds)
+
+
+def _describe(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(get_args(hint))}"
+    return " or ".join("null" if kind is NoneType else kind.__name__ for kind in get_args(hint) or (hint,))
 
 
 def _names(groups: Sequence[type]) -> list[str]:
