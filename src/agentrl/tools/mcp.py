@@ -1,0 +1,246 @@
+"""One MCP server over stdio or streamable HTTP: connected by a task of its own, re-connected when lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+from agentrl.errors import ToolServerError
+from agentrl.tools.base import Schema, function_schema, schema_name, timeout_text
+from agentrl.tools.config import HttpSpec, StdioSpec
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp_types import CallToolResult
+
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 30.0
+RECONNECT_DELAYS = (0.0, 0.5, 2.0)
+"""Waits before each try to connect, in seconds."""
+
+_GRACE_SECONDS = 5.0
+_CLOSED, _TIMED_OUT = -32000, -32001
+
+
+class McpServer:
+    """The client side of one server, shared by all trajectories of a process.
+
+    An MCP connection belongs to the task that opened it, so each one lives in an owner task; calls come from
+    any task. A call on a lost connection is made once more on a new one.
+    """
+
+    def __init__(self, spec: StdioSpec | HttpSpec, *, call_timeout: float) -> None:
+        """``call_timeout`` bounds one tool call, in seconds."""
+        self.name = spec.name
+        self._spec = spec
+        self._call_timeout = call_timeout
+        self._connection: _Connection | None = None
+        self._connecting = asyncio.Lock()
+
+    async def open(self) -> None:
+        """Connect and list the tools; ToolServerError if the server cannot be reached."""
+        await self._live()
+
+    async def schemas(self) -> list[Schema]:
+        """The tools of the present connection, sorted by name."""
+        return (await self._live()).schemas
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
+        """``(text, is an error)``; ToolServerError if the server is lost and does not come back."""
+        connection = await self._live()
+        try:
+            return await self._request(connection, tool, arguments)
+        except ConnectionError as lost:
+            logger.warning(
+                "tool server lost; connecting again", extra={"server": self.name, "why": str(lost)}
+            )
+            await self._drop(connection)
+        connection = await self._live()
+        try:
+            return await self._request(connection, tool, arguments)
+        except ConnectionError as lost:
+            await self._drop(connection)
+            raise ToolServerError(
+                f"tool server {self.name} was lost twice while it ran {tool}: {lost}"
+            ) from lost
+
+    async def close(self) -> None:
+        """End the connection, and with it a stdio server."""
+        if self._connection is not None:
+            await self._drop(self._connection)
+
+    async def _request(
+        self, connection: _Connection, tool: str, arguments: Mapping[str, Any]
+    ) -> tuple[str, bool]:
+        from mcp import MCPError
+
+        try:
+            async with asyncio.timeout(self._call_timeout + _GRACE_SECONDS):
+                result = await connection.client.call_tool(
+                    tool, dict(arguments), read_timeout_seconds=self._call_timeout
+                )
+        except MCPError as error:
+            if error.code == _CLOSED:
+                raise ConnectionError(str(error)) from error
+            if error.code == _TIMED_OUT:
+                return timeout_text(tool, self._call_timeout), True
+            return str(error), True
+        except TimeoutError as error:
+            raise ConnectionError("it stopped answering") from error
+        except (OSError, RuntimeError, ExceptionGroup) as error:
+            raise ConnectionError(_reasons(error)) from error
+        return _text_of(result), bool(result.is_error)
+
+    async def _live(self) -> _Connection:
+        """The present connection, or a new one."""
+        async with self._connecting:
+            if self._connection is not None and self._connection.alive:
+                return self._connection
+            problem = ""
+            for delay in RECONNECT_DELAYS:
+                await asyncio.sleep(delay)
+                connection = _Connection(self._spec, self._call_timeout)
+                try:
+                    await connection.open()
+                except ConnectionError as error:
+                    problem = str(error)
+                    continue
+                self._connection = connection
+                return connection
+            raise ToolServerError(
+                f"tool server {self.name} ({_address(self._spec)}) cannot be reached: {problem}",
+                cure="start it, or mend its entry in --mcp_servers_file or --mcp_manager_url",
+            )
+
+    async def _drop(self, connection: _Connection) -> None:
+        async with self._connecting:
+            if self._connection is connection:
+                self._connection = None
+        await connection.close()
+
+
+class _Connection:
+    """One connection and the task that owns it."""
+
+    client: Client
+    schemas: list[Schema]
+
+    def __init__(self, spec: StdioSpec | HttpSpec, call_timeout: float) -> None:
+        self._spec = spec
+        self._call_timeout = call_timeout
+        self._stop = asyncio.Event()
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._owner: asyncio.Task[None] | None = None
+
+    @property
+    def alive(self) -> bool:
+        """False once the owner has ended: by ``close``, or because the transport broke."""
+        return self._owner is not None and not self._owner.done() and not self._stop.is_set()
+
+    async def open(self) -> None:
+        """Connect; ConnectionError says why not."""
+        self._owner = asyncio.create_task(self._own(), name=f"mcp-{self._spec.name}")
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await asyncio.shield(self._ready)
+        except TimeoutError as error:
+            await self.close()
+            raise ConnectionError(f"no answer within {CONNECT_SECONDS:g} s") from error
+        except (ConnectionError, asyncio.CancelledError):
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Leave the connection in the task that entered it; bounded."""
+        self._stop.set()
+        if self._owner is not None and not self._owner.done():
+            _, pending = await asyncio.wait([self._owner], timeout=_GRACE_SECONDS * 2)
+            for task in pending:
+                task.cancel()
+        if self._ready.done() and not self._ready.cancelled():
+            self._ready.exception()
+
+    async def _own(self) -> None:
+        """Enter, wait for ``close``, leave. Errors go to whoever waits in ``open``, else to the log."""
+        try:
+            async with AsyncExitStack() as stack:
+                self.client = await stack.enter_async_context(await self._client(stack))
+                self.schemas = await _list_tools(self.client)
+                self._ready.set_result(None)
+                await self._stop.wait()
+        except Exception as error:  # noqa: BLE001  anything that a foreign server or transport can cause
+            if not self._ready.done():
+                self._ready.set_exception(ConnectionError(_reasons(error)))
+            elif not self._stop.is_set():
+                logger.warning(
+                    "tool server connection broke", extra={"server": self._spec.name, "why": _reasons(error)}
+                )
+
+    async def _client(self, stack: AsyncExitStack) -> Client:
+        from mcp import Client, StdioServerParameters
+
+        if isinstance(self._spec, StdioSpec):
+            return Client(
+                StdioServerParameters(
+                    command=self._spec.command,
+                    args=list(self._spec.args),
+                    env=dict(self._spec.env),
+                    cwd=self._spec.cwd,
+                ),
+                read_timeout_seconds=CONNECT_SECONDS,
+            )
+        import httpx2
+        from mcp.client.streamable_http import streamable_http_client
+
+        limits = httpx2.Timeout(CONNECT_SECONDS, read=self._call_timeout + _GRACE_SECONDS)
+        http = await stack.enter_async_context(
+            httpx2.AsyncClient(headers=dict(self._spec.headers), timeout=limits)
+        )
+        return Client(
+            streamable_http_client(self._spec.url, http_client=http), read_timeout_seconds=CONNECT_SECONDS
+        )
+
+
+async def _list_tools(client: Client) -> list[Schema]:
+    schemas: list[Schema] = []
+    cursor: str | None = None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        schemas += [function_schema(tool.name, tool.description, tool.input_schema) for tool in page.tools]
+        cursor = page.next_cursor
+        if cursor is None:
+            return sorted(schemas, key=schema_name)
+
+
+def _text_of(result: CallToolResult) -> str:
+    """The result as a model reads it: its text; of anything else, what it is."""
+    parts = []
+    for item in result.content:
+        if item.type == "text":
+            parts.append(item.text)
+        elif item.type == "resource":
+            text = getattr(item.resource, "text", None)
+            parts.append(text if text is not None else f"[resource {item.resource.uri}]")
+        elif item.type == "resource_link":
+            parts.append(f"[resource {item.uri}]")
+        else:
+            parts.append(f"[{item.type} of {item.mime_type}, {len(item.data)} base64 characters]")
+    if not parts and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(parts)
+
+
+def _address(spec: StdioSpec | HttpSpec) -> str:
+    return spec.url if isinstance(spec, HttpSpec) else " ".join((spec.command, *spec.args))
+
+
+def _reasons(error: BaseException) -> str:
+    """The messages of an exception, those inside its groups in place of the groups'."""
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(dict.fromkeys(_reasons(inner) for inner in error.exceptions))
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,118 @@
+"""All tool servers of a process behind one call: names resolved, results bounded, connections shared."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from agentrl.config.schema import AgentConfig
+from agentrl.errors import ToolServerError
+from agentrl.tools.base import Schema, ToolResult, ToolServer, function_schema, schema_name
+from agentrl.tools.config import ManagerSpec, configured_servers
+from agentrl.tools.manager import managed_servers
+from agentrl.tools.mcp import McpServer
+
+
+class ToolPool:
+    """The configured servers. A tool keeps its own name unless two servers share it: then it is
+    ``server.tool`` on each of them."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        """Read the configuration; ConfigError if it is wrong. Nothing is connected yet."""
+        self._specs = configured_servers(config)
+        self._call_timeout = config.tool_timeout_seconds
+        self._limit = config.max_tool_result_chars
+        self._servers: dict[str, ToolServer] = {}
+        self._names: dict[tuple[str, str], str] = {}
+        """(server, its tool) → the name offered."""
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Names of the servers, as tasks name them in ``tools``."""
+        return tuple(self._servers)
+
+    async def open(self) -> None:
+        """Connect to every server; ToolServerError names the first that cannot be reached."""
+        try:
+            for spec in self._specs:
+                if isinstance(spec, ManagerSpec):
+                    for managed in await managed_servers(spec, call_timeout=self._call_timeout):
+                        self._add(managed)
+                else:
+                    self._add(McpServer(spec, call_timeout=self._call_timeout))
+            await asyncio.gather(*(server.open() for server in self._servers.values()))
+            await self._resolve()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Disconnect from every server."""
+        servers, self._servers = list(self._servers.values()), {}
+        await asyncio.gather(*(server.close() for server in servers))
+
+    async def schemas(self, servers: Sequence[str] | None = None) -> list[Schema]:
+        """OpenAI function schemas of the tools of ``servers`` (None: of all), sorted by name."""
+        unknown = [name for name in servers or () if name not in self._servers]
+        if unknown:
+            raise ToolServerError(
+                f"there is no tool server {', '.join(unknown)}",
+                cure=f"the task's 'tools' may name: {', '.join(self._servers) or 'none, none is configured'}",
+            )
+        offered = []
+        for name, server in self._servers.items():
+            if servers is None or name in servers:
+                offered += [self._renamed(name, schema) for schema in await server.schemas()]
+        return sorted(offered, key=schema_name)
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Run one tool. Its own error and its timeout are results; ToolServerError means a lost server."""
+        target = self._target(name)
+        if target is None:
+            raise ToolServerError(f"no tool server offers {name!r}")
+        server, tool = target
+        start = time.monotonic()
+        text, error = await self._servers[server].call(tool, arguments)
+        return ToolResult(text=self._cut(text), error=error, seconds=time.monotonic() - start, server=server)
+
+    def _add(self, server: ToolServer) -> None:
+        if server.name in self._servers:
+            raise ToolServerError(
+                f"two tool servers are named {server.name!r}", cure="rename one in --mcp_servers_file"
+            )
+        self._servers[server.name] = server
+
+    async def _resolve(self) -> None:
+        own = [
+            (name, schema_name(schema))
+            for name, server in self._servers.items()
+            for schema in await server.schemas()
+        ]
+        shared = Counter(tool for _, tool in own)
+        self._names = {(name, tool): f"{name}.{tool}" if shared[tool] > 1 else tool for name, tool in own}
+
+    def _renamed(self, server: str, schema: Schema) -> Schema:
+        function = schema["function"]
+        name = self._names.get((server, function["name"]), function["name"])
+        return function_schema(name, function["description"], function["parameters"])
+
+    def _target(self, name: str) -> tuple[str, str] | None:
+        return next((key for key, offered in self._names.items() if offered == name), None)
+
+    def _cut(self, text: str) -> str:
+        if len(text) <= self._limit:
+            return text
+        return f"{text[: self._limit]}\n[cut: {len(text) - self._limit} more characters]"
