@@ -1,0 +1,1 @@
+"""Loss → weights: the model, its optimizer, its checkpoints, and the loop around them."""
