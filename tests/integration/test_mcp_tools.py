@@ -1,0 +1,169 @@
+"""Real MCP servers over stdio and streamable HTTP: calls, errors, time-outs, losses."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agentrl.config.schema import AgentConfig
+from agentrl.errors import ToolServerError
+from agentrl.tools import mcp
+from agentrl.tools.base import schema_name
+from agentrl.tools.pool import ToolPool
+
+pytestmark = pytest.mark.integration
+
+SERVER = str(Path(__file__).parent / "servers" / "demo_server.py")
+
+
+def stdio_entry(*more: str) -> dict[str, object]:
+    return {"command": "python", "args": [SERVER, "stdio", *more]}
+
+
+def config_of(tmp_path: Path, servers: dict[str, object], **flags: object) -> AgentConfig:
+    path = tmp_path / "servers.yml"
+    path.write_text(yaml.safe_dump({"servers": servers}))
+    return AgentConfig(mcp_servers_file=str(path), **flags)
+
+
+def start_http(port: int) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return process
+        time.sleep(0.05)
+    raise AssertionError("the HTTP server did not start")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def http_server() -> Iterator[tuple[str, int, list[subprocess.Popen[bytes]]]]:
+    port = free_port()
+    processes = [start_http(port)]
+    yield f"http://127.0.0.1:{port}/mcp", port, processes
+    for process in processes:
+        process.kill()
+        process.wait(10)
+
+
+async def test_stdio_server_answers_and_its_errors_are_results(tmp_path: Path) -> None:
+    config = config_of(tmp_path, {"demo": stdio_entry()}, max_tool_result_chars=100)
+    async with ToolPool(config) as pool:
+        names = [schema_name(schema) for schema in await pool.schemas()]
+        assert names == sorted(names)
+        assert "add" in names
+        good = await pool.call("add", {"a": 2, "b": 3})
+        assert (good.text, good.error, good.server) == ("5", False, "demo")
+        refused = await pool.call("refuse", {"reason": "not today"})
+        assert refused.error
+        assert "not today" in refused.text
+        wrong = await pool.call("add", {"a": "x"})
+        assert wrong.error
+        long = await pool.call("long_text", {"length": 500})
+        assert long.text.endswith("[cut: 400 more characters]")
+
+
+async def test_a_slow_call_is_stopped_and_the_server_stays(tmp_path: Path) -> None:
+    config = config_of(tmp_path, {"demo": stdio_entry()}, tool_timeout_seconds=0.5)
+    async with ToolPool(config) as pool:
+        before = await pool.call("pid", {})
+        slow = await pool.call("wait", {"seconds": 30})
+        assert slow.error
+        assert "did not answer within 0.5 s" in slow.text
+        assert (await pool.call("pid", {})).text == before.text
+
+
+async def test_many_calls_at_once_share_one_connection(tmp_path: Path) -> None:
+    async with ToolPool(config_of(tmp_path, {"demo": stdio_entry()})) as pool:
+        results = await asyncio.gather(*(pool.call("add", {"a": i, "b": i}) for i in range(32)))
+        assert [result.text for result in results] == [str(2 * i) for i in range(32)]
+        pids = await asyncio.gather(*(pool.call("pid", {}) for _ in range(4)))
+        assert len({result.text for result in pids}) == 1
+
+
+async def test_a_killed_stdio_server_is_started_again(tmp_path: Path) -> None:
+    async with ToolPool(config_of(tmp_path, {"demo": stdio_entry()})) as pool:
+        before = int((await pool.call("pid", {})).text)
+        os.kill(before, signal.SIGKILL)
+        after = int((await pool.call("pid", {})).text)
+        assert after != before
+
+
+async def test_a_server_that_dies_of_a_call_is_a_failure(tmp_path: Path) -> None:
+    async with ToolPool(config_of(tmp_path, {"demo": stdio_entry()})) as pool:
+        with pytest.raises(ToolServerError, match="lost twice while it ran die"):
+            await pool.call("die", {})
+        assert (await pool.call("add", {"a": 1, "b": 1})).text == "2"
+
+
+async def test_http_server_killed_midway_is_connected_again(
+    tmp_path: Path,
+    http_server: tuple[str, int, list[subprocess.Popen[bytes]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url, port, processes = http_server
+    async with ToolPool(config_of(tmp_path, {"web": {"url": url}})) as pool:
+        assert (await pool.call("add", {"a": 1, "b": 2})).text == "3"
+        processes[0].kill()
+        processes[0].wait(10)
+        processes.append(start_http(port))
+        assert (await pool.call("add", {"a": 2, "b": 2})).text == "4"
+        processes[1].kill()
+        processes[1].wait(10)
+        monkeypatch.setattr(mcp, "RECONNECT_DELAYS", (0.0,))
+        with pytest.raises(ToolServerError, match=r"web .*cannot be reached"):
+            await pool.call("add", {"a": 2, "b": 2})
+
+
+async def test_tools_of_one_name_on_two_servers_are_prefixed(
+    tmp_path: Path, http_server: tuple[str, int, list[subprocess.Popen[bytes]]]
+) -> None:
+    servers = {"local": stdio_entry("lookup"), "web": {"url": http_server[0]}}
+    async with ToolPool(config_of(tmp_path, servers)) as pool:
+        names = [schema_name(schema) for schema in await pool.schemas()]
+        assert "lookup" in names
+        assert {"local.add", "web.add"} <= set(names)
+        assert "add" not in names
+        assert (await pool.call("web.add", {"a": 1, "b": 1})).server == "web"
+        one = [schema_name(schema) for schema in await pool.schemas(["web"])]
+        assert all(name.startswith("web.") for name in one)
+        assert await pool.schemas([]) == []
+        with pytest.raises(ToolServerError, match="no tool server nowhere"):
+            await pool.schemas(["nowhere"])
+
+
+async def test_unreachable_servers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp, "RECONNECT_DELAYS", (0.0,))
+    for entry in (
+        {"url": f"http://127.0.0.1:{free_port()}/mcp"},
+        {"command": "/no/such/program"},
+        {"command": "false"},
+    ):
+        with pytest.raises(ToolServerError, match=r"tool server gone \(.*cannot be reached"):
+            await ToolPool(config_of(tmp_path, {"gone": entry})).open()
+
+
+async def test_closing_ends_the_stdio_server(tmp_path: Path) -> None:
+    pool = ToolPool(config_of(tmp_path, {"demo": stdio_entry()}))
+    await pool.open()
+    child = int((await pool.call("pid", {})).text)
+    await pool.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
