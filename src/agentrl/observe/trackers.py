@@ -30,7 +30,8 @@ def open_trackers(
     """The trackers named in ``report_to`` (comma-separated, or ``none``), as one.
 
     Their files go below ``output``. ``parameters`` are shown beside the run where a tracker can. wandb works
-    offline unless WANDB_API_KEY or WANDB_MODE is set; mlflow writes to MLFLOW_TRACKING_URI, by default a file in ``output``.
+    offline unless WANDB_API_KEY or WANDB_MODE is set; mlflow writes to MLFLOW_TRACKING_URI, by default to a
+    file in ``output``.
     Raises ConfigError for an unknown name and for a library that is not installed.
     """
     names = [name.strip() for name in report_to.split(",") if name.strip() not in ("", "none")]
