@@ -1,0 +1,104 @@
+"""Evaluates arithmetic from text: numbers and operators only, with bounds on size."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable
+
+MAX_CHARS = 200
+MAX_DIGITS = 50
+_LIMIT = 10**MAX_DIGITS
+
+Number = int | float
+
+_SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-"})
+
+
+class ArithmeticTextError(ValueError):
+    """The text is no arithmetic, or its value is out of bounds; the message is for whoever wrote it."""
+
+
+def evaluate(expression: str) -> str:
+    """The value of ``expression`` as text: integers exactly, other values to 12 significant digits.
+
+    Knows ``+ - * / // % **``, parentheses and the typographic signs ``× ÷ −``. Raises ArithmeticTextError.
+    """
+    text = expression.strip()
+    if not text:
+        raise ArithmeticTextError("the expression is empty; write one, for example 12 * (3 + 4)")
+    if len(text) > MAX_CHARS:
+        raise ArithmeticTextError(
+            f"the expression has {len(text)} characters; at most {MAX_CHARS} are allowed"
+        )
+    try:
+        tree = ast.parse(text.translate(_SIGNS), mode="eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise ArithmeticTextError(f"{text!r} is not an arithmetic expression") from error
+    return _text_of(_value(tree.body))
+
+
+def _value(node: ast.expr) -> Number:
+    match node:
+        case ast.Constant(value=value) if isinstance(value, int | float) and not isinstance(value, bool):
+            return _bounded(value)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+            return _apply(_OPERATIONS[type(op)], _value(left), _value(right))
+    raise ArithmeticTextError("only numbers, parentheses and the operators + - * / // % ** are allowed")
+
+
+def _apply(operation: Callable[[Number, Number], Number], left: Number, right: Number) -> Number:
+    try:
+        return _bounded(operation(left, right))
+    except ZeroDivisionError as error:
+        raise ArithmeticTextError("division by zero") from error
+    except OverflowError as error:
+        raise _too_large() from error
+
+
+def _divide(left: Number, right: Number) -> Number:
+    """Exact where both are integers and the quotient is one."""
+    if isinstance(left, int) and isinstance(right, int) and right != 0 and left % right == 0:
+        return left // right
+    return left / right
+
+
+def _power(base: Number, exponent: Number) -> Number:
+    """Bounded before it is computed: a large power would take the process with it."""
+    if abs(base) > 1 and exponent > 0 and exponent * math.log10(abs(base)) > MAX_DIGITS:
+        raise _too_large()
+    if base < 0 and not float(exponent).is_integer():
+        raise ArithmeticTextError("a negative number has no real power with a fraction as exponent")
+    value: Number = base**exponent
+    return value
+
+
+_OPERATIONS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
+    ast.Add: lambda left, right: left + right,
+    ast.Sub: lambda left, right: left - right,
+    ast.Mult: lambda left, right: left * right,
+    ast.Div: _divide,
+    ast.FloorDiv: lambda left, right: left // right,
+    ast.Mod: lambda left, right: left % right,
+    ast.Pow: _power,
+}
+
+
+def _bounded(value: Number) -> Number:
+    if not abs(value) < _LIMIT:
+        raise _too_large()
+    return value
+
+
+def _too_large() -> ArithmeticTextError:
+    return ArithmeticTextError(f"the value is too large; at most {MAX_DIGITS} digits are allowed")
+
+
+def _text_of(value: Number) -> str:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    return str(value) if isinstance(value, int) else f"{value:.12g}"
