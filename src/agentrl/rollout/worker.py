@@ -1,0 +1,157 @@
+"""One trajectory from claim to score: Record, turns, answer, score, each written as it happens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig
+from agentrl.documents.dispatch import DispatchedSamplingTask
+from agentrl.documents.record import Failure
+from agentrl.documents.status import RecordStatus
+from agentrl.documents.task import Claim
+from agentrl.errors import ConfigError, FailureError, LeaseLostError, StoreError
+from agentrl.inference.parsers import ToolCallParser
+from agentrl.inference.sampling import SamplingParams
+from agentrl.rollout.agents import get_agent
+from agentrl.rollout.persist import persist
+from agentrl.rollout.renderer import ChatRenderer
+from agentrl.rollout.session import Engine, Outcome, Rollout, Tools
+from agentrl.scoring.registry import ScorerContext, ScoreResult, run_scorer
+from agentrl.store.client import Store
+
+logger = logging.getLogger(__name__)
+
+
+class Router(Protocol):
+    """The way to the engines: ``EngineRouter``."""
+
+    def session(self, traj_id: str) -> AbstractAsyncContextManager[Engine]:
+        """The model calls of one trajectory."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """Runs trajectories; it has no state of its own and serves any number of claims at a time."""
+
+    store: Store
+    router: Router
+    tools: Tools
+    renderer: ChatRenderer
+    parser: ToolCallParser
+    params: SamplingParams
+    agent: AgentConfig
+    sampling: SamplingConfig
+    claims: ClaimConfig
+
+    async def run(self, claim: Claim) -> bool:
+        """Run one claimed trajectory to its score; True if it was scored.
+
+        What fails is marked on the Record and retried later, by anyone. Cancellation leaves the claim as it
+        is: the caller hands it back. A database that stays away is a StoreError.
+        """
+        try:
+            try:
+                async with asyncio.timeout(self.agent.trajectory_timeout_seconds):
+                    session, outcome = await self._converse(claim)
+                    return await self._score(claim, session, outcome)
+            except TimeoutError:
+                limit = self.agent.trajectory_timeout_seconds
+                await self._fail(claim, "timeout", f"the trajectory took longer than {limit:g} s")
+            except FailureError as error:
+                await self._fail(claim, error.kind, str(error))
+            except ConfigError as error:
+                await self._fail(claim, "trajectory", str(error))
+            except (StoreError, asyncio.CancelledError):
+                raise
+            except Exception as error:
+                logger.exception("an agent raised", extra={"record": claim.record_id})
+                await self._fail(claim, "internal", f"{type(error).__name__}: {error}")
+        except LeaseLostError:
+            logger.warning("the claim was lost; its result is dropped", extra={"record": claim.record_id})
+        return False
+
+    async def _converse(self, claim: Claim) -> tuple[Rollout, Outcome]:
+        agent = get_agent(claim.task.agent_name or self.agent.agent_name)
+        await persist(lambda: self.store.records.create(claim), what="record")
+        await self._advance(claim, RecordStatus.RUNNING)
+        schemas = await self.tools.schemas(claim.task.tools)
+
+        async def write(call: DispatchedSamplingTask) -> None:
+            await persist(lambda: self.store.dispatches.add(claim, call), what="model call")
+
+        async with self.router.session(claim.record_id) as engine:
+            session = Rollout(
+                claim,
+                self.agent,
+                renderer=self.renderer,
+                engine=engine,
+                tools=self.tools,
+                schemas=schemas,
+                parser=self.parser,
+                params=self.params,
+                write=write,
+            )
+            try:
+                outcome = await agent(session)
+            except FailureError:
+                await session.finish()
+                raise
+            await session.finish()
+        await self._advance(
+            claim,
+            RecordStatus.COMPLETED,
+            final_answer=outcome.final_answer,
+            stop_reason=outcome.stop_reason,
+            tool_calls=session.tool_calls,
+            context_resets=session.context_resets,
+        )
+        return session, outcome
+
+    async def _score(self, claim: Claim, session: Rollout, outcome: Outcome) -> bool:
+        await self._advance(claim, RecordStatus.SCORING)
+        result = await self._scored(claim, session, outcome)
+        await persist(lambda: self.store.claims.score(claim, result.score, result.details), what="score")
+        logger.info(
+            "scored",
+            extra={
+                "record": claim.record_id,
+                "score": result.score,
+                "stop": str(outcome.stop_reason),
+                "turns": session.turns,
+            },
+        )
+        return True
+
+    async def _scored(self, claim: Claim, session: Rollout, outcome: Outcome) -> ScoreResult:
+        task = claim.task
+        context = ScorerContext(
+            query=task.query,
+            final_answer=outcome.final_answer,
+            answer=task.answer,
+            aug_answers=task.aug_answers,
+            messages=tuple(session.messages),
+            meta=task.meta,
+            agent_config_path=self.sampling.agent_config_path,
+        )
+        return await run_scorer(task.scorer, context, self.sampling.scorer_timeout_seconds)
+
+    async def _advance(self, claim: Claim, status: RecordStatus, **fields: object) -> None:
+        await persist(lambda: self.store.records.advance(claim, status, **fields), what=str(status))
+
+    async def _fail(self, claim: Claim, kind: str, message: str) -> None:
+        logger.warning("trajectory failed", extra={"record": claim.record_id, "kind": kind, "why": message})
+        failure = Failure(kind=kind, message=message)
+        await persist(
+            lambda: self.store.claims.fail(
+                claim,
+                failure,
+                max_attempts=self.claims.max_attempts,
+                backoff_seconds=self.claims.retry_backoff_seconds,
+            ),
+            what="failure",
+        )
