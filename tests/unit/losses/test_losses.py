@@ -1,0 +1,145 @@
+"""Per-token losses and their gradients against formulas written out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from token_batches import random_batch, three_tokens
+
+from agentrl.errors import ConfigError
+from agentrl.losses.batch import TokenBatch
+from agentrl.losses.registry import LOSSES, get_loss, token_losses
+from agentrl.losses.settings import LossSettings
+
+UNBOUNDED = math.inf
+
+
+def gradient(batch: TokenBatch, settings: LossSettings) -> torch.Tensor:
+    (grad,) = torch.autograd.grad(token_losses(batch, settings).losses.sum(), batch.logprobs)
+    return grad
+
+
+def settings(name: str, **numbers: object) -> LossSettings:
+    return LossSettings(loss_calculater=name, importance_weight_cap_ratio=UNBOUNDED, **numbers)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_grpo_gradient_is_ratio_times_advantage_inside_and_zero_where_clipped(seed: int) -> None:
+    batch = random_batch(seed)
+    result = token_losses(batch, settings("GRPO"))
+    expected = torch.where(result.clipped, 0.0, -result.ratio * batch.advantages)
+    assert result.clipped.any()
+    torch.testing.assert_close(gradient(batch, settings("GRPO")), expected)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_grpo_gradient_equals_finite_differences(seed: int) -> None:
+    batch = random_batch(seed)
+    numbers = settings("GRPO", dual_clip=1.5)
+    step = 1e-3
+    difference = []
+    for sign in (+1, -1):
+        moved = TokenBatch(**{
+            name: getattr(batch, name) for name in batch.__slots__ if name != "logprobs"
+        } | {"logprobs": batch.logprobs.detach() + sign * step})  # fmt: skip
+        difference.append(token_losses(moved, numbers).losses)
+    numeric = (difference[0] - difference[1]) / (2 * step)
+    smooth = (numeric - gradient(batch, numbers)).abs() < 2e-3
+    assert smooth.sum() >= len(smooth) - 1  # a token may sit on a kink
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gspo_gives_each_token_its_trajectorys_ratio_and_its_own_gradient(seed: int) -> None:
+    batch = random_batch(seed)
+    result = token_losses(batch, settings("GSPO"))
+    for row in range(batch.trajectories):
+        mine = batch.row == row
+        s = torch.exp(batch.log_ratio.detach()[mine].mean())
+        torch.testing.assert_close(result.ratio[mine], s.expand(int(mine.sum())))
+    expected = torch.where(result.clipped, 0.0, -result.ratio * batch.advantages)
+    torch.testing.assert_close(gradient(batch, settings("GSPO")), expected)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_cispo_gradient_is_the_clipped_weight_times_advantage(seed: int) -> None:
+    batch = random_batch(seed)
+    ratio = torch.exp(batch.log_ratio.detach())
+    expected = -ratio.clamp(0.8, 1.3) * batch.advantages
+    torch.testing.assert_close(gradient(batch, settings("CISPO")), expected)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_minirl_weights_by_the_whole_ratio_to_the_behavior_policy(seed: int) -> None:
+    batch = random_batch(seed)
+    r = torch.exp(batch.log_ratio.detach())
+    kept = ~(((batch.advantages > 0) & (r > 1.3)) | ((batch.advantages < 0) & (r < 0.8)))
+    whole = torch.exp(batch.logprobs.detach() - batch.behavior_logprobs)
+    expected = torch.where(kept, -whole * batch.advantages, 0.0)
+    torch.testing.assert_close(gradient(batch, settings("MINIRL")), expected)
+    capped = r * torch.exp(batch.log_weight).clamp(max=1.1)
+    expected = torch.where(kept, -capped * batch.advantages, 0.0)
+    torch.testing.assert_close(gradient(batch, settings("MINIRL", importance_correction="tis:1.1")), expected)
+
+
+def test_cross_entropy_ignores_advantages_bounds_and_corrections() -> None:
+    batch = random_batch(0, spread=3.0)
+    numbers = LossSettings(
+        loss_calculater="CrossEntropy", strict_in_bound=True, importance_correction="icepop,seq_mask"
+    )
+    torch.testing.assert_close(token_losses(batch, numbers).losses, -batch.logprobs)
+    torch.testing.assert_close(gradient(batch, numbers), -torch.ones(24))
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages() -> None:
+    batch = three_tokens((math.log(5.0), math.log(5.0), math.log(0.5)), (-1.0, 1.0, -1.0))
+    numbers = settings("GRPO", dual_clip=3.0)
+    result = token_losses(batch, numbers)
+    torch.testing.assert_close(result.losses, torch.tensor([3.0, -1.3, 0.8]))
+    assert result.clipped.tolist() == [True, True, True]
+    torch.testing.assert_close(gradient(batch, numbers), torch.zeros(3))
+
+
+def test_ce_gppo_keeps_a_bounded_gradient_beyond_the_clip_and_leaves_the_value() -> None:
+    # below with A < 0, above with A > 0, inside, below with A > 0, above with A < 0
+    batch = three_tokens(
+        tuple(math.log(r) for r in (0.01, 50.0, 1.1, 0.01, 2.0)), (-1.0, 2.0, 1.0, 1.0, -1.0)
+    )
+    plain = settings("GRPO")
+    kept = settings("GRPO", ce_grpo_beta_1=0.75, ce_grpo_beta_2=0.5)
+    torch.testing.assert_close(token_losses(batch, kept).losses, token_losses(batch, plain).losses)
+    expected = torch.tensor([0.75 * 0.8, -0.5 * 1.3 * 2.0, -1.1, -0.01, 2.0])
+    torch.testing.assert_close(gradient(batch, kept), expected)
+    zero = settings("GRPO", ce_grpo_beta_1=0.0)
+    torch.testing.assert_close(gradient(batch, zero), gradient(batch, plain))
+
+
+def test_extreme_log_ratios_stay_finite() -> None:
+    batch = three_tokens((500.0, -500.0, 0.0), (-1.0, -1.0, 1.0), behavior=(0.0, -900.0, 900.0))
+    for name in LOSSES:
+        numbers = settings(name, importance_correction="tis:inf")
+        assert torch.isfinite(token_losses(batch, numbers).losses).all()
+        assert torch.isfinite(gradient(batch, numbers)).all()
+
+
+def test_an_unknown_loss_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'GSPO'"):
+        get_loss("gspoo")
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"epsilon": -0.1},
+        {"epsilon_higher": math.nan},
+        {"dual_clip": 1.0},
+        {"importance_weight_cap_ratio": 0.5},
+        {"out_of_date_decay": -1.0},
+        {"old_logprobs": "older"},
+        {"strict_in_bound": True, "ce_grpo_beta_1": 0.5},
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(numbers: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=f"--{next(iter(numbers))} is"):
+        LossSettings(**numbers)  # type: ignore[arg-type]
