@@ -129,14 +129,17 @@ def _read_yaml(path: Path, groups: Sequence[type]) -> dict[str, Any]:
 def _fits(hint: Any, value: Any) -> bool:
     if get_origin(hint) is Literal:
         return isinstance(value, str) and value in get_args(hint)
-    kinds = get_args(hint) or (hint,)
-    return type(value) in kinds or (type(value) is int and float in kinds)
+    if get_args(hint):
+        return any(_fits(kind, value) for kind in get_args(hint))
+    return type(value) is hint or (type(value) is int and hint is float)
 
 
 def _describe(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return f"one of {', '.join(get_args(hint))}"
-    return " or ".join("null" if kind is NoneType else kind.__name__ for kind in get_args(hint) or (hint,))
+    if get_args(hint):
+        return " or ".join(_describe(kind) for kind in get_args(hint))
+    return "null" if hint is NoneType else str(hint.__name__)
 
 
 def _names(groups: Sequence[type]) -> list[str]:
