@@ -58,7 +58,7 @@ class Worker:
             try:
                 async with asyncio.timeout(self.agent.trajectory_timeout_seconds):
                     session, outcome = await self._converse(claim)
-                    return await self._score(claim, session, outcome)
+                return await self._score(claim, session, outcome)
             except TimeoutError:
                 limit = self.agent.trajectory_timeout_seconds
                 await self._fail(claim, "timeout", f"the trajectory took longer than {limit:g} s")

@@ -1,0 +1,70 @@
+"""``agentrl sample``: a sampler process; start as many as you like, anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+
+from agentrl.config.load import Configs, parse
+from agentrl.config.schema import (
+    AgentConfig,
+    ClaimConfig,
+    GroupConfig,
+    ModelConfig,
+    RunConfig,
+    SamplingConfig,
+    TaskConfig,
+    TrainConfig,
+)
+
+
+def main(argv: list[str]) -> int:
+    """Run a sampler until its work is done or it is told to stop."""
+    configs = parse(
+        argv,
+        command="agentrl sample",
+        description="Claims tasks of the run, runs and scores their trajectories, finalises groups.",
+        shown=[RunConfig, ModelConfig, TaskConfig, SamplingConfig, AgentConfig, ClaimConfig, GroupConfig],
+    )
+    from agentrl.observe.logging import setup
+
+    setup(configs[RunConfig], "sample")
+    asyncio.run(_sample(configs))
+    return 0
+
+
+async def _sample(configs: Configs) -> None:
+    from agentrl.rollout.admission import Admission
+    from agentrl.rollout.finalise import TRAIN_SPLIT, Finaliser
+    from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
+    from agentrl.rollout.setup import load_tasks, open_worker, owner_name, stop_on_signals
+    from agentrl.store.client import open_store
+
+    run, tasks, sampling = configs[RunConfig], configs[TaskConfig], configs[SamplingConfig]
+    stop = stop_on_signals()
+    async with await open_store(run) as store:
+        if tasks.train_file is not None:
+            await load_tasks(
+                store, run, tasks, tasks.train_file, split=TRAIN_SPLIT, num_generations=tasks.num_generations
+            )
+        async with open_worker(store, configs) as (worker, router):
+            admission = Admission(sampling, configs[TrainConfig])
+            sampler = Sampler(
+                store,
+                worker,
+                Finaliser(store, configs[GroupConfig], split=TRAIN_SPLIT, seed=run.seed),
+                SamplerConfig(
+                    split=TRAIN_SPLIT,
+                    owner=owner_name(),
+                    concurrency=sampling.max_concurrent_samples_per_process * sampling.target_concurrency,
+                    claims=configs[ClaimConfig],
+                    plan=EpochPlan(
+                        epochs=tasks.num_train_epochs,
+                        seed=run.seed,
+                        num_generations=tasks.num_generations,
+                        shuffle=tasks.shuffle_tasks,
+                    ),
+                    idle_exit_seconds=sampling.idle_exit_seconds,
+                ),
+                lambda: admission.groups_allowed(store, router.min_policy_version()),
+            )
+            await sampler.run(stop)

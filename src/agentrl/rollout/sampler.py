@@ -1,0 +1,255 @@
+"""A sampler's loop: claim, run many trajectories at once, keep leases, finalise groups, stop cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from agentrl.config.schema import ClaimConfig
+from agentrl.documents.status import TaskStatus
+from agentrl.documents.task import Claim
+from agentrl.errors import LeaseLostError, StoreError
+from agentrl.rollout.finalise import Finaliser
+from agentrl.rollout.persist import persist
+from agentrl.rollout.worker import Worker
+from agentrl.store.client import Store
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 1.0
+"""How often a sampler looks for work when nothing tells it of any."""
+
+HOUSEKEEPING_SECONDS = 2.0
+GRACE_SECONDS = 5.0
+"""How long trajectories may still finish once the sampler is told to stop."""
+
+_RELEASE_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochPlan:
+    """How often the tasks of a split are sampled, and how each epoch's groups are made."""
+
+    epochs: int
+    seed: int
+    num_generations: int
+    shuffle: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerConfig:
+    """What one sampler process does."""
+
+    split: str
+    owner: str
+    concurrency: int
+    claims: ClaimConfig
+    plan: EpochPlan
+    idle_exit_seconds: float | None = None
+
+
+class Sampler:
+    """Runs until every epoch's groups are finalised, ``idle_exit_seconds`` pass without work, or ``stop``."""
+
+    def __init__(
+        self,
+        store: Store,
+        worker: Worker,
+        finaliser: Finaliser,
+        config: SamplerConfig,
+        groups_allowed: Callable[[], Awaitable[int | None]],
+    ) -> None:
+        """``groups_allowed`` says how many groups may be open right now; None is any number."""
+        self._store = store
+        self._worker = worker
+        self._finaliser = finaliser
+        self._config = config
+        self._groups_allowed = groups_allowed
+        self._running: dict[asyncio.Task[bool], Claim] = {}
+        self._error: BaseException | None = None
+        self._finalising = asyncio.Lock()
+        self.scored = 0
+        """Trajectories that this sampler has scored."""
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Sample until done or stopped; what is still held then is finished or handed back."""
+        helpers = [asyncio.create_task(self._heartbeats()), asyncio.create_task(self._housekeeping())]
+        try:
+            await self._claim_and_start(stop)
+        finally:
+            await self._hand_back()
+            for helper in helpers:
+                helper.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
+        logger.info("sampler ends", extra={"scored": self.scored})
+
+    async def _claim_and_start(self, stop: asyncio.Event) -> None:
+        busy_at = time.monotonic()
+        while not stop.is_set():
+            if self._error is not None:
+                raise self._error
+            claim = await self._claim(stop) if len(self._running) < self._config.concurrency else None
+            if claim is not None:
+                self._start(claim)
+                continue
+            if self._running:
+                busy_at = time.monotonic()
+            elif await self._is_done(stop):
+                logger.info("every task of every epoch is completed")
+                return
+            elif self._idle_too_long(busy_at):
+                logger.info("no work", extra={"idle_seconds": self._config.idle_exit_seconds})
+                return
+            await self._wait(stop)
+
+    async def _claim(self, stop: asyncio.Event) -> Claim | None:
+        async def claim() -> Claim | None:
+            return await self._store.claims.claim(
+                split=self._config.split,
+                owner=self._config.owner,
+                lease_seconds=self._config.claims.lease_seconds,
+                max_groups_open=await self._groups_allowed(),
+            )
+
+        try:
+            return await persist(claim, what="claim", stop=stop)
+        except StoreError:
+            if stop.is_set():
+                return None
+            raise
+
+    def _start(self, claim: Claim) -> None:
+        task = asyncio.create_task(self._worker.run(claim), name=claim.record_id)
+        self._running[task] = claim
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[bool]) -> None:
+        if task.cancelled():
+            return
+        self._running.pop(task, None)
+        if task.exception() is not None:
+            self._error = task.exception()
+        elif task.result():
+            self.scored += 1
+
+    def _idle_too_long(self, busy_at: float) -> bool:
+        limit = self._config.idle_exit_seconds
+        return limit is not None and time.monotonic() - busy_at >= limit
+
+    async def _wait(self, stop: asyncio.Event) -> None:
+        """Until a trajectory ends, a step or version may admit a group, ``stop``, or ``POLL_SECONDS``."""
+        signals: set[asyncio.Future[object]] = {asyncio.ensure_future(stop.wait())}
+        if len(self._running) < self._config.concurrency:
+            change = self._store.wait_for_change("TrainStep", "PolicyVersion", timeout=POLL_SECONDS)
+            signals.add(asyncio.ensure_future(change))
+        try:
+            await asyncio.wait(
+                {*signals, *self._running}, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            for signal in signals:
+                signal.cancel()
+            await asyncio.gather(*signals, return_exceptions=True)
+
+    async def _is_done(self, stop: asyncio.Event) -> bool:
+        async def look() -> bool:
+            await self._finalise_waiting()
+            if await self._open_next_epoch():
+                return False
+            counts = await self._store.tasks.counts(self._config.split)
+            total = sum(counts.values())
+            return total > 0 and counts.get(TaskStatus.COMPLETED, 0) == total
+
+        try:
+            return await persist(look, what="progress", stop=stop)
+        except StoreError:
+            if stop.is_set():
+                return False
+            raise
+
+    async def _open_next_epoch(self) -> bool:
+        """Open the next epoch once no task waits for its first claim; True if there is one to work on."""
+        plan, split = self._config.plan, self._config.split
+        counts = await self._store.tasks.counts(split)
+        if not sum(counts.values()) or counts.get(TaskStatus.CREATED, 0):
+            return False
+        following = max(await self._store.tasks.epochs(split)) + 1
+        if following >= plan.epochs:
+            return False
+        opened = await self._store.tasks.open_epoch(
+            split, following, plan.seed, plan.num_generations, plan.shuffle
+        )
+        logger.info("epoch opened", extra={"epoch": following, "tasks": opened})
+        return True
+
+    async def _finalise_waiting(self) -> None:
+        async with self._finalising:
+            await self._finaliser.run_waiting()
+
+    async def _heartbeats(self) -> None:
+        """Renew every lease of this sampler; a trajectory whose claim is lost is given up."""
+        while True:
+            await asyncio.sleep(self._config.claims.heartbeat_seconds)
+            held = list(self._running.values())
+            if not held:
+                continue
+            try:
+                lost = await self._store.claims.heartbeat(held, self._config.claims.lease_seconds)
+            except StoreError as error:
+                logger.warning("leases could not be renewed", extra={"why": error.message})
+                continue
+            self._give_up({claim.record_id for claim in lost})
+
+    def _give_up(self, lost: set[str]) -> None:
+        for task, claim in list(self._running.items()):
+            if claim.record_id in lost:
+                logger.warning(
+                    "the claim was lost; its trajectory is given up", extra={"record": claim.record_id}
+                )
+                self._running.pop(task)
+                task.cancel()
+
+    async def _housekeeping(self) -> None:
+        """What any sampler does for all: expired leases, waiting groups, the next epoch."""
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_SECONDS)
+            try:
+                await self._store.claims.reap(self._config.split)
+                await self._finalise_waiting()
+                await self._open_next_epoch()
+            except StoreError as error:
+                logger.warning("housekeeping failed", extra={"why": error.message})
+
+    async def _hand_back(self) -> None:
+        """Let trajectories finish for ``GRACE_SECONDS``, then stop them and release their claims."""
+        if self._running:
+            await asyncio.wait(list(self._running), timeout=GRACE_SECONDS)
+        left = dict(self._running)
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(list(left), timeout=_RELEASE_SECONDS)
+        for claim in left.values():
+            with suppress(LeaseLostError):
+                await self._release(claim)
+        self._running.clear()
+        with suppress(StoreError):
+            await self._finalise_waiting()
+
+    async def _release(self, claim: Claim) -> None:
+        try:
+            await persist(
+                lambda: self._store.claims.release(claim), what="release", patience=_RELEASE_SECONDS
+            )
+            logger.info("claim handed back", extra={"record": claim.record_id})
+        except LeaseLostError:
+            raise
+        except StoreError as error:
+            logger.warning(
+                "the claim could not be handed back; its lease runs out",
+                extra={"record": claim.record_id, "why": error.message},
+            )

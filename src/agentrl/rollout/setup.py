@@ -1,0 +1,144 @@
+"""What ``sample`` and ``eval`` both need: renderer, sampling parameters, engines, tools, tasks, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from agentrl.config.load import Configs
+from agentrl.config.schema import (
+    AgentConfig,
+    ClaimConfig,
+    EngineConfig,
+    ModelConfig,
+    RunConfig,
+    SamplingConfig,
+    TaskConfig,
+)
+from agentrl.documents.service import InferenceService
+from agentrl.documents.task_file import read_tasks
+from agentrl.errors import ModelError
+from agentrl.inference.parsers import get_parser
+from agentrl.inference.router import EngineRouter
+from agentrl.inference.sampling import SamplingParams
+from agentrl.observe.logging import describe_process_id
+from agentrl.rollout.agents import agent_names, get_agent
+from agentrl.rollout.renderer import ChatRenderer
+from agentrl.rollout.worker import Worker
+from agentrl.scoring.registry import scorer_names
+from agentrl.store.client import Store
+from agentrl.tools.pool import ToolPool
+
+logger = logging.getLogger(__name__)
+
+MISSED_HEARTBEATS = 5
+"""An engine that missed so many is taken for dead."""
+
+
+def owner_name() -> str:
+    """This process's name in claims: unique, and readable."""
+    return f"{describe_process_id()}-{uuid.uuid4().hex[:6]}"
+
+
+def stop_on_signals() -> asyncio.Event:
+    """An event that SIGTERM and SIGINT set."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+async def open_renderer(store: Store, model: ModelConfig) -> ChatRenderer:
+    """The renderer of ``--model_name_or_path``, or of the newest published weights."""
+    folder = model.model_name_or_path
+    if folder is None:
+        version = await store.policies.latest()
+        folder = None if version is None else version.location
+    if folder is None:
+        raise ModelError(
+            "no model is named, and the run has published none", cure="give --model_name_or_path FOLDER"
+        )
+    return await asyncio.to_thread(ChatRenderer.open, folder, model.chat_template)
+
+
+def sampling_params(sampling: SamplingConfig, renderer: ChatRenderer) -> SamplingParams:
+    """``--preferred_sampling_params`` with the token limit and the model's stop tokens."""
+    params = SamplingParams.from_json(sampling.preferred_sampling_params)
+    stops = params.stop_token_ids or tuple(sorted(renderer.eos_ids))
+    return params.replace(max_new_tokens=sampling.max_new_tokens, stop_token_ids=stops)
+
+
+async def live_engines(
+    store: Store, engine: EngineConfig, version: int | None = None
+) -> Sequence[InferenceService]:
+    """Engines with a recent heartbeat; with ``version``, those that serve it."""
+    services = await store.services.live(engine.heartbeat_seconds * MISSED_HEARTBEATS)
+    return [item for item in services if version is None or item.policy_version == version]
+
+
+async def load_tasks(
+    store: Store, run: RunConfig, tasks: TaskConfig, path: str, *, split: str, num_generations: int
+) -> None:
+    """Load a task file into ``split``; loading it again changes nothing."""
+    result = await asyncio.to_thread(
+        read_tasks,
+        Path(path),
+        split=split,
+        seed=run.seed,
+        shuffle=tasks.shuffle_tasks,
+        num_generations=num_generations,
+        skip_bad_lines=tasks.skip_bad_lines,
+        known_scorers=scorer_names(),
+        known_agents=agent_names(),
+    )
+    loaded = await store.tasks.load(result.tasks)
+    logger.info(
+        "tasks loaded",
+        extra={
+            "file": path,
+            "new": loaded.inserted,
+            "there": loaded.existing,
+            "skipped": len(result.skipped),
+        },
+    )
+
+
+@asynccontextmanager
+async def open_worker(
+    store: Store, configs: Configs, *, version: int | None = None
+) -> AsyncIterator[tuple[Worker, EngineRouter]]:
+    """A worker with everything that it needs; with ``version`` it uses engines that serve it."""
+    agent, sampling, engine = configs[AgentConfig], configs[SamplingConfig], configs[EngineConfig]
+    get_agent(agent.agent_name)
+    parser = get_parser(agent.tool_call_parser)
+    renderer = await open_renderer(store, configs[ModelConfig])
+    params = sampling_params(sampling, renderer)
+    router = EngineRouter(
+        lambda: live_engines(store, engine, version),
+        request_timeout=sampling.engine_timeout_seconds,
+        wait_seconds=sampling.engine_wait_seconds,
+    )
+    try:
+        async with ToolPool(agent) as tools:
+            yield (
+                Worker(
+                    store=store,
+                    router=router,
+                    tools=tools,
+                    renderer=renderer,
+                    parser=parser,
+                    params=params,
+                    agent=agent,
+                    sampling=sampling,
+                    claims=configs[ClaimConfig],
+                ),
+                router,
+            )
+    finally:
+        await router.close()
