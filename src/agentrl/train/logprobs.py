@@ -121,9 +121,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 here = slice(start, start + chunk_size)
                 logits = _logits(head, hidden[here].float()).div_(temperature)
                 normaliser[here] = torch.logsumexp(logits, -1)
-                logprobs[here] = logits.gather(-1, target_ids[here, None])[:, 0] - normaliser[here]
-                probs = torch.exp(logits - normaliser[here, None])
-                entropy[here] = normaliser[here] - torch.einsum("tv,tv->t", probs, logits)
+                logits.sub_(normaliser[here, None])
+                logprobs[here] = logits.gather(-1, target_ids[here, None])[:, 0]
+                entropy[here] = -torch.einsum("tv,tv->t", logits.exp(), logits)
         ctx.save_for_backward(hidden, weight, bias, target_ids, normaliser)
         ctx.numbers = (scale, softcap, temperature, chunk_size)
         ctx.mark_non_differentiable(entropy)

@@ -18,6 +18,7 @@ from agentrl.losses.reduce import Denominators, reduce_losses
 from agentrl.losses.registry import get_loss, token_losses
 from agentrl.losses.settings import LossSettings
 from agentrl.train.attention import run_forest
+from agentrl.train.attention.implementation import use_attention
 from agentrl.train.logprobs import DEFAULT_CHUNK, check_output_head, output_head, token_logprobs
 
 
@@ -136,7 +137,7 @@ def enable_checkpointing(model: Any) -> None:
             f"{type(model).__name__} cannot recompute its activations",
             cure="leave out --gradient_checkpointing",
         )
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
 
 
 @torch.no_grad()
@@ -147,6 +148,7 @@ def check_model(model: Any) -> None:
     """
     ids = list(range(min(8, model.config.get_text_config().vocab_size)))
     forest = forest_from_sequences([ids], [[False] * len(ids)])
+    use_attention(model, "sdpa")
     logits = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0]
     for executor in ("sdpa", "varlen"):
         check_output_head(model, run_forest(model, forest, executor), logits)

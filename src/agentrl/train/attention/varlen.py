@@ -57,7 +57,10 @@ def chain_attention(
     """
     name = type(module).__name__
     if chain_lengths is None:
-        raise ModelError(f"{name} is not told where chains end", cure="use the sdpa executor")
+        raise ModelError(
+            f"{name} is not told where chains end",
+            cure='run the model through run_forest, or call model.set_attn_implementation("sdpa") before',
+        )
     if softcap is not None or s_aux is not None:
         raise ModelError(f"{name} caps its scores or has attention sinks", cure="use a model without them")
     groups = query.shape[1] // key.shape[1]

@@ -1,0 +1,128 @@
+"""Executors against the plain model, one sequence at a time: logprobs, loss and every gradient."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import chains, packed, paths, plain_logprobs, tiny_model, tree
+from transformers import PreTrainedModel
+
+from agentrl.batching.forest import TokenForest, forest_from_sequences
+from agentrl.errors import ConfigError, ModelError
+from agentrl.train.attention import choose_executor, run_forest
+from agentrl.train.attention.sdpa import forest_mask
+from agentrl.train.step import ForwardOptions, check_model, enable_checkpointing, forest_logprobs
+
+
+def loss_and_gradients(
+    model: PreTrainedModel, logprobs: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    weights = torch.linspace(-1, 1, len(logprobs))
+    loss = (weights * logprobs).sum()
+    model.zero_grad()
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(model: PreTrainedModel, forest: TokenForest, executor: str) -> None:
+    loss, gradients = loss_and_gradients(
+        model, forest_logprobs(model, forest, ForwardOptions(executor=executor, chunk_size=7))[0]
+    )
+    model.set_attn_implementation("sdpa")
+    expected_loss, expected = loss_and_gradients(model, plain_logprobs(model, forest))
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-5)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        error = (gradient - expected[name]).norm() / expected[name].norm()
+        assert error < 1e-5, f"{name}: {error}"
+
+
+@pytest.mark.exactness
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("executor", ["varlen", "sdpa"])
+def test_packed_chains_equal_each_chain_alone(kind: str, executor: str, tied: bool) -> None:
+    assert_same(tiny_model(kind, tied=tied), packed(chains()), executor)
+
+
+@pytest.mark.exactness
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_tree_equals_each_of_its_branches_alone(kind: str) -> None:
+    forest = packed([tree(0), *chains(1, 2), tree(2)])
+    assert len(paths(forest)) == 8
+    assert_same(tiny_model(kind), forest, "sdpa")
+
+
+@pytest.mark.exactness
+@pytest.mark.parametrize("executor", ["varlen", "sdpa"])
+def test_recomputed_activations_change_nothing(executor: str) -> None:
+    model = tiny_model("llama")
+    enable_checkpointing(model)
+    assert_same(model, packed(chains()), executor)
+
+
+def test_the_mask_is_ancestry() -> None:
+    forest = packed([tree(0), *chains(1, 1)])
+    mask = forest_mask(torch.from_numpy(forest.subtree_end))[0, 0]
+    for query in range(forest.tokens):
+        way = [query]
+        while (parent := int(forest.parent[way[-1]])) >= 0:
+            way.append(parent)
+        assert torch.nonzero(mask[query])[:, 0].tolist() == sorted(way)
+
+
+def test_the_choice_of_executor() -> None:
+    assert choose_executor(packed(chains())) == "varlen"
+    assert choose_executor(packed([tree()])) == "sdpa"
+    with pytest.raises(ConfigError, match="branches"):
+        run_forest(tiny_model("llama"), packed([tree()]), "varlen")
+    with pytest.raises(ConfigError, match="attention executor 'flash'"):
+        run_forest(tiny_model("llama"), packed([tree()]), "flash")
+
+
+def test_dropout_is_refused_in_training_only() -> None:
+    model = tiny_model("llama", attention_dropout=0.1)
+    with pytest.raises(ModelError, match=r"dropout 0\.1"):
+        run_forest(model, packed(chains()))
+    run_forest(model.eval(), packed(chains()))
+
+
+def test_a_window_shorter_than_a_trajectory_is_refused() -> None:
+    windowed = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    model = tiny_model("qwen3", **windowed)
+    with pytest.raises(ModelError, match="see 8 tokens back, and a trajectory has 20"):
+        run_forest(model, forest_from_sequences([list(range(20))], [[False] * 20]))
+    short = forest_from_sequences([list(range(8))], [[False] * 8])
+    packed_states = run_forest(model, short)
+    model.set_attn_implementation("sdpa")
+    alone = model.model(input_ids=torch.arange(8)[None], use_cache=False).last_hidden_state[0]
+    torch.testing.assert_close(packed_states, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_that_cannot_be_masked_are_refused() -> None:
+    model = tiny_model("qwen3")
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(ModelError, match="linear_attention"):
+        run_forest(model, packed(chains()))
+    recurrent = tiny_model("llama")
+    recurrent._is_stateful = True
+    with pytest.raises(ModelError, match="a recurrent state"):
+        run_forest(recurrent, packed(chains()))
+
+
+def test_check_model_accepts_a_plain_model_and_refuses_another_head() -> None:
+    model = tiny_model("llama")
+    check_model(model)
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: logits * 2)
+    with pytest.raises(ModelError, match="differ by"):
+        check_model(model)
+
+
+def test_padding_free_states_do_not_depend_on_neighbours() -> None:
+    model = tiny_model("llama").eval()
+    ids = np.arange(12).tolist()
+    with torch.no_grad():
+        alone = run_forest(model, forest_from_sequences([ids], [[False] * 12]))
+        beside = run_forest(model, forest_from_sequences([ids[::-1], ids], [[False] * 12] * 2))
+    torch.testing.assert_close(beside[12:], alone, rtol=0, atol=1e-6)
