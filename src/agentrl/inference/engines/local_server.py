@@ -187,13 +187,13 @@ class LocalServer:
         room = min(params.max_new_tokens, self._context_length - len(ids))
         tokens = np.zeros(len(ids) + room, dtype=np.int32)
         tokens[: len(ids)] = ids
-        eos = frozenset() if options["ignore_eos"] else self._model.eos_ids
+        stop_ids = frozenset() if options["ignore_eos"] else self._model.eos_ids | set(params.stop_token_ids)
         return Generation(
             rid=str(body.get("rid") or uuid.uuid4().hex),
             tokens=tokens,
             prompt_tokens=len(ids),
             sampler=RowSampler(params, np.random.default_rng(options["sampling_seed"])),
-            stop_ids=eos | frozenset(params.stop_token_ids),
+            stop_ids=stop_ids,
             finish=finish,
         )
 

@@ -1,0 +1,227 @@
+"""``agentrl serve``: runs one engine, registers it, and keeps it at the newest published weights."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl.config.load import parse
+from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
+from agentrl.documents.policy import PolicyVersion
+from agentrl.documents.service import InferenceService
+from agentrl.documents.status import ServiceStatus
+from agentrl.errors import ConfigError, EngineError, PublishError, StoreError
+from agentrl.inference.engine import EngineClient
+from agentrl.inference.engines.process import EngineCommand, EngineProcess, free_port
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
+
+log = logging.getLogger(__name__)
+
+_UPDATE_SECONDS = 600.0
+_FOLLOW_POLL_SECONDS = 2.0
+
+
+def main(argv: list[str]) -> int:
+    """Serve until SIGTERM or SIGINT; EngineError where the engine ends by itself."""
+    configs = parse(
+        argv,
+        command="agentrl serve",
+        description="Runs one inference engine that follows the weights that the trainer publishes.",
+        shown=[RunConfig, ModelConfig, EngineConfig],
+    )
+    from agentrl.observe.logging import setup
+
+    setup(configs[RunConfig], "engine")
+    asyncio.run(serve(configs[RunConfig], configs[ModelConfig], configs[EngineConfig]))
+    return 0
+
+
+async def serve(run: RunConfig, model: ModelConfig, config: EngineConfig) -> None:
+    """Start the engine at the newest version, then beat and follow until a signal or the engine's end."""
+    from agentrl.store.client import open_store
+
+    async with await open_store(run) as store:
+        version, folder = await _starting_weights(store, model)
+        port = config.port or free_port(config.host)
+        service_id = f"{socket.gethostname().split('.')[0]}-{port}-{uuid.uuid4().hex[:6]}"
+        log_file = Path(run.log_dir) / f"{run.run_name}_{config.engine}_{service_id}.log"
+        process = EngineProcess(_command(folder, model, config, port, version), log_file)
+        client = EngineClient(f"http://{_reachable(config.host)}:{port}", _UPDATE_SECONDS)
+        served = ServedEngine(
+            store, client, process, config, service_id=service_id, folder=folder, version=version
+        )
+        try:
+            await _until_signal(served.run)
+        finally:
+            await client.close()
+            await process.stop()
+
+
+class ServedEngine:
+    """One engine's life in the database: registered, beating, following PolicyVersion, stopped."""
+
+    def __init__(
+        self,
+        store: Store,
+        client: EngineClient,
+        process: EngineProcess,
+        config: EngineConfig,
+        *,
+        service_id: str,
+        folder: str,
+        version: int,
+    ) -> None:
+        self._store = store
+        self._client = client
+        self._process = process
+        self._config = config
+        self._id = service_id
+        self._folder = folder
+        self._version = version
+        self._status = ServiceStatus.STARTING
+        self._detail: str | None = None
+
+    async def run(self) -> None:
+        """Until cancelled; EngineError where the engine does not start or ends."""
+        await self._store.services.register(
+            InferenceService(
+                id=self._id,
+                url=self._client.url,
+                engine=self._config.engine,
+                model=self._folder,
+                policy_version=self._version,
+                host=socket.gethostname(),
+                pid=self._process.pid,
+            )
+        )
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._beat())
+                await self._process.wait_ready(self._client, self._config.engine_start_seconds)
+                self._status = ServiceStatus.READY
+                log.info("engine is ready at %s with version %d", self._client.url, self._version)
+                tasks.create_task(self._follow())
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            await self._store.services.stop(self._id)
+
+    async def _beat(self) -> None:
+        """Report status, version and load every ``heartbeat_seconds``, and see that the engine lives."""
+        while True:
+            if self._process.returncode is not None:
+                code, tail = self._process.returncode, self._process.log_tail()
+                raise EngineError(
+                    f"the engine ended with exit code {code}:\n{tail}", cure=f"see {self._process.log_file}"
+                )
+            try:
+                await self._report()
+            except StoreError as error:
+                log.warning("no heartbeat, the engine goes on: %s", error.message)
+            await asyncio.sleep(self._config.heartbeat_seconds)
+
+    async def _report(self) -> None:
+        running = 0
+        if self._status is not ServiceStatus.STARTING:
+            with contextlib.suppress(EngineError):
+                running = await self._client.load()
+        await self._store.services.beat(
+            self._id,
+            status=self._status,
+            policy_version=self._version,
+            running_requests=running,
+            detail=self._detail,
+        )
+
+    async def _follow(self) -> None:
+        from agentrl.weights.follow import versions
+
+        newest = self._version
+        while True:
+            try:
+                async for version in versions(self._store, after=newest, poll_seconds=_FOLLOW_POLL_SECONDS):
+                    newest = version.id
+                    await self.update(version)
+            except StoreError as error:
+                log.warning("published versions cannot be read, trying again: %s", error.message)
+                await asyncio.sleep(_FOLLOW_POLL_SECONDS)
+
+    async def update(self, version: PolicyVersion) -> None:
+        """Load ``version``, whose running requests then go on with it; on any doubt the old weights stay."""
+        from agentrl.weights.manifest import verify
+
+        try:
+            await asyncio.to_thread(verify, version.location, version.files)
+            await self._switch(version)
+        except (PublishError, EngineError) as error:
+            self._detail = f"version {version.id} refused: {error.message}"
+            log.error("%s; still serving version %d", self._detail, self._version)
+        else:
+            self._version, self._detail = version.id, None
+            log.info("serving version %d", version.id)
+        await self._report()
+
+    async def _switch(self, version: PolicyVersion) -> None:
+        self._status = ServiceStatus.UPDATING
+        await self._client.pause("retract")
+        try:
+            await self._client.update_weights(version.location, version.id)
+        finally:
+            await self._client.resume()
+            self._status = ServiceStatus.READY
+
+
+async def _starting_weights(store: Store, model: ModelConfig) -> tuple[int, str]:
+    """The newest published version and its folder; version 0 is --model_name_or_path where there is none."""
+    from agentrl.weights.manifest import verify
+
+    newest = await store.policies.latest()
+    if newest is not None:
+        await asyncio.to_thread(verify, newest.location, newest.files)
+        return newest.id, newest.location
+    if model.model_name_or_path is None:
+        raise ConfigError(
+            "there is no published version to serve, and no model to start from",
+            cure="pass --model_name_or_path",
+        )
+    return 0, str(Path.cwd() / model.model_name_or_path)
+
+
+def _reachable(host: str) -> str:
+    """The name under which samplers reach an engine that binds to ``host``."""
+    return socket.getfqdn() if host in ("0.0.0.0", "::") else host
+
+
+def _command(folder: str, model: ModelConfig, config: EngineConfig, port: int, version: int) -> EngineCommand:
+    if config.engine == "sglang":
+        from agentrl.inference.engines.sglang import sglang_command
+
+        return sglang_command(folder, config, port=port, model_name=model.model_name, version=version)
+    if config.engine == "vllm":
+        from agentrl.inference.engines.vllm import vllm_command
+
+        return vllm_command(folder, config, port=port, model_name=model.model_name, version=version)
+    from agentrl.inference.engines.local_command import local_command
+
+    return local_command(
+        folder, config, port=port, model_name=model.model_name, version=version, dtype=model.dtype
+    )
+
+
+async def _until_signal(work: Callable[[], Awaitable[None]]) -> None:
+    """Run ``work`` until it ends or SIGTERM or SIGINT comes, which cancels it."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(work())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

@@ -1,0 +1,375 @@
+"""What every engine must do, over its real server: the local engine and SGLang pass the same tests."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from agentrl.config.schema import EngineConfig
+from agentrl.documents.dispatch import VersionSpan
+from agentrl.errors import ConfigError, EngineError
+from agentrl.inference.engine import EngineClient, EngineRefusedError, Generation
+from agentrl.inference.engines.local_command import local_command
+from agentrl.inference.engines.process import EngineProcess, free_port
+from agentrl.inference.engines.sglang import sglang_command
+from agentrl.inference.sampling import SamplingParams
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+VOCAB = 512
+EOS = 1
+LONG = SamplingParams(max_new_tokens=1500, extra={"ignore_eos": True})
+SHORT = SamplingParams(max_new_tokens=12, extra={"ignore_eos": True})
+
+
+@dataclass
+class Served:
+    """A running server, and the two folders of weights that the tests switch between."""
+
+    kind: str
+    url: str
+    process: EngineProcess
+    first: str
+    second: str
+
+    def client(self, timeout: float = 120.0) -> EngineClient:
+        return EngineClient(self.url, timeout)
+
+
+def save_model(folder: Path, seed: int) -> str:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=False,
+        initializer_range=0.15, bos_token_id=0, eos_token_id=EOS, pad_token_id=EOS,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer = Tokenizer(models.BPE(unk_token=None))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["one two three"], trainer)
+    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    base = tmp_path_factory.mktemp("engine-models")
+    return save_model(base / "first", seed=1), save_model(base / "second", seed=2)
+
+
+@pytest.fixture(scope="module", params=["local", pytest.param("sglang", marks=pytest.mark.sglang)])
+def served(
+    request: pytest.FixtureRequest, folders: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    kind = str(request.param)
+    config = EngineConfig(max_total_tokens=32768, inf_mem_ratio=0.1)
+    port = free_port(config.host)
+    try:
+        build = local_command if kind == "local" else sglang_command
+        command = build(folders[0], config, port=port, model_name="tiny", version=0)
+    except ConfigError as error:
+        if os.environ.get("AGENTRL_REQUIRE_SGLANG") == "1":
+            raise
+        pytest.skip(str(error))
+    process = EngineProcess(command, tmp_path_factory.mktemp(kind) / "engine.log")
+    served = Served(kind, f"http://{config.host}:{port}", process, *folders)
+
+    async def ready() -> None:
+        async with served.client() as client:
+            await process.wait_ready(client, 200.0)
+
+    asyncio.run(ready())
+    yield served
+    asyncio.run(process.stop())
+
+
+@pytest.fixture
+async def engine(served: Served) -> AsyncIterator[EngineClient]:
+    """A client of the server; afterwards the server is idle again and serves the first weights."""
+    async with served.client() as client:
+        yield client
+        if served.process.returncode is None:
+            await client.abort(None)
+            await client.resume()
+            await until(lambda: idle(client))
+            if (await client.model_info()).version != 0:
+                await client.update_weights(served.first, 0)
+            await client.flush_cache()
+
+
+async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 60.0) -> None:
+    deadline = asyncio.get_running_loop().time() + seconds
+    while not await condition():
+        assert asyncio.get_running_loop().time() < deadline, "the condition never came true"
+        await asyncio.sleep(0.02)
+
+
+async def idle(client: EngineClient) -> bool:
+    return await client.load() == 0
+
+
+async def busy(client: EngineClient) -> bool:
+    return await client.load() > 0
+
+
+def prompt(seed: int, length: int = 40) -> list[int]:
+    return [int(item) for item in np.random.default_rng(seed).integers(2, VOCAB, length)]
+
+
+def plain_logprobs(
+    folder: str, ids: Sequence[int], output: Sequence[int], temperature: float = 1.0
+) -> torch.Tensor:
+    """float32[len(output), vocab]: transformers' own log-probabilities at each generated token."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*ids, *output]])).logits[0, len(ids) - 1 : -1]
+    return torch.log_softmax(logits / temperature, dim=-1)
+
+
+def assert_logprobs(
+    folder: str, ids: Sequence[int], made: Generation, start: int = 0, end: int | None = None,
+    temperature: float = 1.0,
+) -> None:  # fmt: skip
+    expected = plain_logprobs(folder, ids, made.output_ids, temperature)
+    chosen = expected.gather(-1, torch.tensor(made.output_ids)[:, None])[:, 0]
+    gap = (chosen - torch.tensor(made.logprobs)).abs()[start:end]
+    assert gap.mean() < 1e-4
+    assert gap.max() < 1e-3
+
+
+async def running_long(client: EngineClient, seed: int, rid: str) -> "asyncio.Task[Generation]":
+    """A long generation that has surely made some tokens: a shorter one beside it has ended."""
+    task = asyncio.create_task(client.generate(prompt(seed), LONG, rid))
+    await until(lambda: busy(client))
+    await client.generate(prompt(seed), SHORT, f"beside-{rid}")
+    assert not task.done()
+    return task
+
+
+async def test_health_and_model_info(served: Served, engine: EngineClient) -> None:
+    assert await engine.health()
+    info = await engine.model_info()
+    assert (info.model_path, info.version, info.vocab_size) == (served.first, 0, VOCAB)
+    assert (await engine.server_info())["model_path"] == served.first
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+async def test_logprobs_are_those_of_the_plain_model(
+    served: Served, engine: EngineClient, temperature: float
+) -> None:
+    params = SHORT.replace(max_new_tokens=60, temperature=temperature)
+    made = await engine.generate(prompt(1), params, f"logprobs-{temperature}")
+    assert len(made.output_ids) == len(made.logprobs) == 60
+    assert (made.finish_reason, made.prompt_tokens) == ("length", 40)
+    assert made.versions == (VersionSpan(version=0, start=0, end=60),)
+    assert_logprobs(served.first, prompt(1), made, temperature=temperature)
+
+
+async def test_logprobs_are_not_renormalised_by_truncation(served: Served, engine: EngineClient) -> None:
+    params = SHORT.replace(max_new_tokens=40, top_p=0.7, top_k=5)
+    made = await engine.generate(prompt(2), params, "truncated")
+    assert_logprobs(served.first, prompt(2), made)
+    expected = plain_logprobs(served.first, prompt(2), made.output_ids)
+    ranks = (expected > expected.gather(-1, torch.tensor(made.output_ids)[:, None])).sum(-1)
+    assert ranks.max() < 5
+
+
+async def test_greedy_ids_are_those_of_the_plain_model(served: Served, engine: EngineClient) -> None:
+    made = await engine.generate(prompt(3), SHORT.replace(temperature=0.0, max_new_tokens=40), "greedy")
+    expected = plain_logprobs(served.first, prompt(3), made.output_ids)
+    assert expected.argmax(-1).tolist() == list(made.output_ids)
+
+
+async def test_a_stop_token_ends_the_generation_and_is_part_of_it(engine: EngineClient) -> None:
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=40)
+    whole = await engine.generate(prompt(3), greedy, "unstopped")
+    stop = whole.output_ids[10]
+    first = whole.output_ids.index(stop)
+    made = await engine.generate(prompt(3), greedy.replace(stop_token_ids=(stop,)), "stopped")
+    assert (made.finish_reason, made.output_ids) == ("stop", whole.output_ids[: first + 1])
+
+
+async def test_sixteen_at_once_get_what_each_would_get_alone(served: Served, engine: EngineClient) -> None:
+    prompts = [prompt(50)[:20] + prompt(seed, 5 + seed) for seed in range(16)]
+    greedy = SHORT.replace(temperature=0.0, max_new_tokens=24)
+    made = await asyncio.gather(
+        *(engine.generate(ids, greedy, f"concurrent-{n:02d}") for n, ids in enumerate(prompts))
+    )
+    for ids, generation in zip(prompts, made, strict=True):
+        assert_logprobs(served.first, ids, generation)
+        expected = plain_logprobs(served.first, ids, generation.output_ids)
+        assert expected.argmax(-1).tolist() == list(generation.output_ids)
+
+
+async def test_a_prefix_that_was_seen_is_not_computed_again(served: Served, engine: EngineClient) -> None:
+    first = await engine.generate(prompt(4, 200), SHORT, "turn-1")
+    following = [*prompt(4, 200), *first.output_ids, *prompt(5, 10)]
+    second = await engine.generate(following, SHORT, "turn-2")
+    assert second.cached_tokens >= 200
+    assert_logprobs(served.first, following, second)
+    await engine.flush_cache()
+    assert (await engine.generate(following, SHORT, "turn-3")).cached_tokens == 0
+
+
+async def test_abort_returns_what_was_made(engine: EngineClient) -> None:
+    one = await running_long(engine, 6, "abort-one")
+    other = asyncio.create_task(engine.generate(prompt(7), SHORT.replace(max_new_tokens=300), "keep-me"))
+    await engine.abort("abort-one")
+    made = await one
+    assert made.finish_reason == "abort"
+    assert 0 < len(made.output_ids) < 1500
+    assert made.versions[-1].end == len(made.output_ids) == len(made.logprobs)
+    assert (await other).finish_reason == "length"
+
+
+async def test_abort_all(engine: EngineClient) -> None:
+    tasks = [await running_long(engine, seed, f"all-{seed}") for seed in (8, 9)]
+    await engine.abort(None)
+    assert [made.finish_reason for made in await asyncio.gather(*tasks)] == ["abort", "abort"]
+
+
+async def test_cancelling_a_call_ends_its_request(engine: EngineClient) -> None:
+    task = await running_long(engine, 10, "cancelled")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: idle(engine))
+
+
+async def test_a_request_sent_while_paused_waits(engine: EngineClient) -> None:
+    await engine.pause("retract")
+    assert not await engine.health()
+    task = asyncio.create_task(engine.generate(prompt(11), SHORT, "waiting"))
+    await asyncio.wait({task}, timeout=1.0)
+    assert not task.done()
+    await engine.resume()
+    assert len((await task).output_ids) == 12
+    assert await engine.health()
+
+
+async def test_pause_in_mode_abort_ends_what_runs(engine: EngineClient) -> None:
+    task = await running_long(engine, 12, "paused-away")
+    await engine.pause("abort")
+    made = await task
+    assert made.finish_reason == "abort"
+    assert made.output_ids
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+async def test_pause_and_resume_change_nothing(served: Served, engine: EngineClient, mode: str) -> None:
+    task = await running_long(engine, 13, f"pause-{mode}")
+    await engine.pause(mode)  # type: ignore[arg-type]
+    await engine.resume()
+    made = await task
+    assert (len(made.output_ids), made.finish_reason) == (1500, "length")
+    assert_logprobs(served.first, prompt(13), made)
+
+
+async def test_new_weights_answer_under_their_version(served: Served, engine: EngineClient) -> None:
+    await engine.update_weights(served.second, 5)
+    assert (await engine.model_info()).version == 5
+    made = await engine.generate(prompt(14), SHORT, "updated")
+    assert made.versions == (VersionSpan(version=5, start=0, end=12),)
+    assert_logprobs(served.second, prompt(14), made)
+
+
+async def test_a_request_in_flight_carries_both_versions(served: Served, engine: EngineClient) -> None:
+    task = await running_long(engine, 15, "in-flight")
+    await engine.pause("retract")
+    await engine.update_weights(served.second, 6)
+    await engine.resume()
+    made = await task
+    assert [span.version for span in made.versions] == [0, 6]
+    switch = made.versions[0].end
+    assert made.versions == (
+        VersionSpan(version=0, start=0, end=switch),
+        VersionSpan(version=6, start=switch, end=1500),
+    )
+    assert_logprobs(served.first, prompt(15), made, end=switch)
+    assert_logprobs(served.second, prompt(15), made, start=switch)
+
+
+async def test_weights_that_cannot_be_loaded_leave_the_old_ones(
+    served: Served, engine: EngineClient, tmp_path: Path
+) -> None:
+    before = await engine.generate(prompt(16), SHORT.replace(temperature=0.0), "before")
+    await engine.pause("retract")
+    with pytest.raises(EngineRefusedError):
+        await engine.update_weights(str(tmp_path / "nothing-here"), 9)
+    await engine.resume()
+    assert (await engine.model_info()).version == 0
+    after = await engine.generate(prompt(16), SHORT.replace(temperature=0.0), "after")
+    assert (after.output_ids, after.versions) == (before.output_ids, before.versions)
+
+
+@pytest.mark.parametrize("ids", [[], [5, VOCAB], [-1, 5]])
+async def test_ids_outside_the_vocabulary_never_reach_the_engine(
+    engine: EngineClient, ids: list[int]
+) -> None:
+    with pytest.raises(EngineRefusedError):
+        await engine.generate(ids, SHORT, "outside")
+    assert await engine.health()
+
+
+async def test_a_prompt_longer_than_the_context_is_refused(engine: EngineClient) -> None:
+    with pytest.raises(EngineRefusedError, match="400"):
+        await engine.generate(prompt(17, 4100), SHORT, "too-long")
+    assert await engine.health()
+
+
+async def test_the_router_survives_an_abort(served: Served, engine: EngineClient) -> None:
+    from agentrl.documents.service import InferenceService
+    from agentrl.documents.status import ServiceStatus
+    from agentrl.inference.router import EngineRouter
+
+    service = InferenceService(
+        id="one",
+        url=served.url,
+        engine=served.kind,
+        model="tiny",
+        status=ServiceStatus.READY,
+        host="h",
+        pid=1,
+    )
+
+    async def live() -> list[InferenceService]:
+        return [service]
+
+    router = EngineRouter(live, backoff=0.01)
+    async with router.session("trajectory") as session:
+        task = asyncio.create_task(session.generate(prompt(18), LONG))
+        await until(lambda: busy(engine))
+        await engine.generate(prompt(18), SHORT, "beside-router")
+        await engine.abort(None)
+        made = await task
+    await router.close()
+    assert (len(made.output_ids), made.finish_reason) == (1500, "length")
+    assert_logprobs(served.first, prompt(18), made)
+
+
+async def test_an_engine_that_dies_is_an_error_at_once(served: Served) -> None:
+    """The last test: it kills the server."""
+    async with served.client() as client:
+        task = await running_long(client, 19, "orphan")
+        await served.process.stop(seconds=0.0)
+        async with asyncio.timeout(20):
+            with pytest.raises(EngineError, match=served.url):
+                await task
+            with pytest.raises(EngineError, match="cannot be reached"):
+                await client.generate(prompt(20), SHORT, "nobody")
+        assert not await client.health()
