@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     configs = parse(
         ["--num_generations", "1", *argv],
         command="agentrl eval",
-        description="Samples --eval_file at one policy version, one trajectory a task unless --num_generations"
+        description="Samples --eval_file at one policy version, a trajectory a task unless --num_generations"
         " says more, and prints mean score, pass rate, pass@k and failures.",
         shown=[RunConfig, ModelConfig, TaskConfig, SamplingConfig, AgentConfig],
         extra=[EvalConfig],

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema import ClaimConfig
 from agentrl.documents.status import TaskStatus
@@ -16,7 +17,9 @@ from agentrl.errors import LeaseLostError, StoreError
 from agentrl.rollout.finalise import Finaliser
 from agentrl.rollout.persist import persist
 from agentrl.rollout.worker import Worker
-from agentrl.store.client import Store
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +81,8 @@ class Sampler:
     async def run(self, stop: asyncio.Event) -> None:
         """Sample until done or stopped; what is still held then is finished or handed back."""
         helpers = [asyncio.create_task(self._heartbeats()), asyncio.create_task(self._housekeeping())]
+        for helper in helpers:
+            helper.add_done_callback(self._helper_ended)
         try:
             await self._claim_and_start(stop)
         finally:
@@ -136,13 +141,17 @@ class Sampler:
         elif task.result():
             self.scored += 1
 
+    def _helper_ended(self, helper: asyncio.Task[None]) -> None:
+        if not helper.cancelled() and helper.exception() is not None:
+            self._error = helper.exception()
+
     def _idle_too_long(self, busy_at: float) -> bool:
         limit = self._config.idle_exit_seconds
         return limit is not None and time.monotonic() - busy_at >= limit
 
     async def _wait(self, stop: asyncio.Event) -> None:
         """Until a trajectory ends, a step or version may admit a group, ``stop``, or ``POLL_SECONDS``."""
-        signals: set[asyncio.Future[object]] = {asyncio.ensure_future(stop.wait())}
+        signals: set[asyncio.Future[Any]] = {asyncio.ensure_future(stop.wait())}
         if len(self._running) < self._config.concurrency:
             change = self._store.wait_for_change("TrainStep", "PolicyVersion", timeout=POLL_SECONDS)
             signals.add(asyncio.ensure_future(change))

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
@@ -31,8 +32,10 @@ from agentrl.rollout.agents import agent_names, get_agent
 from agentrl.rollout.renderer import ChatRenderer
 from agentrl.rollout.worker import Worker
 from agentrl.scoring.registry import scorer_names
-from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
 
 logger = logging.getLogger(__name__)
 

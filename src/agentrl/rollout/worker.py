@@ -6,7 +6,7 @@ import asyncio
 import logging
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig
 from agentrl.documents.dispatch import DispatchedSamplingTask
@@ -21,7 +21,9 @@ from agentrl.rollout.persist import persist
 from agentrl.rollout.renderer import ChatRenderer
 from agentrl.rollout.session import Engine, Outcome, Rollout, Tools
 from agentrl.scoring.registry import ScorerContext, ScoreResult, run_scorer
-from agentrl.store.client import Store
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
 
 logger = logging.getLogger(__name__)
 
