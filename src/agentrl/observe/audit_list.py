@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 
@@ -10,7 +11,9 @@ from agentrl.documents.base import now
 from agentrl.documents.record import Record
 from agentrl.observe.tables import MISSING, age, fixed, table, versions
 from agentrl.observe.untrusted import excerpt
-from agentrl.store.client import Store
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
 
 _LARGE_FIELDS = {"traj": 0, "score_details": 0}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -18,7 +18,9 @@ from agentrl.documents.status import CallStatus
 from agentrl.errors import ConfigError
 from agentrl.observe.tables import fixed, versions
 from agentrl.observe.untrusted import clean, excerpt, plain
-from agentrl.store.client import Store
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
 
 _MATCHES_SHOWN = 10
 _ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}

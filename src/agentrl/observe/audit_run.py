@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -19,7 +19,9 @@ from agentrl.documents.training import TrainStep
 from agentrl.observe.live import number
 from agentrl.observe.tables import MISSING, age, fixed, table
 from agentrl.observe.untrusted import excerpt
-from agentrl.store.client import Store
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
 
 LAST_STEPS = 10
 LAST_VERSIONS = 5

@@ -1,0 +1,1 @@
+"""Commands that serve a run without being one of its processes."""

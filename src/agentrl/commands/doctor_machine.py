@@ -1,0 +1,158 @@
+"""What ``agentrl doctor`` checks of the machine: Python, packages, torch, GPU, SGLang, disk, ports."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from packaging.requirements import Requirement
+
+from agentrl.config.schema import EngineConfig, RunConfig
+
+State = Literal["ok", "warn", "fail"]
+
+_OLDEST_PYTHON = (3, 11)
+_ROOT = Path(__file__).resolve().parents[3]
+_GIB = 2**30
+_DISK_FAIL, _DISK_WARN = 1 * _GIB, 10 * _GIB
+_PROBE_SECONDS = 120.0
+_TORCH_PROBE = (
+    "import torch; found = torch.cuda.is_available();"
+    "print(torch.__version__, torch.version.cuda or torch.version.hip or 'cpu',"
+    " torch.cuda.get_device_name(0) if found else '-', sep='|')"
+)
+_SGLANG_PROBE = "import importlib.metadata as m; print(m.version('sglang'))"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the table. ``cure`` is a command or a deed, given where ``state`` is not ok."""
+
+    name: str
+    state: State
+    found: str
+    cure: str = ""
+
+
+def machine_checks(run: RunConfig, engine: EngineConfig) -> Iterator[Check]:
+    """All checks that need nothing but this machine."""
+    yield check_python()
+    yield from check_packages()
+    yield check_torch()
+    yield check_sglang(engine)
+    for folder in (run.output, run.log_dir, run.mongo_dir):
+        yield check_disk(folder)
+    yield check_port(engine)
+
+
+def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Check:
+    """The interpreter's version."""
+    found = ".".join(map(str, version))
+    if version[:2] < _OLDEST_PYTHON:
+        return Check(
+            "python", "fail", found, "use Python 3.11 or newer: PYTHON=python3.11 bash scripts/setup.sh"
+        )
+    return Check("python", "ok", f"{found} ({sys.executable})")
+
+
+def check_packages(distribution: str = "agentrl") -> Iterator[Check]:
+    """Every dependency against the range that is tested; one line where all is well."""
+    requirements = [Requirement(line) for line in metadata.requires(distribution) or ()]
+    needed = [item for item in requirements if item.marker is None or item.marker.evaluate({"extra": ""})]
+    good = 0
+    for item in needed:
+        try:
+            version = metadata.version(item.name)
+        except metadata.PackageNotFoundError:
+            yield Check(f"package {item.name}", "fail", "not installed", f"pip install '{item}'")
+            continue
+        if item.specifier.contains(version, prereleases=True):
+            good += 1
+        else:
+            found = f"{version}, tested with {item.specifier}"
+            yield Check(f"package {item.name}", "warn", found, f"pip install '{item}'")
+    if good:
+        yield Check("packages", "ok", f"{good} of {len(needed)} are installed in the tested range")
+
+
+def check_torch() -> Check:
+    """Whether torch imports, and whether its build fits the machine's GPU."""
+    done = _probe([sys.executable, "-c", _TORCH_PROBE])
+    if done is None or done.returncode != 0:
+        reason = "no answer in time" if done is None else _last_line(done.stderr)
+        return Check("torch", "fail", f"cannot be imported: {reason}", "bash scripts/setup.sh")
+    version, build, device = done.stdout.strip().splitlines()[-1].split("|")
+    if device != "-":
+        return Check("torch", "ok", f"{version} on {device} ({build})")
+    if gpu_present():
+        cure = "pip install a torch build for this GPU's driver (pytorch.org/get-started)"
+        return Check("torch", "warn", f"{version} ({build}) does not see this machine's GPU", cure)
+    return Check("torch", "ok", f"{version} ({build}); this machine has no GPU")
+
+
+def gpu_present() -> bool:
+    """Whether the kernel shows an NVIDIA or AMD GPU."""
+    return Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
+
+
+def check_sglang(engine: EngineConfig) -> Check:
+    """SGLang lives in a venv of its own, and only ``--engine sglang`` needs it."""
+    venv = Path(os.environ.get("AGENTRL_SGLANG_VENV") or _ROOT / ".venv-sglang")
+    python = venv / "bin" / "python"
+    done = _probe([str(python), "-c", _SGLANG_PROBE]) if python.is_file() else None
+    if done is not None and done.returncode == 0:
+        return Check("sglang", "ok", f"{done.stdout.strip()} in {venv}")
+    found = f"not installed in {venv}"
+    if engine.engine == "sglang":
+        return Check("sglang", "fail", found, "bash scripts/setup_sglang.sh, or set AGENTRL_SGLANG_VENV")
+    return Check("sglang", "ok", f"{found}; --engine {engine.engine} does not need it")
+
+
+def check_disk(folder: str) -> Check:
+    """Free space where ``folder`` is or will be, and the right to write there."""
+    place = Path(folder).absolute()
+    while not place.exists():
+        place = place.parent
+    name = f"disk {folder}"
+    if not os.access(place, os.W_OK):
+        return Check(name, "fail", f"{place} is not writable", "choose another folder, or change its owner")
+    free = shutil.disk_usage(place).free
+    found = f"{free / _GIB:.1f} GiB free"
+    if free < _DISK_WARN:
+        cure = "free space there; weights and checkpoints take several times the model's size"
+        return Check(name, "fail" if free < _DISK_FAIL else "warn", found, cure)
+    return Check(name, "ok", found)
+
+
+def check_port(engine: EngineConfig) -> Check:
+    """Whether the engine's address can be bound."""
+    name = f"port {engine.host}:{engine.port or 'any'}"
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in engine.host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((engine.host, engine.port))
+    except OSError as error:
+        return Check(
+            name, "fail", f"cannot be bound: {error.strerror or error}", "give another --host or --port 0"
+        )
+    return Check(name, "ok", "free")
+
+
+def _probe(command: list[str]) -> subprocess.CompletedProcess[str] | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False)
+    except (subprocess.TimeoutExpired, OSError):
+        return None
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "it said nothing"
