@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from agentrl.batching.forest import TokenForest, forest_from_sequences
 from agentrl.errors import ConfigError, ModelError
 from agentrl.train.attention import choose_executor, run_forest
 from agentrl.train.attention.sdpa import forest_mask
+from agentrl.train.attention.varlen import Segment, split_segments
 from agentrl.train.step import ForwardOptions, check_model, enable_checkpointing, forest_logprobs
 
 
@@ -48,10 +51,11 @@ def test_packed_chains_equal_each_chain_alone(kind: str, executor: str, tied: bo
 
 @pytest.mark.exactness
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_a_tree_equals_each_of_its_branches_alone(kind: str) -> None:
+@pytest.mark.parametrize("executor", ["varlen", "sdpa"])
+def test_a_tree_equals_each_of_its_branches_alone(kind: str, executor: str) -> None:
     forest = packed([tree(0), *chains(1, 2), tree(2)])
     assert len(paths(forest)) == 8
-    assert_same(tiny_model(kind), forest, "sdpa")
+    assert_same(tiny_model(kind), forest, executor)
 
 
 @pytest.mark.exactness
@@ -72,11 +76,27 @@ def test_the_mask_is_ancestry() -> None:
         assert torch.nonzero(mask[query])[:, 0].tolist() == sorted(way)
 
 
+def test_segments_follow_the_branches() -> None:
+    assert split_segments(packed([tree()])) == [
+        Segment(0, 15, ()),
+        Segment(15, 19, ((0, 10),)),
+        Segment(19, 26, ((0, 6),)),
+    ]
+    assert [segment.ancestors for segment in split_segments(packed(chains()))] == [()] * 5
+
+
+def test_a_model_called_around_the_executor_is_refused() -> None:
+    model = tiny_model("llama")
+    run_forest(model, packed(chains()))
+    with pytest.raises(ModelError, match="not told where sequences end"):
+        model(input_ids=torch.tensor([[1, 2]]))
+
+
 def test_the_choice_of_executor() -> None:
-    assert choose_executor(packed(chains())) == "varlen"
-    assert choose_executor(packed([tree()])) == "sdpa"
-    with pytest.raises(ConfigError, match="branches"):
-        run_forest(tiny_model("llama"), packed([tree()]), "varlen")
+    accelerated, plain = (SimpleNamespace(device=torch.device(kind)) for kind in ("cuda", "cpu"))
+    assert choose_executor(plain, packed([tree()])) == "varlen"
+    assert choose_executor(accelerated, packed(chains())) == "varlen"
+    assert choose_executor(accelerated, packed([tree()])) == "sdpa"
     with pytest.raises(ConfigError, match="attention executor 'flash'"):
         run_forest(tiny_model("llama"), packed([tree()]), "flash")
 

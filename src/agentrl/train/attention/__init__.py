@@ -1,6 +1,6 @@
 """Run a Hugging Face causal LM over a TokenForest: the same hidden states whatever the executor.
 
-Executors: ``sdpa`` (a dense mask; any forest) and ``varlen`` (chains only; no mask, no padding).
+Executors, each for any forest: ``varlen`` (segment by segment, without padding) and ``sdpa`` (a dense mask).
 """
 
 from __future__ import annotations
@@ -19,9 +19,14 @@ from agentrl.train.attention.varlen import run_varlen
 EXECUTORS: dict[str, Callable[[Any, TokenForest], Tensor]] = {"sdpa": run_sdpa, "varlen": run_varlen}
 
 
-def choose_executor(forest: TokenForest) -> str:
-    """``varlen`` for chains, else ``sdpa``."""
-    return "varlen" if forest.is_chains else "sdpa"
+DENSE_TOKENS = 4096
+"""Up to this many tokens an accelerator runs a branching forest under one dense mask."""
+
+
+def choose_executor(model: Any, forest: TokenForest) -> str:
+    """``varlen``; on an accelerator, slow at many small calls, ``sdpa`` for small branching forests."""
+    small_tree = not forest.is_chains and forest.tokens <= DENSE_TOKENS
+    return "sdpa" if small_tree and model.device.type != "cpu" else "varlen"
 
 
 def run_forest(model: nn.Module, forest: TokenForest, executor: str = "auto") -> Tensor:
@@ -31,10 +36,9 @@ def run_forest(model: nn.Module, forest: TokenForest, executor: str = "auto") ->
     device, under the caller's autocast. The model keeps the attention implementation that the executor sets,
     because recomputed activations need it in the backward.
 
-    Raises ConfigError for an unknown executor or a branching forest under ``varlen``; ModelError for a model
-    that would not be exact on this forest.
+    Raises ConfigError for an unknown executor, ModelError for a model that would not be exact on this forest.
     """
-    name = choose_executor(forest) if executor == "auto" else executor
+    name = choose_executor(model, forest) if executor == "auto" else executor
     if name not in EXECUTORS:
         raise ConfigError(f"attention executor {name!r}", cure=f"use auto, {' or '.join(EXECUTORS)}")
     check_forest_limits(model, forest)

@@ -1,42 +1,84 @@
-"""Executor for chains: all of them in one row, and attention within each chain alone.
+"""Executor without padding and without a dense mask: attention runs per unbranched segment.
 
-Everything but attention runs once over the N packed tokens. Attention runs per chain as plain causal
-attention, so that there is no padding, no mask, and no work between chains.
+Everything but attention runs once over the N packed tokens. A segment's queries attend to its ancestors' keys
+and, causally, to their own; a chain is one segment with no ancestors, and so plain causal attention.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from agentrl.batching.forest import TokenForest
-from agentrl.errors import ConfigError, ModelError
+from agentrl.errors import ModelError
 from agentrl.train.attention.implementation import use_attention
 
-IMPLEMENTATION = "agentrl_chains"
+IMPLEMENTATION = "agentrl_segments"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens ``[start, end)``, each the parent of the next, and where their ancestors lie."""
+
+    start: int
+    end: int
+    ancestors: tuple[tuple[int, int], ...]
+    """Token ranges from the root down to the segment's parent; empty at a root."""
+
+    @property
+    def ancestor_count(self) -> int:
+        """Tokens before the segment."""
+        return sum(end - start for start, end in self.ancestors)
+
+
+def split_segments(forest: TokenForest) -> list[Segment]:
+    """The segments of ``forest``, in order; they tile its tokens."""
+    starts = np.flatnonzero(forest.parent != np.arange(forest.tokens) - 1)
+    if forest.tokens:
+        starts = np.union1d(starts, [0])
+    ends = np.append(starts[1:], forest.tokens)
+    segments: list[Segment] = []
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        parent = int(forest.parent[start])
+        ancestors: tuple[tuple[int, int], ...] = ()
+        if parent >= 0:
+            above = segments[int(np.searchsorted(starts, parent, side="right")) - 1]
+            ancestors = (*above.ancestors, (above.start, parent + 1))
+        segments.append(Segment(start, end, ancestors))
+    return segments
 
 
 def run_varlen(model: Any, forest: TokenForest) -> Tensor:
-    """Hidden states [N, H] of a forest of chains; ConfigError where a tree branches."""
-    if not forest.is_chains:
-        raise ConfigError("the varlen executor was given a tree that branches", cure="use the sdpa executor")
+    """Hidden states [N, H] of any forest; attention costs what its paths cost, without their repetition."""
     use_attention(model, IMPLEMENTATION)
     device = model.device
+    segments = split_segments(forest)
     output = model.get_decoder()(
         input_ids=torch.from_numpy(forest.input_ids).to(device)[None],
         position_ids=torch.from_numpy(forest.position_ids).to(device)[None],
         attention_mask=None,
         use_cache=False,
-        chain_lengths=forest.tree_lengths.tolist(),
+        segments=segments,
+        segment_masks=[segment_mask(segment, device) for segment in segments],
     )
     return cast(Tensor, output.last_hidden_state[0])
 
 
-def chain_attention(
+def segment_mask(segment: Segment, device: torch.device) -> Tensor | None:
+    """bool[m, ancestors + m] of what a segment's m queries see; None where that is plainly causal."""
+    before, length = segment.ancestor_count, segment.end - segment.start
+    if before == 0:
+        return None
+    return torch.ones(length, before + length, dtype=torch.bool, device=device).tril(before)
+
+
+def segment_attention(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -45,20 +87,21 @@ def chain_attention(
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
-    chain_lengths: list[int] | None = None,
+    segments: list[Segment] | None = None,
+    segment_masks: list[Tensor | None] | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each chain, as transformers' attention interface calls it.
+    """Attention along each path of the forest, as transformers' attention interface calls it.
 
     query [1, heads, N, d]; key and value [1, key-value heads, N, d]; returns ([1, N, heads, d], None).
     Raises ModelError where the layer asks for what this attention does not do.
     """
     name = type(module).__name__
-    if chain_lengths is None:
+    if segments is None or segment_masks is None:
         raise ModelError(
-            f"{name} is not told where chains end",
+            f"{name} is not told where sequences end",
             cure='run the model through run_forest, or call model.set_attn_implementation("sdpa") before',
         )
     if softcap is not None or s_aux is not None:
@@ -67,14 +110,28 @@ def chain_attention(
     native = groups > 1 and query.is_cuda
     if groups > 1 and not native:  # the CPU kernel is slower on grouped heads than on repeated ones
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    chains = zip(*(torch.split(states, chain_lengths, 2) for states in (query, key, value)), strict=True)
     outputs = [
         scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=native
+            query[:, :, segment.start : segment.end],
+            _along_path(key, segment),
+            _along_path(value, segment),
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=native,
         )
-        for q, k, v in chains
+        for segment, mask in zip(segments, segment_masks, strict=True)
     ]
     return torch.cat(outputs, 2).transpose(1, 2), None
 
 
-AttentionInterface.register(IMPLEMENTATION, chain_attention)
+def _along_path(states: Tensor, segment: Segment) -> Tensor:
+    """[1, heads, ancestors + m, d]: the states of a segment's ancestors and its own."""
+    own = states[:, :, segment.start : segment.end]
+    if not segment.ancestors:
+        return own
+    return torch.cat([*(states[:, :, start:end] for start, end in segment.ancestors), own], 2)
+
+
+AttentionInterface.register(IMPLEMENTATION, segment_attention)
