@@ -11,7 +11,7 @@ import torch
 from agentrl.errors import ConfigError
 from agentrl.losses.batch import TokenBatch, TokenLosses
 from agentrl.losses.cispo import cispo
-from agentrl.losses.correction import out_of_bound, parse_corrections, weigh
+from agentrl.losses.correction import out_of_bound, weigh
 from agentrl.losses.grpo import grpo
 from agentrl.losses.gspo import gspo
 from agentrl.losses.minirl import minirl
@@ -59,11 +59,7 @@ def token_losses(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
     result = loss.function(batch, settings)
     if not loss.from_policy:
         return result
-    weighting = weigh(
-        batch,
-        parse_corrections(settings.importance_correction),
-        weighted_by_default=loss.weighted_by_default,
-    )
+    weighting = weigh(batch, settings.corrections, weighted_by_default=loss.weighted_by_default)
     masked = weighting.masked | out_of_bound(result.ratio, batch, settings)
     losses = torch.where(masked, 0.0, result.losses * weighting.weight)
     return replace(result, losses=losses, masked=masked)

@@ -6,13 +6,14 @@ import math
 from dataclasses import dataclass
 
 from agentrl.errors import ConfigError
+from agentrl.losses.correction_spec import Correction, parse_corrections
 
 OLD_LOGPROBS = ("behavior", "recompute", "loglinear")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
-    """One run's loss. The fields carry the names of the command-line flags."""
+    """One run's loss. The fields carry the names of the command-line flags; a bad value is a ConfigError."""
 
     loss_calculater: str = "GRPO"
     token_level_loss: bool = True
@@ -31,6 +32,7 @@ class LossSettings:
     old_logprobs: str = "behavior"
 
     def __post_init__(self) -> None:
+        parse_corrections(self.importance_correction)
         self._require(0 <= self.epsilon <= 1, "epsilon", self.epsilon, "give a value in [0, 1]")
         for name in ("epsilon_higher", "out_of_date_decay", "ce_grpo_beta_1", "ce_grpo_beta_2"):
             value = getattr(self, name)
@@ -53,6 +55,11 @@ class LossSettings:
     def _require(good: bool, name: str, value: object, cure: str) -> None:
         if not good:
             raise ConfigError(f"--{name} is {value}", cure=cure)
+
+    @property
+    def corrections(self) -> tuple[Correction, ...]:
+        """``importance_correction``, read."""
+        return parse_corrections(self.importance_correction)
 
     @property
     def lower(self) -> float:

@@ -9,7 +9,8 @@ import torch
 from token_batches import random_batch, three_tokens
 
 from agentrl.errors import ConfigError
-from agentrl.losses.correction import Correction, out_of_bound, parse_corrections, weigh
+from agentrl.losses.correction import out_of_bound, weigh
+from agentrl.losses.correction_spec import Correction, parse_corrections
 from agentrl.losses.settings import LossSettings
 
 
