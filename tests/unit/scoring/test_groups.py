@@ -1,0 +1,140 @@
+"""Groups of scored trajectories → who is trained, with which advantage."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.config.schema import GroupConfig
+from agentrl.documents.record import Record
+from agentrl.documents.status import StopReason
+from agentrl.scoring.groups import Decision, decide_group, summarise
+
+
+def record(place: int, score: float | None, turns: int = 2, stop: StopReason = StopReason.ANSWERED) -> Record:
+    return Record(
+        id=f"r{place}", task="t", traj_id=place, attempt=1, split="train", epoch=0, query="q", score=score,
+        turns=turns, stop_reason=stop, min_version=place, max_version=place + 1,
+    )  # fmt: skip
+
+
+def group(*scores: float | None, **more: Any) -> list[Record]:
+    return [record(place, score, **more) for place, score in enumerate(scores)]
+
+
+def decide(records: list[Record], **flags: Any) -> list[Decision]:
+    return decide_group(records, GroupConfig(**flags), random.Random(0))
+
+
+def advantages(records: list[Record], **flags: Any) -> list[float | None]:
+    return [decision.advantage for decision in decide(records, **flags)]
+
+
+def test_leave_one_out() -> None:
+    assert advantages(group(1, 0, 0, 1)) == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
+    assert advantages(group(1, 0, 0, 1), adv_scaling=3.0) == pytest.approx([2, -2, -2, 2])
+
+
+def test_grpo_and_dr_grpo() -> None:
+    assert advantages(group(1, 0), advantage="dr_grpo") == [0.5, -0.5]
+    std = 0.5**0.5
+    assert advantages(group(1, 0), advantage="grpo") == pytest.approx([0.5 / std, -0.5 / std], abs=1e-5)
+
+
+def test_a_failed_trajectory_is_in_no_mean() -> None:
+    decided = decide(group(1, None, 0))
+    assert [(d.record_id, d.advantage) for d in decided] == [("r0", 1.0), ("r2", -1.0)]
+
+
+def test_a_group_without_spread_is_abandoned() -> None:
+    for scores in ((1, 1, 1), (0, 0.09)):
+        assert all(d.abandoned_because == "no spread in the group's scores" for d in decide(group(*scores)))
+    assert None not in advantages(group(0.0, 0.1))
+    assert decide(group(None, None)) == []
+    assert [d.advantage for d in decide(group(1))] == [None]
+
+
+def test_clamping_by_score() -> None:
+    assert advantages(group(0.6, 1.0, 0.8), clamp_advantage_by_score=True)[0] == 0.0
+    assert advantages(group(0.5, 0.0, 0.0)) == pytest.approx([0.5, -0.25, -0.25])
+    assert advantages(group(0.5, 0.0, 0.0), clamp_advantage_by_score=True)[0] == 0.0
+
+
+def test_balancing_keeps_one_more_wrong_and_two_more_right() -> None:
+    few_right = decide(group(1, 0, 0, 0, 0, 0), balance_sample=True)
+    assert sum(d.advantage is not None for d in few_right) == 1 + 2
+    few_wrong = decide(group(0, 1, 1, 1, 1, 1), balance_sample=True)
+    assert sum(d.advantage is not None for d in few_wrong) == 1 + 3
+    even = decide(group(0, 0, 1, 1), balance_sample=True)
+    assert all(d.advantage is not None for d in even)
+    failed = [*group(1, 0), record(2, 0.0, stop=StopReason.FAILED)]
+    assert decide(failed, balance_sample=True)[2].abandoned_because == "the engine failed"
+
+
+def test_balancing_is_the_same_for_every_process() -> None:
+    records = group(1, 0, 0, 0, 0, 0, 0, 0)
+    first = decide_group(records, GroupConfig(balance_sample=True), random.Random("seed/task"))
+    assert first == decide_group(records, GroupConfig(balance_sample=True), random.Random("seed/task"))
+
+
+def test_right_answers_in_too_few_calls_are_not_trained() -> None:
+    records = [record(0, 1.0, turns=1), record(1, 1.0, turns=2), record(2, 0.0, turns=1)]
+    decided = decide(records, min_turns=2)
+    assert [d.advantage is None for d in decided] == [True, False, False]
+    assert [d.advantage for d in decided][1:] == [1.0, -1.0]
+    assert None not in advantages(records)
+
+
+def test_context_errors_are_reserved() -> None:
+    limits = [record(i, 0.0, stop=StopReason.TURNS_LIMIT) for i in range(3)]
+    limits.append(record(3, 0.0, stop=StopReason.LENGTH_LIMIT))
+    records = [*limits, record(4, 1.0), record(5, 0.0)]
+    assert sum(a is None for a in advantages(records, reserve_context_error_count=1)) == 3
+    assert sum(a is None for a in advantages(records, reserve_context_error_count=0)) == 4
+    assert None not in advantages(records)
+    assert None not in advantages(records, reserve_context_error_count=0, efficient_rewarding=True)
+
+
+def test_efficiency_prefers_short_right_and_long_wrong_ones() -> None:
+    records = [record(0, 1.0, 2), record(1, 1.0, 4), record(2, 0.0, 2), record(3, 0.0, 4), record(4, 0.0, 4)]
+    result = [a for a in advantages(records, efficient_rewarding=True, advantage="dr_grpo") if a is not None]
+    assert result[0] - result[1] == pytest.approx(0.2)
+    assert result[3] > result[2]
+    assert result[3] == result[4]
+    assert sum(result) == pytest.approx(0.0)
+
+
+def test_the_last_one_left_is_abandoned() -> None:
+    records = [record(0, 1.0, turns=1), record(1, 0.0)]
+    decided = decide(records, min_turns=2)
+    assert decided[1].abandoned_because == "alone in its group"
+
+
+scores = st.lists(st.floats(0, 1, allow_nan=False), min_size=2, max_size=12)
+
+
+@given(scores=scores, turns=st.data(), flags=st.fixed_dictionaries({
+    "balance_sample": st.booleans(), "efficient_rewarding": st.booleans(),
+    "advantage": st.sampled_from(["leave_one_out", "grpo", "dr_grpo"]),
+}))  # fmt: skip
+def test_advantages_sum_to_zero_and_every_record_is_decided(
+    scores: list[float], turns: st.DataObject, flags: dict[str, Any]
+) -> None:
+    records = [record(i, score, turns.draw(st.integers(1, 5))) for i, score in enumerate(scores)]
+    decided = decide(records, **flags)
+    assert [d.record_id for d in decided] == [r.id for r in records]
+    assert all((d.advantage is None) is (d.abandoned_because is not None) for d in decided)
+    assert sum(d.advantage or 0.0 for d in decided) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_summary() -> None:
+    assert summarise(group(1, 0, None), failed=1, trained=2) == {
+        "scored": 2, "failed": 1, "mean_score": 0.5, "pass_rate": 0.5, "outcome": "trained", "trained": 2,
+        "versions": [0, 3],
+    }  # fmt: skip
+    empty = summarise([], failed=3, trained=0)
+    assert (empty["mean_score"], empty["pass_rate"], empty["outcome"]) == (None, None, "abandoned")

@@ -1,0 +1,127 @@
+"""The MCP manager's HTTP protocol, spoken to a manager of the test's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+
+from agentrl.config.schema import AgentConfig
+from agentrl.errors import ToolServerError
+from agentrl.tools.base import schema_name
+from agentrl.tools.pool import ToolPool
+
+TOOLS = {
+    "math": [{"type": "function", "function": {"name": "mul", "description": "d", "parameters": {"a": 1}}}],
+    "text": [
+        {"type": "function", "function": {"name": "upper"}},
+        {"type": "function", "function": {"name": "mul"}},
+    ],
+}
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Manager
+
+    def do_GET(self) -> None:
+        if self.headers.get("Authorization") != "Bearer secret":
+            return self.answer({"detail": "who are you"}, 401)
+        if self.path == "/mcpapi/servers":
+            return self.answer({"servers": list(TOOLS)})
+        return self.answer({"tools": TOOLS[self.path.split("/")[3]]})
+
+    def do_POST(self) -> None:
+        arguments = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "wait" in arguments:
+            self.server.released.wait(30)
+        self.answer(*self.server.answers.get(self.path, ({"status": "success", "content": arguments},)))
+
+    def answer(self, body: Any, status: int = 200) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Quiet."""
+
+
+class Manager(ThreadingHTTPServer):
+    answers: dict[str, tuple[Any, ...]]
+    released: Event
+
+
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Manager]:
+    monkeypatch.setenv("MCP_AUTH_TOKEN", "secret")
+    server = Manager(("127.0.0.1", 0), Handler)
+    server.answers, server.released = {}, Event()
+    thread = Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.released.set()
+    server.shutdown()
+    thread.join(10)
+    server.server_close()
+
+
+def pool_of(manager: Manager, **flags: Any) -> ToolPool:
+    url = f"http://127.0.0.1:{manager.server_address[1]}/mcpapi"
+    return ToolPool(AgentConfig(mcp_manager_url=url, **flags))
+
+
+async def test_tools_of_all_servers(manager: Manager) -> None:
+    async with pool_of(manager) as pool:
+        assert pool.servers == ("math", "text")
+        assert [schema_name(s) for s in await pool.schemas()] == ["math.mul", "text.mul", "upper"]
+        result = await pool.call("math.mul", {"é": 2})
+        assert (result.text, result.error, result.server) == ('{"é": 2}', False, "math")
+
+
+async def test_one_server_is_picked(manager: Manager) -> None:
+    async with pool_of(manager, mcp_server_name="math") as pool:
+        assert [schema_name(s) for s in await pool.schemas()] == ["mul"]
+    with pytest.raises(ToolServerError, match="has no server 'mash'"):
+        await pool_of(manager, mcp_server_name="mash").open()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        ({"status": "error", "content": "bad input"},),
+        ({"status_code": 422, "detail": "bad input"},),
+        ({"detail": "bad input"}, 404),
+    ],
+)
+async def test_an_error_is_the_tools_own(manager: Manager, answer: tuple[Any, ...]) -> None:
+    manager.answers["/mcpapi/tool/text.upper"] = answer
+    async with pool_of(manager) as pool:
+        result = await pool.call("upper", {})
+        assert (result.text, result.error) == ("bad input", True)
+
+
+async def test_a_slow_call_is_given_up(manager: Manager) -> None:
+    async with pool_of(manager, tool_timeout_seconds=0.2) as pool:
+        result = await pool.call("upper", {"wait": 1})
+        assert (result.text, result.error) == ("upper was stopped: it did not answer within 0.2 s", True)
+
+
+async def test_a_broken_or_absent_manager_is_a_failure(
+    manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager.answers["/mcpapi/tool/text.upper"] = ({}, 502)
+    async with pool_of(manager) as pool:
+        with pytest.raises(ToolServerError, match="answered 502"):
+            await pool.call("upper", {})
+    monkeypatch.setenv("MCP_AUTH_TOKEN", "wrong")
+    with pytest.raises(ToolServerError, match="answered 401 to /servers"):
+        await pool_of(manager).open()
+    manager.shutdown()
+    manager.server_close()
+    with pytest.raises(ToolServerError, match="cannot be reached"):
+        await pool_of(manager).open()
