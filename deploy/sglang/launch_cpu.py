@@ -9,6 +9,7 @@ that the torch-native path on a CPU calls. SGLang's children import this file fi
 
 from __future__ import annotations
 
+import importlib.abc
 import importlib.machinery
 import os
 import sys
@@ -43,7 +44,7 @@ class StandInModule(types.ModuleType):
         return _attribute(self.__name__, name)
 
 
-class StandInFinder:
+class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds the missing packages; last in ``sys.meta_path``, so that a real one wins."""
 
     def find_spec(
@@ -88,10 +89,10 @@ def assign_req_to_token_pool_cpu(
 
 def install() -> None:
     """Serve the stand-ins from here on."""
-    from transformers.utils import is_torchvision_available
+    from transformers.utils.import_utils import is_torchvision_available
 
     is_torchvision_available()  # remembered: transformers must not take the stand-in for the real one
-    sys.meta_path.append(StandInFinder())  # type: ignore[arg-type]
+    sys.meta_path.append(StandInFinder())
 
 
 install()

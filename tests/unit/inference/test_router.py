@@ -1,7 +1,7 @@
 """The router's choices and its joining of parts, over engines that are scripts."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -64,11 +64,11 @@ class Scripted:
 
 class Fleet:
     def __init__(
-        self, *services: InferenceService, scripts: dict[str, Sequence[Answer]] | None = None
+        self, *services: InferenceService, scripts: Mapping[str, Sequence[Answer]] | None = None
     ) -> None:
         self.services = list(services)
         self.engines: dict[str, Scripted] = {}
-        self.scripts = scripts or {}
+        self.scripts = dict(scripts or {})
         self.asked = 0
         self.asked_twice = asyncio.Event()
 
@@ -142,7 +142,7 @@ async def test_an_abort_at_the_last_token_is_a_length_stop() -> None:
 
 
 async def test_a_dead_engine_is_left_and_its_partial_result_kept() -> None:
-    script = [part("http://a", [11], "abort"), EngineError("gone")]
+    script: list[Answer] = [part("http://a", [11], "abort"), EngineError("gone")]
     fleet = Fleet(service("a"), service("b", running_requests=1), scripts={"a": script})
     router = fleet.router()
     async with router.session("t") as session:

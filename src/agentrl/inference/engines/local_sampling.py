@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from agentrl.inference.sampling import SamplingParams
 
-_CANDIDATES = 1024
+_BLOCK = 256
+_WIDTHS = (64, 1024)
 
 
 @dataclass(slots=True)
@@ -87,33 +89,71 @@ def _penalise(row: Tensor, sampler: RowSampler) -> None:
 
 
 def _draw(probs: Tensor, samplers: Sequence[RowSampler]) -> Tensor:
-    """One index a row in proportion to ``probs`` [n, m]; a probability of 0 is never drawn."""
-    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+    """One index a row in proportion to ``probs`` [n, m]; a probability of 0 is never drawn.
+
+    The cumulative distribution is inverted in two stages, first over blocks and then within one.
+    """
+    padding = -probs.shape[-1] % _BLOCK
+    blocks = F.pad(probs, (0, padding)).view(len(probs), -1, _BLOCK)
     uniform = torch.tensor(
         [[sampler.rng.random()] for sampler in samplers], dtype=torch.float64, device=probs.device
     )
-    total = cumulative[:, -1:].contiguous()
-    found = torch.searchsorted(cumulative, uniform * total, right=True)
-    last = torch.searchsorted(cumulative, total)
-    return torch.minimum(found, last)[:, 0]
+    mass = blocks.sum(dim=-1, dtype=torch.float64)
+    block, rest = _invert(mass, uniform * mass.sum(dim=-1, keepdim=True))
+    rows = torch.arange(len(probs), device=probs.device)
+    index, _ = _invert(blocks[rows, block].double(), rest)
+    return block * _BLOCK + index
+
+
+def _invert(mass: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """First index [n] whose cumulative ``mass`` [n, m] exceeds ``target`` [n, 1], and what of it lies there.
+
+    Where rounding puts the target beyond all mass, it is the last index that has any.
+    """
+    cumulative = mass.cumsum(dim=-1)
+    found = torch.searchsorted(cumulative, target, right=True)
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
+    index = torch.minimum(found, last)
+    return index[:, 0], target - (cumulative - mass).gather(-1, index)
 
 
 def _draw_truncated(probs: Tensor, samplers: Sequence[RowSampler]) -> Tensor:
-    """As ``_draw`` over what ``top_k``, then ``top_p``, then ``min_p`` leave of ``probs`` [n, vocab]."""
+    """As ``_draw`` over what ``top_k``, then ``top_p``, then ``min_p`` leave of ``probs`` [n, vocab].
+
+    Sorting a vocabulary is slow and the likeliest tokens nearly always suffice: more are looked at only for
+    the rows that need them.
+    """
     vocab = probs.shape[-1]
-    device = probs.device
-    top_k = torch.tensor([s.params.top_k if s.params.top_k > 0 else vocab for s in samplers], device=device)
-    top_p = torch.tensor([s.params.top_p for s in samplers], device=device)
-    min_p = torch.tensor([s.params.min_p for s in samplers], device=device)
-    width = min(vocab, _CANDIDATES)
-    values, indices = probs.topk(width, dim=-1)
-    enough = (
-        (values.sum(-1) >= top_p) & (top_p < 1.0) | (top_k <= width) | (values[:, -1] < min_p * values[:, 0])
-    )
-    if width < vocab and not bool(enough.all()):
-        values, indices = probs.sort(dim=-1, descending=True)
+    tokens = torch.empty(len(probs), dtype=torch.long, device=probs.device)
+    open_rows = torch.arange(len(probs), device=probs.device)
+    for width in (*(width for width in _WIDTHS if width < vocab), vocab):
+        chosen = [samplers[row] for row in open_rows.tolist()]
+        values, indices = probs[open_rows].topk(width, dim=-1)
+        kept, enough = _truncate(values, chosen)
+        if width == vocab:
+            enough[:] = True
+        if bool(enough.any()):
+            ready = [sampler for sampler, is_ready in zip(chosen, enough.tolist(), strict=True) if is_ready]
+            choice = _draw(kept[enough], ready)
+            tokens[open_rows[enough]] = indices[enough].gather(-1, choice[:, None])[:, 0]
+        open_rows = open_rows[~enough]
+        if len(open_rows) == 0:
+            break
+    return tokens
+
+
+def _truncate(values: Tensor, samplers: Sequence[RowSampler]) -> tuple[Tensor, Tensor]:
+    """The largest probabilities ``values`` [n, width] with what is cut set to 0, and which rows [n] are done.
+
+    A row is done where one of its limits cuts the last of the values already.
+    """
+    width = values.shape[-1]
+    params = [sampler.params for sampler in samplers]
+    device = values.device
+    top_k = torch.tensor([p.top_k if p.top_k > 0 else 2**62 for p in params], device=device)[:, None]
+    top_p = torch.tensor([p.top_p for p in params], device=device)[:, None]
+    min_p = torch.tensor([p.min_p for p in params], device=device)[:, None]
     before = values.cumsum(-1) - values
-    rank = torch.arange(values.shape[-1], device=device)
-    keep = (rank < top_k[:, None]) & (before <= top_p[:, None]) & (values >= min_p[:, None] * values[:, :1])
-    choice = _draw(values.where(keep, 0.0), samplers)
-    return indices.gather(-1, choice[:, None])[:, 0]
+    rank = torch.arange(width, device=device)
+    keep = (rank < top_k) & ((before <= top_p) | (top_p >= 1.0)) & (values >= min_p * values[:, :1])
+    return values.where(keep, 0.0), ~keep[:, -1] | (top_k[:, 0] <= width)

@@ -21,7 +21,6 @@ log = logging.getLogger(__name__)
 PauseMode = Literal["abort", "retract", "in_place"]
 
 _FIRST_ROOM = 256
-_WORTH_WAITING = 32
 
 
 class Model(Protocol):
@@ -161,7 +160,7 @@ class Scheduler:
                 return
             prompt = request.tokens[: request.length]
             found = self.cache.match(prompt)
-            if found.promised - found.length >= _WORTH_WAITING:
+            if found.promised > found.length:
                 continue
             room = min(request.length + _FIRST_ROOM, len(request.tokens))
             slot = self.cache.acquire(prompt, found, room)

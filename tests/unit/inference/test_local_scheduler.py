@@ -1,0 +1,205 @@
+"""The local engine's batching and cache over a model whose next token is a rule."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from agentrl.inference.engines.local_cache import KVCache
+from agentrl.inference.engines.local_model import Chunk
+from agentrl.inference.engines.local_sampling import RowSampler
+from agentrl.inference.engines.local_scheduler import Request, Scheduler
+from agentrl.inference.sampling import SamplingParams
+
+VOCAB = 97
+STOP = 96
+
+
+class RuleModel:
+    """The next token is (sum of all ids so far + shift) mod 90, computed from what the cache holds."""
+
+    vocab_size = VOCAB
+    eos_ids = frozenset({STOP})
+
+    def __init__(self, shift: int = 0) -> None:
+        self.shift = shift
+        self.computed = 0
+        self.batches: list[int] = []
+
+    def forward(self, chunks: Sequence[Chunk], cache: KVCache) -> Tensor:
+        wanted = []
+        for chunk in chunks:
+            self.computed += len(chunk.token_ids)
+            first = chunk.slot.start + chunk.start
+            assert chunk.start + len(chunk.token_ids) <= chunk.slot.capacity
+            cache.keys[0][first : first + len(chunk.token_ids), 0, 0] = torch.from_numpy(
+                chunk.token_ids.astype(np.float32)
+            )
+            if chunk.wants_logits:
+                seen = cache.keys[0][chunk.slot.start : first + len(chunk.token_ids), 0, 0].sum()
+                wanted.append((int(seen) + self.shift) % 90)
+        self.batches.append(len(chunks))
+        logits = torch.full((len(wanted), VOCAB), -50.0)
+        logits[range(len(wanted)), wanted] = 50.0
+        return logits
+
+
+def rule(prompt: Sequence[int], count: int, shift: int = 0) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append((sum(ids) + shift) % 90)
+    return ids[len(prompt) :]
+
+
+class Desk:
+    """A scheduler, its model, and the requests that have ended."""
+
+    def __init__(self, max_tokens: int = 4096, max_running: int = 8, chunk_tokens: int = 16) -> None:
+        self.model = RuleModel()
+        cache = KVCache(
+            num_layers=1, max_tokens=max_tokens, num_kv_heads=1, head_dim=1,
+            dtype=torch.float32, device=torch.device("cpu"),
+        )  # fmt: skip
+        self.scheduler = Scheduler(
+            self.model, cache, version="0", max_running=max_running, chunk_tokens=chunk_tokens
+        )
+        self.ended: dict[str, Request] = {}
+
+    def submit(
+        self, rid: str, prompt: Sequence[int], count: int, stop: frozenset[int] = frozenset()
+    ) -> Request:
+        request = Request(
+            rid=rid,
+            tokens=np.array([*prompt, *[0] * count], dtype=np.int32),
+            prompt_tokens=len(prompt),
+            sampler=RowSampler(SamplingParams(), np.random.default_rng(0)),
+            stop_ids=stop,
+            finish=lambda ended: self.ended.update({ended.rid: ended}),
+        )
+        self.scheduler.submit(request)
+        return request
+
+    def run(self, steps: int = 2000) -> None:
+        for _ in range(steps):
+            if not self.scheduler.has_work:
+                return
+            self.scheduler.step()
+        raise AssertionError("the scheduler makes no progress")
+
+
+def test_requests_of_all_lengths_get_their_own_tokens() -> None:
+    desk = Desk(max_running=3)
+    prompts = {f"r{n}": [(7 * n + k) % 50 for k in range(1 + 9 * n)] for n in range(7)}
+    for rid, prompt in prompts.items():
+        desk.submit(rid, prompt, 20)
+    desk.run()
+    assert {rid: request.output_ids for rid, request in desk.ended.items()} == {
+        rid: rule(prompt, 20) for rid, prompt in prompts.items()
+    }
+    assert max(desk.model.batches) == 3
+    assert all(r.finish_reason == {"type": "length", "length": 20} for r in desk.ended.values())
+
+
+def test_a_stop_token_ends_a_request() -> None:
+    desk = Desk()
+    expected = rule([5, 6], 20)
+    desk.submit("r", [5, 6], 20, frozenset({expected[4]}))
+    desk.run()
+    first = expected.index(expected[4])
+    assert desk.ended["r"].output_ids == expected[: first + 1]
+    assert desk.ended["r"].finish_reason == {"type": "stop", "matched": expected[4]}
+
+
+def test_a_common_prefix_is_computed_once_even_when_all_arrive_together() -> None:
+    desk = Desk()
+    prefix = [n % 50 for n in range(100)]
+    for n in range(8):
+        desk.submit(f"r{n}", [*prefix, n], 1)
+    desk.run()
+    assert desk.model.computed == 100 + 8
+    assert sorted(r.cached_tokens or 0 for r in desk.ended.values()) == [0] + [100] * 7
+    assert all(desk.ended[f"r{n}"].output_ids == rule([*prefix, n], 1) for n in range(8))
+
+
+def test_the_next_turn_continues_where_the_last_ended() -> None:
+    desk = Desk()
+    desk.submit("one", list(range(40)), 10)
+    desk.run()
+    following = [*range(40), *desk.ended["one"].output_ids, 3, 4]
+    desk.submit("two", following, 5)
+    desk.run()
+    assert desk.ended["two"].cached_tokens == 49
+    assert desk.ended["two"].output_ids == rule(following, 5)
+
+
+def test_a_full_cache_retracts_the_latest_and_loses_nothing() -> None:
+    desk = Desk(max_tokens=256, max_running=4)
+    prompts = {f"r{n}": [n + 1] * 30 for n in range(4)}
+    for rid, prompt in prompts.items():
+        desk.submit(rid, prompt, 190)
+    desk.run()
+    assert {rid: r.output_ids for rid, r in desk.ended.items()} == {
+        rid: rule(prompt, 190) for rid, prompt in prompts.items()
+    }
+    assert desk.scheduler.cache.held_tokens <= 256
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_pause_changes_nothing_but_the_weights_after_it(mode: str) -> None:
+    desk = Desk()
+    request = desk.submit("r", [1, 2, 3], 12)
+    for _ in range(5):
+        desk.scheduler.step()
+    desk.scheduler.pause(mode)  # type: ignore[arg-type]
+    assert not desk.scheduler.has_work
+    before = request.output_ids
+    desk.scheduler.replace_model(RuleModel(shift=1), "7")
+    desk.scheduler.cache.forget()
+    desk.scheduler.paused = False
+    desk.run()
+    made = desk.ended["r"]
+    assert made.output_ids == before + rule([1, 2, 3, *before], 12 - len(before), shift=1)
+    assert made.spans == [
+        {"version": "0", "start": 0, "end": len(before)},
+        {"version": "7", "start": len(before), "end": 12},
+    ]
+    assert made.retractions == (mode == "retract")
+
+
+def test_abort_ends_one_or_all_with_what_they_have() -> None:
+    desk = Desk(max_running=1)
+    for rid in ("a", "ab", "c"):
+        desk.submit(rid, [1, 2], 50)
+    for _ in range(3):
+        desk.scheduler.step()
+    assert desk.scheduler.abort("a") == 1
+    assert len(desk.ended["a"].output_ids) == 3
+    assert desk.scheduler.abort(None) == 2
+    assert {r.finish_reason["type"] for r in desk.ended.values() if r.finish_reason} == {"abort"}
+    assert not desk.scheduler.has_work
+
+
+def test_while_draining_nothing_new_starts() -> None:
+    desk = Desk()
+    desk.submit("old", [1], 5)
+    desk.scheduler.step()
+    desk.scheduler.draining = True
+    desk.submit("new", [2], 5)
+    desk.run()
+    assert list(desk.ended) == ["old"]
+    desk.scheduler.draining = False
+    desk.run()
+    assert desk.ended["new"].output_ids == rule([2], 5)
+
+
+def test_after_a_failed_pass_every_request_has_an_answer() -> None:
+    desk = Desk(max_running=1)
+    for rid in ("a", "b"):
+        desk.submit(rid, [1, 2], 5)
+    desk.scheduler.step()
+    desk.scheduler.fail_all(RuntimeError("out of memory"))
+    assert all("out of memory" in str(r.finish_reason) for r in desk.ended.values())
+    assert set(desk.ended) == {"a", "b"}
+    assert desk.scheduler.cache.held_tokens == 0

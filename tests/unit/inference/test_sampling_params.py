@@ -1,0 +1,46 @@
+"""Sampling parameters as a person writes them."""
+
+import pytest
+
+from agentrl.errors import ConfigError
+from agentrl.inference.sampling import SamplingParams
+
+
+def test_the_original_scripts_parameters_are_read() -> None:
+    text = (
+        '{"temperature": 1, "top_p": 1, "min_p": 0, "top_k": -1, "stop_token_ids": [2, 3], "extra": {"n": 1}}'
+    )
+    params = SamplingParams.from_json(text)
+    assert (params.temperature, params.top_k, params.stop_token_ids) == (1.0, -1, (2, 3))
+    request = params.replace(max_new_tokens=5).to_request()
+    assert (request["max_new_tokens"], request["stop_token_ids"], request["n"]) == (5, [2, 3], 1)
+    assert "extra" not in request
+
+
+@pytest.mark.parametrize("text", ["", "{}"])
+def test_nothing_means_the_policy_itself(text: str) -> None:
+    assert SamplingParams.from_json(text) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"temprature": 1}', "temprature"),
+        ('{"top_p": "high"}', "top_p"),
+        ('{"top_k": 1.5}', "top_k"),
+        ('{"top_k": 0}', "top_k"),
+        ('{"top_p": 0}', "top_p"),
+        ('{"temperature": -1}', "temperature"),
+        ('{"max_new_tokens": true}', "max_new_tokens"),
+        ("[1]", "JSON object"),
+        ("{temperature: 1}", "not JSON"),
+    ],
+)
+def test_a_wrong_parameter_is_named(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SamplingParams.from_json(text)
+
+
+def test_the_nearest_name_is_offered() -> None:
+    with pytest.raises(ConfigError, match="temperature"):
+        SamplingParams.from_json('{"temprature": 1}')
