@@ -11,14 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from rollout_fakes import END, END_OF_TEXT, byte_tokenizer, renderer_of
 
 from agentrl.errors import ModelError, TrajectoryError
 from agentrl.rollout.conversation import Conversation
 from agentrl.rollout.renderer import ChatRenderer
-
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "</s>"]
-END, END_OF_TEXT = 257, 258
 
 PLAIN = """\
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
@@ -54,20 +51,6 @@ TEMPLATES = {
     "adds an empty thought": ADDS_EMPTY_THOUGHT,
     "calls before results": CALLS_BEFORE_RESULTS,
 }
-
-
-def byte_tokenizer() -> Tokenizer:
-    """A token a byte, and the special tokens from 256 on."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL)
-    return tokenizer
-
-
-def renderer_of(template: str) -> ChatRenderer:
-    return ChatRenderer(byte_tokenizer(), template, eos_ids={END, END_OF_TEXT})
 
 
 def start(template: str) -> tuple[ChatRenderer, Conversation]:

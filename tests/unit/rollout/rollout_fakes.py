@@ -1,0 +1,99 @@
+"""Stand-ins for engine and tools, and a byte tokenizer: rollouts without services."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from agentrl.documents.dispatch import VersionSpan
+from agentrl.inference.engine import Generation
+from agentrl.inference.sampling import SamplingParams
+from agentrl.rollout.renderer import ChatRenderer
+from agentrl.tools.base import Schema, ToolResult, function_schema
+
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "</s>"]
+END, END_OF_TEXT = 257, 258
+
+PLAIN = """\
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}
+{%- for call in m.tool_calls or [] %}{{ '<tool_call>' + call.function | tojson + '</tool_call>' }}{% endfor %}
+{{- '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A token a byte, and the special tokens from 256 on."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
+
+
+def renderer_of(template: str = PLAIN) -> ChatRenderer:
+    """A renderer of the byte tokenizer."""
+    return ChatRenderer(byte_tokenizer(), template, eos_ids={END, END_OF_TEXT})
+
+
+class ScriptedEngine:
+    """Says what the script says, in order; an exception in it is raised, a callable sees the prompt."""
+
+    def __init__(self, renderer: ChatRenderer, *script: str | BaseException | Callable[[str], str]) -> None:
+        self.renderer = renderer
+        self.script = list(script)
+        self.prompts: list[list[int]] = []
+        self.outputs: list[list[int]] = []
+        self.version = 3
+
+    async def generate(self, input_ids: Sequence[int], params: SamplingParams) -> Generation:
+        """The next line, closed by the end-of-turn token."""
+        self.prompts.append(list(input_ids))
+        line = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+        if isinstance(line, BaseException):
+            raise line
+        text = line if isinstance(line, str) else line(self.renderer.decode(input_ids))
+        ids = [*self.renderer.encode(text), END]
+        self.outputs.append(ids)
+        return Generation(
+            output_ids=tuple(ids),
+            logprobs=tuple(-0.5 for _ in ids),
+            versions=(VersionSpan(version=self.version, start=0, end=len(ids)),),
+            finish_reason="stop",
+            prompt_tokens=len(input_ids),
+            cached_tokens=0,
+            seconds=0.01,
+            engine_url="http://engine",
+        )
+
+    @asynccontextmanager
+    async def session(self, traj_id: str) -> AsyncIterator[ScriptedEngine]:
+        """As a router: itself for every trajectory."""
+        yield self
+
+
+class FakeTools:
+    """``add`` adds; ``fail`` answers with an error; ``raised`` is raised by any call."""
+
+    def __init__(self) -> None:
+        self.raised: Exception | None = None
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    async def schemas(self, servers: Sequence[str] | None = None) -> list[Schema]:
+        """The two tools, or none where the task wants none."""
+        number = {"type": "integer"}
+        parameters = {"type": "object", "properties": {"a": number, "b": number}, "required": ["a", "b"]}
+        schemas = [function_schema("add", "Adds.", parameters), function_schema("fail", "Fails.", None)]
+        return schemas if servers is None or servers else []
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Run one."""
+        if self.raised is not None:
+            raise self.raised
+        self.calls.append((name, dict(arguments)))
+        if name == "fail":
+            return ToolResult(text="it broke", error=True, seconds=0.0, server="fake")
+        return ToolResult(text=str(arguments["a"] + arguments["b"]), error=False, seconds=0.0, server="fake")

@@ -1,0 +1,94 @@
+"""How many groups may be open, and writes that outlast a database that is away."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentrl.config.schema import SamplingConfig, TrainConfig
+from agentrl.errors import LeaseLostError, StoreError
+from agentrl.rollout import persist as persist_module
+from agentrl.rollout.admission import Admission
+from agentrl.rollout.persist import persist
+
+
+def store(version: int | None, version_step: int = 0, last_step: int | None = None) -> Any:
+    async def latest() -> Any:
+        return None if version is None else SimpleNamespace(id=version, step=version_step)
+
+    async def last() -> Any:
+        return None if last_step is None else SimpleNamespace(step=last_step)
+
+    return SimpleNamespace(policies=SimpleNamespace(latest=latest), training=SimpleNamespace(last_step=last))
+
+
+def admission(*, sync: bool, max_staleness: int = 1) -> Admission:
+    return Admission(
+        SamplingConfig(sync_sampling=sync, max_staleness=max_staleness), TrainConfig(groups_per_step=4)
+    )
+
+
+@pytest.mark.parametrize(("max_staleness", "groups"), [(0, 4), (1, 8), (3, 16)])
+async def test_staleness_bounds_the_groups_ahead(max_staleness: int, groups: int) -> None:
+    allowed = admission(sync=False, max_staleness=max_staleness)
+    assert await allowed.groups_allowed(store(5, 5, 9), 2) == groups
+
+
+@pytest.mark.parametrize(
+    ("state", "engine", "groups"),
+    [
+        (store(None), None, 4),
+        (store(0), 0, 4),
+        (store(0, 0, last_step=1), 0, 0),
+        (store(None, last_step=1), None, 0),
+        (store(1, 1, last_step=1), 0, 0),
+        (store(1, 1, last_step=1), 1, 4),
+        (store(1, 1, last_step=1), None, 4),
+    ],
+)
+async def test_synchronous_sampling_waits_for_weights_and_engines(
+    state: Any, engine: int | None, groups: int
+) -> None:
+    assert await admission(sync=True).groups_allowed(state, engine) == groups
+
+
+class Flaky:
+    """Fails ``times`` times, then returns 7."""
+
+    def __init__(self, times: int, error: Exception) -> None:
+        self.left, self.error = times, error
+
+    async def __call__(self) -> int:
+        if self.left:
+            self.left -= 1
+            raise self.error
+        return 7
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(persist_module, "_FIRST_DELAY", 0.001)
+
+
+async def test_a_write_is_tried_until_the_database_is_back() -> None:
+    assert await persist(Flaky(3, StoreError("away")), what="x") == 7
+
+
+async def test_patience_ends() -> None:
+    with pytest.raises(StoreError, match="away"):
+        await persist(Flaky(1000, StoreError("away")), what="x", patience=0.01)
+
+
+async def test_a_lost_lease_is_final() -> None:
+    with pytest.raises(LeaseLostError):
+        await persist(Flaky(1, LeaseLostError("lost")), what="x")
+
+
+async def test_stopping_ends_the_wait() -> None:
+    stop = asyncio.Event()
+    stop.set()
+    with pytest.raises(StoreError):
+        await persist(Flaky(1000, StoreError("away")), what="x", stop=stop)

@@ -1,0 +1,248 @@
+"""The trajectory rules of the built-in agents, on a scripted engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rollout_fakes import FakeTools, ScriptedEngine, renderer_of
+
+from agentrl.config.schema import AgentConfig
+from agentrl.documents.dispatch import DispatchedSamplingTask
+from agentrl.documents.packing import unpack_ids
+from agentrl.documents.status import CallStatus, StopReason
+from agentrl.documents.task import Claim, Task
+from agentrl.errors import ConfigError, ToolServerError
+from agentrl.inference.parsers import get_parser
+from agentrl.inference.sampling import SamplingParams
+from agentrl.rollout.agents import agent_names, get_agent
+from agentrl.rollout.context.discard_all import HEADING
+from agentrl.rollout.context.discard_tools import without_tools
+from agentrl.rollout.session import Outcome, Rollout
+
+ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+FAIL = '<tool_call>{"name": "fail", "arguments": {}}</tool_call>'
+ANSWER = "So it is <answer>3</answer>"
+
+
+class Trajectory:
+    """One run of an agent and what it left behind."""
+
+    def __init__(self, *script: Any, task: dict[str, Any] | None = None, **flags: Any) -> None:
+        self.task = Task(
+            id="train/0/t", task_id="t", split="train", epoch=0, order=0, query="1+2?", **task or {}
+        )
+        self.engine = ScriptedEngine(renderer_of(), *script)
+        self.tools = FakeTools()
+        self.calls: list[DispatchedSamplingTask] = []
+        self.config = AgentConfig(**flags)
+        self.session: Rollout
+
+    async def run(self, agent: str = "react") -> Outcome:
+        async def write(call: DispatchedSamplingTask) -> None:
+            self.calls.append(call)
+
+        self.session = Rollout(
+            Claim(task=self.task, traj_id=0, attempt=1, owner="o"),
+            self.config,
+            renderer=self.engine.renderer,
+            engine=self.engine,
+            tools=self.tools,
+            schemas=await self.tools.schemas(self.task.tools),
+            parser=get_parser(self.config.tool_call_parser),
+            params=SamplingParams(),
+            write=write,
+        )
+        outcome = await get_agent(agent)(self.session)
+        await self.session.finish()
+        return outcome
+
+    @property
+    def statuses(self) -> list[CallStatus]:
+        return [call.status for call in self.calls]
+
+
+async def test_call_result_answer() -> None:
+    trajectory = Trajectory("I add. " + ADD, ANSWER)
+    assert await trajectory.run() == Outcome(StopReason.ANSWERED, "3")
+    first, second = trajectory.calls
+    assert first.tools is not None
+    assert (first.parent, second.parent, second.tools) == (None, first.id, None)
+    (execution,) = first.tool_executions
+    assert (execution.name, execution.result, execution.error) == ("add", "3", False)
+    assert first.messages == ({"role": "user", "content": "1+2?"},)
+    assert second.messages[0]["content"] == "3"
+    assert second.messages[0]["tool_call_id"] == first.response["tool_calls"][0]["id"]
+    assert trajectory.statuses == [CallStatus.COMPLETED, CallStatus.COMPLETED]
+
+
+async def test_the_stored_ids_are_the_prompts_and_outputs_of_the_engine() -> None:
+    trajectory = Trajectory(ADD, "hm", FAIL, ANSWER)
+    await trajectory.run()
+    prompt: list[int] = []
+    for call, asked, said in zip(
+        trajectory.calls, trajectory.engine.prompts, trajectory.engine.outputs, strict=True
+    ):
+        prompt += unpack_ids(call.context_ids).tolist()
+        assert prompt == asked
+        assert call.prompt_tokens == len(asked)
+        assert unpack_ids(call.output_ids).tolist() == said
+        assert len(call.logprobs) == 4 * len(said)
+        prompt += said
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        ("<tool_call>{oops</tool_call>", "not JSON"),
+        ('<tool_call>{"name": "ad", "arguments": {}}</tool_call>', "did you mean 'add'"),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "'b' is a required property"),
+        ('<tool_call>{"name": "add", "arguments": 3}</tool_call>', "no JSON object"),
+    ],
+)
+async def test_a_malformed_call_is_told_to_the_model(said: str, problem: str) -> None:
+    trajectory = Trajectory(said, ANSWER)
+    assert (await trajectory.run()).final_answer == "3"
+    assert trajectory.statuses == [CallStatus.FORMAT_ERROR, CallStatus.COMPLETED]
+    told = trajectory.calls[1].messages[0]
+    assert told["role"] == "tool"
+    assert problem in told["content"]
+    assert trajectory.calls[0].error is not None
+    assert trajectory.tools.calls == []
+
+
+async def test_a_tools_error_goes_back_to_the_model() -> None:
+    trajectory = Trajectory(FAIL, ANSWER)
+    await trajectory.run()
+    assert trajectory.statuses[0] is CallStatus.TOOL_FAILED
+    assert trajectory.calls[1].messages[0]["content"] == "Error: it broke"
+
+
+async def test_several_calls_are_run_in_order_and_a_bad_one_does_not_stop_the_others() -> None:
+    trajectory = Trajectory(ADD + "<tool_call>x</tool_call>" + FAIL, ANSWER)
+    await trajectory.run()
+    assert [name for name, _ in trajectory.tools.calls] == ["add", "fail"]
+    assert len(trajectory.calls[1].messages) == 3
+    assert trajectory.statuses[0] is CallStatus.FORMAT_ERROR
+    assert trajectory.session.tool_calls == 2
+
+
+async def test_a_lost_tool_server_ends_the_attempt() -> None:
+    trajectory = Trajectory(ADD)
+    trajectory.tools.raised = ToolServerError("gone")
+    with pytest.raises(ToolServerError):
+        await trajectory.run()
+
+
+async def test_turns_are_limited_by_the_flag_or_the_task() -> None:
+    trajectory = Trajectory("a", "b", "c", "d", max_turns=3)
+    assert await trajectory.run() == Outcome(StopReason.TURNS_LIMIT)
+    assert len(trajectory.calls) == 3
+    trajectory = Trajectory("a", "b", "c", "d", max_turns=3, task={"max_turns": 2})
+    await trajectory.run()
+    assert len(trajectory.calls) == 2
+
+
+async def test_an_answer_inside_a_thought_does_not_count() -> None:
+    trajectory = Trajectory("<think><answer>1</answer></think>wait", ANSWER)
+    assert (await trajectory.run()).final_answer == "3"
+    assert len(trajectory.calls) == 2
+
+
+async def test_the_same_text_again_is_a_repetition() -> None:
+    trajectory = Trajectory("hm", "hm", "hm", ANSWER)
+    assert (await trajectory.run()).stop_reason is StopReason.ANSWERED
+    assert trajectory.statuses[:3] == [CallStatus.COMPLETED, CallStatus.REPEAT_ERROR, CallStatus.REPEAT_ERROR]
+    trajectory = Trajectory("hm", "hm", "hm", ANSWER, repetition_early_stop_times=3)
+    assert await trajectory.run() == Outcome(StopReason.REPETITION)
+    assert len(trajectory.calls) == 3
+
+
+async def test_repetition_may_reset_the_context() -> None:
+    trajectory = Trajectory(
+        "hm", "hm", ANSWER,
+        repetition_early_stop_times=2, enable_repetition_compress=True, new_context="discard_all_tools",
+    )  # fmt: skip
+    assert (await trajectory.run()).stop_reason is StopReason.ANSWERED
+    assert trajectory.session.context_resets == 1
+    assert [call.parent is None for call in trajectory.calls] == [True, False, True]
+
+
+FULL = {"max_prompt_tokens": 260, "prompt_reserve_tokens": 100}
+LONG = "I think of it at length. " * 4
+
+
+async def test_a_full_context_ends_the_trajectory() -> None:
+    trajectory = Trajectory(LONG + ADD, LONG, ANSWER, **FULL)
+    assert await trajectory.run() == Outcome(StopReason.LENGTH_LIMIT)
+    assert len(trajectory.calls) == 1
+
+
+async def test_a_summary_takes_the_place_of_a_full_context() -> None:
+    trajectory = Trajectory(
+        LONG + ADD, "<think>x</think>1+2 gives 3.", ANSWER, new_context="discard_all", **FULL
+    )
+    assert (await trajectory.run()).final_answer == "3"
+    first, summary, last = trajectory.calls
+    assert (first.parent, summary.parent, last.parent) == (None, first.id, None)
+    assert last.messages == ({"role": "user", "content": f"1+2?\n\n{HEADING}\n1+2 gives 3."},)
+    assert last.tools is not None
+
+
+async def test_dropping_tool_results_that_leaves_the_context_full_ends_it() -> None:
+    trajectory = Trajectory(LONG * 3 + ADD, ANSWER, new_context="discard_all_tools", **FULL)
+    assert (await trajectory.run()).stop_reason is StopReason.LENGTH_LIMIT
+
+
+def test_what_discarding_tools_leaves() -> None:
+    roles = ["system", "user", *["assistant", "tool"] * 20]
+    messages = [{"role": role, "content": str(place)} for place, role in enumerate(roles)]
+    left = without_tools(messages)
+    assert [m["role"] for m in left] == ["system", "user", *["assistant"] * 8]
+    assert len(without_tools([{"role": "user"}] * 30)) == 30
+    assert without_tools(messages[:10]) == [m for m in messages[:10] if m["role"] != "tool"]
+
+
+async def test_prompts_come_from_the_task_or_the_flags() -> None:
+    trajectory = Trajectory(ANSWER, system_prompt="S", query_prompt="Q: {query} {x}")
+    await trajectory.run()
+    assert [m["content"] for m in trajectory.calls[0].messages] == ["S", "Q: 1+2? {x}"]
+    task = {"system_prompt": "T", "query_prompt": "{query}!", "tools": (), "answer_schema": "boxed"}
+    trajectory = Trajectory(r"\boxed{3}", system_prompt="S", task=task)
+    assert (await trajectory.run()).final_answer == "3"
+    assert [m["content"] for m in trajectory.calls[0].messages] == ["T", "1+2?!"]
+    assert trajectory.calls[0].tools == ()
+
+
+async def test_single_turn() -> None:
+    assert await Trajectory(ANSWER).run("single_turn") == Outcome(StopReason.ANSWERED, "3")
+    assert await Trajectory("no").run("single_turn") == Outcome(StopReason.TURNS_LIMIT)
+
+
+async def test_the_example_agent_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend("assets/examples")
+    trajectory = Trajectory(ADD, "<answer>4</answer>", ANSWER)
+    assert await trajectory.run("custom_agent:second_look") == Outcome(StopReason.ANSWERED, "3")
+    trajectory = Trajectory("<answer>4</answer>", "hm", max_turns=2)
+    assert await trajectory.run("custom_agent:second_look") == Outcome(StopReason.ANSWERED, "4")
+
+
+def test_an_unknown_agent_names_the_nearest() -> None:
+    assert {"react", "single_turn"} <= set(agent_names())
+    with pytest.raises(ConfigError, match="did you mean react"):
+        get_agent("reakt")
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        get_agent("no_such_module:run")
+
+
+async def test_parameters_of_one_call_are_stored_with_it() -> None:
+    trajectory = Trajectory(ANSWER)
+
+    async def cold(session: Rollout) -> Outcome:
+        await session.generate(temperature=0.0)
+        return Outcome(StopReason.ANSWERED)
+
+    await trajectory.run()
+    await cold(trajectory.session)
+    await trajectory.session.finish()
+    assert [call.sampling_params["temperature"] for call in trajectory.calls] == [1.0, 0.0]
