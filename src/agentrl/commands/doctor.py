@@ -9,7 +9,13 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from agentrl.commands.doctor_machine import Check, machine_checks
-from agentrl.commands.doctor_run import check_agent_config, check_database, check_tools, model_checks
+from agentrl.commands.doctor_run import (
+    check_agent_config,
+    check_database,
+    check_mongod,
+    check_tools,
+    model_checks,
+)
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import AgentConfig, EngineConfig, ModelConfig, RunConfig, SamplingConfig
 from agentrl.observe.tables import stdout_console, table
@@ -33,6 +39,7 @@ def main(argv: list[str]) -> int:
 
 async def _run_checks(configs: Configs) -> list[Check]:
     return [
+        check_mongod(configs[RunConfig]),
         await check_database(configs[RunConfig]),
         *model_checks(configs[ModelConfig]),
         check_agent_config(configs[SamplingConfig]),

@@ -17,6 +17,19 @@ _TOOLS_SECONDS = 60.0
 _WEIGHTS_INDEX = "model.safetensors.index.json"
 
 
+def check_mongod(run: RunConfig) -> Check:
+    """The embedded server's binary, which only a run without --db_connection_string needs."""
+    from agentrl.store.daemon import find_binary
+
+    name = "mongod"
+    try:
+        return Check(name, "ok", str(find_binary()))
+    except AgentRLError as error:
+        if run.db_connection_string:
+            return Check(name, "ok", "not installed; --db_connection_string is given")
+        return Check(name, "fail", error.message, error.cure or "bash scripts/setup.sh")
+
+
 async def check_database(run: RunConfig) -> Check:
     """Whether the database answers; with no URI, whether the embedded one is there to be started."""
     from agentrl.store.client import open_store

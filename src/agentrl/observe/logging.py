@@ -74,8 +74,19 @@ def setup(run: RunConfig, role: str, id: str | None = None) -> None:
     logging.getLogger().setLevel(run.log_level)
     for logger, level in _QUIET.items():
         logging.getLogger(logger).setLevel(max(level, logging.getLevelName(run.log_level)))
+    quiet_transformers()
     logging.captureWarnings(True)
     sys.excepthook = _log_uncaught
+
+
+def quiet_transformers() -> None:
+    """No progress bars from transformers, and its log records go the way of all others."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    library = sys.modules.get("transformers.utils.logging")
+    if library is not None:
+        library.disable_progress_bar()
+        library.disable_default_handler()
+        library.enable_propagation()
 
 
 class LineFormatter(logging.Formatter):

@@ -27,6 +27,7 @@ from agentrl import cli
 from agentrl.config.load import CommandParser
 from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.errors import ConfigError, EngineError
+from agentrl.observe.logging import quiet_transformers
 from agentrl.observe.tables import stdout_console, table
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ def _parser() -> CommandParser:
 async def _compare(model: ModelConfig, flags: Any) -> list[Difference]:
     from agentrl.train.model import load_policy
 
+    quiet_transformers()
     policy = load_policy(model)
     policy.model.requires_grad_(False)
     prompts = encode_prompts(policy, flags.prompts)

@@ -1,0 +1,84 @@
+"""Hand-made documents of a two-turn trajectory and of a run, for the audit pages."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, VersionSpan
+from agentrl.documents.record import Record
+from agentrl.documents.status import CallStatus, RecordStatus, StepStatus, StopReason
+from agentrl.documents.training import TrainStep
+
+NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)
+RECORD_ID = "train/0/task_001/3/1"
+
+
+def record(**changes: Any) -> Record:
+    """A scored trajectory that was trained."""
+    fields: dict[str, Any] = {
+        "id": RECORD_ID, "task": "train/0/task_001", "traj_id": 3, "attempt": 1, "split": "train", "epoch": 0,
+        "status": RecordStatus.READY, "query": "What is 17 * 23?", "answer": "391", "final_answer": "391",
+        "score": 1.0, "score_details": {"verdict": "equal"}, "stop_reason": StopReason.ANSWERED,
+        "advantage": 0.5, "turns": 2, "tool_calls": 1, "prompt_tokens": 140, "generated_tokens": 42,
+        "min_version": 4, "max_version": 5, "owner": "node-7", "trained_count": 1, "last_trained_step": 6,
+        "traj": (f"{RECORD_ID}/0", f"{RECORD_ID}/1"), "created_at": NOW,
+        "completed_at": NOW + timedelta(seconds=2.5),
+    }  # fmt: skip
+    return Record(**(fields | changes))
+
+
+def call(index: int, **changes: Any) -> DispatchedSamplingTask:
+    """One model call without tools."""
+    fields: dict[str, Any] = {
+        "id": f"{RECORD_ID}/{index}", "record": RECORD_ID, "index": index,
+        "parent": f"{RECORD_ID}/{index - 1}" if index else None, "status": CallStatus.COMPLETED,
+        "messages": (), "response": {"content": "thinking"}, "finish_reason": "stop",
+        "versions": (VersionSpan(version=4, start=0, end=20),), "prompt_tokens": 100, "generated_tokens": 20,
+        "engine": "http://127.0.0.1:1", "generate_seconds": 1.25, "context_ids": b"", "output_ids": b"",
+        "logprobs": b"",
+    }  # fmt: skip
+    return DispatchedSamplingTask(**(fields | changes))
+
+
+def two_turns() -> list[DispatchedSamplingTask]:
+    """The model calls the calculator, reads its result, and answers."""
+    arguments = {"expression": "17 * 23"}
+    first = call(
+        0,
+        messages=(
+            {"role": "system", "content": "You may calculate."},
+            {"role": "user", "content": "What is 17 * 23?"},
+        ),
+        response={
+            "content": "I use the tool.",
+            "tool_calls": [{"function": {"name": "calculate", "arguments": arguments}}],
+        },
+        tool_executions=(
+            ToolExecution(
+                name="calculate",
+                arguments=arguments,
+                result="391",
+                error=False,
+                seconds=0.0123,
+                server="calc",
+            ),
+        ),
+    )
+    second = call(
+        1,
+        messages=({"role": "tool", "content": "391"},),
+        response={"content": "<answer>391</answer>"},
+        versions=(VersionSpan(version=4, start=0, end=5), VersionSpan(version=5, start=5, end=22)),
+    )
+    return [first, second]
+
+
+def step(number: int, **changes: Any) -> TrainStep:
+    """A committed optimizer step."""
+    fields: dict[str, Any] = {
+        "id": f"a/{number}", "step": number, "status": StepStatus.COMMITTED, "policy_version": number - 1,
+        "data": (), "owner": "trainer", "planned_at": NOW, "committed_at": NOW,
+        "metrics": {"reward": number / 10, "staleness_mean": 0.5, "staleness_max": 1.0},
+    }  # fmt: skip
+    return TrainStep(**(fields | changes))

@@ -1,0 +1,146 @@
+"""The line of a step, and where metrics go."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from agentrl.config.schema import RunConfig
+from agentrl.errors import ConfigError
+from agentrl.observe.live import HEADER_EVERY, StepView, seconds_of
+from agentrl.observe.trackers import flatten, open_trackers
+
+METRICS = {
+    "reward": 0.125, "pass_rate": 0.1, "loss": -1.234e-3, "kl_k3": 2.3e-4, "grad_norm": 1.2345,
+    "staleness_mean": 0.5, "staleness_max": 1.0, "tokens_per_second": 1234.5, "groups_open": 7.0,
+    "groups_ready": 3.0, "seconds_data": 3.0, "seconds_optimizer": 1.0,
+}  # fmt: skip
+
+
+def lines_of(steps: list[dict[str, Any]], max_steps: int = -1) -> list[str]:
+    out = io.StringIO()
+    view = StepView(Console(file=out, width=40), max_steps=max_steps)
+    for number, metrics in enumerate(steps, 1):
+        view.step(number, metrics)
+    return out.getvalue().splitlines()
+
+
+def test_a_step_is_one_aligned_plain_line() -> None:
+    header, line = lines_of([METRICS], max_steps=30)
+    assert line.split() == [
+        "1/30",
+        "0.125",
+        "0.10",
+        "-1.23e-03",
+        "2.3e-04",
+        "1.23",
+        "0.50/1",
+        "1,234",
+        "7/3",
+        "4.0",
+    ]
+    assert len(header) == len(line)
+    assert "\x1b" not in line
+    ends = [header.index(title) + len(title) for title in ("reward", "loss", "KL(μ‖π)", "tok/s", "seconds")]
+    assert all(line[end - 1] != " " and line[end : end + 1] in ("", " ") for end in ends)
+
+
+def test_what_is_missing_or_not_finite_is_a_dash() -> None:
+    _, line = lines_of([{"reward": float("nan"), "loss": "no number"}])
+    assert line.split() == ["1", "–", "–", "–", "–", "–", "–/–", "–", "–/–", "–"]
+
+
+def test_the_header_comes_back() -> None:
+    lines = lines_of([METRICS] * (HEADER_EVERY + 1))
+    assert [number for number, line in enumerate(lines) if "reward" in line] == [0, HEADER_EVERY + 1]
+
+
+def test_seconds_are_the_sum_of_the_timed_parts() -> None:
+    assert seconds_of(METRICS) == 4.0
+    assert seconds_of({"reward": 1.0}) is None
+
+
+def test_flatten_keeps_finite_numbers_alone() -> None:
+    metrics = {"a": 1, "b": float("inf"), "c": "text", "d": {"0": 2, "1": {"x": 3.5}}, "e": None}
+    assert flatten(metrics) == {"a": 1.0, "d/0": 2.0, "d/1/x": 3.5}
+
+
+@pytest.mark.parametrize("report_to", ["none", "", " none , "])
+def test_no_tracker_is_a_tracker(report_to: str, tmp_path: Path) -> None:
+    tracker = open_trackers(report_to, RunConfig(), tmp_path)
+    tracker.log(1, METRICS)
+    tracker.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_tracker_is_named_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'tensorbord'") as caught:
+        open_trackers("tensorbord", RunConfig(), tmp_path)
+    assert "tensorboard, wandb, mlflow" in str(caught.value.cure)
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_a_missing_library_is_named_with_its_install_command(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in list(sys.modules):
+        if module.split(".")[0] == name:
+            monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr("sys.meta_path", [_Hides(name), *sys.meta_path])
+    with pytest.raises(ConfigError) as caught:
+        open_trackers(f"none,{name}", RunConfig(), tmp_path)
+    assert caught.value.cure == f"pip install {name}"
+
+
+class _Hides:
+    """An import finder for which one library is not installed."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        if fullname.split(".")[0] == self._name:
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+
+
+class _FakeWandb:
+    """Stands in for the library: keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.settings: dict[str, Any] = {}
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.finished = False
+
+    def init(self, **settings: Any) -> SimpleNamespace:
+        self.settings = settings
+        return SimpleNamespace(
+            log=lambda metrics, step: self.logged.append((step, metrics)), finish=self._finish
+        )
+
+    def _finish(self) -> None:
+        self.finished = True
+
+
+@pytest.mark.parametrize(("key", "mode"), [(None, "offline"), ("abc", "online")])
+def test_wandb_is_offline_without_a_key(
+    key: str | None, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = _FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    if key:
+        monkeypatch.setenv("WANDB_API_KEY", key)
+    tracker = open_trackers("wandb", RunConfig(run_name="demo"), tmp_path, {"learning_rate": 1e-5})
+    tracker.log(3, {"reward": 0.5, "histogram": {"0": 2}, "until": "now"})
+    tracker.close()
+    assert library.settings["mode"] == mode
+    assert library.settings["config"] == {"learning_rate": 1e-5}
+    assert library.logged == [(3, {"reward": 0.5, "histogram/0": 2.0})]
+    assert library.finished
