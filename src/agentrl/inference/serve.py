@@ -88,6 +88,7 @@ class ServedEngine:
         self._folder = folder
         self._version = version
         self._status = ServiceStatus.STARTING
+        self._running = 0
         self._detail: str | None = None
 
     async def run(self) -> None:
@@ -130,15 +131,15 @@ class ServedEngine:
             await asyncio.sleep(self._config.heartbeat_seconds)
 
     async def _report(self) -> None:
-        running = 0
         if self._status is not ServiceStatus.STARTING:
-            with contextlib.suppress(EngineError):
-                running = await self._client.load()
+            with contextlib.suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(self._config.heartbeat_seconds):
+                    self._running = await self._client.load()
         await self._store.services.beat(
             self._id,
             status=self._status,
             policy_version=self._version,
-            running_requests=running,
+            running_requests=self._running,
             detail=self._detail,
         )
 

@@ -1,0 +1,206 @@
+"""An engine's life in the database: beats, updates, refusals, its end. Engine and database are stand-ins."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.config.schema import EngineConfig
+from agentrl.documents.policy import PolicyVersion
+from agentrl.documents.service import InferenceService
+from agentrl.documents.status import ServiceStatus
+from agentrl.errors import EngineError, StoreError
+from agentrl.inference.engine import EngineRefusedError
+from agentrl.inference.serve import ServedEngine
+from agentrl.weights.manifest import write_manifest
+
+
+class Services:
+    def __init__(self) -> None:
+        self.registered: list[InferenceService] = []
+        self.beats: list[dict[str, Any]] = []
+        self.stopped: list[str] = []
+        self.failures = 0
+        self.changed = asyncio.Event()
+
+    async def register(self, service: InferenceService) -> None:
+        self.registered.append(service)
+
+    async def beat(self, id: str, **fields: Any) -> None:
+        self.changed.set()
+        if self.failures:
+            self.failures -= 1
+            raise StoreError("the primary is gone")
+        self.beats.append(fields)
+
+    async def stop(self, id: str) -> None:
+        self.stopped.append(id)
+
+
+class Policies:
+    def __init__(self) -> None:
+        self.newest: PolicyVersion | None = None
+
+    async def latest(self) -> PolicyVersion | None:
+        return self.newest
+
+
+class Store:
+    def __init__(self) -> None:
+        self.services = Services()
+        self.policies = Policies()
+        self._published = asyncio.Event()
+
+    def publish(self, version: PolicyVersion) -> None:
+        self.policies.newest = version
+        self._published.set()
+
+    async def wait_for_change(self, *collections: str, timeout: float) -> None:
+        await asyncio.wait_for(self._published.wait(), timeout=60)
+        self._published.clear()
+
+
+class Client:
+    url = "http://engine"
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.refuses = False
+
+    async def load(self) -> int:
+        return 3
+
+    async def pause(self, mode: str) -> None:
+        self.calls.append(("pause", mode))
+
+    async def update_weights(self, path: str, version: int) -> None:
+        self.calls.append(("update", path, version))
+        if self.refuses:
+            raise EngineRefusedError("it does not fit")
+
+    async def resume(self) -> None:
+        self.calls.append(("resume",))
+
+
+class Process:
+    pid = 4711
+    log_file = Path("engine.log")
+
+    def __init__(self) -> None:
+        self.returncode: int | None = None
+
+    async def wait_ready(self, client: Client, seconds: float) -> None:
+        return None
+
+    def log_tail(self) -> str:
+        return "Segmentation fault"
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.store, self.client, self.process = Store(), Client(), Process()
+        self.engine = ServedEngine(
+            self.store, self.client, self.process, EngineConfig(heartbeat_seconds=0.01),  # type: ignore[arg-type]
+            service_id="e1", folder="/models/base", version=0,
+        )  # fmt: skip
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                self.store.services.changed.clear()
+                await self.store.services.changed.wait()
+
+    async def during_run(self, play: Callable[[], Awaitable[None]]) -> None:
+        task = asyncio.create_task(self.engine.run())
+        try:
+            await play()
+        finally:
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+
+@pytest.fixture
+async def scene() -> Scene:
+    return Scene()
+
+
+def published(folder: Path, version: int) -> PolicyVersion:
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(bytes([version]) * 1000)
+    files = write_manifest(folder, version=version)
+    return PolicyVersion(id=version, step=version, location=str(folder), files=files, train_step=None)
+
+
+def updates(version: PolicyVersion) -> list[tuple[Any, ...]]:
+    return [("pause", "retract"), ("update", version.location, version.id), ("resume",)]
+
+
+async def test_a_version_is_loaded_between_pause_and_resume(scene: Scene, tmp_path: Path) -> None:
+    version = published(tmp_path / "v1", 1)
+    await scene.engine.update(version)
+    assert scene.client.calls == updates(version)
+    assert scene.store.services.beats[-1] == {
+        "status": ServiceStatus.READY, "policy_version": 1, "running_requests": 3, "detail": None
+    }  # fmt: skip
+
+
+async def test_a_wrong_checksum_never_reaches_the_engine(scene: Scene, tmp_path: Path) -> None:
+    broken, good = published(tmp_path / "v1", 1), published(tmp_path / "v2", 2)
+    (tmp_path / "v1" / "model.safetensors").write_bytes(b"x" * 1000)
+    await scene.engine.update(broken)
+    assert scene.client.calls == []
+    beat = scene.store.services.beats[-1]
+    assert beat["policy_version"] == 0
+    assert "model.safetensors" in beat["detail"]
+    await scene.engine.update(good)
+    assert scene.store.services.beats[-1]["policy_version"] == 2
+    assert scene.store.services.beats[-1]["detail"] is None
+
+
+async def test_an_engine_that_refuses_goes_on_with_its_weights(scene: Scene, tmp_path: Path) -> None:
+    version = published(tmp_path / "v1", 1)
+    scene.client.refuses = True
+    await scene.engine.update(version)
+    assert scene.client.calls == updates(version)
+    beat = scene.store.services.beats[-1]
+    assert (beat["policy_version"], beat["status"]) == (0, ServiceStatus.READY)
+    assert "does not fit" in beat["detail"]
+
+
+async def test_it_registers_beats_follows_and_stops(scene: Scene, tmp_path: Path) -> None:
+    version = published(tmp_path / "v4", 4)
+
+    async def play() -> None:
+        await scene.until(lambda: any(b["status"] is ServiceStatus.READY for b in scene.store.services.beats))
+        scene.store.publish(version)
+        await scene.until(lambda: scene.store.services.beats[-1]["policy_version"] == 4)
+
+    await scene.during_run(play)
+    assert scene.client.calls == updates(version)
+    assert [service.id for service in scene.store.services.registered] == ["e1"]
+    assert scene.store.services.registered[0].status is ServiceStatus.STARTING
+    assert scene.store.services.stopped == ["e1"]
+
+
+async def test_a_database_outage_does_not_stop_the_engine(scene: Scene) -> None:
+    async def play() -> None:
+        await scene.until(lambda: len(scene.store.services.beats) >= 2)
+        scene.store.services.failures = 3
+        before = len(scene.store.services.beats)
+        await scene.until(lambda: len(scene.store.services.beats) > before)
+
+    await scene.during_run(play)
+
+
+async def test_an_engine_that_ends_is_an_error_that_shows_its_log(scene: Scene) -> None:
+    task = asyncio.create_task(scene.engine.run())
+    await scene.until(lambda: len(scene.store.services.beats) >= 2)
+    scene.process.returncode = -11
+    async with asyncio.timeout(10):
+        with pytest.raises(EngineError, match="-11") as caught:
+            await task
+    assert "Segmentation fault" in str(caught.value)
+    assert scene.store.services.stopped == ["e1"]
