@@ -22,7 +22,8 @@ PARENT = """
 import subprocess, sys
 from pathlib import Path
 from agentrl.inference.engines.process import EngineCommand, EngineProcess
-process = EngineProcess(EngineCommand([sys.executable, "-c", "import time; time.sleep(600)"]), Path(sys.argv[1]))
+command = EngineCommand([sys.executable, "-c", "import time; time.sleep(600)"])
+process = EngineProcess(command, Path(sys.argv[1]))
 print(process.pid, flush=True)
 sys.stdin.read()
 """
