@@ -112,14 +112,14 @@ async def collect(store: Store, split: str, default_agent: str) -> list[Evaluate
     for task in await store.tasks.of_split(split):
         records = await store.records.of_task(task.id)
         scored = [record for record in records if record.score is not None]
-        failures = [record.failure.kind for record in records if record.failure is not None]
+        kinds = [record.failure.kind for record in records if record.failure is not None]
         evaluated.append(
             EvaluatedTask(
                 scorer=task.scorer,
                 agent=task.agent_name or default_agent,
                 scores=tuple(record.score for record in scored if record.score is not None),
                 failed=len(task.slots) - len(scored),
-                failures=tuple(failures),
+                failures=tuple(kind for kind in kinds if kind != "released"),
                 turns=tuple(record.turns for record in scored),
             )
         )

@@ -46,6 +46,8 @@ async def _sample(configs: Configs) -> None:
             await load_tasks(
                 store, run, tasks, tasks.train_file, split=TRAIN_SPLIT, num_generations=tasks.num_generations
             )
+        if sampling.resample_error_records:
+            await store.claims.reopen_failed(TRAIN_SPLIT)
         async with open_worker(store, configs) as (worker, router):
             admission = Admission(sampling, configs[TrainConfig])
             sampler = Sampler(

@@ -118,6 +118,7 @@ class Sampler:
                 owner=self._config.owner,
                 lease_seconds=self._config.claims.lease_seconds,
                 max_groups_open=await self._groups_allowed(),
+                max_attempts=self._config.claims.max_attempts,
             )
 
         try:
@@ -227,7 +228,7 @@ class Sampler:
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
             try:
-                await self._store.claims.reap(self._config.split)
+                await self._store.claims.reap(self._config.split, self._config.claims.max_attempts)
                 await self._finalise_waiting()
                 await self._open_next_epoch()
             except StoreError as error:

@@ -1,0 +1,298 @@
+"""Samplers on a real database, with a scripted engine: claims, turns, scores, groups, retries, stops."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from agentrl.store.client import Store
+from rollout_fakes import FakeTools, ScriptedEngine, renderer_of
+
+from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig
+from agentrl.documents.record import Record
+from agentrl.documents.status import CallStatus, DataStatus, RecordStatus, SlotStatus, StopReason, TaskStatus
+from agentrl.documents.task import Slot, Task
+from agentrl.errors import EngineError, StoreError, ToolServerError
+from agentrl.inference.parsers import get_parser
+from agentrl.inference.sampling import SamplingParams
+from agentrl.rollout import sampler as sampler_module
+from agentrl.rollout.evaluate import collect
+from agentrl.rollout.finalise import Finaliser
+from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
+from agentrl.rollout.worker import Worker
+
+pytestmark = pytest.mark.integration
+
+ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler_module, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(sampler_module, "HOUSEKEEPING_SECONDS", 0.1)
+    monkeypatch.setattr(sampler_module, "GRACE_SECONDS", 0.1)
+
+
+def task(name: str, *, split: str = "train", slots: int = 2, **fields: Any) -> Task:
+    values = {"scorer": "exact", "answer": "3", **fields}
+    return Task(
+        id=f"{split}/0/{name}", task_id=name, split=split, epoch=0, order=0, query="1+2?",
+        slots=tuple(Slot(traj_id=i) for i in range(slots)), **values,
+    )  # fmt: skip
+
+
+def right_then_wrong() -> Callable[[str], str]:
+    """Calls the tool first; of the answers every second one is wrong."""
+    answers = iter(range(1000))
+
+    def say(prompt: str) -> str:
+        if "tool\n3" not in prompt:
+            return ADD
+        return f"<answer>{3 if next(answers) % 2 == 0 else 4}</answer>"
+
+    return say
+
+
+class Setting:
+    """A sampler on ``store`` with a scripted engine."""
+
+    def __init__(
+        self, store: Store, *script: Any, split: str = "train", epochs: int = 1, **flags: Any
+    ) -> None:
+        self.store = store
+        self.engine = ScriptedEngine(renderer_of(), *script)
+        self.tools = FakeTools()
+        self.stop = asyncio.Event()
+        claims = ClaimConfig(**{"retry_backoff_seconds": 0.01, **flags.pop("claims", {})})
+        self.worker = Worker(
+            store=store,
+            router=self.engine,
+            tools=self.tools,
+            renderer=self.engine.renderer,
+            parser=get_parser("hermes"),
+            params=SamplingParams(),
+            agent=AgentConfig(**flags),
+            sampling=SamplingConfig(),
+            claims=claims,
+        )
+        self.finaliser = Finaliser(store, GroupConfig(), split=split, seed=0)
+        plan = EpochPlan(epochs=epochs, seed=0, num_generations=2, shuffle=False)
+        config = SamplerConfig(
+            split=split, owner=f"o{id(self)}", concurrency=4, claims=claims, plan=plan, idle_exit_seconds=30
+        )
+        self.sampler = Sampler(store, self.worker, self.finaliser, config, self.allowed)
+        self.limit: int | None = None
+
+    async def allowed(self) -> int | None:
+        return self.limit
+
+    async def run(self) -> None:
+        await asyncio.wait_for(self.sampler.run(self.stop), 60)
+
+    async def records(self, task_id: str) -> list[Record]:
+        return await self.store.records.of_task(task_id)
+
+
+async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not await condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        await asyncio.sleep(0.02)
+
+
+async def test_a_group_is_sampled_scored_and_made_into_training_data(store: Store) -> None:
+    await store.tasks.load([task("a")])
+    setting = Setting(store, right_then_wrong())
+    await setting.run()
+    finished = await store.tasks.get("train/0/a")
+    assert finished is not None
+    assert finished.status is TaskStatus.COMPLETED
+    assert finished.group is not None
+    assert finished.group["mean_score"] == 0.5
+    assert sorted(slot.score for slot in finished.slots if slot.score is not None) == [0.0, 1.0]
+    records = await setting.records("train/0/a")
+    assert {record.status for record in records} == {RecordStatus.READY}
+    assert sorted(record.advantage for record in records if record.advantage is not None) == [-1.0, 1.0]
+    for record in records:
+        assert (record.turns, record.tool_calls, record.stop_reason) == (2, 1, StopReason.ANSWERED)
+        assert (record.min_version, record.max_version) == (3, 3)
+        calls = await store.dispatches.of_record(record.id)
+        assert [call.index for call in calls] == [0, 1]
+        assert calls[0].tool_executions[0].result == "3"
+    ready = await store.training.ready("train", min_version=0, limit=10)
+    assert {meta.id for meta in ready} == {record.id for record in records}
+    (data, _) = await store.training.fetch([meta.id for meta in ready])
+    assert data.status is DataStatus.READY
+    assert len(data.nodes) == 1
+
+
+async def test_a_group_without_spread_is_abandoned(store: Store) -> None:
+    await store.tasks.load([task("a")])
+    setting = Setting(store, "<answer>3</answer>")
+    await setting.run()
+    records = await setting.records("train/0/a")
+    assert {record.status for record in records} == {RecordStatus.ABANDONED}
+    assert records[0].abandoned_because == "no spread in the group's scores"
+    assert await store.training.ready("train", min_version=0, limit=10) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "fields", "kind"),
+    [
+        ([EngineError("no engine")], {}, "engine"),
+        (["<answer>4</answer>"], {"scorer": "test_sampling:broken_scorer"}, "scorer"),
+        (["<answer>4</answer>"], {"scorer": "nowhere"}, "scorer"),
+        (["x"], {"agent_name": "test_sampling:broken_agent"}, "internal"),
+        (["x"], {"agent_name": "nobody"}, "trajectory"),
+        (["x"], {"answer_schema": "two words"}, "trajectory"),
+    ],
+)
+async def test_a_failure_is_retried_and_never_a_zero(
+    store: Store, script: list[Any], fields: dict[str, Any], kind: str
+) -> None:
+    await store.tasks.load([task("a", slots=1, **fields)])
+    setting = Setting(store, *script, claims={"max_attempts": 2})
+    await setting.run()
+    finished = await store.tasks.get("train/0/a")
+    assert finished is not None
+    assert finished.status is TaskStatus.COMPLETED
+    assert [slot.status for slot in finished.slots] == [SlotStatus.FAILED]
+    records = await setting.records("train/0/a")
+    assert [record.attempt for record in records] == [1, 2]
+    for record in records:
+        assert record.status is RecordStatus.FAILED
+        assert record.failure is not None
+        assert record.failure.kind == kind
+        assert record.score is None
+
+
+async def broken_scorer(_: object) -> float:
+    raise RuntimeError("broken")
+
+
+async def broken_agent(_: object) -> None:
+    raise RuntimeError("broken")
+
+
+async def test_a_lost_tool_server_keeps_the_turns_before_it(store: Store) -> None:
+    await store.tasks.load([task("a", slots=1)])
+    setting = Setting(store, ADD, claims={"max_attempts": 1})
+    setting.tools.raised = ToolServerError("gone")
+    await setting.run()
+    (record,) = await setting.records("train/0/a")
+    assert record.failure is not None
+    assert record.failure.kind == "tool"
+    (call,) = await store.dispatches.of_record(record.id)
+    assert call.status is CallStatus.COMPLETED
+
+
+async def test_a_trajectory_that_takes_too_long_fails_as_timeout(store: Store) -> None:
+    await store.tasks.load([task("a", slots=1, agent_name="test_sampling:sleepy")])
+    setting = Setting(store, "x", trajectory_timeout_seconds=0.2, claims={"max_attempts": 1})
+    await setting.run()
+    (record,) = await setting.records("train/0/a")
+    assert record.failure is not None
+    assert record.failure.kind == "timeout"
+
+
+async def sleepy(_: object) -> None:
+    await asyncio.Event().wait()
+
+
+async def test_two_samplers_share_a_split_and_open_the_next_epochs_once(store: Store) -> None:
+    await store.tasks.load([task("a"), task("b")])
+    settings = [Setting(store, right_then_wrong(), epochs=3) for _ in range(2)]
+    await asyncio.gather(*(setting.run() for setting in settings))
+    assert await store.tasks.epochs("train") == [0, 1, 2]
+    assert await store.tasks.counts("train") == {TaskStatus.COMPLETED: 6}
+    assert sum(setting.sampler.scored for setting in settings) == 12
+
+
+async def test_stopping_hands_back_what_is_held(store: Store) -> None:
+    await store.tasks.load([task("a", agent_name="test_sampling:sleepy")])
+    setting = Setting(store, "x")
+    running = asyncio.create_task(setting.run())
+
+    async def claimed() -> bool:
+        found = await store.tasks.get("train/0/a")
+        return found is not None and all(slot.status is SlotStatus.RUNNING for slot in found.slots)
+
+    await until(claimed)
+    setting.stop.set()
+    await running
+    found = await store.tasks.get("train/0/a")
+    assert found is not None
+    assert all((slot.status, slot.owner) == (SlotStatus.OPEN, None) for slot in found.slots)
+
+
+async def test_no_group_is_begun_beyond_the_limit(store: Store) -> None:
+    await store.tasks.load([task("a"), task("b")])
+    setting = Setting(store, right_then_wrong())
+    setting.limit = 0
+    running = asyncio.create_task(setting.run())
+    await asyncio.sleep(0.3)
+    assert await store.tasks.counts("train") == {TaskStatus.CREATED: 2}
+    setting.limit = 1
+
+    async def one_done() -> bool:
+        return (await store.tasks.counts("train")).get(TaskStatus.COMPLETED) == 1
+
+    await until(one_done)
+    assert (await store.tasks.counts("train")).get(TaskStatus.CREATED) == 1
+    setting.stop.set()
+    await running
+
+
+async def test_a_lost_claim_ends_its_trajectory(store: Store) -> None:
+    await store.tasks.load([task("a", slots=1, agent_name="test_sampling:sleepy")])
+    setting = Setting(store, "x", claims={"lease_seconds": 0.6})
+    running = asyncio.create_task(setting.run())
+
+    async def claimed() -> bool:
+        found = await store.tasks.get("train/0/a")
+        return found is not None and found.slots[0].status is SlotStatus.RUNNING
+
+    await until(claimed)
+    (held,) = setting.sampler._running.values()
+    await store.claims.release(held)
+    setting.limit = 0
+
+    async def given_up() -> bool:
+        return held not in setting.sampler._running.values()
+
+    await until(given_up)
+    setting.stop.set()
+    await running
+
+
+async def test_a_database_that_is_away_for_a_moment_loses_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store.tasks.load([task("a", slots=1)])
+    away = iter([True, True, False])
+    score = store.claims.score
+
+    async def flaky(*args: Any, **kwargs: Any) -> Any:
+        if next(away, False):
+            raise StoreError("away")
+        return await score(*args, **kwargs)
+
+    monkeypatch.setattr(store.claims, "score", flaky)
+    setting = Setting(store, "<answer>3</answer>")
+    await setting.run()
+    (record,) = await setting.records("train/0/a")
+    assert (record.attempt, record.score) == (1, 1.0)
+
+
+async def test_an_evaluation_split_is_scored_and_makes_no_training_data(store: Store) -> None:
+    split = "eval-v000003"
+    await store.tasks.load([task("a", split=split, slots=1), task("b", split=split, slots=1, answer="9")])
+    setting = Setting(store, ADD, "<answer>3</answer>", split=split)
+    await setting.run()
+    evaluated = await collect(store, split, "react")
+    assert sorted(score for item in evaluated for score in item.scores) == [0.0, 1.0]
+    assert {item.agent for item in evaluated} == {"react"}
+    assert await store.training.ready(split, min_version=0, limit=10) == []
