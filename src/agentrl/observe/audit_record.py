@@ -169,4 +169,4 @@ def _json(value: object) -> str:
 
 
 def _indented(text: Text, by: int = 2) -> Padding:
-    return Padding(text, (0, 0, 0, by))
+    return Padding(text, (0, 0, 0, by), expand=False)

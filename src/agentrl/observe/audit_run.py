@@ -102,7 +102,7 @@ class RunState:
 async def read_state(store: Store) -> RunState:
     """Read the state of the run. Reads only."""
     versions = await _last(store, "PolicyVersion", {"_id": -1}, LAST_VERSIONS)
-    steps = await _last(store, "TrainStep", {"planned_at": -1}, LAST_STEPS)
+    steps = await _last(store, "TrainStep", {"planned_at": -1, "step": -1}, LAST_STEPS)
     engines = await store.database["InferenceService"].find().sort("started_at").to_list()
     return RunState(
         run_name=store.run_name,

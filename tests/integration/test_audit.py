@@ -1,0 +1,170 @@
+"""``agentrl audit`` on a real database."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from agentrl.store.client import open_store
+
+from agentrl import cli
+from agentrl.config.schema import RunConfig
+from agentrl.documents.base import Root, now
+from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, VersionSpan
+from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.policy import PolicyVersion
+from agentrl.documents.record import Failure, Record
+from agentrl.documents.service import InferenceService
+from agentrl.documents.status import (
+    CallStatus,
+    DataStatus,
+    RecordStatus,
+    ServiceStatus,
+    StepStatus,
+    StopReason,
+    TaskStatus,
+)
+from agentrl.documents.task import Task, record_key, task_key
+from agentrl.documents.training import DBRecordData, Node, TrainableSpan, TrainStep
+from agentrl.store.embedded import EmbeddedMongo
+
+pytestmark = pytest.mark.integration
+
+TASK = task_key("train", 0, "sum")
+RECORD = record_key(TASK, 0, 1)
+FAILED = record_key(TASK, 1, 1)
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+    """The flags that name a run with one task, two records, one step; the server stops afterwards."""
+    server = EmbeddedMongo(tmp_path_factory.mktemp("audit-mongo"))
+    try:
+        uri = server.up().uri
+        asyncio.run(_fill(RunConfig(run_name="audited", db_connection_string=uri)))
+        yield ("--run_name", "audited", "--db_connection_string", uri)
+    finally:
+        server.down()
+
+
+async def _fill(run: RunConfig) -> None:
+    async with await open_store(run) as store:
+        for document in _documents():
+            await store.database[type(document).__name__].insert_one(document.to_document())
+
+
+def _documents() -> list[Root]:
+    """One document of every collection, and a failed attempt beside the trained one."""
+    record = Record(
+        id=RECORD, task=TASK, traj_id=0, attempt=1, split="train", epoch=0, status=RecordStatus.READY,
+        query="2 + 3?", answer="5", final_answer="5", score=1.0, advantage=0.5, turns=1, tool_calls=1,
+        generated_tokens=3, stop_reason=StopReason.ANSWERED, min_version=1, max_version=1,
+        traj=(f"{RECORD}/0",), trained_count=1, last_trained_step=2, completed_at=now(), scored_at=now(),
+    )  # fmt: skip
+    failed = replace(
+        record, id=FAILED, traj_id=1, status=RecordStatus.FAILED, score=None, advantage=None,
+        final_answer=None,
+        failure=Failure(kind="tool", message="server [calc] \x1b[31mwent away"), traj=(), trained_count=0,
+        last_trained_step=None, stop_reason=StopReason.FAILED,
+    )  # fmt: skip
+    call = DispatchedSamplingTask(
+        id=f"{RECORD}/0", record=RECORD, index=0, parent=None, status=CallStatus.COMPLETED,
+        messages=({"role": "user", "content": "2 + 3?"},), response={"content": "I add. [b]5[/b]"},
+        tool_executions=(
+            ToolExecution(
+                name="add", arguments={"a": 2, "b": 3}, result="5", error=False, seconds=0.01, server="calc"
+            ),
+        ),
+        finish_reason="stop", versions=(VersionSpan(version=1, start=0, end=3),), prompt_tokens=4,
+        generated_tokens=3, engine="http://127.0.0.1:1", generate_seconds=0.5,
+        context_ids=pack_ids([1, 2, 3, 4]), output_ids=pack_ids([5, 6, 7]), logprobs=pack_floats([-1.0] * 3),
+    )  # fmt: skip
+    data = DBRecordData(
+        id=RECORD, record=RECORD, task=TASK, split="train", status=DataStatus.TRAINED, score=1.0,
+        advantage=0.5, min_version=1, max_version=1, tokens=7, trainable_tokens=3, turns=1,
+        nodes=(Node(start=0, end=7),), spans=(TrainableSpan(start=4, end=7, call=0, version=1, advantage=0.5),),
+        trained_count=1,
+        trained_at_steps=(2,), input_ids=pack_ids(range(1, 8)), behavior_logprobs=pack_floats([-1.0] * 3),
+    )  # fmt: skip
+    step = TrainStep(
+        id="a/2", step=2, status=StepStatus.COMMITTED, policy_version=1, data=(RECORD,), owner="trainer",
+        metrics={"reward": 0.625, "staleness_mean": 0.0, "staleness_max": 0.0}, committed_at=now(),
+    )  # fmt: skip
+    task = Task(
+        id=TASK, task_id="sum", split="train", epoch=0, order=0, query="2 + 3?", status=TaskStatus.COMPLETED
+    )
+    version = PolicyVersion(id=1, step=1, location="/weights/v000001", files=(), train_step="a/1")
+    engine = InferenceService(
+        id="e", url="http://127.0.0.1:4001", engine="local", model="train-model", status=ServiceStatus.READY,
+        policy_version=1, running_requests=2, host="h", pid=1,
+    )  # fmt: skip
+    return [task, record, failed, call, data, step, version, engine]
+
+
+def test_run_prints_the_state(database: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["audit", "run", *database, "--heartbeat_seconds", "600"]) == 0
+    page = capsys.readouterr().out
+    rows = [line.split() for line in page.splitlines()]
+    assert ["train,", "epoch", "0", "–", "–", "–", "1", "1"] in rows
+    assert ["tool", "1", "server", "[calc]", "went", "away"] in rows
+    assert ["trained", "1", "7", "3"] in rows
+    assert ["train", "1", "3.0", "1", "3.0", "1.00"] in rows
+    assert any(row[:5] == ["http://127.0.0.1:4001", "local", "ready", "1", "2"] for row in rows)
+    assert any(row[:4] == ["2", "committed", "1", "0.625"] for row in rows)
+    assert "\x1b" not in page
+
+
+@pytest.mark.parametrize("wanted", [RECORD, "sum/0/1"])
+def test_record_prints_one_trajectory(
+    wanted: str, database: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["audit", "record", wanted, *database]) == 0
+    page = capsys.readouterr().out
+    parts = [f"{RECORD}  READY  score 1.000", "trained at step 2", "turn 1 · version 1", "I add. [b]5[/b]",
+             "→ add(a=2, b=3)", "← result from calc", "answer     5"]  # fmt: skip
+    assert [part for part in parts if part not in page] == []
+
+
+def test_records_are_listed_by_status(database: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["audit", "records", "--status", "failed", *database]) == 0
+    page = capsys.readouterr().out
+    assert FAILED in page
+    assert RECORD not in page
+    assert cli.main(["audit", "records", "--status", "scoring", *database]) == 1
+    assert "no Record of status scoring" in capsys.readouterr().err
+
+
+def test_curve_plots_the_steps(
+    database: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "curve.png"
+    assert cli.main(["audit", "curve", "--out", str(out), *database]) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("wanted", "reason"), [("train/0/sum", "fits several"), ("nothing", "no Record")])
+def test_an_id_that_names_no_one_record(
+    wanted: str, reason: str, database: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["audit", "record", wanted, *database]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_an_empty_run_is_an_error(database: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*database[2:], "--run_name", "nobody"]
+    assert cli.main(["audit", "run", *flags]) == 1
+    assert "'nobody' is empty" in capsys.readouterr().err
+    assert cli.main(["audit", "curve", *flags]) == 1
+    assert "no committed optimizer step" in capsys.readouterr().err
+
+
+def test_a_database_that_is_gone_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--db_connection_string", "mongodb://user:hidden@127.0.0.1:1/", "--db_timeout_seconds", "0.5"]
+    assert cli.main(["audit", "run", *flags]) == 1
+    error = capsys.readouterr().err
+    assert "did not answer" in error
+    assert "hidden" not in error
