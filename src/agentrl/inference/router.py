@@ -14,7 +14,7 @@ from typing import Protocol
 from agentrl.documents.dispatch import VersionSpan
 from agentrl.documents.service import InferenceService
 from agentrl.documents.status import ServiceStatus
-from agentrl.errors import EngineError
+from agentrl.errors import EngineError, StoreError
 from agentrl.inference.engine import EngineClient, EngineRefusedError, FinishReason, Generation
 from agentrl.inference.sampling import SamplingParams
 
@@ -68,6 +68,7 @@ class EngineRouter:
         self._services: tuple[InferenceService, ...] = ()
         self._asked_at = float("-inf")
         self._asking = asyncio.Lock()
+        self._look: asyncio.Task[None] | None = None
         self._sessions: Counter[str] = Counter()
         self._suspects: dict[str, float] = {}
         self._logged_at = float("-inf")
@@ -82,12 +83,19 @@ class EngineRouter:
             self._move(session, None)
 
     def min_policy_version(self) -> int | None:
-        """The oldest version that a usable engine serves, as of the last look; None before one is known."""
+        """The oldest version that a usable engine serves; None while none is known.
+
+        It answers at once, from the last look at the engines, and orders another if that was long ago.
+        """
+        if time.monotonic() - self._asked_at >= self._max_age and (self._look is None or self._look.done()):
+            self._look = asyncio.get_running_loop().create_task(self._look_again())
         versions = [s.policy_version for s in self._usable() if s.policy_version is not None]
         return min(versions, default=None)
 
     async def close(self) -> None:
         """Close every engine's connections."""
+        if self._look is not None:
+            self._look.cancel()
         clients, self._clients = list(self._clients.values()), {}
         for client in clients:
             await client.close()
@@ -103,6 +111,12 @@ class EngineRouter:
             if session.url is not None:
                 return self._client(session.url)
             await self._wait(f"{session.traj_id} waits for a live engine", deadline)
+
+    async def _look_again(self) -> None:
+        try:
+            await self._refresh()
+        except StoreError as error:
+            log.warning("the engines cannot be listed: %s", error.message)
 
     async def _refresh(self) -> None:
         async with self._asking:

@@ -195,7 +195,7 @@ async def test_the_list_of_engines_is_asked_for_once_while_it_is_young() -> None
     assert fleet.asked == 1
 
 
-async def test_oldest_version_and_close() -> None:
+async def test_the_oldest_version_of_the_usable_engines_is_told() -> None:
     fleet = Fleet(
         service("a", policy_version=4), service("b", policy_version=3), service("c", policy_version=None)
     )
@@ -204,5 +204,24 @@ async def test_oldest_version_and_close() -> None:
     async with router.session("t") as session:
         await session.generate([1], PARAMS)
     assert router.min_policy_version() == 3
+
+
+async def test_the_oldest_version_is_kept_fresh_without_any_generation() -> None:
+    fleet = Fleet(service("a", policy_version=1))
+    router = fleet.router()
+    assert router.min_policy_version() is None
+    await asyncio.sleep(0)
+    assert router.min_policy_version() == 1
+    fleet.services[:] = [service("a", policy_version=2)]
+    await asyncio.wait_for(fleet.asked_twice.wait(), 5)
+    assert router.min_policy_version() == 2
+    await router.close()
+
+
+async def test_close_closes_every_client() -> None:
+    fleet = Fleet(service("a"))
+    router = fleet.router()
+    async with router.session("t") as session:
+        await session.generate([1], PARAMS)
     await router.close()
     assert all(engine.closed for engine in fleet.engines.values())
