@@ -25,7 +25,7 @@ class Document:
     def to_document(self) -> dict[str, Any]:
         """The fields in their declared order, nested documents and enums made plain."""
         return {
-            _stored_name(type(self), field.name): _plain(getattr(self, field.name))
+            _stored_name(type(self), field.name): plain(getattr(self, field.name))
             for field in dataclasses.fields(self)  # type: ignore[arg-type]
         }
 
@@ -57,15 +57,16 @@ def _stored_name(cls: type, name: str) -> str:
     return "_id" if name == "id" and issubclass(cls, Root) else name
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as BSON takes it: documents and enums made plain, inside lists and mappings too."""
     if isinstance(value, Document):
         return value.to_document()
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     return value
 
 

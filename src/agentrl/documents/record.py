@@ -12,7 +12,9 @@ from agentrl.documents.status import RecordStatus, StopReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure(Document):
-    """Why an attempt failed: ``kind`` is engine, tool, scorer, timeout, trajectory, lease or internal."""
+    """Why an attempt failed: ``kind`` is engine, tool, scorer, timeout, trajectory, lease,
+    released (handed back unfinished) or internal.
+    """
 
     kind: str
     message: str

@@ -12,11 +12,15 @@ from agentrl.documents.status import SlotStatus, TaskStatus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot(Document):
-    """One generation of a Task. ``attempt`` counts claims and fences the writes of earlier owners."""
+    """One generation of a Task. ``attempt`` counts claims and fences the writes of earlier owners.
+
+    ``released`` counts the attempts that were handed back: they do not count towards ``max_attempts``.
+    """
 
     traj_id: int
     status: SlotStatus = SlotStatus.OPEN
     attempt: int = 0
+    released: int = 0
     owner: str | None = None
     lease_expires_at: datetime | None = None
     not_before: datetime | None = None

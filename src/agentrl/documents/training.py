@@ -57,6 +57,8 @@ class DBRecordData(Root):
     trained_count: int = 0
     trained_at_steps: tuple[int, ...] = ()
     planned_step: int | None = None
+    not_before_step: int = 0
+    """First step that may train it again."""
     created_at: datetime = field(default_factory=now)
     input_ids: bytes
     """int32[tokens], nodes in order."""

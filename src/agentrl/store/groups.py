@@ -1,0 +1,137 @@
+"""Groups: from a Task all of whose slots are terminal to training data, exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from pymongo import ASCENDING, UpdateOne
+from pymongo.asynchronous.client_session import AsyncClientSession
+
+from agentrl.documents.base import plain
+from agentrl.documents.dispatch import DispatchedSamplingTask
+from agentrl.documents.record import Record
+from agentrl.documents.status import RECORD_EDGES, RecordStatus, TaskStatus, sources
+from agentrl.documents.task import Task
+from agentrl.documents.training import DBRecordData
+from agentrl.errors import StoreError
+from agentrl.store import slots
+from agentrl.store.blobs import Blobs
+from agentrl.store.connection import Json, Part, database_call
+from agentrl.store.dispatches import read_calls
+from agentrl.store.names import DATA, RECORD, TASK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordOutcome:
+    """What becomes of one scored Record: READY with an advantage, or ABANDONED because of something."""
+
+    record_id: str
+    status: RecordStatus
+    advantage: float | None = None
+    because: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOutcome:
+    """What becomes of a group. ``summary`` is stored as ``Task.group`` with ``finalised_at`` added."""
+
+    data: tuple[DBRecordData, ...] = ()
+    records: tuple[RecordOutcome, ...] = ()
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+Decide = Callable[[Task, list[Record], Mapping[str, list[DispatchedSamplingTask]]], GroupOutcome]
+"""Pure: (task, its Records of every attempt, calls by Record id) → outcome. It may run more than once."""
+
+
+class Groups(Part):
+    """The calls on groups: a Task, its Records and the data made from them."""
+
+    @database_call
+    async def waiting_groups(self, split: str, limit: int = 16) -> list[str]:
+        """``_id`` of Tasks that are complete and not finalised, in their order."""
+        query = {"split": split, "status": TaskStatus.WAITING.value}
+        cursor = self._collection(TASK).find(
+            query, {"_id": 1}, sort=[("epoch", ASCENDING), ("order", ASCENDING)], limit=limit
+        )
+        return [document["_id"] async for document in cursor]
+
+    @database_call
+    async def finalise_group(self, task_id: str, decide: Decide) -> bool:
+        """Move a WAITING Task to COMPLETED with everything that follows from it, in one transaction.
+
+        Returns False if the group is not waiting or someone else finalised it first. What ``decide``
+        raises leaves the group as it was.
+        """
+        document = await self._collection(TASK).find_one({"_id": task_id, "status": TaskStatus.WAITING.value})
+        if document is None:
+            return False
+        task = Task.from_document(document)
+        cursor = self._collection(RECORD).find({"task": task_id}, sort=[("traj_id", 1), ("attempt", 1)])
+        records = [Record.from_document(record) async for record in cursor]
+        scored = [record.id for record in records if record.status is RecordStatus.SCORED]
+        outcome = decide(task, records, await read_calls(self._connection, scored))
+        blobs = Blobs(self._connection, DATA)
+        data = [await blobs.offload(item.to_document()) for item in outcome.data]
+        unchanged = {
+            "_id": task_id, "status": TaskStatus.WAITING.value, "updated_at": document["updated_at"],
+        }  # fmt: skip
+
+        async def write(session: AsyncClientSession) -> bool:
+            completed = await self._collection(TASK).update_one(
+                unchanged, _complete(outcome.summary), session=session
+            )
+            if completed.matched_count == 0:
+                return False
+            if data:
+                await self._collection(DATA).insert_many(data, session=session)
+            await self._settle(outcome.records, session)
+            return True
+
+        return await self._connection.transaction(write)
+
+    @database_call
+    async def group_summaries(self, split: str, *, after: datetime | None = None) -> list[dict[str, Any]]:
+        """``Task.group`` of every group finalised after that moment (server time), oldest first."""
+        query: Json = {"split": split, "status": TaskStatus.COMPLETED.value}
+        query["group.finalised_at"] = {"$ne": None} if after is None else {"$gt": after}
+        cursor = self._collection(TASK).find(query, {"group": 1}, sort=[("group.finalised_at", ASCENDING)])
+        return [document["group"] async for document in cursor]
+
+    async def _settle(self, outcomes: Sequence[RecordOutcome], session: AsyncClientSession) -> None:
+        updates = [
+            UpdateOne(
+                {"_id": outcome.record_id, "status": {"$in": sources(RECORD_EDGES, outcome.status)}},
+                {
+                    "$set": {
+                        "status": outcome.status.value, "advantage": outcome.advantage,
+                        "abandoned_because": outcome.because,
+                    }
+                },
+            )
+            for outcome in outcomes
+        ]  # fmt: skip
+        if not updates:
+            return
+        result = await self._collection(RECORD).bulk_write(updates, session=session)
+        if result.matched_count != len(updates):
+            raise StoreError(
+                f"{len(updates) - result.matched_count} of {len(updates)} Records of the group were not"
+                " scored, and only scored ones can be settled"
+            )
+
+
+def _complete(summary: dict[str, Any]) -> list[Json]:
+    return [
+        {
+            "$set": {
+                "status": TaskStatus.COMPLETED.value,
+                "updated_at": "$$NOW",
+                "group": slots.literal(plain(summary)),
+            }
+        },
+        {"$set": {"group.finalised_at": "$$NOW"}},
+    ]

@@ -1,0 +1,67 @@
+"""PolicyVersions: published weights, ever newer."""
+
+from __future__ import annotations
+
+from pymongo import ASCENDING, DESCENDING
+from pymongo.errors import DuplicateKeyError
+
+from agentrl.documents.policy import PolicyVersion
+from agentrl.documents.status import VersionStatus
+from agentrl.errors import StoreError
+from agentrl.store.connection import Part, database_call
+from agentrl.store.names import VERSION
+
+
+class Policies(Part):
+    """What the trainer publishes and engines follow."""
+
+    @database_call
+    async def publish(self, version: PolicyVersion) -> None:
+        """Make a version known. Numbers only grow, withdrawn ones included; repeating the call is harmless.
+
+        Raises StoreError where the number is taken by other weights or below an existing one.
+        """
+        newest = await self._collection(VERSION).find_one(sort=[("_id", DESCENDING)])
+        if newest is not None and newest["_id"] > version.id:
+            raise StoreError(
+                f"policy version {version.id} is older than version {newest['_id']}, which exists",
+                cure="number versions after the newest one, withdrawn ones included",
+            )
+        try:
+            await self._collection(VERSION).insert_one(version.to_document())
+        except DuplicateKeyError:
+            stored = await self.get(version.id)
+            if stored is None or (stored.location, stored.files) != (version.location, version.files):
+                raise StoreError(
+                    f"policy version {version.id} exists with other weights",
+                    cure="is a second trainer running? stop it",
+                ) from None
+
+    @database_call
+    async def latest(self) -> PolicyVersion | None:
+        """The newest version that is not withdrawn."""
+        document = await self._collection(VERSION).find_one(
+            {"status": VersionStatus.PUBLISHED.value}, sort=[("_id", DESCENDING)]
+        )
+        return None if document is None else PolicyVersion.from_document(document)
+
+    @database_call
+    async def get(self, version: int) -> PolicyVersion | None:
+        """One version, whatever its status."""
+        document = await self._collection(VERSION).find_one({"_id": version})
+        return None if document is None else PolicyVersion.from_document(document)
+
+    @database_call
+    async def all(self) -> list[PolicyVersion]:
+        """Every version, oldest first, withdrawn ones included."""
+        cursor = self._collection(VERSION).find({}, sort=[("_id", ASCENDING)])
+        return [PolicyVersion.from_document(document) async for document in cursor]
+
+    @database_call
+    async def withdraw_after(self, version: int) -> int:
+        """Withdraw every version newer than ``version``; returns how many."""
+        result = await self._collection(VERSION).update_many(
+            {"_id": {"$gt": version}, "status": VersionStatus.PUBLISHED.value},
+            {"$set": {"status": VersionStatus.WITHDRAWN.value}},
+        )
+        return result.modified_count

@@ -1,0 +1,119 @@
+"""Pipeline expressions that change one slot of a Task and derive the Task's status in the same write.
+
+Times are the server's (``$$NOW``). Every value that comes from outside goes through ``$literal``, so that no
+text can be read as an expression.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agentrl.documents.status import SlotStatus, TaskStatus
+from agentrl.documents.task import Claim
+
+Json = dict[str, Any]
+_TERMINAL = [SlotStatus.SCORED.value, SlotStatus.FAILED.value]
+ATTEMPTS: Json = {"$subtract": ["$$slot.attempt", {"$ifNull": ["$$slot.released", 0]}]}
+"""Attempts of ``$$slot`` that count towards ``max_attempts``."""
+EXPIRED: Json = {
+    "$and": [
+        {"$eq": ["$$slot.status", SlotStatus.RUNNING.value]},
+        {"$lte": ["$$slot.lease_expires_at", "$$NOW"]},
+    ]
+}
+
+
+def literal(value: Any) -> Json:
+    """``value`` as a constant of an expression."""
+    return {"$literal": value}
+
+
+def after(seconds: float | Json) -> Json:
+    """The server's time in ``seconds``."""
+    milliseconds = round(seconds * 1000) if isinstance(seconds, (int, float)) else seconds
+    return {"$add": ["$$NOW", milliseconds]}
+
+
+def claimable(max_attempts: int) -> Json:
+    """Whether ``$$slot`` may be claimed: open and due, or expired with attempts left."""
+    due = {"$lte": [{"$ifNull": ["$$slot.not_before", "$$NOW"]}, "$$NOW"]}
+    is_open = {"$and": [{"$eq": ["$$slot.status", SlotStatus.OPEN.value]}, due]}
+    return {"$or": [is_open, {"$and": [EXPIRED, {"$lt": [ATTEMPTS, max_attempts]}]}]}
+
+
+def any_slot(condition: Json) -> Json:
+    """A filter: some slot fulfils ``condition`` (an expression over ``$$slot``)."""
+    matches = {"$map": {"input": "$slots", "as": "slot", "in": condition}}
+    return {"$expr": {"$anyElementTrue": [matches]}}
+
+
+def claim_one(owner: str, lease_seconds: float, max_attempts: int) -> list[Json]:
+    """Update: give the first claimable slot to ``owner``; ``last_claim`` says which one it was."""
+    first = {"$first": {"$filter": {"input": "$slots", "as": "slot", "cond": claimable(max_attempts)}}}
+    attempt = {"$add": ["$$slot.attempt", 1]}
+    record = {
+        "$concat": [
+            "$_id", "/", {"$toString": "$$slot.traj_id"}, "/", {"$toString": attempt},
+        ]
+    }  # fmt: skip
+    taken = {
+        "status": SlotStatus.RUNNING.value, "attempt": attempt, "owner": literal(owner),
+        "lease_expires_at": after(lease_seconds), "not_before": None, "record_id": record,
+    }  # fmt: skip
+    picked = {"$eq": ["$$slot.traj_id", "$last_claim.traj_id"]}
+    return [
+        {"$set": {"last_claim": {"traj_id": {"$getField": {"field": "traj_id", "input": first}}}}},
+        {"$set": {"slots": _map_slots(picked, taken), "last_claim.owner": literal(owner)}},
+        *_derive_status(),
+    ]
+
+
+def change_slot(claim: Claim, fields: Json) -> list[Json]:
+    """Update: set ``fields`` (expressions over ``$$slot``) of the claimed slot."""
+    return [{"$set": {"slots": _map_slots(_is_claimed(claim), fields)}}, *_derive_status()]
+
+
+def change_slots(condition: Json, fields: Json) -> list[Json]:
+    """Update: set ``fields`` of every slot that fulfils ``condition``."""
+    return [{"$set": {"slots": _map_slots(condition, fields)}}, *_derive_status()]
+
+
+def renew_lease(claim: Claim, lease_seconds: float) -> list[Json]:
+    """Update: let the claim's lease run for ``lease_seconds`` from now."""
+    fields = {"lease_expires_at": after(lease_seconds)}
+    return [{"$set": {"slots": _map_slots(_is_claimed(claim), fields)}}]
+
+
+def held(claim: Claim) -> Json:
+    """A filter: the Task whose slot the claim still holds."""
+    return {
+        "_id": claim.task.id,
+        "slots": {
+            "$elemMatch": {
+                "traj_id": claim.traj_id, "attempt": claim.attempt, "owner": claim.owner,
+                "status": SlotStatus.RUNNING.value,
+            }
+        },
+    }  # fmt: skip
+
+
+def _is_claimed(claim: Claim) -> Json:
+    return {
+        "$and": [
+            {"$eq": ["$$slot.traj_id", claim.traj_id]},
+            {"$eq": ["$$slot.attempt", claim.attempt]},
+            {"$eq": ["$$slot.owner", literal(claim.owner)]},
+            {"$eq": ["$$slot.status", SlotStatus.RUNNING.value]},
+        ]
+    }
+
+
+def _map_slots(condition: Json, fields: Json) -> Json:
+    changed = {"$cond": [condition, {"$mergeObjects": ["$$slot", fields]}, "$$slot"]}
+    return {"$map": {"input": "$slots", "as": "slot", "in": changed}}
+
+
+def _derive_status() -> list[Json]:
+    terminal = {"$map": {"input": "$slots", "as": "slot", "in": {"$in": ["$$slot.status", _TERMINAL]}}}
+    status = {"$cond": [{"$allElementsTrue": [terminal]}, TaskStatus.WAITING.value, TaskStatus.RUNNING.value]}
+    return [{"$set": {"status": status, "updated_at": "$$NOW"}}]

@@ -1,0 +1,85 @@
+"""Waiting for something to change: one change stream for the process, a poll where it cannot be had."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from weakref import WeakKeyDictionary
+
+from pymongo.errors import PyMongoError
+
+from agentrl.store.connection import Connection
+from agentrl.store.names import COLLECTIONS
+
+_log = logging.getLogger(__name__)
+_POLL_SECONDS = 2.0
+_REST_SECONDS = 0.05
+_PIPELINE = [
+    {"$match": {"ns.coll": {"$in": list(COLLECTIONS)}}},
+    {"$project": {"ns": 1}},
+]
+
+
+class Changes:
+    """Counts the changes of each collection, and wakes whoever waits for them.
+
+    A coroutine that waits in a loop misses nothing between two waits: what changed since its last wait
+    returned ends the next one at once. ``_REST_SECONDS`` bounds how often that happens.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._counts: Counter[str] = Counter()
+        self._seen: WeakKeyDictionary[asyncio.Task[object], Counter[str]] = WeakKeyDictionary()
+        self._changed = asyncio.Condition()
+        self._follower: asyncio.Task[None] | None = None
+
+    async def wait(self, *collections: str, timeout: float) -> None:
+        """Return after a change in one of ``collections``, or after ``timeout`` seconds."""
+        unknown = set(collections) - set(COLLECTIONS)
+        if unknown:
+            raise ValueError(f"no such collections: {sorted(unknown)}")
+        if self._follower is None:
+            self._follower = asyncio.create_task(self._follow(), name="agentrl-changes")
+        caller = asyncio.current_task()
+        seen = self._seen.get(caller, self._counts.copy()) if caller else self._counts.copy()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                async with self._changed:
+                    await self._changed.wait_for(
+                        lambda: any(self._counts[name] > seen[name] for name in collections)
+                    )
+                await asyncio.sleep(_REST_SECONDS)
+        if caller:
+            self._seen[caller] = self._counts.copy()
+
+    async def close(self) -> None:
+        """End the change stream."""
+        if self._follower is not None:
+            self._follower.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._follower
+
+    async def _follow(self) -> None:
+        wait_ms = max(100, min(1000, int(self._connection.timeout * 500)))
+        while True:
+            try:
+                async with await self._connection.database.watch(
+                    _PIPELINE, max_await_time_ms=wait_ms
+                ) as stream:
+                    await self._notify(*COLLECTIONS)
+                    while stream.alive:
+                        change = await stream.try_next()
+                        if change is not None:
+                            await self._notify(change["ns"]["coll"])
+            except PyMongoError as error:
+                _log.warning("no change stream, polling instead: %s", type(error).__name__)
+            await asyncio.sleep(_POLL_SECONDS)
+            await self._notify(*COLLECTIONS)
+
+    async def _notify(self, *collections: str) -> None:
+        async with self._changed:
+            self._counts.update(collections)
+            self._changed.notify_all()
