@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from agentrl.store.client import open_store
 
 from agentrl import cli
 from agentrl.config.schema import RunConfig
@@ -29,6 +28,7 @@ from agentrl.documents.status import (
 )
 from agentrl.documents.task import Task, record_key, task_key
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan, TrainStep
+from agentrl.store.client import open_store
 from agentrl.store.embedded import EmbeddedMongo
 
 pytestmark = pytest.mark.integration
@@ -85,7 +85,8 @@ def _documents() -> list[Root]:
     data = DBRecordData(
         id=RECORD, record=RECORD, task=TASK, split="train", status=DataStatus.TRAINED, score=1.0,
         advantage=0.5, min_version=1, max_version=1, tokens=7, trainable_tokens=3, turns=1,
-        nodes=(Node(start=0, end=7),), spans=(TrainableSpan(start=4, end=7, call=0, version=1, advantage=0.5),),
+        nodes=(Node(start=0, end=7),),
+        spans=(TrainableSpan(start=4, end=7, call=0, version=1, advantage=0.5),),
         trained_count=1,
         trained_at_steps=(2,), input_ids=pack_ids(range(1, 8)), behavior_logprobs=pack_floats([-1.0] * 3),
     )  # fmt: skip
