@@ -134,9 +134,7 @@ class Claims(Part):
             }
             result = await self._collection(RECORD).update_one(query, changes, session=session)
             if result.matched_count != 1:
-                raise StoreError(
-                    f"Record {claim.record_id} is not being scored, so it cannot be given a score"
-                )
+                raise StoreError(f"Record {claim.record_id} is not being scored: it takes no score")
             return task
 
         try:

@@ -75,8 +75,8 @@ class Connection:
             )
         if "setName" not in hello and hello.get("msg") != "isdbgrid":
             raise StoreError(
-                f"MongoDB at {self.host} is a standalone server: it has no transactions and no change streams",
-                cure="start it with --replSet NAME and run rs.initiate() once (deploy/mongo/docker-compose.yml)",
+                f"MongoDB at {self.host} is a standalone server, without transactions and change streams",
+                cure="start it with --replSet NAME and run rs.initiate() (deploy/mongo/docker-compose.yml)",
             )
 
     async def transaction(self, callback: Callable[[AsyncClientSession], Coroutine[Any, Any, R]]) -> R:
@@ -165,5 +165,5 @@ def _host(uri: str) -> str:
 def _uri_error(error: Exception) -> StoreError:
     return StoreError(
         f"--db_connection_string is no MongoDB URI: {error}",
-        cure="write mongodb://USER:PASSWORD@HOST:PORT/?replicaSet=NAME, with user and password percent-encoded",
+        cure="write mongodb://USER:PASSWORD@HOST:PORT/?replicaSet=NAME, user and password percent-encoded",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 from pymongo import ASCENDING, DESCENDING, IndexModel
 from pymongo.asynchronous.database import AsyncDatabase
@@ -114,7 +115,7 @@ async def prepare(database: AsyncDatabase[Json]) -> None:
             await database.command("collMod", name, viewOn=source, pipeline=pipeline)
 
 
-async def _create(database: AsyncDatabase[Json], name: str, **options: object) -> None:
+async def _create(database: AsyncDatabase[Json], name: str, **options: Any) -> None:
     try:
         await database.command("create", name, **options)
     except OperationFailure as error:

@@ -39,7 +39,7 @@ class Records(Part):
         return record
 
     @database_call
-    async def advance(self, claim: Claim, status: RecordStatus, **fields: Any) -> None:
+    async def advance(self, claim: Claim, status: RecordStatus, /, **fields: Any) -> None:
         """Move the Record to ``status`` and set ``fields``; in ``status`` already, only set them.
 
         Raises LeaseLostError when the claim no longer holds, StoreError when no edge leads there.
@@ -88,7 +88,10 @@ class Records(Part):
     async def counts(self, split: str) -> dict[RecordStatus, int]:
         """How many Records are in each state; every state is a key."""
         counts = dict.fromkeys(RecordStatus, 0)
-        pipeline = [{"$match": {"split": split}}, {"$group": {"_id": "$status", "count": {"$sum": 1}}}]
+        pipeline: list[Json] = [
+            {"$match": {"split": split}},
+            {"$group": {"_id": "$status", "count": {"$sum": 1}}},
+        ]
         async for group in await self._collection(RECORD).aggregate(pipeline):
             counts[RecordStatus(group["_id"])] = group["count"]
         return counts

@@ -86,7 +86,7 @@ class Tasks(Part):
         """How many Tasks are in each state; every state is a key."""
         match: dict[str, Any] = {"split": split} if epoch is None else {"split": split, "epoch": epoch}
         counts = dict.fromkeys(TaskStatus, 0)
-        pipeline = [{"$match": match}, {"$group": {"_id": "$status", "count": {"$sum": 1}}}]
+        pipeline: list[Json] = [{"$match": match}, {"$group": {"_id": "$status", "count": {"$sum": 1}}}]
         async for group in await self._collection(TASK).aggregate(pipeline):
             counts[TaskStatus(group["_id"])] = group["count"]
         return counts

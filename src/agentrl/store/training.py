@@ -94,7 +94,10 @@ class Training(Groups, Steps):
     async def counts(self, split: str) -> dict[DataStatus, int]:
         """How many DBRecordData are in each state; every state is a key."""
         counts = dict.fromkeys(DataStatus, 0)
-        pipeline = [{"$match": {"split": split}}, {"$group": {"_id": "$status", "count": {"$sum": 1}}}]
+        pipeline: list[Json] = [
+            {"$match": {"split": split}},
+            {"$group": {"_id": "$status", "count": {"$sum": 1}}},
+        ]
         async for group in await self._collection(DATA).aggregate(pipeline):
             counts[DataStatus(group["_id"])] = group["count"]
         return counts

@@ -10,13 +10,13 @@ from weakref import WeakKeyDictionary
 
 from pymongo.errors import PyMongoError
 
-from agentrl.store.connection import Connection
+from agentrl.store.connection import Connection, Json
 from agentrl.store.names import COLLECTIONS
 
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 2.0
 _REST_SECONDS = 0.05
-_PIPELINE = [
+_PIPELINE: list[Json] = [
     {"$match": {"ns.coll": {"$in": list(COLLECTIONS)}}},
     {"$project": {"ns": 1}},
 ]

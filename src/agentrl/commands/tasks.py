@@ -1,0 +1,85 @@
+"""``agentrl tasks load FILE`` and ``agentrl tasks list``: questions of a run, loaded and counted."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+from agentrl.config.load import CommandParser
+from agentrl.config.schema import RunConfig
+from agentrl.documents.task_file import read_tasks
+
+
+def main(argv: list[str]) -> int:
+    """Run ``load`` or ``list``."""
+    arguments = _parser().parse_args(argv)
+    return asyncio.run(_load(arguments) if arguments.action == "load" else _list(arguments))
+
+
+def _parser() -> CommandParser:
+    database = CommandParser(add_help=False)
+    database.add_argument("--run_name", required=True, help="the run: the name of its database")
+    database.add_argument("--db_connection_string", help="MongoDB URI (default: the embedded server)")
+    database.add_argument("--mongo_dir", default=".agentrl/mongo", help="folder of the embedded MongoDB")
+    database.add_argument("--db_timeout_seconds", type=float, default=10.0)
+    parser = CommandParser(prog="agentrl tasks", description="The tasks of a run.")
+    actions = parser.add_subparsers(dest="action", required=True, parser_class=CommandParser)
+    load = actions.add_parser("load", parents=[database], help="load a JSONL or JSON file")
+    load.add_argument("file", help="JSONL: one task a line; or a JSON list")
+    load.add_argument("--split", default="train", help="train, eval, … (%(default)s)")
+    load.add_argument(
+        "--num_generations", type=_positive, default=8, help="trajectories per task (%(default)s)"
+    )
+    load.add_argument("--seed", type=int, default=0, help="seed of the order (%(default)s)")
+    load.add_argument("--no_shuffle", action="store_true", help="keep the order of the file")
+    load.add_argument("--skip_bad_lines", action="store_true", help="load the good lines only")
+    actions.add_parser("list", parents=[database], help="count the run's tasks by split and state")
+    return parser
+
+
+async def _load(arguments: argparse.Namespace) -> int:
+    result = read_tasks(
+        arguments.file, split=arguments.split, seed=arguments.seed, shuffle=not arguments.no_shuffle,
+        num_generations=arguments.num_generations, skip_bad_lines=arguments.skip_bad_lines,
+    )  # fmt: skip
+    from agentrl.store.client import open_store
+
+    async with await open_store(_run(arguments)) as store:
+        loaded = await store.tasks.load(result.tasks)
+    for reason in result.skipped:
+        print(f"skipped  {reason}")
+    print(
+        f"{arguments.run_name}/{arguments.split}: {loaded.inserted} tasks loaded,"
+        f" {loaded.existing} there already, {len(result.skipped)} skipped"
+    )
+    return 0
+
+
+async def _list(arguments: argparse.Namespace) -> int:
+    from agentrl.store.client import open_store
+
+    async with await open_store(_run(arguments)) as store:
+        splits = await store.tasks.splits()
+        if not splits:
+            print(f"{arguments.run_name}: no tasks\n  → agentrl tasks load FILE.jsonl --run_name …")
+            return 0
+        for split in splits:
+            for epoch in await store.tasks.epochs(split):
+                counts = await store.tasks.counts(split, epoch)
+                states = "  ".join(f"{status.value} {count}" for status, count in counts.items())
+                print(f"{split}  epoch {epoch}  {states}")
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> RunConfig:
+    return RunConfig(
+        run_name=arguments.run_name, db_connection_string=arguments.db_connection_string,
+        mongo_dir=arguments.mongo_dir, db_timeout_seconds=arguments.db_timeout_seconds,
+    )  # fmt: skip
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
