@@ -1,0 +1,182 @@
+"""``agentrl serve`` as a process: it registers, follows published weights, refuses broken ones, stops."""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from agentrl.config.schema import RunConfig
+from agentrl.documents.policy import PolicyVersion
+from agentrl.documents.service import InferenceService
+from agentrl.documents.status import ServiceStatus
+from agentrl.inference.engine import EngineClient
+from agentrl.inference.router import EngineRouter
+from agentrl.inference.sampling import SamplingParams
+from agentrl.store.client import Store, open_store
+from agentrl.store.embedded import EmbeddedMongo
+from agentrl.weights.manifest import write_manifest
+
+AGENTRL = (sys.executable, "-c", "import sys; from agentrl.cli import main; sys.exit(main())")
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+
+def save_model(folder: Path, seed: int) -> Path:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=2048, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mongo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    server = EmbeddedMongo(tmp_path_factory.mktemp("mongo"))
+    yield server.up().uri
+    server.down()
+
+
+@pytest.fixture
+async def store(mongo: str) -> AsyncIterator[Store]:
+    run = RunConfig(run_name=f"serve-{uuid.uuid4().hex[:8]}", db_connection_string=mongo)
+    async with await open_store(run) as store:
+        yield store
+
+
+Start = Callable[[], "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def start(store: Store, mongo: str, tmp_path: Path) -> Iterator[Start]:
+    """Starts the command, which serves a tiny model as version 0."""
+    argv = [
+        *(*AGENTRL, "serve", "--engine", "local", "--run_name", store.run_name),
+        *("--db_connection_string", mongo, "--model_name_or_path", str(save_model(tmp_path / "base", 1))),
+        *("--log_dir", str(tmp_path / "logs"), "--heartbeat_seconds", "0.2", "--max_total_tokens", "8192"),
+    ]
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> subprocess.Popen[bytes]:
+        with (tmp_path / f"serve-{len(started)}.out").open("wb") as output:
+            started.append(
+                subprocess.Popen(
+                    argv, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+                )
+            )
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait(10)
+
+
+async def engine_when(
+    store: Store, process: subprocess.Popen[bytes], condition: Callable[[InferenceService], bool]
+) -> InferenceService:
+    """The run's engine as soon as ``condition`` holds for it."""
+    deadline = asyncio.get_running_loop().time() + 120
+    while True:
+        for service in await store.services.live(60.0):
+            if condition(service):
+                return service
+        assert process.poll() is None, "agentrl serve has ended"
+        assert asyncio.get_running_loop().time() < deadline
+        await asyncio.sleep(0.05)
+
+
+async def publish(store: Store, folder: Path, version: int) -> PolicyVersion:
+    files = write_manifest(folder, version=version)
+    document = PolicyVersion(id=version, step=version, location=str(folder), files=files, train_step=None)
+    await store.policies.publish(document)
+    return document
+
+
+async def test_it_follows_good_weights_refuses_broken_ones_and_stops(
+    store: Store, start: Start, tmp_path: Path
+) -> None:
+    serve = start()
+    service = await engine_when(store, serve, lambda s: s.status is ServiceStatus.READY)
+    assert (service.policy_version, service.engine) == (0, "local")
+    params = SamplingParams(max_new_tokens=1200, extra={"ignore_eos": True})
+    router = EngineRouter(lambda: store.services.live(60.0))
+    async with router.session("trajectory") as session:
+        flying = asyncio.create_task(session.generate([5, 6, 7], params))
+        await engine_when(store, serve, lambda s: s.running_requests == 1)
+        await publish(store, save_model(tmp_path / "v1", 2), 1)
+        await engine_when(store, serve, lambda s: s.policy_version == 1)
+        made = await flying
+        assert len(made.output_ids) == 1200
+        assert [span.version for span in made.versions][-1] == 1
+
+        broken = save_model(tmp_path / "v2", 3)
+        files = write_manifest(broken, version=2)
+        good = (broken / "model.safetensors").read_bytes()
+        (broken / "model.safetensors").write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+        await store.policies.publish(
+            PolicyVersion(id=2, step=2, location=str(broken), files=files, train_step=None)
+        )
+        refused = await engine_when(store, serve, lambda s: s.detail is not None)
+        assert refused.policy_version == 1
+        assert "model.safetensors" in str(refused.detail)
+        assert (await session.generate([5], params.replace(max_new_tokens=4))).versions[0].version == 1
+    await router.close()
+
+    serve.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(serve.wait, 20) == 0
+    assert await store.services.live(60.0) == []
+    assert not psutil.pid_exists(service.pid)
+
+
+async def test_a_restart_serves_the_newest_version_at_once(
+    store: Store, start: Start, tmp_path: Path
+) -> None:
+    serve = start()
+    first = await engine_when(store, serve, lambda s: s.status is ServiceStatus.READY)
+    serve.kill()
+    await asyncio.to_thread(serve.wait, 10)
+    async with EngineClient(first.url) as client:
+        deadline = asyncio.get_running_loop().time() + 10
+        while await client.health():
+            assert asyncio.get_running_loop().time() < deadline, "the engine outlived agentrl serve"
+            await asyncio.sleep(0.05)
+    await publish(store, save_model(tmp_path / "v1", 2), 1)
+    shutil.rmtree(tmp_path / "base")
+    again = start()
+    service = await engine_when(store, again, lambda s: s.id != first.id and s.status is ServiceStatus.READY)
+    assert service.policy_version == 1
+
+
+def run_serve(*arguments: str) -> subprocess.CompletedProcess[str]:
+    argv = [*AGENTRL, "serve", *arguments]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_a_folder_that_is_no_model_ends_with_the_reason(mongo: str, tmp_path: Path) -> None:
+    done = run_serve(
+        *("--run_name", "serve-empty", "--db_connection_string", mongo, "--log_dir", str(tmp_path)),
+        *("--model_name_or_path", str(tmp_path)),
+    )
+    assert done.returncode == 1
+    assert "is no model folder" in done.stderr
+
+
+def test_vllm_names_the_engines_that_work(mongo: str, tmp_path: Path) -> None:
+    done = run_serve(
+        *("--run_name", "serve-vllm", "--db_connection_string", mongo, "--log_dir", str(tmp_path)),
+        *("--model_name_or_path", str(tmp_path), "--engine", "vllm"),
+    )
+    assert done.returncode == 2
+    assert "--engine sglang" in done.stderr
