@@ -6,7 +6,9 @@ AgentRLError
 ├── ModelError             a model folder cannot be used
 ├── StoreError             the database refused or cannot be reached
 │   └── LeaseLostError     the claim that a write relied on has expired
+├── ForestError            training data are no token forest
 ├── PublishError           weights could not be written or do not match their checksums
+├── TrainingError          no data came in time, or the loss is no longer finite
 └── FailureError           what can end one trajectory; it carries a ``FailureKind``
     ├── EngineError        the inference engine failed
     ├── ToolServerError    a tool server cannot be reached (a tool's own error is no failure)
@@ -65,6 +67,10 @@ class ForestError(AgentRLError):
 
 class PublishError(AgentRLError):
     """Weights could not be written, or do not match their manifest."""
+
+
+class TrainingError(AgentRLError):
+    """Training cannot go on: no data came in time, or the loss is no longer finite."""
 
 
 class FailureError(AgentRLError):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 import random
 import re
 import shutil
+import struct
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +26,10 @@ logger = logging.getLogger(__name__)
 STATE = "state.json"
 _TRAINER = "trainer.pt"
 _ADAM_COPIES = 3
+_UNREADABLE = (
+    OSError, KeyError, ValueError, RuntimeError, EOFError, struct.error, pickle.UnpicklingError,
+)  # fmt: skip
+"""What torch.load and load_state_dict raise on a file that is damaged or of something else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +40,27 @@ class CheckpointState:
     step: int
     policy_version: int
     """The newest version published when it was written."""
+    is_published: bool
+    """The weights are those of ``policy_version``."""
     train_steps: tuple[str, ...]
     """``_id`` of every TrainStep whose effect the weights contain."""
     architecture: dict[str, Any]
+
+
+class Resumable(Protocol):
+    """What a checkpoint holds besides its state."""
+
+    @property
+    def policy(self) -> Policy:
+        """The model, and the folder whose tokenizer goes with it."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer."""
+
+    @property
+    def scheduler(self) -> LRScheduler:
+        """The learning-rate schedule."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +79,7 @@ class Checkpoint:
 def save(
     root: Path,
     state: CheckpointState,
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    scheduler: LRScheduler,
+    trained: Resumable,
     *,
     limit: int,
 ) -> Path:
@@ -65,14 +87,15 @@ def save(
 
     Raises PublishError, with nothing left behind, when the disk is full.
     """
+    policy = trained.policy
     target = root / f"checkpoint-{state.step:06d}"
     with atomic_folder(target, weight_bytes(policy.model) * _ADAM_COPIES) as temporary:
         (temporary / "model").mkdir()
         save_model_files(policy.model, policy.base, temporary / "model", policy.chat_template)
         torch.save(
             {
-                "optimizer": optimizer.state_dict(),
-                "scheduler": scheduler.state_dict(),
+                "optimizer": trained.optimizer.state_dict(),
+                "scheduler": trained.scheduler.state_dict(),
                 "random": _random_states(),
             },
             temporary / _TRAINER,
@@ -103,15 +126,15 @@ def find(root: Path, choice: str | None, *, run_name: str, base: Path) -> Checkp
     return _checked(folder, run_name, base)
 
 
-def restore(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> None:
+def restore(checkpoint: Checkpoint, trained: Resumable) -> None:
     """Load optimizer, schedule and random states; the model is loaded from ``checkpoint.model``."""
     path = checkpoint.folder / _TRAINER
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-        optimizer.load_state_dict(content["optimizer"])
-        scheduler.load_state_dict(content["scheduler"])
+        trained.optimizer.load_state_dict(content["optimizer"])
+        trained.scheduler.load_state_dict(content["scheduler"])
         _restore_random_states(content["random"])
-    except (OSError, KeyError, ValueError, RuntimeError) as error:
+    except _UNREADABLE as error:
         raise ModelError(
             f"{path} cannot be restored: {error}", cure="resume from another checkpoint, or start with 'none'"
         ) from error

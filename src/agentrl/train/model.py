@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -11,6 +12,7 @@ from agentrl.config.schema import ModelConfig
 from agentrl.errors import ModelError
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -60,10 +62,10 @@ def load_policy(config: ModelConfig, weights: Path | None = None) -> Policy:
     base = base_folder(config)
     tokenizer, template = load_tokenizer(config, base)
     model = _load_model(weights or base, config)
-    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+    embedded = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
+    if len(tokenizer) > embedded:
         raise ModelError(
-            f"the tokenizer of {base} knows {len(tokenizer)} ids, and the model embeds"
-            f" {model.get_input_embeddings().weight.shape[0]}",
+            f"the tokenizer of {base} knows {len(tokenizer)} ids, and the model embeds {embedded}",
             cure="resize the model's embeddings, or use the tokenizer that belongs to it",
         )
     disable_dropout(model)
@@ -116,7 +118,10 @@ def disable_dropout(model: PreTrainedModel) -> None:
 def _load_model(folder: Path, config: ModelConfig) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    disable_progress_bar: Callable[[], None] = transformers_logging.disable_progress_bar
+    disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(
             str(folder),
@@ -124,7 +129,7 @@ def _load_model(folder: Path, config: ModelConfig) -> PreTrainedModel:
             attn_implementation="sdpa",
             trust_remote_code=config.trust_remote_code,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, AssertionError) as error:
         raise ModelError(
             f"the model in {folder} cannot be loaded: {_first_line(error)}",
             cure="check its config.json and weights; code of its own needs --trust_remote_code true",

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 TEMPORARY = ".tmp-"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 _HEADROOM_BYTES = 16 << 20
+_READABLE = 0o644
+"""Engines may run as another user; safetensors writes for its owner alone."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -55,7 +57,7 @@ def write_version(
     with atomic_folder(target, weight_bytes(model)) as temporary:
         save_model_files(model, base, temporary, chat_template)
         files = write_manifest(temporary, version=version)
-    return target, files
+    return target.resolve(), files
 
 
 def save_model_files(model: SavableModel, base: Path, folder: Path, chat_template: str | None = None) -> None:
@@ -69,6 +71,8 @@ def save_model_files(model: SavableModel, base: Path, folder: Path, chat_templat
             shutil.copyfile(path, folder / path.name)
     if chat_template is not None:
         (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+    for path in folder.iterdir():
+        path.chmod(_READABLE)
 
 
 @contextlib.contextmanager

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
 from agentrl.documents.policy import PolicyVersion
-from agentrl.store.client import Store
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
 
 
 async def versions(store: Store, after: int, poll_seconds: float) -> AsyncIterator[PolicyVersion]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentrl.documents.policy import PolicyVersion
 from agentrl.errors import PublishError
-from agentrl.store.client import Store
 from agentrl.weights.folder import SavableModel, prune_versions, write_version
 from agentrl.weights.manifest import checksums
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ async def publish(
         write_version, model, tokenizer_files_from, folder_root, version, chat_template
     )
     document = PolicyVersion(
-        id=version, step=step, location=os.path.abspath(folder), files=files, train_step=train_step_id
+        id=version, step=step, location=str(folder), files=files, train_step=train_step_id
     )
     await store.policies.publish(document)
     await _prune(store, folder_root, keep)
@@ -57,8 +59,7 @@ async def publish_base(store: Store, folder: Path) -> PolicyVersion:
     known = await store.policies.get(0)
     if known is not None:
         return known
-    files = await asyncio.to_thread(checksums, folder)
-    document = PolicyVersion(id=0, step=0, location=os.path.abspath(folder), files=files, train_step=None)
+    document = await asyncio.to_thread(_describe_base, folder)
     await store.policies.publish(document)
     return document
 
@@ -66,6 +67,11 @@ async def publish_base(store: Store, folder: Path) -> PolicyVersion:
 async def next_version(store: Store) -> int:
     """One more than any version that was ever published, withdrawn ones included."""
     return max((policy.id for policy in await store.policies.all()), default=-1) + 1
+
+
+def _describe_base(folder: Path) -> PolicyVersion:
+    files = checksums(folder)
+    return PolicyVersion(id=0, step=0, location=str(folder.resolve()), files=files, train_step=None)
 
 
 async def _prune(store: Store, folder_root: Path, keep: int) -> None:

@@ -39,14 +39,8 @@ class Model:
 def base(tmp_path: Path) -> Path:
     folder = tmp_path / "base"
     folder.mkdir()
-    for name in (
-        "config.json",
-        "tokenizer.json",
-        "chat_template.jinja",
-        "model.safetensors",
-        "old.gguf",
-        ".x",
-    ):
+    names = "config.json tokenizer.json chat_template.jinja model.safetensors old.gguf .x"
+    for name in names.split():
         (folder / name).write_text(f"base {name}")
     return folder
 
@@ -96,9 +90,7 @@ def test_safetensors_own_error_is_told_as_a_full_disk(tmp_path: Path, base: Path
     class SafetensorError(Exception):
         pass
 
-    failing = Model(
-        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-    )
+    failing = Model(SafetensorError("I/O error: No space left on device (os error 28)"))
     with pytest.raises(PublishError, match="is full"):
         write_version(failing, base, tmp_path / "weights", 1)
 

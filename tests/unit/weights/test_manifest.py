@@ -21,7 +21,8 @@ def folder(tmp_path: Path) -> Path:
 
 def test_every_regular_file_is_listed_with_size_and_sha256(folder: Path) -> None:
     files = checksums(folder)
-    assert [(file.name, file.bytes) for file in files] == [
+    listed = [(file.name, file.bytes) for file in files]
+    assert listed == [
         ("config.json", 2),
         ("model.safetensors", 3_000_000),
     ]

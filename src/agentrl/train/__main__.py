@@ -1,0 +1,9 @@
+"""``python -m agentrl.train``: what ``accelerate launch -m agentrl.train`` starts."""
+
+from __future__ import annotations
+
+import sys
+
+from agentrl.cli import main
+
+sys.exit(main(["train", *sys.argv[1:]]))

@@ -1,0 +1,216 @@
+"""The training loop: data, step, commit, publish, checkpoint; it waits, and computation has a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.batching.stream import DataStream, StepData
+from agentrl.config.schema import TrainConfig
+from agentrl.documents.training import TrainStep
+from agentrl.errors import PublishError, TrainingError
+from agentrl.observe.live import StepView
+from agentrl.observe.trackers import Tracker
+from agentrl.train import checkpoint
+from agentrl.train.compute import StepComputer
+from agentrl.train.model import architecture
+from agentrl.train.resume import Progress
+from agentrl.train.rewards import reward_metrics
+from agentrl.weights.publish import next_version, publish
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
+
+logger = logging.getLogger(__name__)
+
+SKIPS_BEFORE_GIVING_UP = 3
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """One trainer of a run. ``stop`` set: the current step is finished, saved, and ``run`` returns."""
+
+    store: Store
+    run_name: str
+    config: TrainConfig
+    computer: StepComputer
+    stream: DataStream
+    progress: Progress
+    output: Path
+    owner: str
+    stop: asyncio.Event
+    view: StepView
+    tracker: Tracker
+    split: str = "train"
+    saved_step: int = 0
+    seconds_publish: float = 0.0
+    skipped: int = 0
+
+    async def run(self) -> None:
+        """Train until ``max_steps``, the end of the data, or ``stop``; publish and save what is not yet."""
+        try:
+            await self._publish_if_needed()
+            while not self._is_done():
+                started = time.perf_counter()
+                batch = await self._next_data()
+                if batch is None:
+                    break
+                await self._train(batch, time.perf_counter() - started)
+        finally:
+            await self.stream.close()
+        await self._finish()
+
+    def _is_done(self) -> bool:
+        return self.stop.is_set() or 0 < self.config.max_steps <= self.progress.step
+
+    async def _next_data(self) -> StepData | None:
+        """The next step's data; None at the end of the data or on ``stop``."""
+        take = asyncio.create_task(self.stream.take(self.progress.step + 1, self.progress.version))
+        stopped = asyncio.create_task(self.stop.wait())
+        try:
+            await asyncio.wait((take, stopped), return_when=asyncio.FIRST_COMPLETED)
+            batch = take.result() if take.done() else None
+        finally:
+            await _cancel(take, stopped)
+        if batch is None and not self.stop.is_set():
+            logger.info("every group is sampled, and what was to be trained is trained")
+        return batch
+
+    async def _train(self, batch: StepData, seconds_data: float) -> None:
+        progress = self.progress
+        plan = TrainStep(
+            id=f"{progress.attempt}/{progress.step + 1}",
+            step=progress.step + 1,
+            policy_version=progress.version,
+            data=tuple(item.id for item in batch.data),
+            owner=self.owner,
+        )
+        await self.store.training.plan_step(plan)
+        rewards = await reward_metrics(self.store, self.split, batch.groups, progress.reward_until)
+        self._prefetch(plan.step)
+        result = await asyncio.to_thread(self.computer.train, batch.data, progress.version)
+        if not result.is_finite:
+            await self._skip(plan, result.metrics)
+            return
+        metrics = {
+            **result.metrics,
+            **rewards,
+            "groups": len(batch.groups),
+            "groups_open": await self.store.training.open_groups(self.split),
+            "groups_ready": await self.stream.ready_groups(plan.step + 1, progress.version),
+            "seconds_data": seconds_data,
+            "seconds_publish": self.seconds_publish,
+        }
+        await self._commit(plan, metrics)
+        await self._follow_up(plan)
+
+    async def _commit(self, plan: TrainStep, metrics: dict[str, Any]) -> None:
+        await self.store.training.commit_step(
+            plan.id,
+            metrics,
+            plan.data,
+            max_trained_count=self.config.max_trained_count,
+            retrained_interval=self.config.retrained_interval,
+        )
+        progress = self.progress
+        progress.step = plan.step
+        progress.is_published = False
+        progress.train_steps.append(plan.id)
+        progress.reward_until = metrics.get("reward_until", progress.reward_until)
+        self.skipped = 0
+        self.stream.avoid(frozenset())
+        self.view.step(plan.step, metrics)
+        self.tracker.log(plan.step, metrics)
+
+    async def _follow_up(self, plan: TrainStep) -> None:
+        """Publish and save where it is time; a disk that is full is told, and tried again next time."""
+        try:
+            if plan.step % self.config.publish_steps == 0:
+                await self._publish_if_needed()
+            if plan.step % self.config.save_steps == 0:
+                await self._save_if_needed()
+        except PublishError as error:
+            logger.error("%s", error)
+
+    async def _skip(self, plan: TrainStep, metrics: dict[str, Any]) -> None:
+        """Undo a step whose loss or gradient is not finite; its data are tried again behind others."""
+        self.skipped += 1
+        logger.error(
+            "step %d is skipped: loss %s, gradient norm %s; its data: %s",
+            plan.step, metrics["loss"], metrics["grad_norm"], ", ".join(plan.data),
+        )  # fmt: skip
+        await self.stream.close()
+        await self.store.training.revert_after(self.progress.step)
+        self.progress.attempt += 1
+        self.stream.avoid(frozenset(plan.data))
+        if self.skipped >= SKIPS_BEFORE_GIVING_UP:
+            raise TrainingError(
+                f"loss or gradient were not finite {self.skipped} times in a row (at step {plan.step})",
+                cure="lower --learning_rate, or train in float32 (--dtype float32 --autocast_bf16 false);"
+                " the log names the trajectories, `agentrl audit record ID` shows one",
+            )
+
+    def _prefetch(self, step: int) -> None:
+        if 0 < self.config.max_steps <= step:
+            return
+        publishes = step % self.config.publish_steps == 0
+        self.stream.prefetch(step + 1, self.progress.version + (1 if publishes else 0))
+
+    async def _publish_if_needed(self) -> None:
+        if self.progress.is_published:
+            return
+        started = time.perf_counter()
+        version = await next_version(self.store)
+        policy = self.computer.policy
+        await publish(
+            self.store,
+            policy.model,
+            tokenizer_files_from=policy.base,
+            folder_root=self.output / "weights",
+            version=version,
+            step=self.progress.step,
+            train_step_id=self.progress.train_steps[-1] if self.progress.train_steps else None,
+            keep=self.config.published_versions_kept,
+            chat_template=policy.chat_template,
+        )
+        self.progress.version = version
+        self.progress.is_published = True
+        self.seconds_publish = time.perf_counter() - started
+
+    async def _save_if_needed(self) -> None:
+        progress = self.progress
+        if progress.step == self.saved_step:
+            return
+        state = checkpoint.CheckpointState(
+            run_name=self.run_name,
+            step=progress.step,
+            policy_version=progress.version,
+            is_published=progress.is_published,
+            train_steps=tuple(progress.train_steps),
+            architecture=architecture(self.computer.policy.base),
+        )
+        folder = await asyncio.to_thread(
+            checkpoint.save, self.output, state, self.computer, limit=self.config.save_total_limit
+        )
+        self.saved_step = progress.step
+        logger.info("saved %s", folder)
+
+    async def _finish(self) -> None:
+        failure: PublishError | None = None
+        try:
+            await self._publish_if_needed()
+        except PublishError as error:
+            failure = error
+        await self._save_if_needed()
+        if failure is not None:
+            raise failure
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

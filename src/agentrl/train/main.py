@@ -1,0 +1,183 @@
+"""``agentrl train``: waits for sampled groups, trains them, publishes the weights; resumes by itself.
+
+    agentrl train --run_name demo --model_name_or_path models/base --max_steps 100
+
+SIGTERM and SIGINT: the current step is finished and saved; the same command goes on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.config.load import Configs, parse
+from agentrl.config.schema import (
+    GroupConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    SamplingConfig,
+    TaskConfig,
+    TrainConfig,
+)
+from agentrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentrl.batching.stream import DataStream
+    from agentrl.store.client import Store
+    from agentrl.train.checkpoint import Checkpoint
+    from agentrl.train.compute import StepComputer
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = (RunConfig, ModelConfig, TaskConfig, SamplingConfig, LossConfig, OptimConfig, TrainConfig)
+
+
+def main(argv: list[str]) -> int:
+    """Parse ``argv`` and train; 0 when training ended or was asked to stop."""
+    configs = parse(
+        argv,
+        command="agentrl train",
+        description="The trainer: waits for sampled groups, trains them and publishes the weights.",
+        shown=_SHOWN,
+    )
+    from agentrl.observe.logging import setup
+    from agentrl.train.model import base_folder
+
+    setup(configs[RunConfig], "train")
+    base_folder(configs[ModelConfig])
+    asyncio.run(_train(configs))
+    return 0
+
+
+async def _train(configs: Configs) -> None:
+    from agentrl.observe.live import StepView
+    from agentrl.observe.logging import describe_process_id
+    from agentrl.observe.trackers import open_trackers
+    from agentrl.store.client import open_store
+    from agentrl.train import resume
+    from agentrl.train.loop import Trainer
+    from agentrl.weights.folder import remove_leftovers
+
+    run, config = configs[RunConfig], configs[TrainConfig]
+    output = Path(run.output)
+    stop = _stop_on_signals()
+    async with await open_store(run) as store:
+        for folder in (output, output / "weights"):
+            await asyncio.to_thread(remove_leftovers, folder)
+        total_steps = await _total_steps(store, configs)
+        computer, checkpoint = await asyncio.to_thread(_prepare, configs, output, total_steps)
+        progress = await resume.begin(store, computer.policy.base, checkpoint)
+        logger.info(
+            "training from step %d, policy version %d%s",
+            progress.step, progress.version, f" ({checkpoint.folder})" if checkpoint else "",
+        )  # fmt: skip
+        tracker = open_trackers(config.report_to, run, output, _parameters(configs))
+        trainer = Trainer(
+            store=store,
+            run_name=run.run_name,
+            config=config,
+            computer=computer,
+            stream=_stream(store, configs),
+            progress=progress,
+            output=output,
+            owner=describe_process_id(),
+            stop=stop,
+            view=StepView(max_steps=config.max_steps),
+            tracker=tracker,
+            saved_step=progress.step,
+        )
+        try:
+            await trainer.run()
+        finally:
+            tracker.close()
+
+
+def _prepare(
+    configs: Configs, output: Path, total_steps: int | None
+) -> tuple[StepComputer, Checkpoint | None]:
+    """What computes, as the checkpoint to resume from left it."""
+    from agentrl.train import checkpoint
+    from agentrl.train.build import Recipe, build_computer
+    from agentrl.train.model import base_folder
+
+    run, model, train = configs[RunConfig], configs[ModelConfig], configs[TrainConfig]
+    found = checkpoint.find(
+        output, train.resume_from_checkpoint, run_name=run.run_name, base=base_folder(model)
+    )
+    recipe = Recipe(
+        model=model,
+        loss=configs[LossConfig],
+        optim=configs[OptimConfig],
+        train=train,
+        seed=run.seed,
+        temperature=_temperature(configs[SamplingConfig].preferred_sampling_params),
+    )
+    computer = build_computer(recipe, weights=found.model if found else None, total_steps=total_steps)
+    if found:
+        checkpoint.restore(found, computer)
+    return computer, found
+
+
+def _temperature(sampling_params: str) -> float:
+    """The sampling temperature: the trainer's logprobs are those of logits/temperature."""
+    try:
+        return float(json.loads(sampling_params).get("temperature") or 1.0)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"--preferred_sampling_params is {sampling_params!r}: {error}",
+            cure="give JSON, e.g. '{\"temperature\": 1}'",
+        ) from error
+
+
+def _stream(store: Store, configs: Configs) -> DataStream:
+    from agentrl.batching.stream import DataStream, StreamSettings
+
+    sampling, tasks, train = configs[SamplingConfig], configs[TaskConfig], configs[TrainConfig]
+    settings = StreamSettings(
+        groups_per_step=train.groups_per_step,
+        num_generations=tasks.num_generations,
+        num_epochs=tasks.num_train_epochs,
+        max_staleness=0 if sampling.sync_sampling else sampling.max_staleness,
+        wait_seconds=train.data_wait_seconds,
+    )
+    return DataStream(store, settings)
+
+
+async def _total_steps(store: Store, configs: Configs) -> int | None:
+    """Where a falling schedule ends: ``--max_steps``, else the most steps that the tasks can fill."""
+    tasks, train = configs[TaskConfig], configs[TrainConfig]
+    if train.max_steps > 0:
+        return train.max_steps
+    epochs = len(await store.tasks.epochs("train"))
+    if epochs == 0:
+        return None
+    per_epoch = sum((await store.tasks.counts("train")).values()) / epochs
+    return max(1, int(per_epoch * tasks.num_train_epochs / train.groups_per_step))
+
+
+def _parameters(configs: Configs) -> dict[str, Any]:
+    parameters: dict[str, Any] = {}
+    for group in (ModelConfig, GroupConfig, LossConfig, OptimConfig, TrainConfig):
+        parameters |= vars(configs[group])
+    return parameters
+
+
+def _stop_on_signals() -> asyncio.Event:
+    """Set on the first SIGTERM or SIGINT; a second one ends the process at once."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def ask_to_stop(number: signal.Signals) -> None:
+        logger.info("%s: finishing the step, saving, leaving", number.name)
+        stop.set()
+        loop.remove_signal_handler(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ask_to_stop, number)
+    return stop

@@ -1,0 +1,148 @@
+"""The part of the store that training uses, in memory: for tests of pure logic."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from agentrl.documents.policy import PolicyVersion
+from agentrl.documents.service import InferenceService
+from agentrl.documents.status import DataStatus, StepStatus, VersionStatus
+from agentrl.documents.training import DBRecordData, TrainStep
+
+
+class FakeStore:
+    """Tasks, training, policies and services of one run; ``database`` is what it holds."""
+
+    def __init__(self) -> None:
+        self.run_name = "run"
+        self.data: dict[str, DBRecordData] = {}
+        self.train_steps: dict[str, TrainStep] = {}
+        self.versions: dict[int, PolicyVersion] = {}
+        self.engines: list[InferenceService] = []
+        self.summaries: list[dict[str, Any]] = []
+        self.unfinished_groups = 0
+        self.opened_epochs = [0]
+        self.changed = asyncio.Event()
+        self.tasks = _Tasks(self)
+        self.training = _Training(self)
+        self.policies = _Policies(self)
+        self.services = _Services(self)
+
+    def add(self, *items: DBRecordData) -> None:
+        self.data.update({item.id: item for item in items})
+        self.changed.set()
+
+    async def wait_for_change(self, *collections: str, timeout: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(timeout, 0.01)):
+                await self.changed.wait()
+                self.changed.clear()
+
+    def with_status(self, status: DataStatus) -> list[str]:
+        return [item.id for item in self.data.values() if item.status is status]
+
+
+class _Part:
+    def __init__(self, store: FakeStore) -> None:
+        self.store = store
+
+
+class _Tasks(_Part):
+    async def epochs(self, split: str) -> list[int]:
+        return self.store.opened_epochs
+
+    async def unfinished(self, split: str) -> int:
+        return self.store.unfinished_groups
+
+    async def counts(self, split: str) -> dict[str, int]:
+        return {"running": self.store.unfinished_groups}
+
+    async def get(self, task_id: str) -> None:
+        return None
+
+
+class _Training(_Part):
+    async def ready(self, split: str, *, min_version: int, limit: int, step: int) -> list[DBRecordData]:
+        ready = (item for item in self.store.data.values() if item.status is DataStatus.READY)
+        return [item for item in ready if item.min_version >= min_version][:limit]
+
+    async def mark_stale(self, split: str, below_version: int) -> int:
+        old = [
+            item for item in self.store.data.values()
+            if item.status is DataStatus.READY and item.min_version < below_version
+        ]  # fmt: skip
+        self._set(old, DataStatus.STALE)
+        return len(old)
+
+    async def fetch(self, ids: Sequence[str]) -> list[DBRecordData]:
+        return [self.store.data[id] for id in reversed(ids)]
+
+    async def plan_step(self, step: TrainStep) -> None:
+        assert step.id not in self.store.train_steps
+        items = [self.store.data[id] for id in step.data]
+        assert all(item.status is DataStatus.READY for item in items)
+        self._set(items, DataStatus.PLANNED)
+        self.store.train_steps[step.id] = step
+
+    async def commit_step(
+        self, step_id: str, metrics: dict[str, Any], trained_ids: Sequence[str],
+        max_trained_count: int, retrained_interval: int,
+    ) -> None:  # fmt: skip
+        step = self.store.train_steps[step_id]
+        self.store.train_steps[step_id] = replace(step, status=StepStatus.COMMITTED, metrics=metrics)
+        self._set([self.store.data[id] for id in trained_ids], DataStatus.TRAINED)
+
+    async def revert_after(self, step: int) -> int:
+        reopened = 0
+        for item in list(self.store.train_steps.values()):
+            if item.step > step and item.status is not StepStatus.REVERTED:
+                self.store.train_steps[item.id] = replace(item, status=StepStatus.REVERTED)
+                self._set([self.store.data[id] for id in item.data], DataStatus.READY)
+                reopened += len(item.data)
+        return reopened
+
+    async def steps(self, after: int = 0, status: StepStatus | None = None) -> list[TrainStep]:
+        return [step for step in self.store.train_steps.values() if step.step > after]
+
+    async def open_groups(self, split: str) -> int:
+        return self.store.unfinished_groups
+
+    async def group_summaries(self, split: str, *, after: datetime | None) -> list[dict[str, Any]]:
+        start = after or datetime.min.replace(tzinfo=UTC)
+        return [summary for summary in self.store.summaries if summary["finalised_at"] > start]
+
+    def _set(self, items: Sequence[DBRecordData], status: DataStatus) -> None:
+        for item in items:
+            self.store.data[item.id] = replace(item, status=status)
+
+
+class _Policies(_Part):
+    async def get(self, id: int) -> PolicyVersion | None:
+        return self.store.versions.get(id)
+
+    async def all(self) -> list[PolicyVersion]:
+        return list(self.store.versions.values())
+
+    async def latest(self) -> PolicyVersion | None:
+        published = [v for v in self.store.versions.values() if v.status is VersionStatus.PUBLISHED]
+        return max(published, key=lambda version: version.id, default=None)
+
+    async def publish(self, version: PolicyVersion) -> None:
+        assert version.id not in self.store.versions
+        self.store.versions[version.id] = version
+        self.store.changed.set()
+
+    async def withdraw_after(self, version: int) -> None:
+        for item in list(self.store.versions.values()):
+            if item.id > version:
+                self.store.versions[item.id] = replace(item, status=VersionStatus.WITHDRAWN)
+
+
+class _Services(_Part):
+    async def live(self, max_age_seconds: float) -> list[InferenceService]:
+        return self.store.engines

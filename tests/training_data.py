@@ -1,0 +1,28 @@
+"""Synthetic training data for the tiny policy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.training import DBRecordData, Node, TrainableSpan
+
+
+def group(name: str, *, size: int = 2, version: int = 0, split: str = "train") -> list[DBRecordData]:
+    """One group of one-turn trajectories of ten tokens, four of them trained; the same for the same name."""
+    generator = np.random.default_rng(list(name.encode()))
+    items = []
+    for index in range(size):
+        record = f"{name}/{index}/1"
+        advantage = 1.0 if index % 2 else -1.0
+        items.append(
+            DBRecordData(
+                id=record, record=record, task=name, split=split, score=float(index % 2), advantage=advantage,
+                min_version=version, max_version=version, tokens=10, trainable_tokens=4, turns=1,
+                nodes=(Node(start=0, end=10),),
+                spans=(TrainableSpan(start=6, end=10, call=0, version=version, advantage=advantage),),
+                input_ids=pack_ids(generator.integers(0, 250, 10).tolist()),
+                behavior_logprobs=pack_floats([-5.5] * 4),
+            )
+        )  # fmt: skip
+    return items

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from fake_store import FakeStore
+from training_data import group
+
+from agentrl.batching.freshness import choose_groups, oldest_fresh
+from agentrl.batching.stream import DataStream, StreamSettings
+from agentrl.documents.status import DataStatus
+from agentrl.errors import TrainingError
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
+
+
+def stream(store: FakeStore, **changes: Any) -> DataStream:
+    settings = StreamSettings(
+        groups_per_step=2, num_generations=2, num_epochs=1, max_staleness=1, wait_seconds=30.0
+    )
+    return DataStream(cast("Store", store), replace(settings, **changes))
+
+
+@pytest.fixture
+async def store() -> FakeStore:
+    store = FakeStore()
+    store.unfinished_groups = 1
+    return store
+
+
+def test_freshness_counts_versions() -> None:
+    assert [oldest_fresh(version, 2) for version in (0, 1, 2, 5)] == [0, 0, 0, 3]
+
+
+def test_whole_groups_are_chosen_in_order() -> None:
+    members = [*group("a"), *group("b"), *group("c")]
+    assert choose_groups(members, 2) == {"a": ["a/0/1", "a/1/1"], "b": ["b/0/1", "b/1/1"]}
+
+
+def test_groups_to_avoid_come_last() -> None:
+    members = [*group("a"), *group("b")]
+    assert list(choose_groups(members, 1, avoid={"a/1/1"})) == ["b"]
+    assert list(choose_groups(members, 2, avoid={"a/1/1"})) == ["b", "a"]
+
+
+async def test_a_step_waits_for_its_groups(store: FakeStore) -> None:
+    store.add(*group("a"))
+    waiting = asyncio.create_task(stream(store).take(1, 0))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    store.add(*group("b"), *group("c"))
+    batch = await waiting
+    assert batch is not None
+    assert batch.groups == ("a", "b")
+    assert [item.id for item in batch.data] == ["a/0/1", "a/1/1", "b/0/1", "b/1/1"]
+    assert not batch.is_rest
+
+
+async def test_data_that_are_too_old_are_marked_and_not_trained(store: FakeStore) -> None:
+    store.add(*group("old", version=1), *group("a", version=2), *group("b", version=3))
+    batch = await stream(store).take(1, 3)
+    assert batch is not None
+    assert batch.groups == ("a", "b")
+    assert store.with_status(DataStatus.STALE) == ["old/0/1", "old/1/1"]
+
+
+async def test_the_rest_is_trained_when_sampling_has_ended(store: FakeStore) -> None:
+    store.add(*group("a"))
+    store.unfinished_groups = 0
+    data = stream(store)
+    batch = await data.take(1, 0)
+    assert batch is not None
+    assert batch.is_rest
+    store.data = {id: replace(item, status=DataStatus.TRAINED) for id, item in store.data.items()}
+    assert await data.take(1, 1) is None
+
+
+async def test_an_epoch_that_is_not_open_yet_is_waited_for(store: FakeStore) -> None:
+    store.unfinished_groups = 0
+    with pytest.raises(TrainingError, match=r"fewer than 2 groups became ready within 0\.05 s"):
+        await stream(store, num_epochs=2, wait_seconds=0.05).take(1, 0)
+
+
+async def test_the_next_step_is_fetched_ahead(store: FakeStore) -> None:
+    store.add(*group("a"), *group("b"))
+    data = stream(store)
+    data.prefetch(1, 1)
+    batch = await data.take(1, 1)
+    assert batch is not None
+    assert batch.groups == ("a", "b")
+    await data.close()
+
+
+async def test_what_was_fetched_for_another_version_is_chosen_anew(store: FakeStore) -> None:
+    store.add(*group("old", version=0), *group("a", version=1), *group("b", version=1))
+    data = stream(store)
+    data.prefetch(1, 1)
+    batch = await data.take(1, 2)
+    assert batch is not None
+    assert batch.groups == ("a", "b")
+
+
+async def test_a_rest_that_was_fetched_ahead_is_chosen_anew(store: FakeStore) -> None:
+    store.unfinished_groups = 0
+    data = stream(store)
+    data.prefetch(1, 1)
+    await asyncio.sleep(0)
+    store.add(*group("again"))
+    batch = await data.take(1, 1)
+    assert batch is not None
+    assert batch.groups == ("again",)
+
+
+async def test_closing_ends_what_waits(store: FakeStore) -> None:
+    data = stream(store)
+    data.prefetch(1, 1)
+    await data.close()
+    await data.close()
