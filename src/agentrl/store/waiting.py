@@ -16,6 +16,7 @@ from agentrl.store.names import COLLECTIONS
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 2.0
 _REST_SECONDS = 0.05
+_CANCEL_SECONDS = 0.5
 _PIPELINE: list[Json] = [
     {"$match": {"ns.coll": {"$in": list(COLLECTIONS)}}},
     {"$project": {"ns": 1}},
@@ -56,11 +57,10 @@ class Changes:
             self._seen[caller] = self._counts.copy()
 
     async def close(self) -> None:
-        """End the change stream."""
-        if self._follower is not None:
+        """End the change stream. The driver may swallow a cancellation, so it is repeated until it holds."""
+        while self._follower is not None and not self._follower.done():
             self._follower.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._follower
+            await asyncio.wait([self._follower], timeout=_CANCEL_SECONDS)
 
     async def _follow(self) -> None:
         wait_ms = max(100, min(1000, int(self._connection.timeout * 500)))
