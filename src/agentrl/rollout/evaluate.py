@@ -109,7 +109,7 @@ async def collect(store: Store, split: str, default_agent: str) -> list[Evaluate
     from agentrl.rollout.report import EvaluatedTask
 
     evaluated = []
-    for task in await store.tasks.of_split(split):
+    for task in await store.tasks.find(split):
         records = await store.records.of_task(task.id)
         scored = [record for record in records if record.score is not None]
         kinds = [record.failure.kind for record in records if record.failure is not None]

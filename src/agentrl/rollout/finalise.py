@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from agentrl.config.schema import GroupConfig
 from agentrl.conversion.convert import to_training_data
@@ -15,8 +16,10 @@ from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import StoreError
 from agentrl.scoring.groups import Decision, decide_group, summarise
-from agentrl.store.client import Store
-from agentrl.store.training import GroupOutcome, RecordOutcome
+from agentrl.store.groups import GroupOutcome, RecordOutcome
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
 
 logger = logging.getLogger(__name__)
 

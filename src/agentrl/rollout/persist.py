@@ -40,11 +40,19 @@ async def persist(
         except LeaseLostError:
             raise
         except StoreError as error:
+            _raise_if_cancelled()
             if time.monotonic() + delay > deadline or (stop is not None and stop.is_set()):
                 raise
             logger.warning("the database does not answer", extra={"for": what, "why": error.message})
         await _pause(delay, stop)
         delay = min(delay * 2, _LONGEST_DELAY)
+
+
+def _raise_if_cancelled() -> None:
+    """The driver may report a cancelled operation as a network error: the cancellation still counts."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 async def _pause(seconds: float, stop: asyncio.Event | None) -> None:

@@ -19,6 +19,7 @@ from agentrl.inference.sampling import SamplingParams
 from agentrl.rollout.context import get_context_manager
 from agentrl.rollout.conversation import Conversation
 from agentrl.rollout.renderer import ChatRenderer, Message
+from agentrl.rollout.storable import clean, storable
 from agentrl.scoring.answers import extract_answer
 from agentrl.tools.base import Schema, ToolResult
 
@@ -161,7 +162,7 @@ class Rollout:
         params = self._params.replace(**changes)
         generation = await self._engine.generate(conversation.prompt_ids(), params)
         text = self._renderer.decode(generation.output_ids)
-        parsed = self._parser.parse(text)
+        parsed = _cleaned(self._parser.parse(text))
         message = self._message(text, parsed)
         conversation.append_generation(generation.output_ids, message)
         self._texts[text] += 1
@@ -236,17 +237,18 @@ class Rollout:
     async def _run(self, call: ToolCall, pending: _Pending) -> str:
         self.tool_calls += 1
         result = await self._tools.call(call.name, call.arguments)
+        text = clean(result.text)
         pending.executions.append(
             ToolExecution(
                 name=call.name,
-                arguments=call.arguments,
-                result=result.text,
+                arguments=storable(call.arguments),
+                result=text,
                 error=result.error,
                 seconds=result.seconds,
                 server=result.server,
             )
         )
-        return f"Error: {result.text}" if result.error else result.text
+        return f"Error: {text}" if result.error else str(text)
 
     def _refuse(self, problem: str, pending: _Pending) -> str:
         pending.error = pending.error or problem
@@ -273,8 +275,8 @@ class Rollout:
             index=self.turns - 1,
             parent=pending.parent,
             status=pending.status,
-            messages=pending.messages,
-            response=pending.response,
+            messages=tuple(storable(message) for message in pending.messages),
+            response=storable(pending.response),
             tool_executions=tuple(pending.executions),
             tools=pending.tools,
             error=pending.error,
@@ -291,6 +293,11 @@ class Rollout:
             output_ids=pack_ids(generation.output_ids),
             logprobs=pack_floats(generation.logprobs),
         )
+
+
+def _cleaned(parsed: ParsedMessage) -> ParsedMessage:
+    calls = tuple(ToolCall(clean(call.name), clean(call.arguments), call.typed) for call in parsed.tool_calls)
+    return ParsedMessage(parsed.content, calls, clean(parsed.error))
 
 
 def _first_messages(session: Rollout) -> list[Message]:

@@ -78,8 +78,8 @@ class Worker:
         return False
 
     async def _converse(self, claim: Claim) -> tuple[Rollout, Outcome]:
-        agent = get_agent(claim.task.agent_name or self.agent.agent_name)
         await persist(lambda: self.store.records.create(claim), what="record")
+        agent = get_agent(claim.task.agent_name or self.agent.agent_name)
         await self._advance(claim, RecordStatus.RUNNING)
         schemas = await self.tools.schemas(claim.task.tools)
 
@@ -109,8 +109,6 @@ class Worker:
             RecordStatus.COMPLETED,
             final_answer=outcome.final_answer,
             stop_reason=outcome.stop_reason,
-            tool_calls=session.tool_calls,
-            context_resets=session.context_resets,
         )
         return session, outcome
 

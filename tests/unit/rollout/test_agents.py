@@ -246,3 +246,15 @@ async def test_parameters_of_one_call_are_stored_with_it() -> None:
     await cold(trajectory.session)
     await trajectory.session.finish()
     assert [call.sampling_params["temperature"] for call in trajectory.calls] == [1.0, 0.0]
+
+
+async def test_json_that_no_encoder_takes_does_not_end_the_trajectory() -> None:
+    huge = 10**30
+    arguments = f'{{"a": {huge}, "b": 1, "\\u0000": "\\ud800"}}'
+    said = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+    trajectory = Trajectory(said, ANSWER)
+    assert (await trajectory.run()).stop_reason is StopReason.ANSWERED
+    (execution,) = trajectory.calls[0].tool_executions
+    assert execution.result == str(huge + 1)
+    assert execution.arguments == {"a": str(huge), "b": 1, "\ufffd": "?"}
+    assert trajectory.calls[0].response["tool_calls"][0]["function"]["arguments"]["a"] == str(huge)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,17 +14,23 @@ _UNTYPED = ("integer", "number", "boolean", "object", "array", "null")
 
 
 def validate_call(call: ToolCall, schemas: Sequence[Mapping[str, Any]]) -> str | None:
-    """None if ``call`` fits one of the OpenAI function ``schemas``, else what is wrong with it."""
+    """None if ``call`` fits one of the OpenAI function ``schemas``, else what is wrong with it.
+
+    A schema that is itself wrong is the server's business: its arguments are passed on unchecked.
+    """
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError, UnknownType, best_match
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
 
     parameters = _parameters(call.name, schemas)
     if parameters is None:
         return _unknown_tool(call.name, schemas)
     try:
         Draft202012Validator.check_schema(parameters)
-        error = best_match(Draft202012Validator(parameters).iter_errors(call.arguments))
-    except (SchemaError, UnknownType):
+        checker = Draft202012Validator(parameters, registry=Registry())
+        error = best_match(checker.iter_errors(call.arguments))
+    except (SchemaError, UnknownType, Unresolvable, re.error):
         return None
     if error is None:
         return None

@@ -160,3 +160,12 @@ def test_untyped_values_take_the_schema_type_and_text_stays_text() -> None:
     assert call.arguments == {"a": 1, "b": "two", "note": "3"}
     typed = ToolCall("add", {"a": "1"})
     assert typed_call(typed, [ADD]) is typed
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"type": "nonsense"}, {"$ref": "http://127.0.0.1:1/x"}, {"properties": {"a": {"pattern": "("}}}],
+)
+def test_a_wrong_schema_is_not_the_models_fault(parameters: dict[str, object]) -> None:
+    schema = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    assert validate_call(ToolCall("f", {"a": "b"}), [schema]) is None
