@@ -10,17 +10,25 @@ from typing import Any
 import pytest
 from rollout_fakes import FakeTools, ScriptedEngine, renderer_of
 
-from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig
+from agentrl.config.load import parse
+from agentrl.config.schema import (
+    AgentConfig,
+    ClaimConfig,
+    GroupConfig,
+    ModelConfig,
+    SamplingConfig,
+)
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus, DataStatus, RecordStatus, SlotStatus, StopReason, TaskStatus
 from agentrl.documents.task import Slot, Task
-from agentrl.errors import EngineError, StoreError, ToolServerError
+from agentrl.errors import EngineError, ModelError, StoreError, ToolServerError
 from agentrl.inference.parsers import get_parser
 from agentrl.inference.sampling import SamplingParams
 from agentrl.rollout import sampler as sampler_module
-from agentrl.rollout.evaluate import collect
+from agentrl.rollout.evaluate import EvalConfig, collect, served_version
 from agentrl.rollout.finalise import Finaliser
 from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
+from agentrl.rollout.setup import open_renderer
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store
 
@@ -296,3 +304,27 @@ async def test_an_evaluation_split_is_scored_and_makes_no_training_data(store: S
     assert sorted(score for item in evaluated for score in item.scores) == [0.0, 1.0]
     assert {item.agent for item in evaluated} == {"react"}
     assert await store.training.ready(split, min_version=0, limit=10) == []
+
+
+async def test_without_a_model_or_an_engine_the_commands_say_so(store: Store) -> None:
+    configs = parse(
+        ["--num_generations", "1", "--engine_wait_seconds", "0.2", "--eval_version", "4"],
+        command="agentrl eval", description="", shown=[], extra=[EvalConfig],
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="no model is named"):
+        await open_renderer(store, configs[ModelConfig])
+    with pytest.raises(EngineError, match=r"no live engine serves policy version 4 after 0\.2 s"):
+        await served_version(store, configs)
+
+
+async def test_a_lease_that_ran_out_is_taken_over(store: Store) -> None:
+    await store.tasks.load([task("a", slots=1)])
+    dead = await store.claims.claim(split="train", owner="dead", lease_seconds=0.05)
+    assert dead is not None
+    await store.records.create(dead)
+    setting = Setting(store, "<answer>3</answer>")
+    await setting.run()
+    first, second = await setting.records("train/0/a")
+    assert first.failure is not None
+    assert (first.status, first.failure.kind) == (RecordStatus.FAILED, "lease")
+    assert (second.attempt, second.score) == (2, 1.0)

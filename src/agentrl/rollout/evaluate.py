@@ -73,7 +73,7 @@ async def _evaluate(configs: Configs) -> int:
     run, tasks, sampling = configs[RunConfig], configs[TaskConfig], configs[SamplingConfig]
     stop = stop_on_signals()
     async with await open_store(run) as store:
-        version = await _served_version(store, configs)
+        version = await served_version(store, configs)
         split = split_name(version, configs[EvalConfig].eval_label)
         await load_tasks(
             store, run, tasks, str(tasks.eval_file), split=split, num_generations=tasks.num_generations
@@ -126,7 +126,7 @@ async def collect(store: Store, split: str, default_agent: str) -> list[Evaluate
     return evaluated
 
 
-async def _served_version(store: Store, configs: Configs) -> int:
+async def served_version(store: Store, configs: Configs) -> int:
     """``--eval_version`` or the newest served one, once a live engine serves it; EngineError otherwise."""
     from agentrl.rollout.setup import live_engines
 

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from agentrl.scoring.groups import PASS_SCORE
@@ -71,10 +72,10 @@ def report_table(title: str, tasks: Sequence[EvaluatedTask]) -> Table:
     for task in tasks:
         groups[task.scorer, task.agent].append(task)
     whole = summary_of(tasks)
-    table = Table(title=title)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
     for column in ("scorer", "agent"):
         table.add_column(column)
-    for column in ("tasks", "scored", "failed", "mean score", "pass rate", "turns"):
+    for column in ("tasks", "scored", "failed", "score", "pass", "turns"):
         table.add_column(column, justify="right")
     for k in whole.pass_at:
         table.add_column(f"pass@{k}", justify="right")

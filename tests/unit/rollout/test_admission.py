@@ -92,3 +92,20 @@ async def test_stopping_ends_the_wait() -> None:
     stop.set()
     with pytest.raises(StoreError):
         await persist(Flaky(1000, StoreError("away")), what="x", stop=stop)
+
+
+async def test_a_cancellation_that_the_driver_swallows_still_counts() -> None:
+    started = asyncio.Event()
+
+    async def swallows() -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise StoreError("operation cancelled") from None
+
+    running = asyncio.create_task(persist(swallows, what="x"))
+    await started.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(running, 10)
