@@ -58,7 +58,7 @@ class DataStream:
         self._prefetched = ((step, version), asyncio.create_task(self._wait(step, version)))
 
     async def take(self, step: int, version: int) -> StepData | None:
-        """The data of ``step``, which starts from ``version``; None when sampling has ended and none are left.
+        """The data of ``step``, which starts from ``version``; None when all is sampled and trained.
 
         Marks data that are too old as stale. Raises TrainingError after ``wait_seconds``.
         """

@@ -12,8 +12,8 @@ import torch
 from accelerate import Accelerator
 from torch.optim.lr_scheduler import LRScheduler
 
-from agentrl.batching.forest import TokenForest, forest_from_data
-from agentrl.batching.planner import plan_micro_batches
+from agentrl.batching.forest import TokenForest
+from agentrl.batching.planner import build_micro_batches
 from agentrl.documents.training import DBRecordData
 from agentrl.losses.settings import LossSettings
 from agentrl.train.model import Policy
@@ -39,15 +39,16 @@ class StepComputer:
     settings: LossSettings
     options: ForwardOptions
     max_tokens: int
+    share_prefixes: bool
     max_grad_norm: float
 
     def train(self, data: Sequence[DBRecordData], version: int) -> StepResult:
         """Pack ``data`` into forests and step on them; blocking, made for a worker thread."""
         vocabulary = self.policy.model.config.get_text_config().vocab_size
-        batches = plan_micro_batches(data, self.max_tokens)
-        return self.train_forests(
-            [forest_from_data(batch, vocab_size=vocabulary) for batch in batches], version
+        forests = build_micro_batches(
+            data, self.max_tokens, vocab_size=vocabulary, share=self.share_prefixes
         )
+        return self.train_forests(forests, version)
 
     def train_forests(self, forests: Sequence[TokenForest], version: int) -> StepResult:
         """One step over all ``forests``; weights stay as they are where loss or gradient is not finite."""

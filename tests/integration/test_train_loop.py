@@ -1,0 +1,189 @@
+"""The trainer as a process on a real database: steps, versions, kill -9, resume, refusals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_policy import write_tiny_policy
+from training_data import group
+
+from agentrl.config.schema import RunConfig
+from agentrl.documents.status import DataStatus, StepStatus, TaskStatus
+from agentrl.documents.task import Task
+from agentrl.documents.training import TrainStep
+from agentrl.store.client import Store, open_store
+from agentrl.weights.manifest import verify
+
+pytestmark = pytest.mark.integration
+
+GROUPS = ("a", "b", "c", "d", "e", "f")
+KILLED_IN_STEP_2 = """
+import os, signal, sys
+from agentrl.cli import main
+from agentrl.train.compute import StepComputer
+train = StepComputer.train
+def train_and_die(self, data, version):
+    result = train(self, data, version)
+    if version == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+StepComputer.train = train_and_die
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_policy(tmp_path_factory.mktemp("model"))
+
+
+@dataclass
+class Run:
+    """One run: its database, its folder, and the command that trains it."""
+
+    name: str
+    uri: str
+    base: Path
+    folder: Path
+
+    @property
+    def output(self) -> Path:
+        return self.folder / self.name
+
+    def flags(self, *more: str) -> list[str]:
+        return [
+            "--run_name", self.name, "--db_connection_string", self.uri, "--output_dir", str(self.output),
+            "--log_dir", str(self.folder / "logs"), "--model_name_or_path", str(self.base),
+            "--groups_per_step", "2", "--num_generations", "2", "--max_staleness", "9",
+            "--learning_rate", "1e-2", "--save_steps", "1", *more,
+        ]  # fmt: skip
+
+    def start(self, *more: str, program: tuple[str, ...] = ("-m", "agentrl.train")) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, *program, *self.flags(*more)], env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def train(self, *more: str, program: tuple[str, ...] = ("-m", "agentrl.train")) -> tuple[int, str]:
+        with self.start(*more, program=program) as process:
+            output, _ = process.communicate(timeout=100)
+        return process.returncode, output
+
+    async def open(self) -> Store:
+        return await open_store(RunConfig(run_name=self.name, db_connection_string=self.uri))
+
+    async def fill(self, *, finished: bool = True) -> None:
+        """Finalised groups with their data; unless ``finished``, one more task is still being sampled."""
+        async with await self.open() as store:
+            await store.tasks.load([_task(order, name) for order, name in enumerate(GROUPS)])
+            if not finished:
+                await store.tasks.load([_task(99, "open", TaskStatus.RUNNING)])
+            data = [item.to_document() for name in GROUPS for item in group(name)]
+            await store.database["DBRecordData"].insert_many(data)
+
+
+def _task(order: int, name: str, status: TaskStatus = TaskStatus.COMPLETED) -> Task:
+    summary = {
+        "scored": 2, "failed": 0, "mean_score": 0.5, "pass_rate": 0.5,
+        "finalised_at": datetime(2026, 1, 1, tzinfo=UTC),
+    }  # fmt: skip
+    return Task(
+        id=name, task_id=name, split="train", epoch=0, order=order, query="q", status=status, group=summary
+    )
+
+
+@pytest.fixture
+async def run(mongo_uri: str, base: Path, tmp_path: Path) -> AsyncIterator[Run]:
+    run = Run(f"t{time.monotonic_ns()}", mongo_uri, base, tmp_path)
+    yield run
+    async with await run.open() as store:
+        await store.database.client.drop_database(run.name)
+
+
+def told(steps: list[TrainStep]) -> list[tuple[int, tuple[str, ...], float]]:
+    return [(step.step, step.data, step.metrics["loss"]) for step in steps]
+
+
+async def steps_of(run: Run, status: StepStatus | None = StepStatus.COMMITTED) -> list[TrainStep]:
+    async with await run.open() as store:
+        return await store.training.steps(status=status)
+
+
+async def test_three_steps_three_versions_a_checkpoint(run: Run) -> None:
+    await run.fill()
+    code, output = run.train()
+    assert code == 0, output
+    async with await run.open() as store:
+        steps = await store.training.steps()
+        assert [(step.step, step.policy_version) for step in steps] == [(1, 0), (2, 1), (3, 2)]
+        assert (steps[0].metrics["reward"], steps[0].metrics["pass_rate"]) == (0.5, 0.5)
+        versions = await store.policies.all()
+        assert [version.id for version in versions] == [0, 1, 2, 3]
+        for version in versions:
+            verify(version.location, version.files)
+        counts = await store.training.counts("train")
+        assert counts[DataStatus.TRAINED] == 2 * len(GROUPS)
+    assert (run.output / "checkpoint-000003" / "model" / "config.json").is_file()
+
+
+async def test_kill_9_in_a_step_trains_nothing_twice_and_changes_no_loss(
+    run: Run, mongo_uri: str, base: Path, tmp_path: Path
+) -> None:
+    undisturbed = Run(f"{run.name}-whole", mongo_uri, base, tmp_path)
+    await undisturbed.fill()
+    assert undisturbed.train()[0] == 0
+    expected: Any = told(await steps_of(undisturbed))
+
+    await run.fill()
+    code, output = run.train(program=("-c", KILLED_IN_STEP_2))
+    assert code == -signal.SIGKILL, output
+    planned = await steps_of(run, StepStatus.PLANNED)
+    assert [step.step for step in planned] == [2]
+    code, output = run.train()
+    assert code == 0, output
+    assert told(await steps_of(run)) == expected
+    async with await run.open() as store:
+        documents = await store.database["DBRecordData"].find().to_list()
+    assert {document["_id"] for document in documents if document["trained_count"] == 1} == {
+        item.id for name in GROUPS for item in group(name)
+    }
+
+
+async def test_sigterm_saves_and_the_same_command_goes_on(run: Run) -> None:
+    await run.fill(finished=False)
+    with run.start("--save_steps", "99") as process:
+        async with await run.open() as store:
+            deadline = time.monotonic() + 90
+            while len(await store.training.steps()) < 3 and time.monotonic() < deadline:
+                await store.wait_for_change("TrainStep", timeout=1.0)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert (run.output / "checkpoint-000003" / "state.json").is_file()
+    code, output = run.train("--max_steps", "3")
+    assert code == 0, output
+    assert len(await steps_of(run)) == 3
+
+
+async def test_no_data_in_time_is_told(run: Run) -> None:
+    code, output = run.train("--data_wait_seconds", "0.5")
+    assert code == 1
+    assert "fewer than 2 groups became ready within 0.5 s" in output
+    assert "agentrl sample" in output
+
+
+async def test_a_database_that_is_not_there_is_told(run: Run) -> None:
+    unreachable = Run("x", "mongodb://127.0.0.1:1/?directConnection=true", run.base, run.folder)
+    code, output = unreachable.train("--db_timeout_seconds", "1")
+    assert code == 1
+    assert "127.0.0.1:1" in output

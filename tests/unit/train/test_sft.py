@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from tiny_policy import write_tiny_policy
+
+from agentrl.config.schema import ModelConfig
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.train.model import load_policy
+from agentrl.train.sft import main
+
+
+@pytest.fixture
+def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A run of six steps on forty conversations, logging below ``tmp_path``."""
+    monkeypatch.chdir(tmp_path)
+    base = write_tiny_policy(tmp_path / "base")
+    lines = []
+    for number in range(40):
+        question = {"role": "user", "content": str(number)}
+        answer = {"role": "assistant", "content": "odd" if number % 2 else "even"}
+        lines.append(json.dumps({"messages": [question, answer]}))
+    (tmp_path / "conversations.jsonl").write_text("\n".join(lines))
+    return [
+        "--model_name_or_path", str(base), "--train_file", "conversations.jsonl", "--batch_size", "8",
+        "--learning_rate", "1e-2", "--max_tokens", "200", "--log_steps", "1",
+    ]  # fmt: skip
+
+
+def losses(text: str) -> list[float]:
+    return [float(line.split("loss ")[1].split()[0]) for line in text.splitlines() if "  loss " in line]
+
+
+def test_the_loss_falls_and_the_same_seed_gives_the_same_model(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*flags, "--max_steps", "6", "--output_dir", "one"]) == 0
+    first = losses(capfd.readouterr().err)
+    assert len(first) == 6
+    assert first[-1] < first[0]
+    assert main([*flags, "--max_steps", "6", "--output_dir", "two"]) == 0
+    assert losses(capfd.readouterr().err) == first
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert all(bool((one[key] == two[key]).all()) for key in one)
+    assert load_policy(ModelConfig(model_name_or_path="one")).tokenizer.chat_template
+
+
+def test_epochs_decide_how_long_where_steps_do_not(
+    flags: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*flags, "--num_train_epochs", "2", "--output_dir", "one"]) == 0
+    assert "step 10/10" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (["--batch_size", "0"], "--batch_size is 0"),
+        (["--max_tokens", "10"], "longer than a micro-batch"),
+        (["--train_file", "none.jsonl"], "cannot be read"),
+    ],
+)
+def test_wrong_flags_are_told(flags: list[str], change: list[str], says: str) -> None:
+    with pytest.raises(AgentRLError, match=says):
+        main([*flags, "--output_dir", "one", *change])
+
+
+def test_a_folder_for_the_model_is_needed(flags: list[str]) -> None:
+    with pytest.raises(ConfigError, match="no folder for the trained model"):
+        main(flags)
