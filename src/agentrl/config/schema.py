@@ -223,6 +223,9 @@ class TrainConfig:
     max_steps: int = flag(-1, "optimizer steps of the whole run (-1: until the tasks are used up)")
     groups_per_step: int = flag(4, "groups that one optimizer step trains")
     max_tokens: int = flag(65536, "tokens per micro-batch")
+    prefix_merging: Literal["trajectory", "group"] = flag(
+        "group", "compute a prefix once per trajectory, or once for all trajectories of a micro-batch"
+    )
     max_trained_count: int = flag(1, "how often one trajectory is trained")
     retrained_interval: int = flag(1, "steps between two trainings of one trajectory")
     save_steps: int = flag(10, "a resumable checkpoint every so many steps")

@@ -39,7 +39,7 @@ async def read_outcome(run: QuickstartRun, mongo_dir: str) -> Outcome:
     from agentrl.store.client import open_store
 
     async with await open_store(RunConfig(run_name=run.name, mongo_dir=mongo_dir)) as store:
-        steps = await store.training.committed_steps()
+        steps = await store.training.steps()
         if not steps:
             raise AgentRLError(
                 "the time was over before the first optimizer step", cure="give it more: --minutes 15"
