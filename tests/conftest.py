@@ -13,6 +13,12 @@ from agentrl.store.client import Store, open_store
 from agentrl.store.embedded import EmbeddedMongo
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """PyMongo drops a socket unclosed when its client is closed while it still connects (no raddr yet)."""
+    unclosed = r"ignore:Exception ignored in. <socket\.socket [^>]*laddr=\([^)]*\)>"
+    config.addinivalue_line("filterwarnings", f"{unclosed}:pytest.PytestUnraisableExceptionWarning")
+
+
 @pytest.fixture(scope="session")
 def mongo_uri(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URI of an embedded server that lives as long as the test session."""

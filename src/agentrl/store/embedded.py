@@ -73,7 +73,7 @@ class EmbeddedMongo:
         """
         self._make_directories()
         with self._locked():
-            status = self.status()
+            status = self._settled_status()
             if not status.running:
                 status = self._start(status.port, port)
             elif port and port != status.port:
@@ -102,6 +102,15 @@ class EmbeddedMongo:
             (self.directory / "mongod.pid").unlink(missing_ok=True)
             self._write_state(pid=None, port=status.port)
             return status.running
+
+    def _settled_status(self) -> EmbeddedStatus:
+        """The status, with a server that is just ending waited for until it has ended or answers."""
+        deadline = time.monotonic() + _PRIMARY_SECONDS
+        while (status := self.status()).running and not _answers(status.port or 0):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        return status
 
     def _start(self, known_port: int | None, wanted_port: int | None) -> EmbeddedStatus:
         self._check_disk()
@@ -178,11 +187,17 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def _make_primary(status: EmbeddedStatus, log: Path) -> None:
     """Initiate the replica set where that is due, move it to the present port, wait for the primary."""
     member = f"127.0.0.1:{status.port}"
     client: MongoClient[dict[str, Any]] = MongoClient(
-        member, directConnection=True, serverSelectionTimeoutMS=10_000, timeoutMS=10_000
+        member, directConnection=True, serverSelectionTimeoutMS=10_000, timeoutMS=60_000
     )
     try:
         _configure(client, member)

@@ -1,0 +1,103 @@
+"""Loading, epochs, waiting, services and lost servers, on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from agentrl.config.schema import RunConfig
+from agentrl.documents.service import InferenceService
+from agentrl.documents.status import ServiceStatus, TaskStatus
+from agentrl.documents.task import Slot, Task, task_key
+from agentrl.errors import StoreError
+from agentrl.store.client import Store, open_store
+from agentrl.store.embedded import EmbeddedMongo
+
+pytestmark = pytest.mark.integration
+
+
+def make_task(number: int) -> Task:
+    return Task(
+        id=task_key("train", 0, str(number)), task_id=str(number), split="train", epoch=0, order=number,
+        query="?", slots=(Slot(traj_id=0),), meta={"$odd": "a.b"},
+    )  # fmt: skip
+
+
+async def test_loading_is_idempotent(store: Store) -> None:
+    tasks = [make_task(number) for number in range(5)]
+    assert (await store.tasks.load(tasks[:3])).inserted == 3
+    claim = await store.claims.claim(split="train", owner="$a", lease_seconds=60)
+    assert claim is not None
+    again = await store.tasks.load(tasks)
+    assert (again.inserted, again.existing) == (2, 3)
+    counts = await store.tasks.counts("train")
+    assert (counts[TaskStatus.CREATED], counts[TaskStatus.RUNNING]) == (4, 1)
+    assert await store.tasks.unfinished("train") == 5
+
+
+async def test_an_epoch_is_opened_once_by_eight_racers(store: Store) -> None:
+    await store.tasks.load([make_task(number) for number in range(30)])
+    opened = await asyncio.gather(*(store.tasks.open_epoch("train", 1, 0, 4) for _ in range(8)))
+    assert sum(opened) == 30
+    assert await store.tasks.open_epoch("train", 1, 0, 4) == 0
+    assert await store.tasks.epochs("train") == [0, 1]
+    epoch = [task for task in await store.tasks.find("train") if task.epoch == 1]
+    assert [task.order for task in epoch] == list(range(30))
+    assert [task.task_id for task in epoch] != [str(number) for number in range(30)]
+    assert {len(task.slots) for task in epoch} == {4}
+    assert epoch[0].meta == {"$odd": "a.b"}
+
+
+async def test_a_change_ends_the_wait_and_silence_lasts_until_the_timeout(store: Store) -> None:
+    await store.wait_for_change("Task", timeout=5)
+    waiter = asyncio.create_task(store.wait_for_change("Task", timeout=60))
+    await asyncio.sleep(0)
+    await store.tasks.load([make_task(0)])
+    async with asyncio.timeout(20):
+        await waiter
+    async with asyncio.timeout(20):
+        await store.wait_for_change("PolicyVersion", timeout=0.1)
+
+
+async def test_services_live_by_their_heartbeat(store: Store) -> None:
+    service = InferenceService(id="e", url="http://x", engine="local", model="m", host="h", pid=1)
+    await store.services.register(service)
+    await store.services.beat("e", status=ServiceStatus.READY, policy_version=3, running_requests=2)
+    (live,) = await store.services.live(30)
+    assert (live.policy_version, live.running_requests) == (3, 2)
+    assert await store.services.live(-1) == []
+    await store.services.stop("e")
+    assert await store.services.live(30) == []
+    with pytest.raises(StoreError, match="not registered"):
+        await store.services.beat("none", status=ServiceStatus.READY, policy_version=0, running_requests=0)
+
+
+async def test_a_document_that_breaks_the_schema_is_refused(store: Store) -> None:
+    broken = make_task(0).to_document() | {"status": "nonsense"}
+    with pytest.raises(StoreError, match="refused"):
+        await store.tasks.load([Task.from_document(make_task(0).to_document() | {"query": 3})])
+    assert broken["status"] not in {status.value for status in TaskStatus}
+
+
+async def test_a_lost_server_is_an_error_in_time_and_its_data_come_back(tmp_path: Path) -> None:
+    mongo = EmbeddedMongo(tmp_path / "mongo")
+    status = mongo.up()
+    try:
+        run = RunConfig(run_name="lost", mongo_dir=str(mongo.directory), db_timeout_seconds=1.0)
+        async with await open_store(run) as store:
+            await store.tasks.load([make_task(0)])
+            assert status.pid is not None
+            os.kill(status.pid, signal.SIGKILL)
+            async with asyncio.timeout(20):
+                with pytest.raises(StoreError, match=r"127\.0\.0\.1"):
+                    await store.tasks.load([make_task(1)])
+            again = await asyncio.to_thread(mongo.up)
+            assert again.port == status.port
+            assert again.pid != status.pid
+            assert (await store.tasks.load([make_task(0), make_task(1)])).existing == 1
+    finally:
+        mongo.down()

@@ -1,0 +1,236 @@
+"""Groups, training data and steps on a real server: exactly once, revertible, atomic."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from agentrl.documents.dispatch import DispatchedSamplingTask, VersionSpan
+from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.policy import FileChecksum, PolicyVersion
+from agentrl.documents.status import CallStatus, DataStatus, RecordStatus, StepStatus, TaskStatus
+from agentrl.documents.task import Claim, Slot, Task, task_key
+from agentrl.documents.training import DBRecordData, Node, TrainableSpan, TrainStep
+from agentrl.errors import LeaseLostError, StoreError
+from agentrl.store.client import Store
+from agentrl.store.training import GroupOutcome, RecordOutcome
+
+pytestmark = pytest.mark.integration
+
+
+def make_call(claim: Claim, index: int, size: int = 3, version: int = 1) -> DispatchedSamplingTask:
+    return DispatchedSamplingTask(
+        id=f"{claim.record_id}/{index}", record=claim.record_id, index=index,
+        parent=f"{claim.record_id}/{index - 1}" if index else None, status=CallStatus.COMPLETED,
+        messages=({"role": "user", "content": "?"},), response={"content": "!", "tool_calls": []},
+        finish_reason="stop", versions=(VersionSpan(version=version, start=0, end=size),),
+        prompt_tokens=5, generated_tokens=size, engine="e", generate_seconds=0.1,
+        context_ids=pack_ids([1, 2]), output_ids=pack_ids(range(size)), logprobs=pack_floats([-0.5] * size),
+    )  # fmt: skip
+
+
+def make_data(record_id: str, task: str, version: int = 1) -> DBRecordData:
+    return DBRecordData(
+        id=record_id, record=record_id, task=task, split="train", score=1.0, advantage=0.5,
+        min_version=version, max_version=version, tokens=2, trainable_tokens=1, turns=1,
+        nodes=(Node(start=0, end=2),),
+        spans=(TrainableSpan(start=1, end=2, call=0, version=version, advantage=0.5),),
+        input_ids=pack_ids([1, 2]), behavior_logprobs=pack_floats([-0.5]),
+    )  # fmt: skip
+
+
+def make_step(number: int, data: list[str], attempt: str = "a") -> TrainStep:
+    return TrainStep(
+        id=f"{attempt}/{number}", step=number, policy_version=number - 1, data=tuple(data), owner="t"
+    )
+
+
+async def begin(store: Store, number: int = 0, generations: int = 2) -> list[Claim]:
+    key = task_key("train", 0, str(number))
+    slots = tuple(Slot(traj_id=traj) for traj in range(generations))
+    task = Task(id=key, task_id=str(number), split="train", epoch=0, order=number, query="?", slots=slots)
+    await store.tasks.load([task])
+    claims = []
+    for _ in range(generations):
+        claim = await store.claims.claim(split="train", owner="s", lease_seconds=60)
+        assert claim is not None
+        await store.records.create(claim)
+        await store.records.advance(claim, RecordStatus.RUNNING)
+        claims.append(claim)
+    return claims
+
+
+async def complete(store: Store, number: int = 0, generations: int = 2) -> str:
+    for claim in await begin(store, number, generations):
+        await store.dispatches.add(claim, make_call(claim, 0))
+        await store.records.advance(claim, RecordStatus.COMPLETED, final_answer="4")
+        await store.records.advance(claim, RecordStatus.SCORING)
+        await store.claims.score(claim, float(claim.traj_id))
+    return task_key("train", 0, str(number))
+
+
+def decide(task: Task, records: list[Any], calls: Any) -> GroupOutcome:
+    assert all(len(calls[record.id]) == 1 for record in records)
+    first, *others = records
+    return GroupOutcome(
+        data=(make_data(first.id, task.id),),
+        records=(
+            RecordOutcome(record_id=first.id, status=RecordStatus.READY, advantage=0.5),
+            *(
+                RecordOutcome(record_id=other.id, status=RecordStatus.ABANDONED, because="zero advantage")
+                for other in others
+            ),
+        ),
+        summary={"scored": len(records), "mean_score": 0.5, "outcome": "trained"},
+    )
+
+
+async def ready_data(store: Store, count: int) -> list[str]:
+    for number in range(count):
+        assert await store.training.finalise_group(await complete(store, number), decide)
+    return [meta.id for meta in await store.training.ready("train")]
+
+
+async def test_calls_count_once_and_come_back_whole(store: Store) -> None:
+    claim, _ = await begin(store)
+    first, second = make_call(claim, 0, version=1), make_call(claim, 1, version=2)
+    for call in (first, second, second):
+        await store.dispatches.add(claim, call)
+    record = await store.records.get(claim.record_id)
+    assert record is not None
+    assert (record.turns, record.generated_tokens, record.traj) == (2, 6, (first.id, second.id))
+    assert (record.min_version, record.max_version, record.context_resets) == (1, 2, 0)
+    assert await store.dispatches.of_record(record.id) == [first, second]
+    await store.claims.release(claim)
+    with pytest.raises(LeaseLostError):
+        await store.dispatches.add(claim, make_call(claim, 2))
+    assert len(await store.dispatches.of_record(record.id)) == 2
+
+
+async def test_a_call_larger_than_a_document_goes_to_gridfs(store: Store) -> None:
+    claim, _ = await begin(store)
+    call = make_call(claim, 0, size=2_200_000)
+    await store.dispatches.add(claim, call)
+    assert await store.dispatches.of_record(claim.record_id) == [call]
+
+
+async def test_a_group_is_finalised_once_by_eight_racers(store: Store) -> None:
+    task_id = await complete(store)
+    outcomes = await asyncio.gather(*(store.training.finalise_group(task_id, decide) for _ in range(8)))
+    assert sorted(outcomes) == [False] * 7 + [True]
+    task = await store.tasks.get(task_id)
+    assert task is not None
+    assert task.group is not None
+    assert (task.status, task.group["outcome"]) == (TaskStatus.COMPLETED, "trained")
+    states = [record.status for record in await store.records.of_task(task_id)]
+    assert states == [RecordStatus.READY, RecordStatus.ABANDONED]
+    summaries = await store.training.group_summaries("train")
+    assert [summary["mean_score"] for summary in summaries] == [0.5]
+    assert await store.training.group_summaries("train", after=summaries[0]["finalised_at"]) == []
+    data = await store.training.fetch([meta.id for meta in await store.training.ready("train")])
+    assert data[0].input_ids == pack_ids([1, 2])
+    assert await store.training.open_groups("train") == 1
+
+
+async def test_an_abort_in_the_middle_leaves_nothing(store: Store) -> None:
+    task_id = await complete(store)
+
+    def wrong(task: Task, records: list[Any], calls: Any) -> GroupOutcome:
+        outcome = decide(task, records, calls)
+        unknown = RecordOutcome(record_id="nobody", status=RecordStatus.ABANDONED)
+        return GroupOutcome(data=outcome.data, records=(*outcome.records, unknown), summary={})
+
+    with pytest.raises(StoreError, match="1 of 3 Records"):
+        await store.training.finalise_group(task_id, wrong)
+    assert await store.training.ready("train") == []
+    assert await store.training.waiting_groups("train") == [task_id]
+    states = {record.status for record in await store.records.of_task(task_id)}
+    assert states == {RecordStatus.SCORED}
+    assert await store.training.finalise_group(task_id, decide)
+
+
+async def test_steps_plan_commit_and_revert(store: Store) -> None:
+    one, two, three = await ready_data(store, 3)
+    training = store.training
+    await training.plan_step(make_step(1, [one, two]))
+    await training.plan_step(make_step(1, [one, two]))
+    assert [meta.id for meta in await training.ready("train")] == [three]
+    with pytest.raises(StoreError, match="planned already"):
+        await training.plan_step(make_step(1, [three], attempt="b"))
+    with pytest.raises(StoreError, match="only 1 of them"):
+        await training.plan_step(make_step(2, [one, three]))
+    assert (await training.counts("train"))[DataStatus.READY] == 1
+    for _ in range(2):
+        await training.commit_step("a/1", {"loss": 0.1}, [one], 1, 1)
+    assert [meta.id for meta in await training.ready("train")] == [two, three]
+    record = await store.records.get(one)
+    assert record is not None
+    assert (record.trained_count, record.last_trained_step) == (1, 1)
+    await training.plan_step(make_step(2, [two]))
+    await training.commit_step("a/2", {}, [two])
+    await training.plan_step(make_step(3, [three]))
+    assert await training.revert_after(1) == 2
+    assert [meta.id for meta in await training.ready("train")] == [two, three]
+    assert (await training.fetch([two]))[0].trained_at_steps == ()
+    last = await training.last_step()
+    assert last is not None
+    assert (last.step, last.metrics) == (1, {"loss": 0.1})
+    with pytest.raises(StoreError, match="cannot be committed"):
+        await training.commit_step("a/3", {}, [three])
+    await training.plan_step(make_step(2, [two, three], attempt="b"))
+    assert [step.step for step in await training.steps(status=StepStatus.PLANNED)] == [2]
+
+
+async def test_data_trained_twice_rest_in_between(store: Store) -> None:
+    (one,) = await ready_data(store, 1)
+    await store.training.plan_step(make_step(1, [one]))
+    await store.training.commit_step("a/1", {}, [one], max_trained_count=2, retrained_interval=2)
+    assert await store.training.ready("train", step=2) == []
+    assert [meta.trained_count for meta in await store.training.ready("train", step=3)] == [1]
+    await store.training.plan_step(make_step(3, [one]))
+    await store.training.commit_step("a/3", {}, [one], max_trained_count=2, retrained_interval=2)
+    assert (await store.training.counts("train"))[DataStatus.TRAINED] == 1
+    assert await store.training.revert_after(1) == 1
+    (data,) = await store.training.fetch([one])
+    assert (data.status, data.trained_count, data.trained_at_steps) == (DataStatus.READY, 1, (1,))
+
+
+async def test_stale_data_are_set_aside(store: Store) -> None:
+    await ready_data(store, 2)
+    assert await store.training.ready("train", min_version=2) == []
+    assert await store.training.mark_stale("train", below_version=2) == 2
+    assert (await store.training.counts("train"))[DataStatus.STALE] == 2
+
+
+async def test_versions_only_grow(store: Store) -> None:
+    def version(number: int, location: str = "/w") -> PolicyVersion:
+        files = (FileChecksum(name="f", bytes=1, sha256="0"),)
+        return PolicyVersion(id=number, step=number, location=location, files=files, train_step=None)
+
+    for number in (0, 1, 2, 2):
+        await store.policies.publish(version(number))
+    for wrong in (version(1, "/x"), version(2, "/x")):
+        with pytest.raises(StoreError):
+            await store.policies.publish(wrong)
+    assert await store.policies.withdraw_after(0) == 2
+    latest = await store.policies.latest()
+    assert latest is not None
+    assert latest.id == 0
+    await store.policies.publish(version(3))
+    assert [stored.id for stored in await store.policies.all()] == [0, 1, 2, 3]
+
+
+async def test_views_read_well(store: Store) -> None:
+    (one,) = await ready_data(store, 1)
+    await store.training.plan_step(make_step(1, [one]))
+    trajectory = await store.database["audit_trajectories"].find_one({"_id": one})
+    turn = await store.database["audit_turns"].find_one({"record": one})
+    step = await store.database["audit_steps"].find_one({"step": 1})
+    assert trajectory is not None
+    assert turn is not None
+    assert step is not None
+    assert (trajectory["training_status"], turn["response"]["content"]) == ("planned", "!")
+    assert "output_ids" not in turn
+    assert (step["trajectories"], step["tasks"]) == (1, 1)
