@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CPU_MICRO_BATCH_TOKENS = 2048
+
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig:
@@ -92,9 +94,10 @@ def _fine_tune(configs: Configs) -> None:
     )
     computer = build_computer(recipe, weights=None, total_steps=steps)
     logger.info("%d conversations, %d steps of %d", len(conversations), steps, settings.batch_size)
+    budget = _token_budget(conversations, train.max_tokens, computer.accelerator.device.type)
     batches = _batches(len(conversations), settings.batch_size, configs[RunConfig].seed)
     for step, chosen in zip(range(1, steps + 1), batches, strict=False):
-        forests = _forests([conversations[index] for index in chosen], train.max_tokens)
+        forests = _forests([conversations[index] for index in chosen], budget)
         result = computer.train_forests(forests, version=0)
         if not result.is_finite:
             raise TrainingError(f"the loss of step {step} is not finite", cure="lower --learning_rate")
@@ -106,6 +109,14 @@ def _fine_tune(configs: Configs) -> None:
             )  # fmt: skip
     _save(computer, output)
     logger.info("saved %s", output)
+
+
+def _token_budget(conversations: Sequence[Conversation], max_tokens: int, device: str) -> int:
+    """Tokens per micro-batch: on a CPU few, so that activations stay in its cache."""
+    if device != "cpu":
+        return max_tokens
+    longest = max(len(item.input_ids) for item in conversations)
+    return min(max_tokens, max(longest, CPU_MICRO_BATCH_TOKENS))
 
 
 def _batches(count: int, size: int, seed: int) -> Iterator[Sequence[int]]:
