@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import random
 import shutil
 import socket
 import time
@@ -32,6 +33,7 @@ _LOCK_SECONDS = 90.0
 _PRIMARY_SECONDS = 30.0
 _FREE_BYTES = 1024 * 2**20
 _NOT_INITIALISED = 94
+_PORTS = range(20_000, 32_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,15 +184,34 @@ class EmbeddedMongo:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that is free now, below those that the kernel gives to outgoing connections."""
+    for port in random.sample(_PORTS, 100):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if _binds(probe, port):
+                return port
+    raise StoreError("no free port was found in 100 tries", cure="name one: agentrl mongo up --port PORT")
+
+
+def _binds(probe: socket.socket, port: int) -> bool:
+    try:
+        probe.bind(("127.0.0.1", port))
+    except OSError:
+        return False
+    return True
 
 
 def _answers(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.settimeout(1.0)
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+    client: MongoClient[dict[str, Any]] = MongoClient(
+        f"127.0.0.1:{port}", directConnection=True, serverSelectionTimeoutMS=1000, timeoutMS=1000
+    )
+    try:
+        client.admin.command("ping")
+    except PyMongoError:
+        return False
+    finally:
+        client.close()
+    return True
 
 
 def _make_primary(status: EmbeddedStatus, log: Path) -> None:
