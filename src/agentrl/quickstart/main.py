@@ -86,7 +86,7 @@ def _parse(argv: list[str]) -> Options:
 
 def _prepare_model(options: Options) -> Path:
     if options.tiny:
-        from agentrl.quickstart.tiny import prepare_tiny_model
+        from agentrl.quickstart.warmup import prepare_tiny_model
 
         return prepare_tiny_model(options.seed, _say)
     from agentrl.quickstart.smollm import prepare_smollm

@@ -1,6 +1,6 @@
 """Generates the quickstart's task files; ``python -m agentrl.quickstart.tasks`` writes the same bytes again.
 
-The tasks are arithmetic with numbers of one or two digits, given by one call of the calculator and one
+The tasks are arithmetic with numbers of two digits, given by one call of the calculator and one
 answer. SmolLM2-135M gets them wrong by itself. It imitates turns of a conversation far better than it follows
 instructions, so its system prompt ends in two worked examples written as ChatML turns.
 """
@@ -18,7 +18,7 @@ from agentrl.quickstart.servers.arithmetic import evaluate
 
 TASK_DIR = Path("assets/tasks")
 QUESTION = "What is {}?"
-SMALLEST, LARGEST = 2, 99
+SMALLEST, LARGEST = 10, 99
 OPERATORS = "+-*"
 EXAMPLES = ("5 * 7", "9 + 4")
 
