@@ -10,21 +10,16 @@ from typing import Any
 
 from agentrl.quickstart.servers.arithmetic import evaluate
 from agentrl.quickstart.smollm import CHAT_TEMPLATE, install_template
-from agentrl.quickstart.tasks import (
-    CALCULATOR_TOOLS,
-    LARGEST,
-    OPERATORS,
-    QUESTION,
-    SMALLEST,
-    call_text,
-    expressions,
-)
+from agentrl.quickstart.tasks import CALCULATOR_TOOLS, QUESTION, call_text, tiny_expressions
 
 END, START, PAD = "<|im_end|>", "<|im_start|>", "<|endoftext|>"
 MARKS = ("<tool_call>", "</tool_call>", "<answer>", "</answer>")
 VOCABULARY = 400
 CONTEXT_TOKENS = 1024
 MODEL_BYTES = 4_000_000
+
+MIXTURE = {"right": 0.3, "guess": 0.65, "wrong call": 0.05}
+"""Shares of the kinds of conversation in the mixed phase."""
 
 Conversation = dict[str, Any]
 """One line of an SFT file: ``{"messages": [...], "tools": [...]}``."""
@@ -68,35 +63,30 @@ def build_tiny_model(folder: Path, seed: int, template: Path = CHAT_TEMPLATE) ->
 
 
 def tiny_sft_conversations(seed: int, count: int, *, mixed: bool) -> Iterator[Conversation]:
-    """``count`` conversations about arithmetic, each with a call, its result and an answer.
+    """``count`` conversations about arithmetic: a question, a call, its result and an answer.
 
-    Without ``mixed`` all are right: they teach the form and the copying. With ``mixed`` most have a flaw that
-    makes the answer wrong (a guess instead of a call, a corrupted call, a result not copied), so that the
-    model behaves rightly only sometimes and reinforcement learning has something to find.
+    Without ``mixed`` all are right: they teach the form and the copying. With ``mixed`` most guess instead of
+    calling, and a few call with a wrong expression, so that the model behaves rightly only sometimes and
+    reinforcement learning has something to find.
     """
     rng = random.Random(f"{seed}/{mixed}")
-    for expression, _ in zip(expressions(rng.getrandbits(32)), range(count), strict=False):
-        flaw = rng.choices(("none", "guess", "call", "copy"), weights=FLAWS)[0] if mixed else "none"
-        yield {"messages": _messages(rng, expression, flaw), "tools": CALCULATOR_TOOLS}
+    for expression, _ in zip(tiny_expressions(rng.getrandbits(32)), range(count), strict=False):
+        kind = rng.choices(tuple(MIXTURE), weights=tuple(MIXTURE.values()))[0] if mixed else "right"
+        yield {"messages": _messages(rng, expression, kind), "tools": CALCULATOR_TOOLS}
 
 
-FLAWS = (3, 5, 1, 0)
-"""How often a mixed conversation has no flaw, guesses, corrupts the call, or corrupts the answer."""
-
-
-def _messages(rng: random.Random, expression: str, flaw: str) -> list[dict[str, Any]]:
+def _messages(rng: random.Random, expression: str, kind: str) -> list[dict[str, Any]]:
     question = {"role": "user", "content": QUESTION.format(expression)}
-    if flaw == "guess":
+    if kind == "guess":
         return [question, _answer(_wrong(rng, evaluate(expression)))]
-    written = _wrong_call(rng, expression) if flaw == "call" else expression
+    written = _wrong_call(rng, expression) if kind == "wrong call" else expression
     result = evaluate(written)
-    answer = _wrong(rng, result) if flaw == "copy" else result
     call = {"name": "calculate", "arguments": {"expression": written}}
     return [
         question,
         {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
         {"role": "tool", "content": result},
-        _answer(answer),
+        _answer(result),
     ]
 
 
@@ -110,11 +100,9 @@ def _wrong(rng: random.Random, value: str) -> str:
 
 
 def _wrong_call(rng: random.Random, expression: str) -> str:
-    """The expression with another operator or another number."""
+    """The expression with another number."""
     left, operator, right = expression.split()
-    if rng.random() < 0.5:
-        return f"{left} {rng.choice([other for other in OPERATORS if other != operator])} {right}"
-    return f"{left} {operator} {rng.randint(SMALLEST, LARGEST)}"
+    return f"{left} {operator} {_wrong(rng, right)}"
 
 
 def _tokenizer() -> Any:
@@ -143,7 +131,7 @@ def _tokenizer() -> Any:
 
 def _corpus() -> Iterator[str]:
     words = "system user assistant tool Tools string Evaluates arithmetic"
-    for expression, _ in zip(expressions(0), range(500), strict=False):
+    for expression, _ in zip(tiny_expressions(0), range(500), strict=False):
         yield f"{words}\n{QUESTION.format(expression)} {call_text(expression)}"
 
 

@@ -33,12 +33,12 @@ class Phase:
 
 
 PHASES = (
-    Phase("right conversations", mixed=False, steps=200, learning_rate=3e-3),
-    Phase("mixed conversations", mixed=True, steps=40, learning_rate=5e-4),
+    Phase("right conversations", mixed=False, steps=300, learning_rate=3e-3),
+    Phase("mixed conversations", mixed=True, steps=60, learning_rate=5e-4),
 )
 """First the form and the copying, then the flaws that leave reinforcement learning something to find."""
 
-BATCH_SIZE = 64
+BATCH_SIZE = 16
 
 
 def prepare_tiny_model(seed: int, say: Callable[[str], None]) -> Path:
