@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from agentrl.config.schema import GROUPS
 
@@ -21,18 +22,19 @@ def flags_page() -> str:
 
 def _table(group: type) -> str:
     summary = (group.__doc__ or "").splitlines()[0].rstrip(".")
+    hints = get_type_hints(group)
     lines = [f"## {summary}", "", "| flag | default | meaning |", "|---|---|---|"]
     for field in dataclasses.fields(group):
         default = "" if field.default is None else f"`{field.default}`" if field.default != "" else ""
         meaning = str(field.metadata["help"]).replace("|", "\\|")
-        lines.append(f"| `--{field.name}` | {default} | {meaning}{_choices(str(field.type))} |")
+        lines.append(f"| `--{field.name}` | {default} | {meaning}{_choices(hints[field.name])} |")
     return "\n".join(lines) + "\n"
 
 
-def _choices(annotation: str) -> str:
-    if not annotation.startswith("Literal"):
+def _choices(hint: Any) -> str:
+    if get_origin(hint) is not Literal:
         return ""
-    return f" ({annotation.removeprefix('Literal[').removesuffix(']')})".replace('"', "`")
+    return f" ({', '.join(f'`{choice}`' for choice in get_args(hint))})"
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -135,9 +136,9 @@ def _state_file(name: str) -> Path:
     return STATE_DIR / name / "state.json"
 
 
-def _read_state(name: str) -> dict[str, object] | None:
+def _read_state(name: str) -> dict[str, Any] | None:
     try:
-        state: dict[str, object] = json.loads(_state_file(name).read_text(encoding="utf-8"))
+        state: dict[str, Any] = json.loads(_state_file(name).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     return state

@@ -15,30 +15,29 @@ if TYPE_CHECKING:
 class Admission:
     """Bounds the groups that are sampled or wait to be trained.
 
-    With at most (``max_staleness`` + 1) × ``groups_per_step`` of them open, a group that is begun now is
-    trained at most ``max_staleness`` versions later.
+    Groups are trained in the order in which they were begun. With at most (``max_staleness`` + 1) ×
+    ``groups_per_step`` of them open, the step in progress included, a group that is begun under the newest
+    weights is trained at most ``max_staleness`` versions later. An engine that serves older weights uses up
+    that allowance by as many versions as it lags.
     """
 
     sampling: SamplingConfig
     training: TrainConfig
 
     @property
-    def limit(self) -> int:
-        """Open groups at most."""
-        ahead = 0 if self.sampling.sync_sampling else self.sampling.max_staleness
-        return (ahead + 1) * self.training.groups_per_step
+    def max_staleness(self) -> int:
+        """Versions that sampling may run ahead: none with ``--sync_sampling``."""
+        return 0 if self.sampling.sync_sampling else self.sampling.max_staleness
 
     async def groups_allowed(self, store: Store, engine_version: int | None) -> int:
         """How many groups may be open right now; groups already begun may always be finished.
 
-        With ``--sync_sampling`` none is begun while a committed step's weights are not published, or no
-        engine serves the newest ones yet (``engine_version``: the oldest version that an engine serves).
+        ``engine_version`` is the oldest version that an engine serves; None counts as the newest.
         """
-        if not self.sampling.sync_sampling:
-            return self.limit
         newest = await store.policies.latest()
         step = await store.training.last_step()
-        if newest is not None and engine_version is not None and engine_version < newest.id:
-            return 0
-        unpublished = step is not None and (newest is None or newest.step < step.step)
-        return 0 if unpublished else self.limit
+        published = newest.id if newest is not None else 0
+        is_unpublished = step is not None and (newest is None or newest.step < step.step)
+        serving = published if engine_version is None else min(engine_version, published)
+        lag = published + int(is_unpublished) - serving
+        return max(0, self.max_staleness + 1 - lag) * self.training.groups_per_step

@@ -45,9 +45,7 @@ class StepComputer:
     def train(self, data: Sequence[DBRecordData], version: int) -> StepResult:
         """Pack ``data`` into forests and step on them; blocking, made for a worker thread."""
         vocabulary = self.policy.model.config.get_text_config().vocab_size
-        forests = build_micro_batches(
-            data, self.max_tokens, vocab_size=vocabulary, share=self.share_prefixes
-        )
+        forests = build_micro_batches(data, self.max_tokens, vocab_size=vocabulary, share=self.share_prefixes)
         return self.train_forests(forests, version)
 
     def train_forests(self, forests: Sequence[TokenForest], version: int) -> StepResult:

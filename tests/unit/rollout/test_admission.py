@@ -34,7 +34,21 @@ def admission(*, sync: bool, max_staleness: int = 1) -> Admission:
 @pytest.mark.parametrize(("max_staleness", "groups"), [(0, 4), (1, 8), (3, 16)])
 async def test_staleness_bounds_the_groups_ahead(max_staleness: int, groups: int) -> None:
     allowed = admission(sync=False, max_staleness=max_staleness)
-    assert await allowed.groups_allowed(store(5, 5, 9), 2) == groups
+    assert await allowed.groups_allowed(store(5, 5, 5), 5) == groups
+
+
+@pytest.mark.parametrize(
+    ("state", "engine", "groups"),
+    [
+        (store(5, 5, last_step=6), 5, 4),
+        (store(6, 6, last_step=6), 5, 4),
+        (store(6, 6, last_step=7), 5, 0),
+        (store(6, 6, last_step=6), 6, 8),
+        (store(9, 9, last_step=9), 2, 0),
+    ],
+)
+async def test_an_engine_that_lags_uses_up_the_allowance(state: Any, engine: int, groups: int) -> None:
+    assert await admission(sync=False).groups_allowed(state, engine) == groups
 
 
 @pytest.mark.parametrize(
