@@ -16,7 +16,7 @@ END, START, PAD = "<|im_end|>", "<|im_start|>", "<|endoftext|>"
 MARKS = ("<tool_call>", "</tool_call>", "<answer>", "</answer>")
 VOCABULARY = 400
 CONTEXT_TOKENS = 1024
-MODEL_BYTES = 4_000_000
+MODEL_BYTES = 8_000_000
 
 MIXTURE = {"right": 0.3, "guess": 0.65, "wrong call": 0.05}
 """Shares of the kinds of conversation in the mixed phase."""
@@ -41,7 +41,7 @@ def build_tiny_model(folder: Path, seed: int, template: Path = CHAT_TEMPLATE) ->
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=64,
         max_position_embeddings=CONTEXT_TOKENS,
         tie_word_embeddings=True,
         bos_token_id=start,

@@ -33,7 +33,7 @@ class Phase:
 
 
 PHASES = (
-    Phase("right conversations", mixed=False, steps=300, learning_rate=3e-3),
+    Phase("right conversations", mixed=False, steps=320, learning_rate=3e-3),
     Phase("mixed conversations", mixed=True, steps=60, learning_rate=5e-4),
 )
 """First the form and the copying, then the flaws that leave reinforcement learning something to find."""
