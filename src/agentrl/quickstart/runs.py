@@ -28,8 +28,8 @@ class Kind:
     trainer_threads: int
 
 
-REAL = Kind(base_name="quickstart", steps=24, minutes=10.0, trainer_threads=1)
-TINY = Kind(base_name="quickstart-tiny", steps=60, minutes=5.0, trainer_threads=1)
+REAL = Kind(base_name="quickstart", steps=18, minutes=10.0, trainer_threads=1)
+TINY = Kind(base_name="quickstart-tiny", steps=30, minutes=5.0, trainer_threads=1)
 
 
 @dataclass(frozen=True, kw_only=True)
