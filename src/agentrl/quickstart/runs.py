@@ -28,7 +28,7 @@ class Kind:
     trainer_threads: int
 
 
-REAL = Kind(base_name="quickstart", steps=18, minutes=10.0, trainer_threads=1)
+REAL = Kind(base_name="quickstart", steps=14, minutes=10.0, trainer_threads=1)
 TINY = Kind(base_name="quickstart-tiny", steps=30, minutes=5.0, trainer_threads=1)
 
 
