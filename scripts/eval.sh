@@ -23,5 +23,6 @@ flags+=("$@")
 
 ROLES=serve
 start_database
+start_demo_tools
 start_engine_and_samplers
 "$bin/agentrl" eval "${flags[@]}"

@@ -20,12 +20,14 @@ flags+=(
   --preferred_sampling_params '{"temperature": 1, "top_p": 1, "min_p": 0, "top_k": -1}'
 )
 if [ -n "${DEMO:-}" ]; then
-  flags+=(--max_turns 4 --max_prompt_tokens 2048 --prompt_reserve_tokens 256 --max_new_tokens 64)
+  flags+=(--max_turns 4 --max_prompt_tokens 2048 --prompt_reserve_tokens 256 --max_new_tokens 64
+    --max_tokens 4096 --autocast_bf16 true)
 else
   flags+=(--max_turns 200 --max_prompt_tokens 128768 --max_new_tokens 32768)
 fi
 flags+=("$@")
 
 start_database
+start_demo_tools
 start_engine_and_samplers
 train

@@ -30,7 +30,13 @@ children=()
 choose_model_and_tasks() {
   local file_variable=$1 default_file=$2
   if [ -z "${MODEL_PATH:-}" ] && [ -z "${!file_variable:-}" ]; then
-    MODEL_PATH=$("$bin/python" -m agentrl.quickstart.smollm) || die "cannot prepare the quickstart's model"
+    MODEL_PATH=$("$bin/python" - <<'PY'
+import sys
+from agentrl.quickstart.smollm import prepare_smollm
+
+print(prepare_smollm(lambda text: print(text, file=sys.stderr)))
+PY
+    ) || die "cannot prepare the quickstart's model"
     printf -v "$file_variable" '%s' "$default_file"
     DEMO=1
   fi
@@ -79,6 +85,13 @@ trap 'exit 143' TERM
 
 start_database() {
   [ -n "${MONGO_URI:-}" ] || "$bin/agentrl" mongo up
+}
+
+# The server that assets/mcp_servers.yml expects at a URL.
+start_demo_tools() {
+  [ -n "${DEMO:-}" ] || return 0
+  "$bin/python" -m agentrl.quickstart.servers.units --port 8765 >>"$logs/units-server.out" 2>&1 &
+  children+=($!)
 }
 
 start_engine_and_samplers() {

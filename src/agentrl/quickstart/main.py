@@ -118,7 +118,7 @@ def _train(run: QuickstartRun, options: Options, model: Path) -> int:
             None,
             _environment(threads=run.trainer_threads),
         )
-        return supervisor.run_main(trainer, deadline=time.monotonic() + 60 * minutes, until=lambda: False)
+        return supervisor.run_main(trainer, deadline=time.monotonic() + 60 * minutes)
     except KeyboardInterrupt:
         _say("stopping: the trainer finishes its step and saves; the same command resumes")
         raise

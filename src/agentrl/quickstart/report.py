@@ -56,7 +56,7 @@ def print_report(run: QuickstartRun, outcome: Outcome) -> None:
     lines = [
         "",
         f"plot        {outcome.plot}",
-        f"checkpoint  {run.output}",
+        f"checkpoint  {_newest_checkpoint(run.output)}",
         f"database    {run.name} in .agentrl/mongo (the server is stopped; `{agentrl} mongo up` starts it)",
         "",
         "next, try:",
@@ -67,3 +67,7 @@ def print_report(run: QuickstartRun, outcome: Outcome) -> None:
         lines.append(f"  {agentrl} audit record {shlex.quote(outcome.record_id)} --run_name {run.name}")
     lines += ["", f"reward {outcome.first:.3f} -> {outcome.last:.3f} over {len(outcome.rewards)} steps"]
     print("\n".join(lines), flush=True)
+
+
+def _newest_checkpoint(output: Path) -> Path:
+    return max(output.glob("checkpoint-*"), default=output)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,11 +46,10 @@ class Supervisor:
         member.start()
         self._members.append(member)
 
-    def run_main(self, main: Member, *, deadline: float | None, until: Callable[[], bool]) -> int:
+    def run_main(self, main: Member, *, deadline: float) -> int:
         """Run ``main`` to its end and return its exit code.
 
-        At ``deadline`` (monotonic seconds), or when ``until`` turns true, it gets SIGTERM, which lets it
-        finish its step and save.
+        At ``deadline`` (monotonic seconds) it gets SIGTERM, which lets it finish its step and save.
         """
         main.start()
         self._members.insert(0, main)
@@ -58,10 +58,9 @@ class Supervisor:
         asked = False
         while process.poll() is None:
             self._revive(main)
-            late = deadline is not None and time.monotonic() > deadline
-            if not asked and (late or until()):
+            if not asked and time.monotonic() > deadline:
                 asked = True
-                signal_session(process, 15)
+                signal_session(process, signal.SIGTERM)
             time.sleep(POLL_SECONDS)
         return process.returncode
 

@@ -16,6 +16,7 @@ def member(name, code, log=None):
 
 
 SLEEP = "import time; time.sleep(60)"
+FAR = float("inf")
 
 
 @pytest.fixture
@@ -33,13 +34,13 @@ def wait_for(condition, seconds=20.0):
 
 
 def test_the_main_processes_exit_code_is_returned(supervisor):
-    assert supervisor.run_main(member("main", "raise SystemExit(3)"), deadline=None, until=lambda: False) == 3
+    assert supervisor.run_main(member("main", "raise SystemExit(3)"), deadline=FAR) == 3
 
 
 def test_at_the_deadline_the_main_process_is_asked_to_end(supervisor):
     code = "import signal,sys,time; signal.signal(signal.SIGTERM, lambda *a: sys.exit(0)); time.sleep(60)"
     main = member("main", code)
-    exit_code = supervisor.run_main(main, deadline=time.monotonic() + 1.0, until=lambda: False)
+    exit_code = supervisor.run_main(main, deadline=time.monotonic() + 1.0)
     assert exit_code in (0, -15)
 
 
@@ -49,7 +50,7 @@ def test_a_killed_helper_is_started_again(supervisor):
     first = helper.process.pid
     signal_session(helper.process, 9)
     helper.process.wait(10)
-    supervisor.run_main(member("main", "import time; time.sleep(1)"), deadline=None, until=lambda: False)
+    supervisor.run_main(member("main", "import time; time.sleep(1)"), deadline=FAR)
     assert helper.restarts == 1
     assert helper.process.pid != first
 
@@ -57,7 +58,7 @@ def test_a_killed_helper_is_started_again(supervisor):
 def test_a_helper_that_keeps_dying_ends_the_run_and_shows_its_log(supervisor, tmp_path):
     supervisor.start(member("helper", "raise SystemExit('no luck today')", tmp_path / "helper.log"))
     with pytest.raises(AgentRLError, match=f"helper has ended {MAX_RESTARTS + 1} times") as error:
-        supervisor.run_main(member("main", SLEEP), deadline=None, until=lambda: False)
+        supervisor.run_main(member("main", SLEEP), deadline=FAR)
     assert "no luck today" in str(error.value)
 
 
