@@ -40,7 +40,8 @@ class Options:
 def main(argv: list[str]) -> int:
     """Parse the flags, run, and print what came out."""
     options = _parse(argv)
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     run = runs.open_run(options.run_name, tiny=options.tiny, steps=options.steps, seed=options.seed)
     run_logging.setup(RunConfig(run_name=run.name, log_dir=str(run.logs)), "quickstart")
     mongo = EmbeddedMongo(Path(MONGO_DIR))
