@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
-import importlib
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from typing import Any
 
 from agentrl.errors import ConfigError, FailureError, ScorerError
-
-ENTRY_POINTS = "agentrl.scorers"
-
-_BUILT_IN = ("agentrl.scoring.exact", "agentrl.scoring.f1", "agentrl.scoring.math", "agentrl.scoring.judge")
-_registered: dict[str, Scorer] = {}
+from agentrl.extensions import Extensions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,39 +42,28 @@ class ScoreResult:
 Scorer = Callable[[ScorerContext], Awaitable[float | ScoreResult]]
 
 
+_scorers: Extensions[Scorer] = Extensions(
+    "scorer",
+    group="agentrl.scorers",
+    built_in=(
+        "agentrl.scoring.exact", "agentrl.scoring.f1", "agentrl.scoring.math", "agentrl.scoring.judge",
+    ),
+)  # fmt: skip
+
+
 def scorer(*names: str) -> Callable[[Scorer], Scorer]:
     """Register an async function ``(ScorerContext) -> float | ScoreResult`` under ``names``."""
-
-    def register(function: Scorer) -> Scorer:
-        for name in names:
-            _registered[name] = function
-        return function
-
-    return register
+    return _scorers.register(*names)
 
 
 def scorer_names() -> list[str]:
     """Every registered name, built in or from an entry point."""
-    _load_built_in()
-    return sorted({*_registered, *(point.name for point in entry_points(group=ENTRY_POINTS))})
+    return _scorers.names()
 
 
 def get_scorer(name: str) -> Scorer:
     """The scorer of a name or of a path ``module:function``; ConfigError if there is none."""
-    _load_built_in()
-    if name in _registered:
-        return _registered[name]
-    if ":" in name:
-        return _from_path(name)
-    for point in entry_points(group=ENTRY_POINTS, name=name):
-        loaded: Scorer = point.load()
-        return loaded
-    nearest = difflib.get_close_matches(name, scorer_names(), n=1)
-    hint = f"did you mean {nearest[0]}? " if nearest else ""
-    raise ConfigError(
-        f"there is no scorer {name!r}",
-        cure=f"{hint}known: {', '.join(scorer_names())}; or give a Python path module:function",
-    )
+    return _scorers.get(name)
 
 
 async def run_scorer(name: str, context: ScorerContext, timeout: float) -> ScoreResult:
@@ -106,23 +88,3 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, (bool, int, float)) and math.isfinite(value):
         return float(value)
     raise ScorerError(f"scorer {name} returned {value!r}, which is no finite number")
-
-
-def _load_built_in() -> None:
-    for module in _BUILT_IN:
-        importlib.import_module(module)
-
-
-def _from_path(path: str) -> Scorer:
-    module, _, attribute = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"the scorer {path!r} cannot be imported: {error}",
-            cure="the path is module:function; the module's folder must be on PYTHONPATH",
-        ) from error
-    if not callable(found):
-        raise ConfigError(f"the scorer {path!r} is no function", cure="name an async function")
-    typed: Scorer = found
-    return typed
