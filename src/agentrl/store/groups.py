@@ -13,7 +13,7 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from agentrl.documents.base import plain
 from agentrl.documents.dispatch import DispatchedSamplingTask
 from agentrl.documents.record import Record
-from agentrl.documents.status import RECORD_EDGES, RecordStatus, TaskStatus, sources
+from agentrl.documents.status import RECORD_EDGES, RecordStatus, SlotStatus, TaskStatus, sources
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import StoreError
@@ -72,8 +72,10 @@ class Groups(Part):
         task = Task.from_document(document)
         cursor = self._collection(RECORD).find({"task": task_id}, sort=[("traj_id", 1), ("attempt", 1)])
         records = [Record.from_document(record) async for record in cursor]
-        scored = [record.id for record in records if record.status is RecordStatus.SCORED]
-        outcome = decide(task, records, await read_calls(self._connection, scored))
+        live = {slot.record_id for slot in task.slots if slot.status is SlotStatus.SCORED}
+        if any(record.id in live and record.status is not RecordStatus.SCORED for record in records):
+            return False  # someone finalised the group between the two reads
+        outcome = decide(task, records, await read_calls(self._connection, sorted(map(str, live))))
         blobs = Blobs(self._connection, DATA)
         data = [await blobs.offload(item.to_document()) for item in outcome.data]
         unchanged = {
