@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The whole loop on this machine: MongoDB, tool servers, an engine, two samplers and a trainer.
 #
-#   bash scripts/quickstart.sh                    a real 135M model learns to use a calculator (about 6 minutes)
-#   bash scripts/quickstart.sh --tiny             a two-layer model made here (about 3 minutes)
+#   bash scripts/quickstart.sh                    a real 135M model learns to use a calculator (about five minutes)
+#   bash scripts/quickstart.sh --tiny             a two-layer model made here (four to five minutes)
 #   bash scripts/quickstart.sh --engine sglang    the same on a real SGLang server
 #   bash scripts/quickstart.sh --steps 2          two optimizer steps
 #

@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
 def _parse(argv: list[str]) -> Options:
     parser = CommandParser(prog="agentrl quickstart", description=__doc__)
     parser.add_argument(
-        "--tiny", action="store_true", help="a two-layer model made here: about three minutes"
+        "--tiny", action="store_true", help="a two-layer model made here: four to five minutes"
     )
     parser.add_argument("--steps", type=int, help="optimizer steps of the whole run")
     parser.add_argument("--minutes", type=float, help="stop training after so many minutes")
