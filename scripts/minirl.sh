@@ -10,22 +10,12 @@ set -euo pipefail
 
 choose_model_and_tasks TRAIN_FILE assets/tasks/calculator_train.jsonl
 common_flags
+training_flags 10 100
 flags+=(
-  --train_file "$TRAIN_FILE"
   --loss_calculater MINIRL --token_level_loss false --strict_in_bound true --skip_length_normalization true
-  --adv_scaling 2.0 --balance_sample false
-  --learning_rate 2e-6 --lr_scheduler_type cosine --warmup_steps 10 --weight_decay 0.05
-  --optim_args beta1=0.9,beta2=0.98 --max_grad_norm 1.0
-  --num_generations 8 --groups_per_step 6 --tp_size "${TP_SIZE:-1}" --save_steps 3
-  --preferred_sampling_params '{"temperature": 1, "top_p": 1, "min_p": 0, "top_k": -1}'
+  --balance_sample false
+  "$@"
 )
-if [ -n "${DEMO:-}" ]; then
-  flags+=(--max_turns 4 --max_prompt_tokens 2048 --prompt_reserve_tokens 256 --max_new_tokens 64
-    --max_tokens 4096 --autocast_bf16 true)
-else
-  flags+=(--max_turns 100 --max_prompt_tokens 128768 --max_new_tokens 32768)
-fi
-flags+=("$@")
 
 start_database
 start_demo_tools

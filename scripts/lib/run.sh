@@ -60,6 +60,24 @@ common_flags() {
   fi
 }
 
+# What both reinforcement-learning scripts use; the loss and its own settings are theirs.
+training_flags() {
+  local warmup_steps=$1 max_turns=$2
+  flags+=(
+    --train_file "$TRAIN_FILE" --adv_scaling 2.0
+    --learning_rate 2e-6 --lr_scheduler_type cosine --warmup_steps "$warmup_steps" --weight_decay 0.05
+    --optim_args beta1=0.9,beta2=0.98 --max_grad_norm 1.0
+    --num_generations 8 --groups_per_step 6 --tp_size "${TP_SIZE:-1}" --save_steps 3
+    --preferred_sampling_params '{"temperature": 1, "top_p": 1, "min_p": 0, "top_k": -1}'
+  )
+  if [ -n "${DEMO:-}" ]; then
+    flags+=(--max_turns 4 --max_prompt_tokens 2048 --prompt_reserve_tokens 256 --max_new_tokens 64
+      --max_tokens 4096 --autocast_bf16 true)
+  else
+    flags+=(--max_turns "$max_turns" --max_prompt_tokens 128768 --max_new_tokens 32768)
+  fi
+}
+
 has_role() { case " ${ROLES:-serve sample train} " in *" $1 "*) return 0 ;; *) return 1 ;; esac; }
 
 # A few OpenMP threads a process: more than there are cores and their spinning starves everybody.
