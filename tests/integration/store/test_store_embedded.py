@@ -93,21 +93,23 @@ def test_a_killed_server_and_a_stale_state_are_cleaned_up(tmp_path: Path) -> Non
 
 def test_a_taken_port_is_named_and_another_can_be_given(tmp_path: Path) -> None:
     mongo = EmbeddedMongo(tmp_path / "m")
-    port = mongo.up().port
+    mongo.up()
     mongo.down()
     with socket.socket() as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        other.bind(("127.0.0.1", port or 0))
+        other.bind(("127.0.0.1", 0))
         other.listen()
+        port = other.getsockname()[1]
+        state = mongo.directory / "server.json"
+        state.write_text(f'{{"pid": null, "started": null, "port": {port}}}', encoding="utf-8")
         with pytest.raises(StoreError, match=f"port {port} .* is taken"):
             mongo.up()
-    try:
-        moved = mongo.up(port=0)
-        assert moved.port != port
-        with pytest.raises(StoreError, match="runs on port"):
-            mongo.up(port=port)
-    finally:
-        mongo.down()
+        try:
+            moved = mongo.up(port=0)
+            assert moved.port != port
+            with pytest.raises(StoreError, match="runs on port"):
+                mongo.up(port=port)
+        finally:
+            mongo.down()
 
 
 def test_a_second_server_on_the_data_is_refused_with_the_log(tmp_path: Path) -> None:
