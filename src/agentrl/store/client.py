@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractAsyncContextManager
+import difflib
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,13 +19,18 @@ from agentrl.store.claims import Claims
 from agentrl.store.connection import Connection
 from agentrl.store.dispatches import Dispatches
 from agentrl.store.embedded import EmbeddedMongo
-from agentrl.store.indexes import prepare
+from agentrl.store.migrate import check_version, open_schema
+from agentrl.store.names import TASK
 from agentrl.store.policies import Policies
 from agentrl.store.records import Records
+from agentrl.store.runs import Runs
 from agentrl.store.services import Services
 from agentrl.store.tasks import Tasks
 from agentrl.store.training import Training
 from agentrl.store.waiting import Changes
+
+_SYSTEM = {"admin", "config", "local"}
+_RUNS_SHOWN = 20
 
 
 class Store:
@@ -39,6 +46,7 @@ class Store:
         self.training = Training(connection)
         self.policies = Policies(connection)
         self.services = Services(connection)
+        self.runs = Runs(connection)
         self._changes = Changes(connection)
 
     @property
@@ -48,8 +56,21 @@ class Store:
 
     @property
     def database(self) -> AsyncDatabase[dict[str, Any]]:
-        """The run's database, for reading what the parts have no call for."""
+        """The run's database, for reading what the parts have no call for, inside ``reading``."""
         return self._connection.database
+
+    @property
+    def connection(self) -> Connection:
+        """The connection, for the parts that only ``agentrl db`` has."""
+        return self._connection
+
+    @contextmanager
+    def reading(self, what: str) -> Iterator[None]:
+        """Make what the driver raises in the block, while reading ``database``, a StoreError."""
+        try:
+            yield
+        except PyMongoError as error:
+            raise self._connection.error(what, error) from error
 
     def transaction(self) -> AbstractAsyncContextManager[AsyncClientSession]:
         """A session inside one transaction, committed at the end of the block; it is not retried."""
@@ -77,22 +98,66 @@ async def open_store(run: RunConfig) -> Store:
     """Connect to the run's database and make its schema. Starts no server.
 
     Without ``--db_connection_string`` it is the embedded server under ``--mongo_dir``, which must be up.
-    Raises StoreError where the server cannot be reached, is older than 6.0, or has no transactions.
+    Raises StoreError where the server cannot be reached, is older than 6.0, or has no transactions, and where
+    the run's schema is of another version than this code's.
     """
+    async with _connected(run, "preparing the database") as connection:
+        await open_schema(connection.database)
+        return Store(connection)
+
+
+async def open_existing(run: RunConfig, *, any_version: bool = False) -> Store:
+    """Connect to a run that exists; nothing is written. StoreError lists the runs there are otherwise.
+
+    Its schema must be this code's version unless ``any_version``. What else fails is as for ``open_store``.
+    """
+    async with _connected(run, "opening the run") as connection:
+        if not await connection.database.list_collection_names(filter={"name": TASK}):
+            raise await _no_run(connection)
+        if not any_version:
+            await check_version(connection.database)
+        return Store(connection)
+
+
+async def open_connection(run: RunConfig) -> Connection:
+    """Connect to the server of a run that need not exist; nothing is written."""
+    async with _connected(run, "connecting") as connection:
+        return connection
+
+
+@asynccontextmanager
+async def _connected(run: RunConfig, doing: str) -> AsyncIterator[Connection]:
+    """A checked connection, which an error in the block closes."""
     uri = run.db_connection_string
     if uri is None:
         uri = await asyncio.to_thread(_embedded_uri, run.mongo_dir)
     connection = Connection(uri, run.run_name, run.db_timeout_seconds)
     try:
         await connection.check()
-        await prepare(connection.database)
+        yield connection
     except PyMongoError as error:
         await connection.close()
-        raise connection.error("preparing the database", error) from error
+        raise connection.error(doing, error) from error
     except BaseException:
         await connection.close()
         raise
-    return Store(connection)
+
+
+async def _no_run(connection: Connection) -> StoreError:
+    names = await connection.client.list_database_names()
+    runs = [
+        name
+        for name in sorted(set(names) - _SYSTEM)
+        if await connection.client[name].list_collection_names(filter={"name": TASK})
+    ]
+    shown = ", ".join(runs[:_RUNS_SHOWN]) + (", …" if len(runs) > _RUNS_SHOWN else "")
+    wanted = connection.database.name
+    nearest = difflib.get_close_matches(wanted, runs, n=1)
+    hint = f"did you mean {nearest[0]}? " if nearest else ""
+    return StoreError(
+        f"there is no run {wanted!r} on MongoDB at {connection.host}",
+        cure=f"{hint}runs: {shown}" if runs else "there are no runs on it: mind --db_connection_string",
+    )
 
 
 def _embedded_uri(directory: str) -> str:

@@ -20,7 +20,8 @@ from agentrl.documents.status import (
     VersionStatus,
 )  # fmt: skip
 from agentrl.store.connection import Json
-from agentrl.store.names import CALL, DATA, RECORD, SERVICE, STEP, TASK, VERSION
+from agentrl.store.names import CALL, DATA, RECORD, RUN, SERVICE, STEP, TASK, VERSION
+from agentrl.store.runs import prepare_run
 from agentrl.store.views import VIEWS
 
 _EXISTS = 48
@@ -95,6 +96,7 @@ VALIDATORS: dict[str, Json] = {
     VERSION: _schema(VersionStatus, ["step", "location", "files"]),
     SERVICE: _schema(ServiceStatus, ["url", "engine", "heartbeat"]),
     STEP: _schema(StepStatus, ["step", "policy_version", "data"]),
+    RUN: {"$jsonSchema": {"bsonType": "object", "required": ["_id"]}},
 }  # fmt: skip
 
 
@@ -107,7 +109,9 @@ async def prepare(database: AsyncDatabase[Json]) -> None:
             await _create(database, name, validator=validator)
         elif existing[name].get("validator") != validator:
             await database.command("collMod", name, validator=validator)
-        await database[name].create_indexes(INDEXES[name])
+        if name in INDEXES:
+            await database[name].create_indexes(INDEXES[name])
+    await prepare_run(database)
     for name, (source, pipeline) in VIEWS.items():
         if name not in existing:
             await _create(database, name, viewOn=source, pipeline=pipeline)

@@ -11,4 +11,8 @@ DATA: Final = "DBRecordData"
 VERSION: Final = "PolicyVersion"
 SERVICE: Final = "InferenceService"
 STEP: Final = "TrainStep"
-COLLECTIONS: Final = (TASK, RECORD, CALL, DATA, VERSION, SERVICE, STEP)
+RUN: Final = "Run"
+COLLECTIONS: Final = (TASK, RECORD, CALL, DATA, VERSION, SERVICE, STEP, RUN)
+
+SCHEMA_VERSION: Final = 2
+"""Version of the shape that this code reads and writes. A database without one in ``Run`` has version 1."""

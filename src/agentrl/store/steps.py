@@ -15,13 +15,18 @@ from agentrl.documents.training import TrainStep
 from agentrl.errors import StoreError
 from agentrl.store.connection import Json, Part, database_call
 from agentrl.store.names import DATA, RECORD, STEP
+from agentrl.store.runs import guard
 
 
 class Steps(Part):
-    """One transaction each: a step and its data never disagree."""
+    """One transaction each: a step and its data never disagree.
+
+    ``attempt`` is what ``Runs.acquire_trainer`` returned: a trainer that has been replaced gets a
+    LeaseLostError, and nothing is written.
+    """
 
     @database_call
-    async def plan_step(self, step: TrainStep) -> None:
+    async def plan_step(self, step: TrainStep, *, attempt: int | None = None) -> None:
         """Name the data of the next step and mark them PLANNED; repeating the call is harmless.
 
         Raises StoreError, and changes nothing, if some of them are not READY or the step exists.
@@ -30,6 +35,7 @@ class Steps(Part):
         marks = {"$set": {"status": DataStatus.PLANNED.value, "planned_step": step.step}}
 
         async def write(session: AsyncClientSession) -> None:
+            await guard(self._connection, attempt, session)
             stored = await self._collection(STEP).find_one({"_id": step.id}, session=session)
             if stored is not None and tuple(stored["data"]) == step.data and stored["status"] == step.status:
                 return
@@ -52,7 +58,7 @@ class Steps(Part):
     @database_call
     async def commit_step(
         self, step_id: str, metrics: Mapping[str, Any], trained_ids: Sequence[str],
-        max_trained_count: int = 1, retrained_interval: int = 1,
+        max_trained_count: int = 1, retrained_interval: int = 1, *, attempt: int | None = None,
     ) -> None:  # fmt: skip
         """Say that the optimizer has stepped: ``trained_ids`` are trained once more.
 
@@ -61,6 +67,7 @@ class Steps(Part):
         """
 
         async def write(session: AsyncClientSession) -> None:
+            await guard(self._connection, attempt, session)
             step = await self._collection(STEP).find_one({"_id": step_id}, session=session)
             if step is None or step["status"] == StepStatus.REVERTED.value:
                 raise StoreError(f"step {step_id} is not planned, so it cannot be committed")
@@ -91,13 +98,14 @@ class Steps(Part):
         await self._connection.transaction(write)
 
     @database_call
-    async def revert_after(self, step: int) -> int:
+    async def revert_after(self, step: int, *, attempt: int | None = None) -> int:
         """Undo every step above ``step`` and every plan that never committed; returns how many steps.
 
         Their data are READY again, as if those steps had not been.
         """
 
         async def write(session: AsyncClientSession) -> int:
+            await guard(self._connection, attempt, session)
             later = {"status": StepStatus.COMMITTED.value, "step": {"$gt": step}}
             query = {"$or": [later, {"status": StepStatus.PLANNED.value}]}
             cursor = self._collection(STEP).find(query, {"data": 1}, session=session)

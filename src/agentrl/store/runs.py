@@ -1,0 +1,139 @@
+"""Runs: what there is once in a run; above all the lease that lets one trainer, and one only, write steps."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pymongo import ReturnDocument
+from pymongo.asynchronous.client_session import AsyncClientSession
+from pymongo.asynchronous.database import AsyncDatabase
+from pymongo.errors import BulkWriteError
+
+from agentrl.documents.run import ADMISSION, TRAINER, TrainerLease
+from agentrl.errors import LeaseLostError, StoreError
+from agentrl.store import slots
+from agentrl.store.connection import Connection, Json, Part, database_call
+from agentrl.store.names import RUN, STEP
+
+_DUPLICATE = 11000
+
+
+class Runs(Part):
+    """The trainer's lease. Expiry is judged by the server's clock."""
+
+    @database_call
+    async def acquire_trainer(self, owner: str, host: str, pid: int, lease_seconds: float) -> int:
+        """Become the run's trainer; returns the attempt, one more than that of the trainer before.
+
+        Steps written under an earlier attempt are refused from then on. The lease is free when it was
+        released, has run out, belongs to ``owner`` already, or to a process of this host that is no more.
+        Raises StoreError that names the holder otherwise.
+        """
+        holder = await self.trainer()
+        free = [
+            {"$eq": ["$owner", None]},
+            {"$lte": ["$lease_expires_at", "$$NOW"]},
+            {"$eq": ["$owner", slots.literal(owner)]},
+        ]
+        if holder.host == host and holder.pid is not None and not _is_alive(holder.pid):
+            free.append({"$eq": ["$attempt", holder.attempt]})
+        taken = {
+            "attempt": {"$add": ["$attempt", 1]}, "owner": slots.literal(owner),
+            "host": slots.literal(host), "pid": pid, "lease_expires_at": slots.after(lease_seconds),
+        }  # fmt: skip
+        document = await self._collection(RUN).find_one_and_update(
+            {"_id": TRAINER, "$expr": {"$or": free}}, [{"$set": taken}],
+            return_document=ReturnDocument.AFTER,
+        )  # fmt: skip
+        if document is None:
+            raise _held(await self.trainer())
+        return TrainerLease.from_document(document).attempt
+
+    @database_call
+    async def renew_trainer(self, attempt: int, lease_seconds: float) -> None:
+        """Let the lease run for ``lease_seconds`` from now. Raises LeaseLostError if another took it."""
+        result = await self._collection(RUN).update_one(
+            {"_id": TRAINER, "attempt": attempt, "owner": {"$ne": None}},
+            [{"$set": {"lease_expires_at": slots.after(lease_seconds)}}],
+        )
+        if not result.matched_count:
+            raise _replaced(attempt)
+
+    @database_call
+    async def release_trainer(self, attempt: int) -> None:
+        """Give the lease back; it does nothing if another trainer has it by now."""
+        await self._collection(RUN).update_one(
+            {"_id": TRAINER, "attempt": attempt},
+            {"$set": {"owner": None, "host": None, "pid": None, "lease_expires_at": None}},
+        )
+
+    @database_call
+    async def trainer(self) -> TrainerLease:
+        """The lease as it is; ``owner`` None: nobody trains."""
+        document = await self._collection(RUN).find_one({"_id": TRAINER})
+        return TrainerLease() if document is None else TrainerLease.from_document(document)
+
+
+async def guard(connection: Connection, attempt: int | None, session: AsyncClientSession) -> None:
+    """Refuse the transaction unless ``attempt`` is the trainer's; None, a caller without a lease, passes.
+
+    It writes the lease, so that a takeover and this transaction conflict and cannot both go through.
+    """
+    if attempt is None:
+        return
+    result = await connection.collection(RUN).update_one(
+        {"_id": TRAINER, "attempt": attempt}, {"$inc": {"writes": 1}}, session=session
+    )
+    if not result.matched_count:
+        raise _replaced(attempt)
+
+
+async def prepare_run(database: AsyncDatabase[Json]) -> None:
+    """Make the documents of ``Run`` that are missing."""
+    present = {document["_id"] async for document in database[RUN].find({}, {"_id": 1})}
+    missing: list[Json] = []
+    if ADMISSION not in present:
+        missing.append({"_id": ADMISSION, "opened": 0})
+    if TRAINER not in present:
+        steps = [document["_id"] async for document in database[STEP].find({}, {"_id": 1})]
+        earlier = (key.partition("/")[0] for key in steps)
+        attempt = max((int(number) for number in earlier if number.isdecimal()), default=0)
+        missing.append(TrainerLease(attempt=attempt).to_document())
+    if not missing:
+        return
+    try:
+        await database[RUN].insert_many(missing, ordered=False)
+    except BulkWriteError as error:
+        if any(failure["code"] != _DUPLICATE for failure in error.details.get("writeErrors", [])):
+            raise
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether a process of this host runs; one that has ended and waits for its parent does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return True
+
+
+def _held(holder: TrainerLease) -> StoreError:
+    until = f" until {holder.lease_expires_at:%H:%M:%S} UTC" if holder.lease_expires_at else ""
+    return StoreError(
+        f"this run has a trainer: {holder.owner} (process {holder.pid} on {holder.host}), whose lease is"
+        f" alive{until}",
+        cure="stop it; or, if it is dead, wait until its lease runs out",
+    )
+
+
+def _replaced(attempt: int) -> LeaseLostError:
+    return LeaseLostError(
+        f"this trainer (attempt {attempt}) has been replaced by another, and its write was refused",
+        cure="let one trainer run; this one may be started again when the other has ended",
+    )

@@ -1,0 +1,103 @@
+"""The trainer's lease on a real server: one trainer at a time, and the one before it is fenced."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from agentrl.documents.training import TrainStep
+from agentrl.errors import LeaseLostError, StoreError
+from agentrl.store.client import Store
+
+pytestmark = pytest.mark.integration
+
+HOST = socket.gethostname()
+
+
+def step(attempt: int, number: int) -> TrainStep:
+    return TrainStep(id=f"{attempt}/{number}", step=number, policy_version=0, data=(), owner="t")
+
+
+async def acquire(store: Store, owner: str, pid: int | None = None, lease: float = 60.0) -> int:
+    return await store.runs.acquire_trainer(owner, HOST, pid or os.getpid(), lease)
+
+
+async def test_a_second_trainer_is_told_who_holds_the_run(store: Store) -> None:
+    assert await acquire(store, "first") == 1
+    with pytest.raises(StoreError, match=rf"first \(process {os.getpid()} on {HOST}\)"):
+        await acquire(store, "second")
+    await store.runs.release_trainer(1)
+    assert await acquire(store, "second") == 2
+    await store.runs.release_trainer(1)
+    assert (await store.runs.trainer()).owner == "second"
+
+
+async def test_of_eight_racers_one_becomes_the_trainer(store: Store) -> None:
+    results = await asyncio.gather(
+        *(acquire(store, f"t{number}") for number in range(8)), return_exceptions=True
+    )
+    assert [result for result in results if isinstance(result, int)] == [1]
+    assert sum(isinstance(result, StoreError) for result in results) == 7
+
+
+@pytest.fixture(params=["reaped", "zombie"])
+def dead_pid(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A process that has ended; as a zombie nobody has asked for its exit code yet."""
+    process = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
+    if request.param == "reaped":
+        process.wait(30)
+    else:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    yield process.pid
+    process.communicate(timeout=30)
+
+
+async def test_a_dead_process_of_this_host_is_replaced_at_once(store: Store, dead_pid: int) -> None:
+    await acquire(store, "dead", dead_pid)
+    assert await acquire(store, "new") == 2
+
+
+async def test_a_dead_process_elsewhere_is_replaced_when_its_lease_runs_out(store: Store) -> None:
+    assert await store.runs.acquire_trainer("far", "another-host", 1, 60) == 1
+    with pytest.raises(StoreError, match="another-host"):
+        await acquire(store, "new")
+    await store.runs.renew_trainer(1, 0.0)
+    assert await acquire(store, "new") == 2
+    with pytest.raises(LeaseLostError):
+        await store.runs.renew_trainer(1, 60)
+
+
+async def test_every_write_of_a_replaced_trainer_is_refused(store: Store) -> None:
+    training = store.training
+    first = await acquire(store, "first", lease=0.0)
+    await training.plan_step(step(first, 1), attempt=first)
+    await training.commit_step("1/1", {}, [], attempt=first)
+    await training.plan_step(step(first, 2), attempt=first)
+    second = await acquire(store, "second")
+    with pytest.raises(LeaseLostError):
+        await training.plan_step(step(first, 3), attempt=first)
+    with pytest.raises(LeaseLostError):
+        await training.commit_step("1/2", {}, [], attempt=first)
+    with pytest.raises(LeaseLostError):
+        await training.revert_after(0, attempt=first)
+    assert [item.id for item in await training.steps()] == ["1/1"]
+    assert await training.revert_after(1, attempt=second) == 1
+    await training.plan_step(step(second, 2), attempt=second)
+
+
+async def test_a_takeover_and_a_commit_do_not_pass_each_other(store: Store) -> None:
+    first = await acquire(store, "first", lease=0.0)
+    await store.training.plan_step(step(first, 1), attempt=first)
+    commit, second = await asyncio.gather(
+        store.training.commit_step("1/1", {}, [], attempt=first), acquire(store, "second"),
+        return_exceptions=True,
+    )  # fmt: skip
+    assert second == 2
+    assert commit is None or isinstance(commit, LeaseLostError)
+    assert len(await store.training.steps()) == (commit is None)
