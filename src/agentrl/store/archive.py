@@ -1,0 +1,217 @@
+"""An exported run on disk: one file of canonical extended JSON per collection, and a manifest of checksums.
+
+A document that extended JSON cannot hold exactly (one of its keys looks like a type, such as ``$date``) is
+written as ``{"bson": …}``, the base64 of its bytes; so what is read back is what was written, byte by byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any, Final
+
+import bson
+from bson import json_util
+from bson.codec_options import CodecOptions, DatetimeConversion
+
+from agentrl.errors import StoreError
+from agentrl.store.names import SCHEMA_VERSION
+
+MANIFEST: Final = "manifest.json"
+FORMAT: Final = 1
+
+_READ_BYTES = 2**20
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+CODEC: CodecOptions[dict[str, Any]] = CodecOptions(
+    tz_aware=True, datetime_conversion=DatetimeConversion.DATETIME_AUTO
+)
+_JSON = json_util.CANONICAL_JSON_OPTIONS.with_options(
+    tz_aware=True, datetime_conversion=DatetimeConversion.DATETIME_AUTO
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedFile:
+    """One collection in the folder: ``file`` holds ``documents`` lines."""
+
+    collection: str
+    file: str
+    documents: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What the folder holds. It names neither run nor time: equal contents make equal folders."""
+
+    format: int = FORMAT
+    schema: int
+    collections: tuple[ExportedFile, ...] = field(default=())
+
+    @property
+    def documents(self) -> int:
+        """Documents of all collections."""
+        return sum(item.documents for item in self.collections)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(item.bytes for item in self.collections)
+
+
+def verify(folder: Path) -> Manifest:
+    """The manifest of a folder whose every file is as the manifest says; otherwise a StoreError."""
+    manifest = read_manifest(folder)
+    for item in manifest.collections:
+        digest, size, lines = hashlib.sha256(), 0, 0
+        try:
+            with (folder / item.file).open("rb") as stream:
+                while block := stream.read(_READ_BYTES):
+                    digest.update(block)
+                    size += len(block)
+                    lines += block.count(b"\n")
+        except OSError as error:
+            raise StoreError(f"{folder / item.file} cannot be read: {error.strerror}") from error
+        if (size, lines, digest.hexdigest()) != (item.bytes, item.documents, item.sha256):
+            raise StoreError(
+                f"{folder / item.file} is not what {MANIFEST} says: {size} bytes, {lines} documents and"
+                f" SHA-256 {digest.hexdigest()[:12]}…, not {item.bytes}, {item.documents} and"
+                f" {item.sha256[:12]}…",
+                cure="copy the folder again; nothing has been written to the database",
+            )
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of an exported folder; StoreError where there is none, or none that can be read."""
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        files = tuple(ExportedFile(**item) for item in content.pop("collections"))
+        manifest = Manifest(**content, collections=files)
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be read: {error.strerror}", cure="give the folder of an export that is whole"
+        ) from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise StoreError(f"{path} is no manifest of an export: {error}") from error
+    if manifest.format != FORMAT or manifest.schema > SCHEMA_VERSION:
+        raise StoreError(
+            f"{folder} has format {manifest.format} and schema version {manifest.schema}, and this AgentRL"
+            f" knows {FORMAT} and {SCHEMA_VERSION}",
+            cure="use the newer AgentRL that wrote it",
+        )
+    for item in files:
+        if not _NAME.fullmatch(item.collection) or item.file != f"{item.collection}.jsonl":
+            raise StoreError(f"{path} names a file {item.file!r} that no export writes")
+    return manifest
+
+
+def encode_line(raw: bytes) -> bytes:
+    """One BSON document as a line of JSON that ``decode_line`` turns into the same bytes."""
+    text = json_util.dumps(
+        bson.decode(raw, CODEC), json_options=_JSON, separators=(",", ":"), ensure_ascii=False
+    )
+    line = text.encode() + b"\n"
+    if _decoded(line) != raw:
+        line = json_util.dumps({"bson": raw}, json_options=_JSON, separators=(",", ":")).encode() + b"\n"
+    return line
+
+
+def decode_line(line: bytes, file: Path, number: int) -> bytes:
+    """Inverse of ``encode_line``. StoreError where the line is none of its."""
+    raw = _decoded(line)
+    if raw is None:
+        raise StoreError(f"{file}, line {number}, is no document in canonical extended JSON")
+    return raw
+
+
+def _decoded(line: bytes) -> bytes | None:
+    try:
+        document = json_util.loads(line.decode(), json_options=_JSON)
+        if "_id" not in document:
+            return bytes(document["bson"])
+        return bson.encode(document, codec_options=CODEC)
+    except (ValueError, TypeError, KeyError, bson.errors.BSONError):
+        return None
+
+
+class LineWriter:
+    """Writes lines and keeps their number, bytes and SHA-256."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._digest = hashlib.sha256()
+        self.lines = 0
+        self.bytes = 0
+
+    def line(self, line: bytes) -> None:
+        """Write one line."""
+        self._stream.write(line)
+        self._digest.update(line)
+        self.lines += 1
+        self.bytes += len(line)
+
+    @property
+    def sha256(self) -> str:
+        """Of all lines so far."""
+        return self._digest.hexdigest()
+
+
+def file_name(collection: str) -> str:
+    """The file of a collection; StoreError where its name cannot be a file's."""
+    if not _NAME.fullmatch(collection):
+        raise StoreError(f"collection {collection!r} has a name that cannot be a file's")
+    return f"{collection}.jsonl"
+
+
+def require_empty(folder: Path) -> None:
+    """StoreError unless there is no such folder, or nothing in it."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise StoreError(f"{folder} exists and is not empty", cure="give a folder that does not exist")
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """A folder beside ``folder`` that is renamed to it at the end, and deleted after an error."""
+    temporary = folder.resolve().with_name(f".{folder.resolve().name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        _flush_folder(temporary)
+        os.replace(temporary, folder)
+        _flush_folder(folder.resolve().parent)
+    except OSError as error:
+        raise StoreError(f"{folder} cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write it to disk, last of all files."""
+    with (folder / MANIFEST).open("wb") as stream:
+        stream.write(json.dumps(asdict(manifest), indent=1).encode() + b"\n")
+        flush(stream)
+
+
+def flush(stream: IO[bytes]) -> None:
+    """Wait until what was written is on disk."""
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,157 @@
+"""The version of a database's schema: written once, checked at every opening, raised by migrations."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final
+
+from pymongo.asynchronous.database import AsyncDatabase
+
+from agentrl.documents.run import SCHEMA
+from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
+from agentrl.errors import StoreError
+from agentrl.store.connection import Connection, Json, Part, database_call
+from agentrl.store.indexes import prepare
+from agentrl.store.names import RECORD, RUN, SCHEMA_VERSION, TASK
+from agentrl.store.slots import EXPIRED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Migration:
+    """One step from a version to the next. ``run`` may be repeated; it returns how many documents changed."""
+
+    origin: int
+    target: int
+    what: str
+    run: Callable[[AsyncDatabase[Json]], Awaitable[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Migrated:
+    """What one migration did."""
+
+    migration: Migration
+    changed: int
+
+
+async def released_records(database: AsyncDatabase[Json]) -> int:
+    """1 → 2: a Record that was handed back is ``released``, and no longer a failure of kind "released"."""
+    result = await database.get_collection(RECORD).update_many(
+        {"status": RecordStatus.FAILED.value, "failure.kind": RecordStatus.RELEASED.value},
+        {"$set": {"status": RecordStatus.RELEASED.value, "failure": None}},
+        bypass_document_validation=True,
+    )
+    return result.modified_count
+
+
+MIGRATIONS: Final[tuple[Migration, ...]] = (
+    Migration(
+        origin=1,
+        target=2,
+        what="Records that were handed back are released, not failed",
+        run=released_records,
+    ),
+)  # fmt: skip
+"""In order; each begins where the one before it ends."""
+
+
+async def stored_version(database: AsyncDatabase[Json]) -> int | None:
+    """The schema version of a database; None where there is no run, 1 where the run says nothing of it.
+
+    StoreError where an import has not finished: its mark is ``importing`` beside the version.
+    """
+    holds_tasks = bool(await database.list_collection_names(filter={"name": TASK}))
+    schema = await database.get_collection(RUN).find_one({"_id": SCHEMA})
+    if schema is not None and schema.get("importing"):
+        raise StoreError(
+            f"the import into run {database.name!r} did not come to its end",
+            cure="import once more: what is there already is replaced",
+        )
+    if schema is not None:
+        return int(schema["version"])
+    return 1 if holds_tasks else None
+
+
+async def check_version(database: AsyncDatabase[Json]) -> int | None:
+    """``stored_version``, which must be this code's where there is one; otherwise a StoreError."""
+    version = await stored_version(database)
+    if version is not None and version > SCHEMA_VERSION:
+        raise StoreError(
+            f"run {database.name!r} has schema version {version}, and this AgentRL knows {SCHEMA_VERSION}",
+            cure="use the newer AgentRL that wrote it",
+        )
+    if version is not None and version < SCHEMA_VERSION:
+        raise StoreError(
+            f"run {database.name!r} has schema version {version}, and this AgentRL needs {SCHEMA_VERSION}",
+            cure=f"stop its processes, then: agentrl db migrate --run_name {database.name}",
+        )
+    return version
+
+
+async def open_schema(database: AsyncDatabase[Json]) -> None:
+    """Make the schema of a new run, or check that of an existing one and make what it misses.
+
+    A new run gets its version before its collections, so that no one can take it for an old one.
+    """
+    if await check_version(database) is None:
+        await write_version(database, SCHEMA_VERSION)
+    await prepare(database)
+
+
+async def write_version(database: AsyncDatabase[Json], version: int) -> None:
+    """Say that the database has ``version``; a higher one stays."""
+    await database.get_collection(RUN).update_one(
+        {"_id": SCHEMA}, {"$max": {"version": version}}, upsert=True
+    )
+
+
+class Migrations(Part):
+    """``agentrl db migrate``."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._database = connection.database
+
+    @database_call
+    async def pending(self) -> tuple[Migration, ...]:
+        """The migrations that are due. StoreError where there is no way, or the database is newer."""
+        version = await stored_version(self._database)
+        if version is None or version > SCHEMA_VERSION:
+            await check_version(self._database)
+            return ()
+        return tuple(migration for migration in MIGRATIONS if migration.origin >= version)
+
+    @database_call
+    async def run(self) -> list[Migrated]:
+        """Bring the database to this code's version, then its validators, indexes and views.
+
+        Refuses a run whose samplers still hold leases. Stopped half-way, it goes on where it was.
+        """
+        pending = await self.pending()
+        if pending:
+            await self._require_idle()
+        done = []
+        for migration in pending:
+            changed = await migration.run(self._database)
+            await write_version(self._database, migration.target)
+            done.append(Migrated(migration=migration, changed=changed))
+        await prepare(self._database)
+        return done
+
+    async def _require_idle(self) -> None:
+        held = {
+            "$and": [{"$eq": ["$$slot.status", SlotStatus.RUNNING.value]}, {"$not": [EXPIRED]}],
+        }
+        slots = {"$filter": {"input": "$slots", "as": "slot", "cond": held}}
+        pipeline: list[Json] = [
+            {"$match": {"status": TaskStatus.RUNNING.value}},
+            {"$group": {"_id": None, "held": {"$sum": {"$size": slots}}}},
+        ]
+        cursor = await self._collection(TASK).aggregate(pipeline)
+        found = await cursor.to_list()
+        if found and found[0]["held"]:
+            raise StoreError(
+                f"samplers hold {found[0]['held']} leases on run {self._database.name!r}",
+                cure="stop its processes and wait until the leases have run out (--lease_seconds)",
+            )
