@@ -9,6 +9,7 @@ from typing import Any
 import bson
 from bson.codec_options import CodecOptions
 from bson.raw_bson import RawBSONDocument
+from pymongo import ASCENDING, IndexModel
 from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import OperationFailure
 
@@ -36,6 +37,11 @@ from agentrl.store.names import RUN, SCHEMA_VERSION
 _PAGE = 500
 _BATCH_BYTES = 8 * 2**20
 _SNAPSHOT_GONE = 239
+_GRIDFS = {
+    ".files": IndexModel([("filename", ASCENDING), ("uploadDate", ASCENDING)]),
+    ".chunks": IndexModel([("files_id", ASCENDING), ("n", ASCENDING)], unique=True),
+}
+"""The driver makes these with the first file only."""
 
 
 class Transfer(Part):
@@ -139,6 +145,9 @@ class Transfer(Part):
         """Insert a file's documents; returns the schema's, which is left out, where it is among them."""
         if name != RUN:
             await self._connection.database.create_collection(name, check_exists=False)
+        for ending, index in _GRIDFS.items():
+            if name.endswith(ending):
+                await self._collection(name).create_indexes([index])
         collection = self._collection(name)
         schema: Json | None = None
         batch: list[Any] = []

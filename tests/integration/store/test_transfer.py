@@ -1,0 +1,189 @@
+"""A run as a folder and back: byte by byte, verified, refused where it does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import bson
+import pytest
+from bson.int64 import Int64
+
+from agentrl.config.schema import RunConfig
+from agentrl.documents.packing import pack_ids
+from agentrl.documents.task import Task, task_key
+from agentrl.errors import StoreError
+from agentrl.store.archive import MANIFEST, decode_line, encode_line, read_manifest
+from agentrl.store.client import Store, open_connection, open_existing, open_store
+from agentrl.store.indexes import INDEXES
+from agentrl.store.transfer import Transfer
+from agentrl.store.views import VIEWS
+
+pytestmark = pytest.mark.integration
+
+AWKWARD: list[dict[str, Any]] = [
+    {"_id": 1, "int": 5, "long": Int64(5), "big": 2**40, "double": 5.0, "nan": float("nan"), "zero": -0.0},
+    {"_id": "line\nbreak\u2028\u0000", "bytes": b"\x00\xff", "none": None, "list": [1, 2.0, "3"]},
+    {"_id": bson.ObjectId(), "schema": {"$ref": "#/$defs/x", "$defs": {"x": {}}}},
+    {"_id": 2, "arguments": {"$date": "tomorrow"}, "more": {"$numberInt": "7"}, "id": {"$oid": "no"}},
+    {"_id": 3, "bson": "a field of that name", "ref": {"$ref": "c", "$id": 3}},
+]
+
+
+@pytest.fixture
+async def vacant(run_config: RunConfig) -> AsyncIterator[RunConfig]:
+    """A run name that no database has, on the same server; its database is dropped afterwards."""
+    config = dataclasses.replace(run_config, run_name=f"test_{uuid.uuid4().hex[:12]}")
+    yield config
+    connection = await open_connection(config)
+    await connection.client.drop_database(config.run_name)
+    await connection.close()
+
+
+def question(number: int) -> Task:
+    return Task(
+        id=task_key("train", 0, str(number)), task_id=str(number), split="train", epoch=0, order=number,
+        query="what?", meta={"$date": "a key like a type"},
+    )  # fmt: skip
+
+
+async def fill(store: Store) -> None:
+    await store.tasks.load([question(number) for number in range(1203)])
+    await store.database["Extra"].insert_many(AWKWARD)
+    chunks = [
+        {"_id": bson.ObjectId(), "files_id": "f", "n": n, "data": pack_ids(range(60_000))} for n in range(3)
+    ]
+    await store.database["DBRecordData.packed.chunks"].insert_many(chunks)
+
+
+async def load(config: RunConfig, folder: Path) -> None:
+    connection = await open_connection(config)
+    try:
+        await Transfer(connection).load(folder)
+    finally:
+        await connection.close()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("document", AWKWARD)
+def test_every_document_comes_back_byte_by_byte(document: dict[str, Any]) -> None:
+    raw = bson.encode(document)
+    line = encode_line(raw)
+    assert line.count(b"\n") == 1
+    assert decode_line(line, Path("x"), 1) == raw
+
+
+async def test_export_import_export_is_byte_identical(
+    store: Store, vacant: RunConfig, tmp_path: Path
+) -> None:
+    await fill(store)
+    manifest = await Transfer(store.connection).export(tmp_path / "first")
+    counts = {item.collection: item.documents for item in manifest.collections}
+    assert (counts["Task"], counts["Extra"], counts["Record"]) == (1203, len(AWKWARD), 0)
+    await load(vacant, tmp_path / "first")
+    async with await open_existing(vacant) as copy:
+        second = await Transfer(copy.connection).export(tmp_path / "second")
+        originals = [raw async for raw in store.database["Extra"].find(sort=[("_id", 1)])]
+        copies = [raw async for raw in copy.database["Extra"].find(sort=[("_id", 1)])]
+        assert str(originals) == str(copies)
+        for name, indexes in INDEXES.items():
+            stored = [index async for index in await copy.database[name].list_indexes()]
+            assert len(stored) == len(indexes) + 1
+        chunks = await copy.database["DBRecordData.packed.chunks"].index_information()
+        assert chunks["files_id_1_n_1"]["unique"]
+        views = await copy.database.list_collection_names(filter={"type": "view"})
+        assert set(VIEWS) <= set(views)
+        copied = (await copy.database["Task"].options())["validator"]
+        assert copied == (await store.database["Task"].options())["validator"]
+    assert second == manifest
+    assert contents(tmp_path / "first") == contents(tmp_path / "second")
+    assert not any("partial" in name for name in os.listdir(tmp_path))
+
+
+async def test_a_changed_file_is_refused_before_anything_is_written(
+    store: Store, vacant: RunConfig, tmp_path: Path
+) -> None:
+    await fill(store)
+    folder = tmp_path / "run"
+    await Transfer(store.connection).export(folder)
+    data = (folder / "Task.jsonl").read_bytes()
+    for harm in (data.replace(b"A", b"B", 1), data[:-10], b""):
+        (folder / "Task.jsonl").write_bytes(harm)
+        with pytest.raises(StoreError, match=r"Task.jsonl is not what manifest.json says"):
+            await load(vacant, folder)
+    (folder / "Task.jsonl").unlink()
+    with pytest.raises(StoreError, match="cannot be read"):
+        await load(vacant, folder)
+    with pytest.raises(StoreError, match="there is no run"):
+        await open_existing(vacant)
+    with pytest.raises(StoreError, match="cannot be read"):
+        await load(vacant, tmp_path / "nothing")
+
+
+async def test_a_manifest_of_something_else_is_refused(
+    store: Store, vacant: RunConfig, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    await Transfer(store.connection).export(folder)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    for change, message in (
+        ({"schema": 99}, "schema version 99"),
+        ({"collections": [{**manifest["collections"][0], "file": "../x"}]}, "that no export writes"),
+        ({"collections": 7}, "no manifest"),
+    ):
+        (folder / MANIFEST).write_text(json.dumps({**manifest, **change}))
+        with pytest.raises(StoreError, match=message):
+            read_manifest(folder)
+
+
+async def test_a_database_that_holds_something_is_refused(
+    store: Store, run_config: RunConfig, tmp_path: Path
+) -> None:
+    await fill(store)
+    await Transfer(store.connection).export(tmp_path / "run")
+    with pytest.raises(StoreError, match=f"{run_config.run_name}.* is not empty: it holds"):
+        await load(run_config, tmp_path / "run")
+    with pytest.raises(StoreError, match="is not empty"):
+        await Transfer(store.connection).export(tmp_path / "run")
+
+
+async def test_an_import_that_was_interrupted_is_no_run_and_is_begun_again(
+    store: Store, vacant: RunConfig, tmp_path: Path
+) -> None:
+    await fill(store)
+    folder = tmp_path / "run"
+    await Transfer(store.connection).export(folder)
+    connection = await open_connection(vacant)
+    await connection.database["Run"].insert_one({"_id": "schema", "version": 2, "importing": True})
+    await connection.database["Task"].insert_one({"_id": "half"})
+    await connection.close()
+    for opening in (open_store, open_existing):
+        with pytest.raises(StoreError, match="did not come to its end"):
+            await opening(vacant)
+    await load(vacant, folder)
+    async with await open_store(vacant) as copy:
+        assert await copy.database["Task"].count_documents({}) == 1203
+        assert await copy.database["Run"].find_one({"_id": "schema"}) == {"_id": "schema", "version": 2}
+
+
+async def test_the_export_shows_one_moment(store: Store, tmp_path: Path) -> None:
+    await fill(store)
+    transfer = Transfer(store.connection)
+    pages = transfer._pages
+
+    async def disturbed(name: str, session: Any) -> AsyncIterator[Any]:
+        async for document in pages(name, session):
+            await store.database["Task"].delete_many({})
+            yield document
+
+    transfer._pages = disturbed  # type: ignore[method-assign]
+    manifest = await transfer.export(tmp_path / "run")
+    assert {item.collection: item.documents for item in manifest.collections}["Task"] == 1203
