@@ -1,0 +1,142 @@
+"""The documents of the store's benchmark: Tasks, 20-turn trajectories, and their other forms."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+
+from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, VersionSpan
+from agentrl.documents.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
+from agentrl.documents.status import CallStatus
+from agentrl.documents.task import Slot, Task, task_key
+from agentrl.documents.training import DBRecordData, Node, TrainableSpan
+
+Json = dict[str, Any]
+SPLIT = "train"
+GENERATIONS = 8
+_VOCABULARY = """the a of which tower river year author answer search page result number first city between
+because then question therefore tool found compare population century museum built opened according"""
+_WORDS = _VOCABULARY.split()
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Search the web and return the first results with their addresses.",
+        "parameters": {
+            "type": "object",
+            "properties": {"query": {"type": "string", "description": "what to look for"}},
+            "required": ["query"],
+        },
+    },
+}
+
+
+def text(rng: random.Random, tokens: int) -> str:
+    """Words of about ``tokens`` tokens: 4.5 characters a token, as English has it."""
+    words: list[str] = []
+    length = 0
+    while length < 4.5 * tokens:
+        words.append(rng.choice(_WORDS))
+        length += len(words[-1]) + 1
+    return " ".join(words)
+
+
+def make_tasks(count: int, generations: int = GENERATIONS) -> list[Task]:
+    """Tasks as a file of questions gives them."""
+    rng = random.Random(count)
+    return [
+        Task(
+            id=task_key(SPLIT, 0, f"q{number}"), task_id=f"q{number}", split=SPLIT, epoch=0, order=number,
+            query=text(rng, 60), answer="1889",
+            slots=tuple(Slot(traj_id=slot) for slot in range(generations)),
+        )
+        for number in range(count)
+    ]  # fmt: skip
+
+
+def make_call(
+    record: str, index: int, *, context: int, output: int, version: int = 3, seed: int = 0
+) -> DispatchedSamplingTask:
+    """One model call: ``context`` tokens read since the last one, ``output`` tokens generated."""
+    rng = random.Random(f"{seed}/{index}")
+    numbers = np.random.default_rng(seed * 1000 + index)
+    said = text(rng, output)
+    result = text(rng, context)
+    question = [{"role": "system", "content": text(rng, 40)}, {"role": "user", "content": result}]
+    return DispatchedSamplingTask(
+        id=f"{record}/{index}", record=record, index=index,
+        parent=f"{record}/{index - 1}" if index else None, status=CallStatus.COMPLETED,
+        messages=tuple(question) if index == 0 else ({"role": "tool", "name": "search", "content": result},),
+        response={"role": "assistant", "content": said, "tool_calls": [_tool_call()]},
+        tool_executions=(ToolExecution(name="search", arguments={"query": "tower"}, result="", error=False,
+                                       seconds=0.2, server="web"),),
+        tools=(_TOOL,) * 4 if index == 0 else None, finish_reason="stop",
+        versions=(VersionSpan(version=version, start=0, end=output),),
+        prompt_tokens=(context + output) * index + context, generated_tokens=output, engine="engine-1",
+        sampling_params={"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 8196}, generate_seconds=1.25,
+        context_ids=pack_ids(numbers.integers(0, 150_000, context).astype(np.int32)),
+        output_ids=pack_ids(numbers.integers(0, 150_000, output).astype(np.int32)),
+        logprobs=pack_floats(-numbers.exponential(0.5, output).astype(np.float32)),
+    )  # fmt: skip
+
+
+def _tool_call() -> Json:
+    return {"type": "function", "function": {"name": "search", "arguments": '{"query": "tower"}'}}
+
+
+def make_trajectory(record: str, *, turns: int = 20, tokens: int = 20_000, seed: int = 0) -> list[
+    DispatchedSamplingTask
+]:  # fmt: skip
+    """``turns`` calls of ``tokens`` in all, half of them read and half generated."""
+    half = tokens // turns // 2
+    return [make_call(record, index, context=half, output=half, seed=seed) for index in range(turns)]
+
+
+def make_data(
+    record: str, task: str, *, tokens: int = 20_000, turns: int = 20, seed: int = 0
+) -> DBRecordData:
+    """Training data of one trajectory: one chain of ``tokens``, half of them trainable."""
+    numbers = np.random.default_rng(seed)
+    half = tokens // turns // 2
+    spans = tuple(
+        TrainableSpan(
+            start=(2 * turn + 1) * half, end=(2 * turn + 2) * half, call=turn, version=3, advantage=0.5
+        )
+        for turn in range(turns)
+    )
+    return DBRecordData(
+        id=record, record=record, task=task, split=SPLIT, score=1.0, advantage=0.5, min_version=3,
+        max_version=3, tokens=tokens, trainable_tokens=half * turns, turns=turns,
+        nodes=(Node(start=0, end=tokens),), spans=spans,
+        input_ids=pack_ids(numbers.integers(0, 150_000, tokens).astype(np.int32)),
+        behavior_logprobs=pack_floats(-numbers.exponential(0.5, half * turns).astype(np.float32)),
+    )  # fmt: skip
+
+
+def with_plain_arrays(call: DispatchedSamplingTask) -> Json:
+    """The call's document with arrays of numbers where ours has packed bytes."""
+    return {
+        **call.to_document(),
+        "context_ids": unpack_ids(call.context_ids).tolist(),
+        "output_ids": unpack_ids(call.output_ids).tolist(),
+        "logprobs": unpack_floats(call.logprobs).tolist(),
+    }
+
+
+def with_whole_conversations(calls: list[DispatchedSamplingTask]) -> list[Json]:
+    """The calls as the original keeps them: each holds all messages, tools and prompt ids once more."""
+    messages: list[Json] = []
+    prompt: list[int] = []
+    documents = []
+    for call in calls:
+        messages = [*messages, *call.messages]
+        prompt = [*prompt, *unpack_ids(call.context_ids).tolist()]
+        plain = with_plain_arrays(call)
+        documents.append(
+            {**plain, "messages": messages, "tools": list(calls[0].tools or ()), "context_ids": prompt}
+        )
+        messages = [*messages, dict(call.response)]
+        prompt = [*prompt, *unpack_ids(call.output_ids).tolist()]
+    return documents
