@@ -55,7 +55,7 @@ class Task(Root):
     meta: dict[str, Any] = field(default_factory=dict)
     slots: tuple[Slot, ...] = ()
     group: dict[str, Any] | None = None
-    """Set when the group is finalised: ``{scored, failed, mean_score, outcome, finalised_at}``."""
+    """Set when the group is finalised: ``{scored, failed, mean_score, outcome, rules, finalised_at}``."""
     created_at: datetime = field(default_factory=now)
     updated_at: datetime = field(default_factory=now)
 

@@ -67,7 +67,10 @@ def get_scorer(name: str) -> Scorer:
 
 
 async def run_scorer(name: str, context: ScorerContext, timeout: float) -> ScoreResult:
-    """Score one trajectory within ``timeout`` seconds. What goes wrong is a ScorerError, never a score."""
+    """Score one trajectory within ``timeout`` seconds; ``details.scorer`` of the result is ``name``.
+
+    What goes wrong is a ScorerError, never a score.
+    """
     try:
         async with asyncio.timeout(timeout):
             result = await get_scorer(name)(context)
@@ -81,7 +84,7 @@ async def run_scorer(name: str, context: ScorerContext, timeout: float) -> Score
         raise ScorerError(f"scorer {name} raised {type(error).__name__}: {error}") from error
     if not isinstance(result, ScoreResult):
         result = ScoreResult(_number(name, result))
-    return ScoreResult(_number(name, result.score), result.details)
+    return ScoreResult(_number(name, result.score), {**result.details, "scorer": name})
 
 
 def _number(name: str, value: Any) -> float:

@@ -82,7 +82,7 @@ async def test_a_verdict_is_a_score(tmp_path: Path, endpoint: Endpoint, reply: s
     endpoint.replies = {"a": [reply]}
     result = await run_scorer("agentcpm", context(write_config(tmp_path, endpoint, "a")), 30)
     assert result.score == expected
-    assert result.details == {"judge": "a", "reply": reply}
+    assert result.details == {"judge": "a", "reply": reply, "scorer": "agentcpm"}
     ((body, authorization),) = endpoint.asked
     assert authorization == "Bearer secret"
     assert "the city of light" in body["messages"][0]["content"]

@@ -111,4 +111,5 @@ async def test_the_example_scorer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "custom_scorer:close_number"
     assert await score(name, context("42", "42")) == 1.0
     assert await score(name, context("21", "42")) == 0.5
-    assert (await run_scorer(name, context("many", "42"), 5)).details == {"why": "no number"}
+    details = (await run_scorer(name, context("many", "42"), 5)).details
+    assert details == {"why": "no number", "scorer": name}

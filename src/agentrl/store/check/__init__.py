@@ -1,0 +1,1 @@
+"""``agentrl db check``: the invariants of a run, proved on its documents while others write them."""

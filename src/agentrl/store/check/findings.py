@@ -1,0 +1,122 @@
+"""What a check counts and finds: violations, the invariants they break, and the report of both."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+
+class Invariant(IntEnum):
+    """What every run keeps, at every moment and at its end."""
+
+    TRAJECTORIES = 1
+    TRAINING = 2
+    GROUPS = 3
+    STATES = 4
+    VERSIONS = 5
+
+    @property
+    def title(self) -> str:
+        """The invariant in a few words."""
+        return _TITLES[self]
+
+
+_TITLES: Mapping[Invariant, str] = {
+    Invariant.TRAJECTORIES: "slots end with one live Record, and no model call is missing",
+    Invariant.TRAINING: "every token is trained by the steps that say so, and no oftener than allowed",
+    Invariant.GROUPS: "groups say what their Records say, and every score is a scorer's",
+    Invariant.STATES: "states are legal, and no lease outlives its owner",
+    Invariant.VERSIONS: "policy versions are whole, and tokens name those that were published",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with one document."""
+
+    document: str
+    """Collection and ``_id``, as in ``Record train/0/task_001/3/1``."""
+    what: str
+    expected: Any
+    found: Any
+
+    def __str__(self) -> str:
+        return f"{self.document}: {self.what}: expected {_shown(self.expected)}, found {_shown(self.found)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A problem that breaks an invariant. ``key`` is the ``_id`` to look at again for it."""
+
+    invariant: Invariant
+    problem: Problem
+    key: Any
+
+    def same_as(self) -> tuple[Any, ...]:
+        """What two sightings of one violation have in common; values may have moved in between."""
+        return self.invariant, self.problem.document, self.problem.what
+
+
+class Findings:
+    """Collects what was checked and what is violated."""
+
+    def __init__(self) -> None:
+        self.checked: dict[Invariant, Counter[str]] = {invariant: Counter() for invariant in Invariant}
+        self.violations: list[Violation] = []
+        self.notes: list[str] = []
+
+    def count(self, invariant: Invariant, things: str, number: int = 1) -> None:
+        """Say that ``number`` more ``things`` were held against the invariant."""
+        self.checked[invariant][things] += number
+
+    def add(self, invariant: Invariant, key: Any, problems: Iterable[Problem]) -> None:
+        """Take in the problems of one document."""
+        self.violations.extend(Violation(invariant, problem, key) for problem in problems)
+
+    def note(self, text: str) -> None:
+        """Say, once, what could not be checked."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The outcome of a check."""
+
+    checked: Mapping[Invariant, Mapping[str, int]]
+    violations: tuple[Violation, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    def of(self, invariant: Invariant) -> list[Violation]:
+        """The violations of one invariant."""
+        return [violation for violation in self.violations if violation.invariant is invariant]
+
+    def lines(self) -> Iterator[str]:
+        """A line an invariant, then each violation and note, then how many violations there are."""
+        for invariant in Invariant:
+            things = ", ".join(f"{number:,} {name}" for name, number in self.checked[invariant].items())
+            yield (
+                f"{invariant.value}. {invariant.title}: {things or 'nothing'} checked,"
+                f" {_violations(len(self.of(invariant)))}"
+            )
+        for invariant in Invariant:
+            for violation in self.of(invariant):
+                yield f"invariant {invariant.value}: {violation.problem}"
+        for note in self.notes:
+            yield f"note: {note}"
+        yield _violations(len(self.violations))
+
+
+def _violations(number: int) -> str:
+    return f"{number:,} violation{'' if number == 1 else 's'}"
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+_LONGEST = 200
