@@ -1,0 +1,92 @@
+"""A finished group → its outcome: which Records train, with which advantages, and the data made from them."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final
+
+from agentrl.config.schema import GroupConfig
+from agentrl.conversion.convert import to_training_data
+from agentrl.documents.dispatch import DispatchedSamplingTask
+from agentrl.documents.record import Record
+from agentrl.documents.status import RecordStatus, SlotStatus
+from agentrl.documents.task import Task
+from agentrl.documents.training import DBRecordData
+from agentrl.errors import StoreError
+from agentrl.scoring.groups import Decision, decide_group, summarise
+from agentrl.store.groups import GroupOutcome, RecordOutcome
+
+logger = logging.getLogger(__name__)
+
+TRAIN_SPLIT: Final = "train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRules:
+    """The flags and the seed by which a group is decided. They are stored in it, as ``Task.group.rules``."""
+
+    config: GroupConfig
+    seed: int
+
+    @classmethod
+    def stored(cls, rules: Mapping[str, Any]) -> GroupRules:
+        """The rules of a finalised group; flags that it does not name have their defaults."""
+        known = {field.name for field in fields(GroupConfig)}
+        config = GroupConfig(**{key: value for key, value in rules.items() if key in known})
+        return cls(config=config, seed=int(rules.get("seed", 0)))
+
+    def decide(
+        self,
+        task: Task,
+        records: Sequence[Record],
+        calls: Mapping[str, Sequence[DispatchedSamplingTask]],
+    ) -> GroupOutcome:
+        """What becomes of a group; the same whoever computes it, and however often.
+
+        Groups of ``TRAIN_SPLIT`` become training data; those of any other split are only summed up.
+        """
+        scored = [record for record in records if record.score is not None]
+        failed = sum(slot.status is SlotStatus.FAILED for slot in task.slots)
+        if task.split != TRAIN_SPLIT:
+            outcomes = [_outcome(record.id, RecordStatus.READY) for record in scored]
+            return GroupOutcome(data=(), records=tuple(outcomes), summary=summarise(scored, failed, 0))
+        decisions = decide_group(scored, self.config, random.Random(f"{self.seed}/{task.id}"))
+        by_id = {record.id: record for record in scored}
+        data: list[DBRecordData] = []
+        outcomes = []
+        for decision in decisions:
+            converted = self._convert(task, by_id[decision.record_id], calls, decision)
+            if isinstance(converted, DBRecordData):
+                data.append(converted)
+                outcomes.append(_outcome(decision.record_id, RecordStatus.READY, decision.advantage))
+            else:
+                outcomes.append(_outcome(decision.record_id, RecordStatus.ABANDONED, None, converted))
+        rules = {**asdict(self.config), "seed": self.seed}
+        summary = {**summarise(scored, failed, len(data)), "rules": rules}
+        return GroupOutcome(data=tuple(data), records=tuple(outcomes), summary=summary)
+
+    def _convert(
+        self,
+        task: Task,
+        record: Record,
+        calls: Mapping[str, Sequence[DispatchedSamplingTask]],
+        decision: Decision,
+    ) -> DBRecordData | str:
+        """Training data, or why there is none."""
+        if decision.advantage is None:
+            return decision.abandoned_because or "abandoned"
+        try:
+            data = to_training_data(task, record, calls.get(record.id, ()), decision.advantage, self.config)
+        except StoreError as error:
+            logger.error("a trajectory cannot be trained", extra={"record": record.id, "why": error.message})
+            return error.message
+        return data if data is not None else "no model call has an advantage to train with"
+
+
+def _outcome(
+    record_id: str, status: RecordStatus, advantage: float | None = None, because: str | None = None
+) -> RecordOutcome:
+    return RecordOutcome(record_id=record_id, status=status, advantage=advantage, because=because)
