@@ -12,9 +12,7 @@ from agentrl.documents.status import RecordStatus, StopReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure(Document):
-    """Why an attempt failed: ``kind`` is engine, tool, scorer, timeout, trajectory, lease,
-    released (handed back unfinished) or internal.
-    """
+    """Why an attempt failed: ``kind`` is engine, tool, scorer, timeout, trajectory, lease or internal."""
 
     kind: str
     message: str
@@ -23,7 +21,8 @@ class Failure(Document):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record(Root):
-    """One attempt at one trajectory. A failed Record has no score; a scored one has no failure.
+    """One attempt at one trajectory. A failed Record has no score; a scored one has no failure; one that was
+    handed back (released) has neither.
 
     ``min_version`` and ``max_version`` bound the policy versions of its generated tokens.
     """
@@ -60,3 +59,9 @@ class Record(Root):
     created_at: datetime = field(default_factory=now)
     completed_at: datetime | None = None
     scored_at: datetime | None = None
+    score_history: tuple[dict[str, Any], ...] = ()
+    """``{score, details, scored_at}`` of each score that ``agentrl db rescore`` replaced, oldest first."""
+    rescored: dict[str, Any] | None = None
+    """``{score, details, at}`` of a later scoring that came after the Record had been trained."""
+    pruned_at: datetime | None = None
+    """When ``agentrl db prune`` deleted its model calls and training data."""

@@ -38,6 +38,7 @@ class RecordStatus(StrEnum):
     READY = "ready"  # its group is finalised and its DBRecordData exist
     ABANDONED = "abandoned"  # its group is finalised and does not train it (``abandoned_because``)
     FAILED = "failed"  # infrastructure failed (``failure``); it has no score
+    RELEASED = "released"  # handed back unfinished: no failure, no score
 
 
 class CallStatus(StrEnum):
@@ -71,7 +72,7 @@ class VersionStatus(StrEnum):
     """One published set of weights."""
 
     PUBLISHED = "published"
-    WITHDRAWN = "withdrawn"  # its step was reverted; engines that hold it keep serving until the next
+    WITHDRAWN = "withdrawn"  # its step was undone; engines that hold it keep serving until the next
 
 
 class ServiceStatus(StrEnum):
@@ -107,15 +108,23 @@ TASK_EDGES: dict[TaskStatus, frozenset[TaskStatus]] = {
 """``→ RUNNING`` from the two last is ``agentrl db reopen``."""
 
 RECORD_EDGES: dict[RecordStatus, frozenset[RecordStatus]] = {
-    RecordStatus.CREATED: frozenset({RecordStatus.RUNNING, RecordStatus.FAILED}),
-    RecordStatus.RUNNING: frozenset({RecordStatus.COMPLETED, RecordStatus.FAILED}),
-    RecordStatus.COMPLETED: frozenset({RecordStatus.SCORING, RecordStatus.FAILED}),
-    RecordStatus.SCORING: frozenset({RecordStatus.SCORED, RecordStatus.FAILED}),
+    RecordStatus.CREATED: frozenset({RecordStatus.RUNNING, RecordStatus.FAILED, RecordStatus.RELEASED}),
+    RecordStatus.RUNNING: frozenset({RecordStatus.COMPLETED, RecordStatus.FAILED, RecordStatus.RELEASED}),
+    RecordStatus.COMPLETED: frozenset({RecordStatus.SCORING, RecordStatus.FAILED, RecordStatus.RELEASED}),
+    RecordStatus.SCORING: frozenset({RecordStatus.SCORED, RecordStatus.FAILED, RecordStatus.RELEASED}),
     RecordStatus.SCORED: frozenset({RecordStatus.READY, RecordStatus.ABANDONED, RecordStatus.FAILED}),
     RecordStatus.READY: frozenset(),
     RecordStatus.ABANDONED: frozenset(),
     RecordStatus.FAILED: frozenset(),
+    RecordStatus.RELEASED: frozenset(),
 }
+
+RECORD_REVISIONS: dict[RecordStatus, frozenset[RecordStatus]] = {
+    RecordStatus.READY: frozenset({RecordStatus.ABANDONED, RecordStatus.SCORED}),
+    RecordStatus.ABANDONED: frozenset({RecordStatus.READY, RecordStatus.SCORED}),
+}
+"""Besides, while nothing of its group has been trained: ``agentrl db rescore`` decides the group again, and
+``agentrl db reopen`` makes it one that has not been decided (``→ SCORED``)."""
 
 DATA_EDGES: dict[DataStatus, frozenset[DataStatus]] = {
     DataStatus.READY: frozenset({DataStatus.PLANNED, DataStatus.STALE}),
@@ -125,6 +134,13 @@ DATA_EDGES: dict[DataStatus, frozenset[DataStatus]] = {
 }
 """``PLANNED → READY`` is a trainer that died or a ``max_trained_count`` above 1; ``TRAINED → READY`` is a
 resume from a checkpoint before the step."""
+
+VERSION_EDGES: dict[VersionStatus, frozenset[VersionStatus]] = {
+    VersionStatus.PUBLISHED: frozenset({VersionStatus.WITHDRAWN}),
+    VersionStatus.WITHDRAWN: frozenset({VersionStatus.PUBLISHED}),
+}
+"""``→ WITHDRAWN`` is a resume from a checkpoint before the version's step; ``→ PUBLISHED`` is that step done
+again with the same weights as before."""
 
 
 def sources(edges: Mapping[_State, frozenset[_State]], target: _State) -> list[str]:

@@ -58,6 +58,8 @@ class Task(Root):
     """Set when the group is finalised: ``{scored, failed, mean_score, outcome, rules, finalised_at}``."""
     created_at: datetime = field(default_factory=now)
     updated_at: datetime = field(default_factory=now)
+    pruned_at: datetime | None = None
+    """When ``agentrl db prune`` last deleted calls or data of its trajectories."""
 
 
 def task_key(split: str, epoch: int, task_id: str) -> str:

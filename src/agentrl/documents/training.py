@@ -81,3 +81,5 @@ class TrainStep(Root):
     owner: str
     planned_at: datetime = field(default_factory=now)
     committed_at: datetime | None = None
+    pruned_at: datetime | None = None
+    """When ``agentrl db prune`` last deleted data that it names."""
