@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from datetime import UTC, datetime
 from enum import Enum
 from functools import cache
@@ -25,18 +25,17 @@ class Document:
     def to_document(self) -> dict[str, Any]:
         """The fields in their declared order, nested documents and enums made plain."""
         return {
-            _stored_name(type(self), field.name): plain(getattr(self, field.name))
-            for field in dataclasses.fields(self)  # type: ignore[arg-type]
+            stored: plain(getattr(self, name)) for name, stored, _ in _fields(cast("Hashable", type(self)))
         }
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Self:
         """Inverse of ``to_document``; unknown keys are ignored, a missing required one is a StoreError."""
         values = {}
-        for name, hint in _hints(cast("Hashable", cls)).items():
-            stored = _stored_name(cls, name)
+        for name, stored, revive in _fields(cast("Hashable", cls)):
             if stored in document:
-                values[name] = _revive(hint, document[stored])
+                value = document[stored]
+                values[name] = value if revive is None or value is None else revive(value)
         try:
             return cls(**values)
         except TypeError as error:
@@ -47,18 +46,28 @@ class Root(Document):
     """A document with a collection of its own; subclasses declare ``id``, stored as ``_id``."""
 
 
+Revive = Callable[[Any], Any]
+"""Makes a stored value, which is not None, the value of a field."""
+
+
 @cache
-def _hints(cls: Any) -> dict[str, Any]:
+def _fields(cls: Any) -> tuple[tuple[str, str, Revive | None], ...]:
+    """Of each field: its name, the name under which it is stored, and what revives it (None: nothing)."""
     hints = get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-
-
-def _stored_name(cls: type, name: str) -> str:
-    return "_id" if name == "id" and issubclass(cls, Root) else name
+    return tuple(
+        (
+            field.name,
+            "_id" if field.name == "id" and issubclass(cls, Root) else field.name,
+            _reviver(hints[field.name]),
+        )
+        for field in dataclasses.fields(cls)
+    )
 
 
 def plain(value: Any) -> Any:
     """A value as BSON takes it: documents and enums made plain, inside lists and mappings too."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, Document):
         return value.to_document()
     if isinstance(value, Enum):
@@ -70,21 +79,31 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _revive(hint: Any, value: Any) -> Any:
-    if value is None:
-        return None
+_PLAIN = frozenset({str, int, float, bool, bytes, type(None), datetime})
+
+
+def _reviver(hint: Any) -> Revive | None:
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         inner = [arg for arg in get_args(hint) if arg is not type(None)]
-        return _revive(inner[0], value) if len(inner) == 1 else value
+        return _reviver(inner[0]) if len(inner) == 1 else None
     if origin in (tuple, list):
-        item_hint = get_args(hint)[0]
-        return origin(_revive(item_hint, item) for item in value)
+        return _sequence_reviver(origin, _reviver(get_args(hint)[0]))
     if isinstance(hint, type):
         if issubclass(hint, Document):
-            return hint.from_document(value)
+            return hint.from_document
         if issubclass(hint, Enum):
-            return hint(value)
-        if hint is datetime and isinstance(value, datetime) and value.tzinfo is None:
-            return value.replace(tzinfo=UTC)
-    return value
+            return hint
+        if hint is datetime:
+            return _with_zone
+    return None
+
+
+def _sequence_reviver(make: Callable[[Iterable[Any]], Any], revive: Revive | None) -> Revive:
+    if revive is None:
+        return make
+    return lambda items: make([None if item is None else revive(item) for item in items])
+
+
+def _with_zone(value: Any) -> Any:
+    return value.replace(tzinfo=UTC) if isinstance(value, datetime) and value.tzinfo is None else value
