@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -13,6 +13,7 @@ from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.service import InferenceService
 from agentrl.documents.status import DataStatus, StepStatus, VersionStatus
 from agentrl.documents.training import DBRecordData, TrainStep
+from agentrl.errors import LeaseLostError
 
 
 class FakeStore:
@@ -32,10 +33,17 @@ class FakeStore:
         self.training = _Training(self)
         self.policies = _Policies(self)
         self.services = _Services(self)
+        self.runs = _Runs(self)
+        self.attempt = 0
+        self.places: dict[str, tuple[int, int]] = {}
 
     def add(self, *items: DBRecordData) -> None:
         self.data.update({item.id: item for item in items})
         self.changed.set()
+
+    def check_attempt(self, attempt: int) -> None:
+        if attempt != self.attempt:
+            raise LeaseLostError(f"attempt {attempt} has been replaced by {self.attempt}")
 
     async def wait_for_change(self, *collections: str, timeout: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -65,16 +73,24 @@ class _Tasks(_Part):
     async def get(self, task_id: str) -> None:
         return None
 
+    async def places(self, ids: Collection[str]) -> dict[str, tuple[int, int]]:
+        return {id: place for id, place in self.store.places.items() if id in ids}
+
 
 class _Training(_Part):
-    async def ready(self, split: str, *, min_version: int, limit: int, step: int) -> list[DBRecordData]:
-        ready = (item for item in self.store.data.values() if item.status is DataStatus.READY)
-        return [item for item in ready if item.min_version >= min_version][:limit]
+    async def ready(
+        self, split: str, *, min_version: int, field: str, limit: int, step: int
+    ) -> list[DBRecordData]:
+        ready = (
+            item for item in self.store.data.values()
+            if item.status is DataStatus.READY and item.not_before_step <= step
+        )  # fmt: skip
+        return [item for item in ready if getattr(item, field) >= min_version][:limit]
 
-    async def mark_stale(self, split: str, below_version: int) -> int:
+    async def mark_stale(self, split: str, below_version: int, *, field: str) -> int:
         old = [
             item for item in self.store.data.values()
-            if item.status is DataStatus.READY and item.min_version < below_version
+            if item.status is DataStatus.READY and getattr(item, field) < below_version
         ]  # fmt: skip
         self._set(old, DataStatus.STALE)
         return len(old)
@@ -82,7 +98,8 @@ class _Training(_Part):
     async def fetch(self, ids: Sequence[str]) -> list[DBRecordData]:
         return [self.store.data[id] for id in reversed(ids)]
 
-    async def plan_step(self, step: TrainStep) -> None:
+    async def plan_step(self, step: TrainStep, *, attempt: int) -> None:
+        self.store.check_attempt(attempt)
         assert step.id not in self.store.train_steps
         items = [self.store.data[id] for id in step.data]
         assert all(item.status is DataStatus.READY for item in items)
@@ -91,13 +108,15 @@ class _Training(_Part):
 
     async def commit_step(
         self, step_id: str, metrics: dict[str, Any], trained_ids: Sequence[str],
-        max_trained_count: int, retrained_interval: int,
+        max_trained_count: int, retrained_interval: int, *, attempt: int,
     ) -> None:  # fmt: skip
+        self.store.check_attempt(attempt)
         step = self.store.train_steps[step_id]
         self.store.train_steps[step_id] = replace(step, status=StepStatus.COMMITTED, metrics=metrics)
         self._set([self.store.data[id] for id in trained_ids], DataStatus.TRAINED)
 
-    async def revert_after(self, step: int) -> int:
+    async def revert_after(self, step: int, *, attempt: int) -> int:
+        self.store.check_attempt(attempt)
         reopened = 0
         for item in list(self.store.train_steps.values()):
             if item.step > step and item.status is not StepStatus.REVERTED:
@@ -137,10 +156,29 @@ class _Policies(_Part):
         self.store.versions[version.id] = version
         self.store.changed.set()
 
-    async def withdraw_after(self, version: int) -> None:
-        for item in list(self.store.versions.values()):
-            if item.id > version:
-                self.store.versions[item.id] = replace(item, status=VersionStatus.WITHDRAWN)
+    async def withdraw_after(self, step: int) -> int:
+        later = [item for item in self.store.versions.values() if item.step > step]
+        for item in later:
+            self.store.versions[item.id] = replace(item, status=VersionStatus.WITHDRAWN)
+        return len(later)
+
+    async def reinstate(self, version: int, *, train_step: str | None, location: str) -> None:
+        self.store.versions[version] = replace(
+            self.store.versions[version], status=VersionStatus.PUBLISHED, train_step=train_step,
+            location=location,
+        )  # fmt: skip
+
+
+class _Runs(_Part):
+    async def acquire_trainer(self, owner: str, host: str, pid: int, lease_seconds: float) -> int:
+        self.store.attempt += 1
+        return self.store.attempt
+
+    async def renew_trainer(self, attempt: int, lease_seconds: float) -> None:
+        self.store.check_attempt(attempt)
+
+    async def release_trainer(self, attempt: int) -> None:
+        """Nobody waits for it."""
 
 
 class _Services(_Part):

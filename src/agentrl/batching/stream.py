@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agentrl.batching.freshness import choose_groups, oldest_fresh
+from agentrl.batching.freshness import Freshness, choose_groups
+from agentrl.documents.status import DataStatus
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import AgentRLError, TrainingError
 
@@ -40,16 +42,24 @@ class StreamSettings:
     groups_per_step: int
     num_generations: int
     num_epochs: int
-    max_staleness: int
+    freshness: Freshness
     wait_seconds: float
 
 
 class DataStream:
-    """Chooses whole groups, oldest first, that are fresh enough for the version a step starts from."""
+    """Chooses whole groups, those begun first, that are fresh enough for the version a step starts from.
 
-    def __init__(self, store: Store, settings: StreamSettings) -> None:
+    A step that has been undone takes what it took before, whatever else is ready: those data were fresh.
+    """
+
+    def __init__(
+        self, store: Store, settings: StreamSettings, replay: Mapping[int, tuple[str, ...]] | None = None
+    ) -> None:
+        """``replay`` names what undone steps had planned: {step: (data id, …)}."""
         self._store = store
         self._settings = settings
+        self._replay = dict(replay or {})
+        self._stale = 0
         self._prefetched: tuple[tuple[int, int], asyncio.Task[StepData | None]] | None = None
         self._avoid: frozenset[str] = frozenset()
 
@@ -62,14 +72,10 @@ class DataStream:
 
         Marks data that are too old as stale. Raises TrainingError after ``wait_seconds``.
         """
-        settings = self._settings
-        stale = await self._store.training.mark_stale(
-            settings.split, oldest_fresh(version, settings.max_staleness)
-        )
-        if stale:
-            logger.info("%d trajectories are older than %d versions: stale", stale, settings.max_staleness)
+        if not any(undone >= step for undone in self._replay):
+            await self._mark_stale(version)
         try:
-            async with asyncio.timeout(settings.wait_seconds):
+            async with asyncio.timeout(self._settings.wait_seconds):
                 return await self._take(step, version)
         except TimeoutError as error:
             raise await self._no_data() from error
@@ -77,6 +83,12 @@ class DataStream:
     def avoid(self, data_ids: frozenset[str]) -> None:
         """Prefer other groups than those of ``data_ids``, whose last step was skipped."""
         self._avoid = data_ids
+        self._replay = {step: ids for step, ids in self._replay.items() if data_ids.isdisjoint(ids)}
+
+    def count_stale(self) -> int:
+        """Trajectories that were set aside as stale since the last call."""
+        stale, self._stale = self._stale, 0
+        return stale
 
     async def close(self) -> None:
         """Stop prefetching."""
@@ -104,29 +116,61 @@ class DataStream:
         count = self._settings.groups_per_step
         log_at = time.monotonic() + LOG_EVERY_SECONDS
         while True:
+            planned = await self._replayed(step, version)
+            if planned is not None:
+                return planned
             finished = await self._sampling_finished()
             groups = await self._choose(step, version, count)
             if len(groups) == count or finished:
-                return await self._fetch(groups, is_rest=len(groups) < count) if groups else None
+                data = await self._fetch([id for ids in groups.values() for id in ids])
+                return self._step_data(data, version, is_rest=len(groups) < count) if groups else None
             if time.monotonic() >= log_at:
                 logger.info("waiting for groups: %d of %d are ready", len(groups), count)
                 log_at += LOG_EVERY_SECONDS
             await self._store.wait_for_change("DBRecordData", "Task", timeout=POLL_SECONDS)
 
+    async def _mark_stale(self, version: int) -> None:
+        settings = self._settings
+        field, bound = settings.freshness.limit(version)
+        stale = await self._store.training.mark_stale(settings.split, bound, field=field)
+        if stale:
+            self._stale += stale
+            logger.info(
+                "%d trajectories are older than %d versions: stale", stale, settings.freshness.max_staleness
+            )
+
     async def _choose(self, step: int, version: int, count: int) -> dict[str, list[str]]:
         settings = self._settings
+        field, bound = settings.freshness.limit(version)
         members = await self._store.training.ready(
             settings.split,
-            min_version=oldest_fresh(version, settings.max_staleness),
+            min_version=bound,
+            field=field,
             limit=_LOOKAHEAD_STEPS * settings.groups_per_step * settings.num_generations,
             step=step,
         )
-        return choose_groups(members, count, self._avoid)
+        places = await self._store.tasks.places({member.task for member in members})
+        return choose_groups(members, count, places, self._avoid)
 
-    async def _fetch(self, groups: dict[str, list[str]], *, is_rest: bool) -> StepData:
-        ids = [id for members in groups.values() for id in members]
+    async def _replayed(self, step: int, version: int) -> StepData | None:
+        """What ``step`` took when it was last done; None where it was not, or some of it is not ready now."""
+        ids = self._replay.get(step)
+        if not ids:
+            return None
+        data = await self._fetch(ids)
+        if any(item.status is not DataStatus.READY for item in data):
+            logger.info("step %d cannot train what it trained before: some of it is taken", step)
+            return None
+        return self._step_data(data, version, is_rest=False)
+
+    async def _fetch(self, ids: Sequence[str]) -> list[DBRecordData]:
         fetched = {item.id: item for item in await self._store.training.fetch(ids)}
-        return StepData(tuple(groups), tuple(fetched[id] for id in ids), is_rest)
+        return [fetched[id] for id in ids]
+
+    def _step_data(self, data: Sequence[DBRecordData], version: int, *, is_rest: bool) -> StepData:
+        groups = tuple(dict.fromkeys(item.task for item in data))
+        weighed = tuple(self._settings.freshness.weigh(item, version) for item in data)
+        return StepData(groups, weighed, is_rest)
 
     async def _sampling_finished(self) -> bool:
         """True when every epoch has been opened and each of its groups is finalised."""

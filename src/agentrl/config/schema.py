@@ -226,6 +226,11 @@ class TrainConfig:
     prefix_merging: Literal["trajectory", "group"] = flag(
         "group", "compute a prefix once per trajectory, or once for all trajectories of a micro-batch"
     )
+    staleness_policy: Literal["drop", "decay", "mask"] = flag(
+        "drop",
+        "data with tokens older than --max_staleness: set aside; trained with an advantage that shrinks by"
+        " exp(-out_of_date_decay) per version beyond it; or trained without those tokens",
+    )
     max_trained_count: int = flag(1, "how often one trajectory is trained")
     retrained_interval: int = flag(1, "steps between two trainings of one trajectory")
     save_steps: int = flag(10, "a resumable checkpoint every so many steps")

@@ -6,7 +6,7 @@ from pymongo import ASCENDING, DESCENDING
 from pymongo.errors import DuplicateKeyError
 
 from agentrl.documents.policy import PolicyVersion
-from agentrl.documents.status import VersionStatus
+from agentrl.documents.status import VERSION_EDGES, VersionStatus, sources
 from agentrl.errors import StoreError
 from agentrl.store.connection import Part, database_call
 from agentrl.store.names import VERSION
@@ -58,10 +58,28 @@ class Policies(Part):
         return [PolicyVersion.from_document(document) async for document in cursor]
 
     @database_call
-    async def withdraw_after(self, version: int) -> int:
-        """Withdraw every version newer than ``version``; returns how many."""
+    async def withdraw_after(self, step: int) -> int:
+        """Withdraw every version of a step above ``step``, which has been undone; returns how many."""
         result = await self._collection(VERSION).update_many(
-            {"_id": {"$gt": version}, "status": VersionStatus.PUBLISHED.value},
+            {"step": {"$gt": step}, "status": {"$in": sources(VERSION_EDGES, VersionStatus.WITHDRAWN)}},
             {"$set": {"status": VersionStatus.WITHDRAWN.value}},
         )
         return result.modified_count
+
+    @database_call
+    async def reinstate(self, version: int, *, train_step: str | None, location: str) -> None:
+        """Publish a withdrawn version again: ``train_step`` has its weights, which lie at ``location``.
+
+        Repeating the call is harmless. Raises StoreError for a version that does not exist.
+        """
+        allowed = [*sources(VERSION_EDGES, VersionStatus.PUBLISHED), VersionStatus.PUBLISHED.value]
+        result = await self._collection(VERSION).update_one(
+            {"_id": version, "status": {"$in": allowed}},
+            {
+                "$set": {
+                    "status": VersionStatus.PUBLISHED.value, "train_step": train_step, "location": location,
+                }
+            },
+        )  # fmt: skip
+        if result.matched_count == 0:
+            raise StoreError(f"policy version {version} cannot be re-instated: there is none")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +101,12 @@ class Tasks(Part):
     async def epochs(self, split: str) -> list[int]:
         """The epochs that have been opened."""
         return sorted(await self._collection(TASK).distinct("epoch", {"split": split}))
+
+    @database_call
+    async def places(self, ids: Collection[str]) -> dict[str, tuple[int, int]]:
+        """(epoch, order) of these Tasks: the order in which samplers begin them."""
+        cursor = self._collection(TASK).find({"_id": {"$in": sorted(ids)}}, {"epoch": 1, "order": 1})
+        return {task["_id"]: (task["epoch"], task["order"]) async for task in cursor}
 
     @database_call
     async def splits(self) -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Literal
 
 from pymongo import ASCENDING
 
@@ -20,6 +22,13 @@ from agentrl.store.names import DATA
 from agentrl.store.steps import Steps
 
 __all__ = ["DataMeta", "Decide", "GroupOutcome", "RecordOutcome", "Training"]
+
+
+_FETCHED_TOGETHER = 32
+"""Documents of one query: the server reads the next ones while these are decoded."""
+
+VersionField = Literal["min_version", "max_version"]
+"""The policy version of the oldest or of the newest trainable token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +61,16 @@ class Training(Groups, Steps):
 
     @database_call
     async def ready(
-        self, split: str, *, min_version: int = 0, limit: int = 0, step: int | None = None
-    ) -> list[DataMeta]:
+        self, split: str, *, min_version: int = 0, field: VersionField = "min_version", limit: int = 0,
+        step: int | None = None,
+    ) -> list[DataMeta]:  # fmt: skip
         """Data to train, oldest first, none with a token older than ``min_version``; ``limit`` 0 is all.
 
-        With ``step``, those are left out that an earlier step trained and that must rest until later.
+        With ``field`` "max_version" it suffices that one token is not older. With ``step``, those are left
+        out that an earlier step trained and that must rest until later.
         """
         query: Json = {
-            "split": split, "status": DataStatus.READY.value, "min_version": {"$gte": min_version},
+            "split": split, "status": DataStatus.READY.value, field: {"$gte": min_version},
         }  # fmt: skip
         if step is not None:
             query["not_before_step"] = {"$lte": step}
@@ -69,10 +80,15 @@ class Training(Groups, Steps):
         return [DataMeta.from_document(document) async for document in cursor]
 
     @database_call
-    async def mark_stale(self, split: str, below_version: int) -> int:
-        """Set aside ready data that hold a token older than ``below_version``; returns how many."""
+    async def mark_stale(
+        self, split: str, below_version: int, *, field: VersionField = "min_version"
+    ) -> int:
+        """Set aside ready data that hold a token older than ``below_version``; returns how many.
+
+        With ``field`` "max_version" those that hold no other token.
+        """
         result = await self._collection(DATA).update_many(
-            {"split": split, "status": DataStatus.READY.value, "min_version": {"$lt": below_version}},
+            {"split": split, "status": DataStatus.READY.value, field: {"$lt": below_version}},
             {"$set": {"status": DataStatus.STALE.value}},
         )
         return result.modified_count
@@ -80,15 +96,17 @@ class Training(Groups, Steps):
     @database_call
     async def fetch(self, ids: Sequence[str]) -> list[DBRecordData]:
         """Whole documents, in the order of ``ids``. StoreError if one is missing."""
-        blobs = Blobs(self._connection, DATA)
-        found = {
-            document["_id"]: DBRecordData.from_document(await blobs.restore(document))
-            async for document in self._collection(DATA).find({"_id": {"$in": list(ids)}})
-        }
+        parts = [ids[start : start + _FETCHED_TOGETHER] for start in range(0, len(ids), _FETCHED_TOGETHER)]
+        found = {item.id: item for part in await asyncio.gather(*map(self._fetch, parts)) for item in part}
         missing = [key for key in ids if key not in found]
         if missing:
             raise StoreError(f"{len(missing)} training documents are missing, {missing[0]} among them")
         return [found[key] for key in ids]
+
+    async def _fetch(self, ids: Sequence[str]) -> list[DBRecordData]:
+        documents = await self._collection(DATA).find({"_id": {"$in": list(ids)}}).to_list()
+        blobs = Blobs(self._connection, DATA)
+        return [DBRecordData.from_document(await blobs.restore(document)) for document in documents]
 
     @database_call
     async def counts(self, split: str) -> dict[DataStatus, int]:

@@ -9,7 +9,8 @@ import random
 import re
 import shutil
 import struct
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from agentrl.documents.status import StepStatus
+from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, ModelError
 from agentrl.train.model import Policy, architecture
 from agentrl.weights.folder import atomic_folder, save_model_files, weight_bytes
@@ -25,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 STATE = "state.json"
 _TRAINER = "trainer.pt"
+_PREFIX = "checkpoint-"
 _ADAM_COPIES = 3
 _UNREADABLE = (
     OSError, KeyError, ValueError, RuntimeError, EOFError, struct.error, pickle.UnpicklingError,
@@ -39,9 +43,7 @@ class CheckpointState:
     run_name: str
     step: int
     policy_version: int
-    """The newest version published when it was written."""
-    is_published: bool
-    """The weights are those of ``policy_version``."""
+    """The newest version published when it was written; its own weights are published after it."""
     train_steps: tuple[str, ...]
     """``_id`` of every TrainStep whose effect the weights contain."""
     architecture: dict[str, Any]
@@ -88,7 +90,7 @@ def save(
     Raises PublishError, with nothing left behind, when the disk is full.
     """
     policy = trained.policy
-    target = root / f"checkpoint-{state.step:06d}"
+    target = root / f"{_PREFIX}{state.step:06d}"
     with atomic_folder(target, weight_bytes(policy.model) * _ADAM_COPIES) as temporary:
         (temporary / "model").mkdir()
         save_model_files(policy.model, policy.base, temporary / "model", policy.chat_template)
@@ -106,24 +108,54 @@ def save(
     return target
 
 
-def find(root: Path, choice: str | None, *, run_name: str, base: Path) -> Checkpoint | None:
-    """The checkpoint to resume from: the newest complete one for ``auto``, none for ``none``, or a folder.
+def find(
+    root: Path, choice: str | None, steps: Sequence[TrainStep], *, run_name: str, base: Path
+) -> Checkpoint | None:
+    """The checkpoint to resume from: for ``auto`` the newest complete one whose steps all stand, none for
+    ``none``, or a folder.
 
-    Raises ConfigError for a folder that is none, and for one of another run; ModelError for another
-    architecture than the model in ``base``.
+    ``steps`` are all TrainSteps of the run. Raises ConfigError for a folder that is none, for one of another
+    run, for one that contains steps which the database does not know, and for a named one that contains
+    steps which have been undone; ModelError for another architecture than the model in ``base``.
     """
     if choice in (None, "none"):
         return None
     if choice == "auto":
-        found = _folders(root)
-        return _checked(found[-1], run_name, base) if found else None
+        found = (_read(folder) for folder in reversed(_folders(root)))
+        standing = (item for item in found if not _undone(item, run_name, steps))
+        newest = next(standing, None)
+        return newest and _checked(newest, base)
     folder = Path(str(choice))
     if not (folder / STATE).is_file():
         raise ConfigError(
             f"--resume_from_checkpoint {folder} is no checkpoint: it has no {STATE}",
             cure="give 'auto', 'none' or a folder checkpoint-…",
         )
-    return _checked(folder, run_name, base)
+    named = _read(folder)
+    undone = _undone(named, run_name, steps)
+    if undone:
+        raise ConfigError(
+            f"{folder} contains {len(undone)} steps that have been undone, {undone[0]} among them: the run"
+            " went on from a checkpoint before them, and their data belong to others now",
+            cure=f"start another run from its weights: --model_name_or_path {named.model}",
+        )
+    return _checked(named, base)
+
+
+def set_aside(root: Path, after: int) -> list[Path]:
+    """Rename the checkpoints of steps above ``after``, which are undone, to ``undone-checkpoint-…``.
+
+    They are no longer resumed from, nor counted by ``save_total_limit``. Returns their new places.
+    """
+    moved = []
+    for folder in _folders(root):
+        if int(folder.name.removeprefix(_PREFIX)) > after:
+            place = folder.with_name(f"undone-{folder.name}")
+            shutil.rmtree(place, ignore_errors=True)
+            folder.rename(place)
+            logger.warning("%s holds steps that are undone: it is %s now", folder, place.name)
+            moved.append(place)
+    return moved
 
 
 def restore(checkpoint: Checkpoint, trained: Resumable) -> None:
@@ -144,23 +176,43 @@ def _folders(root: Path) -> list[Path]:
     """Complete checkpoints, oldest first: a temporary folder has another name until it is whole."""
     if not root.is_dir():
         return []
-    found = (path for path in root.iterdir() if re.fullmatch(r"checkpoint-\d+", path.name))
+    found = (path for path in root.iterdir() if re.fullmatch(rf"{_PREFIX}\d+", path.name))
     return sorted((path for path in found if (path / STATE).is_file()), key=lambda path: path.name)
 
 
-def _checked(folder: Path, run_name: str, base: Path) -> Checkpoint:
+def _read(folder: Path) -> Checkpoint:
     try:
         content = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        state = CheckpointState(**{**content, "train_steps": tuple(content["train_steps"])})
+        values = {item.name: content[item.name] for item in fields(CheckpointState)}
+        state = CheckpointState(**{**values, "train_steps": tuple(content["train_steps"])})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{folder / STATE} cannot be read: {error}", cure="use another checkpoint"
         ) from error
+    return Checkpoint(folder, state)
+
+
+def _undone(checkpoint: Checkpoint, run_name: str, steps: Sequence[TrainStep]) -> list[str]:
+    """The steps in a checkpoint of this run that do not stand; ConfigError for one of another."""
+    folder, state = checkpoint.folder, checkpoint.state
     if state.run_name != run_name:
         raise ConfigError(
             f"{folder} is a checkpoint of run {state.run_name!r}, and this run is {run_name!r}",
-            cure=f"give its model as --model_name_or_path {folder / 'model'}, or another --output_dir",
+            cure=f"give its model as --model_name_or_path {checkpoint.model}, or another --output_dir",
         )
+    status = {step.id: step.status for step in steps}
+    unknown = [key for key in state.train_steps if key not in status]
+    if unknown:
+        raise ConfigError(
+            f"{folder} contains {len(unknown)} steps that database {run_name} does not know:"
+            " the database has been emptied, or is another one",
+            cure="give --resume_from_checkpoint none, or another --output_dir, to start anew",
+        )
+    return [key for key in state.train_steps if status[key] is not StepStatus.COMMITTED]
+
+
+def _checked(checkpoint: Checkpoint, base: Path) -> Checkpoint:
+    folder, state = checkpoint.folder, checkpoint.state
     expected = architecture(base)
     differing = [key for key in expected if state.architecture.get(key, expected[key]) != expected[key]]
     if differing:
@@ -169,7 +221,7 @@ def _checked(folder: Path, run_name: str, base: Path) -> Checkpoint:
             f"{folder} holds another architecture than {base}: {told}",
             cure="give the --model_name_or_path that the run started with, or --resume_from_checkpoint none",
         )
-    return Checkpoint(folder, state)
+    return checkpoint
 
 
 def _random_states() -> dict[str, Any]:

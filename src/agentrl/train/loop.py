@@ -17,10 +17,11 @@ from agentrl.observe.live import StepView
 from agentrl.observe.trackers import Tracker
 from agentrl.train import checkpoint
 from agentrl.train.compute import StepComputer
+from agentrl.train.lease import TrainerLease
 from agentrl.train.model import architecture
 from agentrl.train.resume import Progress
 from agentrl.train.rewards import reward_metrics
-from agentrl.weights.publish import next_version, publish
+from agentrl.weights.publish import publish
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -40,6 +41,7 @@ class Trainer:
     computer: StepComputer
     stream: DataStream
     progress: Progress
+    lease: TrainerLease
     output: Path
     owner: str
     stop: asyncio.Event
@@ -53,7 +55,8 @@ class Trainer:
     async def run(self) -> None:
         """Train until ``max_steps``, the end of the data, or ``stop``; publish and save what is not yet."""
         try:
-            await self._publish_if_needed()
+            if self._publication_is_due():
+                await self._publish_if_needed()
             while not self._is_done():
                 started = time.perf_counter()
                 batch = await self._next_data()
@@ -71,11 +74,14 @@ class Trainer:
         """The next step's data; None at the end of the data or on ``stop``."""
         take = asyncio.create_task(self.stream.take(self.progress.step + 1, self.progress.version))
         stopped = asyncio.create_task(self.stop.wait())
+        lost = asyncio.create_task(self.lease.lost.wait())
         try:
-            await asyncio.wait((take, stopped), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((take, stopped, lost), return_when=asyncio.FIRST_COMPLETED)
+            if lost.done():
+                await self.lease.check()
             batch = take.result() if take.done() else None
         finally:
-            await _cancel(take, stopped)
+            await _cancel(take, stopped, lost)
         if batch is None and not self.stop.is_set():
             logger.info("every group is sampled, and what was to be trained is trained")
         return batch
@@ -83,13 +89,13 @@ class Trainer:
     async def _train(self, batch: StepData, seconds_data: float) -> None:
         progress = self.progress
         plan = TrainStep(
-            id=f"{progress.attempt}/{progress.step + 1}",
+            id=f"{progress.attempt}/{progress.step + 1}" + (f"/{self.skipped}" if self.skipped else ""),
             step=progress.step + 1,
             policy_version=progress.version,
             data=tuple(item.id for item in batch.data),
             owner=self.owner,
         )
-        await self.store.training.plan_step(plan)
+        await self.store.training.plan_step(plan, attempt=progress.attempt)
         rewards = await reward_metrics(self.store, self.split, batch.groups, progress.reward_until)
         self._prefetch(plan.step)
         result = await asyncio.to_thread(self.computer.train, batch.data, progress.version)
@@ -115,6 +121,7 @@ class Trainer:
             plan.data,
             max_trained_count=self.config.max_trained_count,
             retrained_interval=self.config.retrained_interval,
+            attempt=self.progress.attempt,
         )
         progress = self.progress
         progress.step = plan.step
@@ -127,14 +134,20 @@ class Trainer:
         self.tracker.log(plan.step, metrics)
 
     async def _follow_up(self, plan: TrainStep) -> None:
-        """Publish and save where it is time; a disk that is full is told, and tried again next time."""
+        """Save, then publish, where it is time; a disk that is full is told, and tried again next time.
+
+        Saved first, a step that others have seen the weights of is rarely undone.
+        """
         try:
-            if plan.step % self.config.publish_steps == 0:
-                await self._publish_if_needed()
             if plan.step % self.config.save_steps == 0:
                 await self._save_if_needed()
+            if self._publication_is_due():
+                await self._publish_if_needed()
         except PublishError as error:
             logger.error("%s", error)
+
+    def _publication_is_due(self) -> bool:
+        return self.progress.step % self.config.publish_steps == 0
 
     async def _skip(self, plan: TrainStep, metrics: dict[str, Any]) -> None:
         """Undo a step whose loss or gradient is not finite; its data are tried again behind others."""
@@ -144,8 +157,7 @@ class Trainer:
             plan.step, metrics["loss"], metrics["grad_norm"], ", ".join(plan.data),
         )  # fmt: skip
         await self.stream.close()
-        await self.store.training.revert_after(self.progress.step)
-        self.progress.attempt += 1
+        await self.store.training.revert_after(self.progress.step, attempt=self.progress.attempt)
         self.stream.avoid(frozenset(plan.data))
         if self.skipped >= SKIPS_BEFORE_GIVING_UP:
             raise TrainingError(
@@ -163,21 +175,20 @@ class Trainer:
     async def _publish_if_needed(self) -> None:
         if self.progress.is_published:
             return
+        await self.lease.check()
         started = time.perf_counter()
-        version = await next_version(self.store)
         policy = self.computer.policy
-        await publish(
+        published = await publish(
             self.store,
             policy.model,
             tokenizer_files_from=policy.base,
             folder_root=self.output / "weights",
-            version=version,
             step=self.progress.step,
             train_step_id=self.progress.train_steps[-1] if self.progress.train_steps else None,
             keep=self.config.published_versions_kept,
             chat_template=policy.chat_template,
         )
-        self.progress.version = version
+        self.progress.version = published.id
         self.progress.is_published = True
         self.seconds_publish = time.perf_counter() - started
 
@@ -189,7 +200,6 @@ class Trainer:
             run_name=self.run_name,
             step=progress.step,
             policy_version=progress.version,
-            is_published=progress.is_published,
             train_steps=tuple(progress.train_steps),
             architecture=architecture(self.computer.policy.base),
         )
@@ -200,14 +210,8 @@ class Trainer:
         logger.info("saved %s", folder)
 
     async def _finish(self) -> None:
-        failure: PublishError | None = None
-        try:
-            await self._publish_if_needed()
-        except PublishError as error:
-            failure = error
         await self._save_if_needed()
-        if failure is not None:
-            raise failure
+        await self._publish_if_needed()
 
 
 async def _cancel(*tasks: asyncio.Task[Any]) -> None:

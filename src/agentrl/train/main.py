@@ -11,11 +11,13 @@ import asyncio
 import json
 import logging
 import signal
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import (
+    ClaimConfig,
     GroupConfig,
     LossConfig,
     ModelConfig,
@@ -29,13 +31,16 @@ from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentrl.batching.stream import DataStream
+    from agentrl.documents.training import TrainStep
     from agentrl.store.client import Store
     from agentrl.train.checkpoint import Checkpoint
     from agentrl.train.compute import StepComputer
 
 logger = logging.getLogger(__name__)
 
-_SHOWN = (RunConfig, ModelConfig, TaskConfig, SamplingConfig, LossConfig, OptimConfig, TrainConfig)
+_SHOWN = (
+    RunConfig, ModelConfig, TaskConfig, SamplingConfig, ClaimConfig, LossConfig, OptimConfig, TrainConfig,
+)  # fmt: skip
 
 
 def main(argv: list[str]) -> int:
@@ -61,21 +66,31 @@ async def _train(configs: Configs) -> None:
     from agentrl.observe.trackers import open_trackers
     from agentrl.store.client import open_store
     from agentrl.train import resume
+    from agentrl.train.checkpoint import set_aside
+    from agentrl.train.lease import hold
     from agentrl.train.loop import Trainer
     from agentrl.weights.folder import remove_leftovers
 
     run, config = configs[RunConfig], configs[TrainConfig]
     output = Path(run.output)
     stop = _stop_on_signals()
-    async with await open_store(run) as store:
+    async with (
+        await open_store(run) as store,
+        hold(store, configs[ClaimConfig].lease_seconds) as lease,
+    ):
         for folder in (output, output / "weights"):
             await asyncio.to_thread(remove_leftovers, folder)
+        steps = await store.training.steps(status=None)
         total_steps = await _total_steps(store, configs)
-        computer, checkpoint = await asyncio.to_thread(_prepare, configs, output, total_steps)
-        progress = await resume.begin(store, computer.policy.base, checkpoint)
+        computer, found = await asyncio.to_thread(_prepare, configs, output, total_steps, steps)
+        replays = config.resume_from_checkpoint == "auto"
+        progress = await resume.begin(
+            store, computer.policy.base, found, steps, attempt=lease.attempt, replays=replays
+        )
+        await asyncio.to_thread(set_aside, output, progress.step)
         logger.info(
             "training from step %d, policy version %d%s",
-            progress.step, progress.version, f" ({checkpoint.folder})" if checkpoint else "",
+            progress.step, progress.version, f" ({found.folder})" if found else "",
         )  # fmt: skip
         tracker = open_trackers(config.report_to, run, output, _parameters(configs))
         trainer = Trainer(
@@ -83,8 +98,9 @@ async def _train(configs: Configs) -> None:
             run_name=run.run_name,
             config=config,
             computer=computer,
-            stream=_stream(store, configs),
+            stream=_stream(store, configs, progress.replay),
             progress=progress,
+            lease=lease,
             output=output,
             owner=describe_process_id(),
             stop=stop,
@@ -99,7 +115,7 @@ async def _train(configs: Configs) -> None:
 
 
 def _prepare(
-    configs: Configs, output: Path, total_steps: int | None
+    configs: Configs, output: Path, total_steps: int | None, steps: Sequence[TrainStep]
 ) -> tuple[StepComputer, Checkpoint | None]:
     """What computes, as the checkpoint to resume from left it."""
     from agentrl.train import checkpoint
@@ -108,7 +124,7 @@ def _prepare(
 
     run, model, train = configs[RunConfig], configs[ModelConfig], configs[TrainConfig]
     found = checkpoint.find(
-        output, train.resume_from_checkpoint, run_name=run.run_name, base=base_folder(model)
+        output, train.resume_from_checkpoint, steps, run_name=run.run_name, base=base_folder(model)
     )
     recipe = Recipe(
         model=model,
@@ -135,7 +151,8 @@ def _temperature(sampling_params: str) -> float:
         ) from error
 
 
-def _stream(store: Store, configs: Configs) -> DataStream:
+def _stream(store: Store, configs: Configs, replay: Mapping[int, tuple[str, ...]]) -> DataStream:
+    from agentrl.batching.freshness import Freshness
     from agentrl.batching.stream import DataStream, StreamSettings
 
     sampling, tasks, train = configs[SamplingConfig], configs[TaskConfig], configs[TrainConfig]
@@ -143,10 +160,14 @@ def _stream(store: Store, configs: Configs) -> DataStream:
         groups_per_step=train.groups_per_step,
         num_generations=tasks.num_generations,
         num_epochs=tasks.num_train_epochs,
-        max_staleness=0 if sampling.sync_sampling else sampling.max_staleness,
+        freshness=Freshness(
+            max_staleness=0 if sampling.sync_sampling else sampling.max_staleness,
+            policy=train.staleness_policy,
+            decay=configs[LossConfig].out_of_date_decay,
+        ),
         wait_seconds=train.data_wait_seconds,
     )
-    return DataStream(store, settings)
+    return DataStream(store, settings, replay)
 
 
 async def _total_steps(store: Store, configs: Configs) -> int | None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.documents.status import StepStatus
 from agentrl.documents.training import TrainStep
-from agentrl.errors import ConfigError
 from agentrl.train.checkpoint import Checkpoint
 from agentrl.train.rewards import reward_until
-from agentrl.weights.publish import next_version, publish_base
+from agentrl.weights.publish import publish_base
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -26,7 +25,7 @@ class Progress:
     """How far training has come."""
 
     attempt: int
-    """Which start of a trainer on this run this is, from 1."""
+    """Which start of a trainer on this run this is, from 1: the trainer's lease."""
     step: int = 0
     """Committed optimizer steps that the weights contain."""
     version: int = 0
@@ -35,41 +34,52 @@ class Progress:
     """The weights are those of ``version``."""
     train_steps: list[str] = field(default_factory=list)
     reward_until: datetime | None = None
+    replay: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """What the steps that are undone had planned: {step: (data id, …)}; done again, they train the same."""
 
 
-async def begin(store: Store, base: Path, checkpoint: Checkpoint | None) -> Progress:
+async def begin(
+    store: Store,
+    base: Path,
+    checkpoint: Checkpoint | None,
+    steps: Sequence[TrainStep],
+    *,
+    attempt: int,
+    replays: bool = True,
+) -> Progress:
     """Re-open what later steps consumed, withdraw what they published, and say where to go on.
 
-    Publishes the base model as version 0 on a new run. Raises ConfigError when the database does not know
-    the steps that the checkpoint contains.
+    Publishes the base model as version 0 on a new run. ``steps`` are all TrainSteps of the run, as they were
+    before; with ``replays`` the steps that are undone are planned again as they were.
     """
-    steps = await store.training.steps(status=None)
     step = checkpoint.state.step if checkpoint else 0
     contained = list(checkpoint.state.train_steps) if checkpoint else []
-    unknown = set(contained) - {item.id for item in steps}
-    if checkpoint and unknown:
-        raise ConfigError(
-            f"{checkpoint.folder} contains {len(unknown)} steps that database {store.run_name} does not know:"
-            " the database has been emptied, or is another one",
-            cure="give --resume_from_checkpoint none, or another --output_dir, to start anew",
-        )
     await publish_base(store, base)
-    undone = await store.training.revert_after(step)
+    undone = await store.training.revert_after(step, attempt=attempt)
     if undone:
         logger.info("%d steps after step %d are undone; their data are ready again", undone, step)
-    newest = await next_version(store) - 1
-    version = checkpoint.state.policy_version if checkpoint else 0
-    await store.policies.withdraw_after(version)
-    known = [item for item in steps if item.id in contained and item.status is StepStatus.COMMITTED]
+    withdrawn = await store.policies.withdraw_after(step)
+    if withdrawn:
+        logger.info("%d policy versions after step %d are withdrawn", withdrawn, step)
+    newest = await store.policies.latest()
+    version, version_step = (newest.id, newest.step) if newest is not None else (0, 0)
+    known = [item for item in steps if item.id in contained]
     return Progress(
-        attempt=1 + max((_attempt(item) for item in steps), default=0),
+        attempt=attempt,
         step=step,
-        version=newest,
-        is_published=newest == version and (checkpoint is None or checkpoint.state.is_published),
+        version=version,
+        is_published=version_step == step,
         train_steps=contained,
         reward_until=reward_until(known),
+        replay=replay_after(steps, step) if replays else {},
     )
 
 
-def _attempt(step: TrainStep) -> int:
-    return int(step.id.split("/")[0])
+def replay_after(steps: Sequence[TrainStep], step: int) -> dict[int, tuple[str, ...]]:
+    """What each step above ``step`` was last planned to train: {step: (data id, …)}.
+
+    A trainer that dies while it replays leaves the plans of its predecessor behind it for the steps that it
+    did not reach, so that the next one replays them all.
+    """
+    plans = sorted((item for item in steps if item.step > step), key=lambda item: item.planned_at)
+    return {item.step: item.data for item in plans}

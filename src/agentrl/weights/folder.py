@@ -75,6 +75,20 @@ def save_model_files(model: SavableModel, base: Path, folder: Path, chat_templat
         path.chmod(_READABLE)
 
 
+def rename_version(root: Path, version: int, to: int) -> Path:
+    """Make the folder of ``version`` that of version ``to``, whose own is replaced; returns where it lies."""
+    folder, target = version_folder(root, version), version_folder(root, to)
+    write_manifest(folder, version=to)
+    _flush_folder(folder)
+    _replace(folder, target)
+    return target.resolve()
+
+
+def remove_version(root: Path, version: int) -> None:
+    """Delete the folder of a version."""
+    shutil.rmtree(version_folder(root, version), ignore_errors=True)
+
+
 @contextlib.contextmanager
 def atomic_folder(target: Path, needed_bytes: int) -> Iterator[Path]:
     """A temporary folder beside ``target`` that is flushed to disk and renamed to it when the block ends.
@@ -126,7 +140,7 @@ def prune_versions(root: Path, *, keep: int, in_use: Collection[int]) -> list[in
     newest = set(found[-max(keep, 2) :])
     doomed = [version for version in found if version not in newest and version not in in_use]
     for version in doomed:
-        shutil.rmtree(version_folder(root, version), ignore_errors=True)
+        remove_version(root, version)
     return doomed
 
 

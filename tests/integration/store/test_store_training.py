@@ -218,6 +218,13 @@ async def test_versions_only_grow(store: Store) -> None:
     latest = await store.policies.latest()
     assert latest is not None
     assert latest.id == 0
+    for _ in range(2):
+        await store.policies.reinstate(1, train_step="2/1", location="/elsewhere")
+    again = await store.policies.latest()
+    assert again is not None
+    assert (again.id, again.train_step, again.location) == (1, "2/1", "/elsewhere")
+    with pytest.raises(StoreError, match="version 9 cannot be re-instated"):
+        await store.policies.reinstate(9, train_step=None, location="/w")
     await store.policies.publish(version(3))
     assert [stored.id for stored in await store.policies.all()] == [0, 1, 2, 3]
 

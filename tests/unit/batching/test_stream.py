@@ -8,7 +8,7 @@ import pytest
 from fake_store import FakeStore
 from training_data import group
 
-from agentrl.batching.freshness import choose_groups, oldest_fresh
+from agentrl.batching.freshness import Freshness, choose_groups
 from agentrl.batching.stream import DataStream, StreamSettings
 from agentrl.documents.status import DataStatus
 from agentrl.errors import TrainingError
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 def stream(store: FakeStore, **changes: Any) -> DataStream:
     settings = StreamSettings(
-        groups_per_step=2, num_generations=2, num_epochs=1, max_staleness=1, wait_seconds=30.0
-    )
+        groups_per_step=2, num_generations=2, num_epochs=1, freshness=Freshness(max_staleness=1),
+        wait_seconds=30.0,
+    )  # fmt: skip
     return DataStream(cast("Store", store), replace(settings, **changes))
 
 
@@ -32,7 +33,7 @@ async def store() -> FakeStore:
 
 
 def test_freshness_counts_versions() -> None:
-    assert [oldest_fresh(version, 2) for version in (0, 1, 2, 5)] == [0, 0, 0, 3]
+    assert [Freshness(max_staleness=2).oldest(version) for version in (0, 1, 2, 5)] == [0, 0, 0, 3]
 
 
 def test_whole_groups_are_chosen_in_order() -> None:

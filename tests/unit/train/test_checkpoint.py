@@ -13,9 +13,11 @@ from tiny_policy import write_tiny_policy
 from torch.optim.lr_scheduler import LRScheduler
 
 from agentrl.config.schema import ModelConfig, OptimConfig
+from agentrl.documents.status import StepStatus
+from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, ModelError, PublishError
 from agentrl.train import checkpoint
-from agentrl.train.checkpoint import CheckpointState
+from agentrl.train.checkpoint import Checkpoint, CheckpointState
 from agentrl.train.model import Policy, architecture, load_policy
 from agentrl.train.optim import build_optimizer, build_scheduler
 
@@ -52,9 +54,49 @@ def base(tmp_path: Path) -> Path:
 
 def state(base: Path, step: int = 1, run_name: str = "run") -> CheckpointState:
     return CheckpointState(
-        run_name=run_name, step=step, policy_version=step, is_published=True,
+        run_name=run_name, step=step, policy_version=step,
         train_steps=tuple(f"1/{i + 1}" for i in range(step)), architecture=architecture(base),
     )  # fmt: skip
+
+
+def committed(count: int, undone: int = 0) -> list[TrainStep]:
+    return [
+        TrainStep(
+            id=f"1/{number}", step=number, policy_version=number - 1, data=(), owner="me",
+            status=StepStatus.COMMITTED if number <= count else StepStatus.REVERTED,
+        )
+        for number in range(1, count + undone + 1)
+    ]  # fmt: skip
+
+
+def find(
+    root: Path, choice: str, *, run_name: str, base: Path, steps: list[TrainStep] | None = None
+) -> Checkpoint | None:
+    known = committed(10) if steps is None else steps
+    return checkpoint.find(root, choice, known, run_name=run_name, base=base)
+
+
+def test_a_checkpoint_of_undone_steps_is_not_resumed_from(tmp_path: Path, base: Path) -> None:
+    trained = Trained.load(base)
+    for step in (2, 4):
+        checkpoint.save(tmp_path, state(base, step), trained, limit=2)
+    steps = committed(2, undone=2)
+    found = find(tmp_path, "auto", run_name="run", base=base, steps=steps)
+    assert found is not None
+    assert found.state.step == 2
+    with pytest.raises(ConfigError, match="contains 2 steps that have been undone, 1/3 among them"):
+        find(tmp_path, str(tmp_path / "checkpoint-000004"), run_name="run", base=base, steps=steps)
+    with pytest.raises(ConfigError, match="contains 4 steps that database run does not know"):
+        find(tmp_path, "auto", run_name="run", base=base, steps=[])
+
+
+def test_checkpoints_of_undone_steps_are_set_aside(tmp_path: Path, base: Path) -> None:
+    trained = Trained.load(base)
+    for step in (2, 4):
+        checkpoint.save(tmp_path, state(base, step), trained, limit=2)
+    assert checkpoint.set_aside(tmp_path, 2) == [tmp_path / "undone-checkpoint-000004"]
+    checkpoint.save(tmp_path, state(base, 3), trained, limit=1)
+    assert [path.name for path in sorted(tmp_path.glob("checkpoint-*"))] == ["checkpoint-000003"]
 
 
 def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, base: Path) -> None:
@@ -63,7 +105,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, base: Path) -
     trained.step()
     folder = checkpoint.save(tmp_path, state(base), trained, limit=2)
     expected = [trained.step(), trained.step(), random.random(), np.random.rand()]
-    found = checkpoint.find(tmp_path, "auto", run_name="run", base=base)
+    found = find(tmp_path, "auto", run_name="run", base=base)
     assert found is not None
     assert found.folder == folder
     assert found.state == state(base)
@@ -86,32 +128,32 @@ def test_only_the_newest_are_kept_and_auto_takes_the_newest_whole_one(tmp_path: 
     assert sorted(path.parent.name for path in tmp_path.glob("*/state.json")) == [
         "checkpoint-000002", "checkpoint-000010",
     ]  # fmt: skip
-    found = checkpoint.find(tmp_path, "auto", run_name="run", base=base)
+    found = find(tmp_path, "auto", run_name="run", base=base)
     assert found is not None
     assert found.state.step == 10
 
 
 def test_choices_other_than_auto(tmp_path: Path, base: Path) -> None:
     folder = checkpoint.save(tmp_path, state(base), Trained.load(base), limit=2)
-    named = checkpoint.find(tmp_path / "other", str(folder), run_name="run", base=base)
+    named = find(tmp_path / "other", str(folder), run_name="run", base=base)
     assert named is not None
-    assert checkpoint.find(tmp_path, "none", run_name="run", base=base) is None
-    assert checkpoint.find(tmp_path / "other", "auto", run_name="run", base=base) is None
+    assert find(tmp_path, "none", run_name="run", base=base) is None
+    assert find(tmp_path / "other", "auto", run_name="run", base=base) is None
     with pytest.raises(ConfigError, match="is no checkpoint"):
-        checkpoint.find(tmp_path, str(base), run_name="run", base=base)
+        find(tmp_path, str(base), run_name="run", base=base)
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, base: Path) -> None:
     checkpoint.save(tmp_path, state(base, run_name="other"), Trained.load(base), limit=2)
     with pytest.raises(ConfigError, match="of run 'other', and this run is 'run'"):
-        checkpoint.find(tmp_path, "auto", run_name="run", base=base)
+        find(tmp_path, "auto", run_name="run", base=base)
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(tmp_path: Path, base: Path) -> None:
     checkpoint.save(tmp_path, state(base), Trained.load(base), limit=2)
     wider = write_tiny_policy(tmp_path / "wider", hidden_size=64)
     with pytest.raises(ModelError, match="hidden_size 32 against 64"):
-        checkpoint.find(tmp_path, "auto", run_name="run", base=wider)
+        find(tmp_path, "auto", run_name="run", base=wider)
 
 
 def test_a_full_disk_leaves_the_checkpoints_that_are_there(
@@ -123,7 +165,7 @@ def test_a_full_disk_leaves_the_checkpoints_that_are_there(
     with pytest.raises(PublishError, match="is full"):
         checkpoint.save(tmp_path, state(base, 2), trained, limit=1)
     monkeypatch.undo()
-    found = checkpoint.find(tmp_path, "auto", run_name="run", base=base)
+    found = find(tmp_path, "auto", run_name="run", base=base)
     assert found is not None
     assert found.state.step == 1
 
@@ -131,11 +173,11 @@ def test_a_full_disk_leaves_the_checkpoints_that_are_there(
 def test_a_damaged_checkpoint_is_named(tmp_path: Path, base: Path) -> None:
     trained = Trained.load(base)
     folder = checkpoint.save(tmp_path, state(base), trained, limit=2)
-    found = checkpoint.find(tmp_path, "auto", run_name="run", base=base)
+    found = find(tmp_path, "auto", run_name="run", base=base)
     assert found is not None
     (folder / "trainer.pt").write_bytes(b"junk")
     with pytest.raises(ModelError, match=r"trainer\.pt cannot be restored"):
         checkpoint.restore(found, trained)
     (folder / "state.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"state\.json cannot be read"):
-        checkpoint.find(tmp_path, "auto", run_name="run", base=base)
+        find(tmp_path, "auto", run_name="run", base=base)

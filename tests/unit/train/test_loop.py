@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import shutil
 from collections import namedtuple
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from io import StringIO
 from pathlib import Path
@@ -16,17 +16,21 @@ from rich.console import Console
 from tiny_policy import write_tiny_policy
 from training_data import group
 
+from agentrl.batching.freshness import Freshness
 from agentrl.batching.stream import DataStream, StreamSettings
 from agentrl.config.schema import LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from agentrl.documents.status import DataStatus, StepStatus, VersionStatus
-from agentrl.errors import ConfigError, PublishError, TrainingError
+from agentrl.errors import ConfigError, LeaseLostError, PublishError, TrainingError
 from agentrl.observe.live import StepView
 from agentrl.observe.trackers import open_trackers
 from agentrl.train import checkpoint, resume
 from agentrl.train.build import Recipe, build_computer
 from agentrl.train.compute import StepComputer, StepResult
+from agentrl.train.lease import TrainerLease
 from agentrl.train.loop import Trainer
 from agentrl.train.rewards import reward_metrics, trajectory_means
+from agentrl.weights.folder import remove_leftovers
+from agentrl.weights.manifest import verify
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -49,7 +53,9 @@ def start(tmp_path: Path, store: FakeStore) -> Start:
 
     async def begin(choice: str = "auto", **changes: Any) -> Trainer:
         config = TrainConfig(**{"groups_per_step": 2, "save_steps": 1, **changes})
-        found = checkpoint.find(output, choice, run_name="run", base=base)
+        lease = TrainerLease(cast("Store", store), await store.runs.acquire_trainer("me", "h", 1, 60.0), 60.0)
+        steps = await store.training.steps()
+        found = checkpoint.find(output, choice, steps, run_name="run", base=base)
         recipe = Recipe(
             model=ModelConfig(model_name_or_path=str(base)), loss=LossConfig(),
             optim=OptimConfig(learning_rate=1e-2), train=config, seed=0,
@@ -57,13 +63,18 @@ def start(tmp_path: Path, store: FakeStore) -> Start:
         computer = build_computer(recipe, weights=found.model if found else None, total_steps=None)
         if found:
             checkpoint.restore(found, computer)
-        progress = await resume.begin(cast("Store", store), base, found)
-        settings = StreamSettings(
-            groups_per_step=2, num_generations=2, num_epochs=1, max_staleness=9, wait_seconds=30.0
+        progress = await resume.begin(
+            cast("Store", store), base, found, steps, attempt=lease.attempt, replays=choice == "auto"
         )
+        checkpoint.set_aside(output, progress.step)
+        settings = StreamSettings(
+            groups_per_step=2, num_generations=2, num_epochs=1, freshness=Freshness(max_staleness=9),
+            wait_seconds=30.0,
+        )  # fmt: skip
         return Trainer(
             store=cast("Store", store), run_name="run", config=config, computer=computer,
-            stream=DataStream(cast("Store", store), settings), progress=progress, output=output, owner="me",
+            stream=DataStream(cast("Store", store), settings, progress.replay), progress=progress,
+            lease=lease, output=output, owner="me",
             stop=asyncio.Event(), view=StepView(Console(file=StringIO())),
             tracker=open_trackers("none", RunConfig(), output), saved_step=progress.step,
         )  # fmt: skip
@@ -83,6 +94,55 @@ class StopAt:
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+class Killed(BaseException):
+    """The trainer's process has ended here: nothing is tidied up."""
+
+
+class Kill:
+    """Ends the trainer where a function is called for the ``at``-th time."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def instead_of(self, patch: pytest.MonkeyPatch, module: str, name: str) -> None:
+        owner: Any = importlib.import_module(module)
+        *outer, name = name.split(".")
+        for part in outer:
+            owner = getattr(owner, part)
+        whole = getattr(owner, name)
+
+        def dies(*arguments: Any, **named: Any) -> Any:
+            self.left -= 1
+            if self.left < 0:
+                raise Killed
+            if self.left == 0:
+                patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+                raise Killed
+            return whole(*arguments, **named)
+
+        patch.setattr(owner, name, dies)
+
+
+def told(store: FakeStore) -> dict[str, Any]:
+    """What is left of a run, whoever and however many trained it."""
+    return {
+        "steps": committed(store),
+        "losses": losses(store),
+        "trained": store.with_status(DataStatus.TRAINED),
+        "versions": [(v.id, v.step, v.status, v.files) for v in store.versions.values()],
+    }
+
+
+async def reference(store: FakeStore, start: Start) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What an undisturbed run leaves, and the fields of the store as they were before it."""
+    fresh = {"data": dict(store.data), "train_steps": {}, "versions": {}, "attempt": 0}
+    trainer = await start("none")
+    await trainer.run()
+    left = told(store)
+    shutil.rmtree(trainer.output)
+    return left, fresh
 
 
 def committed(store: FakeStore) -> list[TrainStepKey]:
@@ -106,10 +166,11 @@ async def test_everything_is_trained_published_and_saved(
     assert store.with_status(DataStatus.TRAINED) == list(store.data)
     assert sorted(store.versions) == [0, 1, 2, 3]
     assert store.versions[3].train_step == "1/3"
-    found = checkpoint.find(tmp_path / "output", "auto", run_name="run", base=tmp_path / "base")
+    steps = list(store.train_steps.values())
+    found = checkpoint.find(tmp_path / "output", "auto", steps, run_name="run", base=tmp_path / "base")
     assert found is not None
     assert found.state.train_steps == ("1/1", "1/2", "1/3")
-    assert (found.state.step, found.state.policy_version) == (3, 3)
+    assert (found.state.step, found.state.policy_version) == (3, 2)
 
 
 async def test_every_metric_is_reported(store: FakeStore, start: Start) -> None:
@@ -124,52 +185,114 @@ async def test_every_metric_is_reported(store: FakeStore, start: Start) -> None:
     }  # fmt: skip
 
 
-async def test_a_resumed_run_trains_what_an_undisturbed_one_does(
-    store: FakeStore, start: Start, monkeypatch: pytest.MonkeyPatch
+async def resumed_after_step_2(store: FakeStore, start: Start, **changes: Any) -> Trainer:
+    """A trainer that goes on from a checkpoint of step 2 where step 3 had been trained and published."""
+    trainer = await start(save_steps=2, max_steps=3)
+    await trainer.run()
+    shutil.rmtree(trainer.output / "checkpoint-000003")
+    return cast("Trainer", await start(**{"max_steps": 3, **changes}))
+
+
+async def test_a_replayed_step_with_equal_weights_is_the_version_that_it_was(
+    store: FakeStore, start: Start
 ) -> None:
-    await (await start("none", save_steps=9)).run()
-    undisturbed, expected = losses(store), committed(store)
-    shutil.rmtree(tmp := (await start("none")).output)
-    assert not tmp.exists()
-    store.train_steps.clear()
-    store.versions.clear()
-    store.data = {id: replace(item, status=DataStatus.READY) for id, item in store.data.items()}
+    trainer = await resumed_after_step_2(store, start)
+    assert (trainer.progress.step, trainer.progress.version, trainer.progress.is_published) == (2, 2, True)
+    assert store.versions[3].status is VersionStatus.WITHDRAWN
+    await trainer.run()
+    assert sorted(store.versions) == [0, 1, 2, 3]
+    assert {version.status for version in store.versions.values()} == {VersionStatus.PUBLISHED}
+    assert store.versions[3].train_step == "2/3"
+    verify(store.versions[3].location, store.versions[3].files)
+    assert sorted(path.name for path in (trainer.output / "weights").iterdir()) == [
+        "v000001", "v000002", "v000003",
+    ]  # fmt: skip
+
+
+async def test_versions_go_on_upwards_where_a_replay_ends_elsewhere(store: FakeStore, start: Start) -> None:
+    trainer = await resumed_after_step_2(store, start)
+    trainer.computer.optimizer.param_groups[0]["lr"] *= 2
+    await trainer.run()
+    assert sorted(store.versions) == [0, 1, 2, 3, 4]
+    assert store.versions[3].status is VersionStatus.WITHDRAWN
+    assert (store.versions[4].step, store.versions[4].train_step) == (3, "2/3")
+
+
+async def test_an_undone_step_trains_again_what_it_trained(store: FakeStore, start: Start) -> None:
+    trainer = await resumed_after_step_2(store, start)
+    [trained] = [step.data for step in store.train_steps.values() if step.step == 3]
+    for name in "cdab":
+        store.add(*group(f"0{name}"))
+    store.places = {f"0{name}": (0, number) for number, name in enumerate("abcd")}
+    await trainer.run()
+    assert [step.data for step in store.train_steps.values() if step.step == 3] == [trained, trained]
+
+
+async def test_starting_anew_chooses_anew(store: FakeStore, start: Start) -> None:
+    await (await start(max_steps=1)).run()
+    store.places = {name: (0, number) for number, name in enumerate("fedcba")}
+    trainer = await start("none", max_steps=1)
+    await trainer.run()
+    assert store.train_steps["2/1"].data == ("f/0/1", "f/1/1", "e/0/1", "e/1/1")
+    assert [path.name for path in sorted(trainer.output.glob("*checkpoint-*"))] == [
+        "checkpoint-000001", "undone-checkpoint-000001",
+    ]  # fmt: skip
+
+
+CRASHES: dict[str, Any] = {
+    "planned": ("agentrl.train.loop", "reward_metrics"),
+    "computed": ("fake_store", "_Training.commit_step"),
+    "committed, not saved": ("agentrl.train.checkpoint", "save"),
+    "half a checkpoint": ("agentrl.train.checkpoint", "_random_states"),
+    "checkpoint written, not renamed": ("agentrl.weights.folder", "_replace"),
+    "saved, not published": ("agentrl.train.loop", "publish"),
+    "half a version": ("agentrl.weights.folder", "write_manifest"),
+    "version written, not told": ("fake_store", "_Policies.publish"),
+    "published, not pruned": ("agentrl.weights.publish", "_prune"),
+}
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("where", CRASHES)
+async def test_a_trainer_that_dies_anywhere_ends_where_one_does_that_did_not(
+    store: FakeStore, start: Start, monkeypatch: pytest.MonkeyPatch, where: str, step: int
+) -> None:
+    untouched, store_fields = await reference(store, start)
+    vars(store).update(store_fields)
 
     trainer = await start("none")
-    train = StepComputer.train
-
-    def dies_in_step_2(self: StepComputer, data: Any, version: int) -> StepResult:
-        result = train(self, data, version)
-        if version == 1:
-            raise RuntimeError("killed")
-        return result
-
+    module, name = CRASHES[where]
+    kill = Kill(at=step if where != "checkpoint written, not renamed" else 2 * step - 1)
     with monkeypatch.context() as patch:
-        patch.setattr(StepComputer, "train", dies_in_step_2)
-        with pytest.raises(RuntimeError, match="killed"):
+        kill.instead_of(patch, module, name)
+        with pytest.raises(Killed):
             await trainer.run()
-    assert len(store.with_status(DataStatus.PLANNED)) == 4
-
-    await (await start()).run()
-    assert losses(store) == undisturbed
-    assert committed(store) == expected
-    assert [step.id for step in store.train_steps.values()] == ["1/1", "1/2", "2/2", "2/3"]
-
-
-async def test_versions_go_on_upwards_after_a_resume(store: FakeStore, start: Start) -> None:
-    await (await start(save_steps=2, max_steps=3)).run()
-    shutil.rmtree((await start("none")).output / "checkpoint-000003")
-    for step in store.train_steps.values():
-        store.train_steps[step.id] = replace(step, status=StepStatus.COMMITTED)
-    trainer = await start(max_steps=3)
-    assert (trainer.progress.step, trainer.progress.is_published) == (2, False)
+    trainer = await start()
+    remove_leftovers(trainer.output)
+    remove_leftovers(trainer.output / "weights")
     await trainer.run()
-    assert sorted(store.versions) == [0, 1, 2, 3, 4, 5]
-    assert store.versions[3].status is VersionStatus.WITHDRAWN
-    assert [(store.versions[id].step, store.versions[id].train_step) for id in (4, 5)] == [
-        (2, "1/2"),
-        (3, "2/3"),
-    ]
+    assert told(store) == untouched
+    assert not list(trainer.output.glob("**/.tmp-*"))
+
+
+async def test_a_trainer_that_was_replaced_writes_nothing_more(store: FakeStore, start: Start) -> None:
+    trainer = await start()
+    store.attempt += 1
+    with pytest.raises(LeaseLostError):
+        await trainer.run()
+    assert store.train_steps == {}
+
+
+async def test_a_trainer_that_waits_ends_when_it_is_replaced(store: FakeStore, start: Start) -> None:
+    store.data.clear()
+    store.unfinished_groups = 1
+    trainer = await start()
+    running = asyncio.create_task(trainer.run())
+    await asyncio.sleep(0)
+    store.attempt += 1
+    trainer.lease.lost.set()
+    with pytest.raises(LeaseLostError):
+        await running
 
 
 async def test_a_database_that_was_emptied_is_told(store: FakeStore, start: Start) -> None:

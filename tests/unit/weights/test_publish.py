@@ -14,7 +14,7 @@ from agentrl.errors import PublishError
 from agentrl.train.model import Policy, load_policy
 from agentrl.weights.follow import versions
 from agentrl.weights.manifest import verify
-from agentrl.weights.publish import next_version, publish, publish_base
+from agentrl.weights.publish import publish, publish_base
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -25,10 +25,14 @@ def policy(tmp_path: Path) -> Policy:
     return load_policy(ModelConfig(model_name_or_path=str(write_tiny_policy(tmp_path / "base"))))
 
 
-async def publish_version(store: FakeStore, policy: Policy, root: Path, version: int) -> PolicyVersion:
+async def publish_step(
+    store: FakeStore, policy: Policy, root: Path, step: int, attempt: int = 1
+) -> PolicyVersion:
+    if 0 not in store.versions:
+        await publish_base(cast("Store", store), policy.base)
     return await publish(
         cast("Store", store), policy.model, tokenizer_files_from=policy.base, folder_root=root,
-        version=version, step=version, train_step_id=f"1/{version}", keep=2,
+        step=step, train_step_id=f"{attempt}/{step}", keep=2,
     )  # fmt: skip
 
 
@@ -42,19 +46,11 @@ async def test_the_base_model_is_version_0_where_it_lies(policy: Policy) -> None
 
 async def test_a_published_folder_verifies_and_loads(tmp_path: Path, policy: Policy) -> None:
     store = FakeStore()
-    document = await publish_version(store, policy, tmp_path / "weights", 1)
-    assert store.versions == {1: document}
+    document = await publish_step(store, policy, tmp_path / "weights", 1)
+    assert store.versions[1] == document
     assert Path(document.location) == tmp_path / "weights" / "v000001"
     verify(document.location, document.files)
     assert load_policy(ModelConfig(model_name_or_path=document.location)).tokenizer.chat_template
-    assert await next_version(cast("Store", store)) == 2
-
-
-async def test_a_version_is_published_once(tmp_path: Path, policy: Policy) -> None:
-    store = FakeStore()
-    await publish_version(store, policy, tmp_path, 1)
-    with pytest.raises(PublishError, match="policy version 1 of run run exists already"):
-        await publish_version(store, policy, tmp_path, 1)
 
 
 async def test_weights_that_a_live_engine_serves_stay(tmp_path: Path, policy: Policy) -> None:
@@ -63,7 +59,7 @@ async def test_weights_that_a_live_engine_serves_stay(tmp_path: Path, policy: Po
         InferenceService(id="e", url="u", engine="local", model="m", host="h", pid=1, policy_version=1)
     ]
     for version in (1, 2, 3, 4):
-        await publish_version(store, policy, tmp_path / "weights", version)
+        await publish_step(store, policy, tmp_path / "weights", version)
     kept = sorted(path.name for path in (tmp_path / "weights").iterdir())
     assert kept == ["v000001", "v000003", "v000004"]
 
@@ -74,8 +70,8 @@ async def test_no_document_without_a_folder(
     store = FakeStore()
     (tmp_path / "file").write_text("x")
     with pytest.raises(PublishError, match="could not be written"):
-        await publish_version(store, policy, tmp_path / "file", 1)
-    assert store.versions == {}
+        await publish_step(store, policy, tmp_path / "file", 1)
+    assert set(store.versions) == {0}
 
 
 async def test_followers_see_the_newest_version_only(tmp_path: Path, policy: Policy) -> None:
@@ -83,7 +79,7 @@ async def test_followers_see_the_newest_version_only(tmp_path: Path, policy: Pol
     await publish_base(cast("Store", store), policy.base)
     following = versions(cast("Store", store), after=0, poll_seconds=1.0)
     for version in (1, 2):
-        await publish_version(store, policy, tmp_path, version)
+        await publish_step(store, policy, tmp_path, version)
     assert (await anext(following)).id == 2
-    await publish_version(store, policy, tmp_path, 3)
+    await publish_step(store, policy, tmp_path, 3)
     assert (await anext(following)).id == 3
