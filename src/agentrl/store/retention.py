@@ -1,0 +1,186 @@
+"""Retention: model calls and training data that nothing needs any more are deleted; the audit trail stays."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from pymongo import ASCENDING
+from pymongo.asynchronous.client_session import AsyncClientSession
+
+from agentrl.documents.status import DataStatus, RecordStatus, StepStatus
+from agentrl.errors import StoreError
+from agentrl.store.blobs import Blobs
+from agentrl.store.connection import Json, Part, database_call
+from agentrl.store.names import CALL, DATA, RECORD, STEP, TASK
+
+_BATCH = 100
+_DEAD = [RecordStatus.FAILED.value, RecordStatus.RELEASED.value, RecordStatus.ABANDONED.value]
+_USED = [DataStatus.TRAINED.value, DataStatus.STALE.value]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What may go. ``last_step``: nothing that a later step trained; a resume may need it again.
+
+    ``before``: trajectories begun earlier than this. ``before_step``: trained by earlier steps only, or
+    (never trained) begun before that step was planned.
+    """
+
+    last_step: int
+    before: datetime | None = None
+    before_step: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Pruned:
+    """What was deleted. ``bytes`` are those of the documents and files; the server reuses their space."""
+
+    trajectories: int = 0
+    calls: int = 0
+    data: int = 0
+    files: int = 0
+    bytes: int = 0
+
+    def add(self, other: Pruned) -> None:
+        """Count what another batch deleted."""
+        self.trajectories += other.trajectories
+        self.calls += other.calls
+        self.data += other.data
+        self.files += other.files
+        self.bytes += other.bytes
+
+
+class Retention(Part):
+    """``agentrl db prune``."""
+
+    @database_call
+    async def limits(
+        self, *, last_step: int, older_than_days: float | None = None, before_step: int | None = None
+    ) -> Limits:
+        """The limits by the server's clock. StoreError where ``before_step`` is not committed."""
+        before = None
+        if older_than_days is not None:
+            hello = await self._connection.client.admin.command("hello")
+            before = hello["localTime"] - timedelta(days=older_than_days)
+        if before_step is not None and await self._planned_at(before_step) is None:
+            raise StoreError(
+                f"step {before_step} is not committed", cure="`agentrl audit run` shows the last steps"
+            )
+        return Limits(last_step=last_step, before=before, before_step=before_step)
+
+    @database_call
+    async def prune(self, limits: Limits, *, dry_run: bool = False) -> Pruned:
+        """Delete calls and data of finished trajectories within ``limits``, a batch to a transaction.
+
+        Finished are the trained and the stale ones, and those that failed, were handed back or abandoned;
+        whatever waits to be trained, or is planned, stays. Records, Tasks and TrainSteps get ``pruned_at``.
+        """
+        total = Pruned()
+        async for batch in self._candidates(limits):
+            total.add(await self._prune(batch, limits, dry_run))
+        return total
+
+    async def _candidates(self, limits: Limits) -> AsyncIterator[list[str]]:
+        """``_id`` of Records that may be pruned, in batches."""
+        for collection, query in (
+            (DATA, await self._used(limits)),
+            (RECORD, await self._dead(limits)),
+        ):
+            last = ""
+            while True:
+                page = self._collection(collection).find(
+                    {**query, "_id": {"$gt": last}}, {"_id": 1}, sort=[("_id", ASCENDING)], limit=_BATCH
+                )
+                ids = [document["_id"] async for document in page]
+                if ids:
+                    yield ids
+                if len(ids) < _BATCH:
+                    break
+                last = ids[-1]
+
+    async def _used(self, limits: Limits) -> Json:
+        """Training data that no step will take again."""
+        newest = limits.last_step
+        if limits.before_step is not None:
+            newest = min(newest, limits.before_step - 1)
+        begun = await self._begun(limits)
+        untrained = {"status": DataStatus.STALE.value, "trained_count": 0, **_before("created_at", begun)}
+        trained = {
+            "status": {"$in": _USED}, "trained_count": {"$gt": 0},
+            "trained_at_steps": {"$not": {"$gt": newest}}, **_before("created_at", limits.before),
+        }  # fmt: skip
+        return {"$or": [untrained, trained]}
+
+    async def _dead(self, limits: Limits) -> Json:
+        """Records of attempts that trained nothing and never will."""
+        begun = await self._begun(limits)
+        return {"status": {"$in": _DEAD}, "pruned_at": None, **_before("created_at", begun)}
+
+    async def _begun(self, limits: Limits) -> datetime | None:
+        """The moment before which an untrained trajectory must have begun."""
+        planned = None if limits.before_step is None else await self._planned_at(limits.before_step)
+        moments = [moment for moment in (limits.before, planned) if moment is not None]
+        return min(moments, default=None)
+
+    async def _planned_at(self, step: int) -> datetime | None:
+        query = {"step": step, "status": StepStatus.COMMITTED.value}
+        document = await self._collection(STEP).find_one(query, {"planned_at": 1})
+        return None if document is None else document["planned_at"]
+
+    async def _prune(self, candidates: Sequence[str], limits: Limits, dry_run: bool) -> Pruned:
+        used, dead = await self._used(limits), await self._dead(limits)
+
+        async def write(session: AsyncClientSession) -> Pruned:
+            ids = {"_id": {"$in": list(candidates)}}
+            chosen = await self._ids(DATA, {**ids, **used}, session)
+            chosen += await self._ids(RECORD, {**ids, **dead}, session)
+            if not chosen:
+                return Pruned()
+            freed = await self._measure(chosen, session)
+            if not dry_run:
+                await self._delete(chosen, session)
+            return freed
+
+        return await self._connection.transaction(write)
+
+    async def _delete(self, ids: Sequence[str], session: AsyncClientSession) -> None:
+        chosen = {"_id": {"$in": list(ids)}}
+        stamp = {"$currentDate": {"pruned_at": True}}
+        records = self._collection(RECORD)
+        tasks = [item["task"] async for item in records.find(chosen, {"task": 1}, session=session)]
+        for collection, query in ((CALL, {"record": {"$in": list(ids)}}), (DATA, chosen)):
+            await self._collection(collection).delete_many(query, session=session)
+            await Blobs(self._connection, collection).delete(ids, session)
+        await records.update_many(chosen, stamp, session=session)
+        await self._collection(TASK).update_many({"_id": {"$in": tasks}}, stamp, session=session)
+        await self._collection(STEP).update_many({"data": {"$in": list(ids)}}, stamp, session=session)
+
+    async def _measure(self, ids: Sequence[str], session: AsyncClientSession) -> Pruned:
+        freed = Pruned(trajectories=len(ids))
+        freed.calls, size = await self._size(CALL, {"record": {"$in": list(ids)}}, session)
+        freed.bytes += size
+        freed.data, size = await self._size(DATA, {"_id": {"$in": list(ids)}}, session)
+        freed.bytes += size
+        for collection in (CALL, DATA):
+            files = await Blobs(self._connection, collection).sizes(ids, session)
+            freed.files += len(files)
+            freed.bytes += sum(files.values())
+        return freed
+
+    async def _size(self, collection: str, query: Json, session: AsyncClientSession) -> tuple[int, int]:
+        count = {"_id": None, "count": {"$sum": 1}, "bytes": {"$sum": {"$bsonSize": "$$ROOT"}}}
+        pipeline: list[Json] = [{"$match": query}, {"$group": count}]
+        cursor = await self._collection(collection).aggregate(pipeline, session=session)
+        for group in await cursor.to_list():
+            return int(group["count"]), int(group["bytes"])
+        return 0, 0
+
+    async def _ids(self, collection: str, query: Json, session: AsyncClientSession) -> list[str]:
+        found = self._collection(collection).find(query, {"_id": 1}, session=session)
+        return [document["_id"] async for document in found]
+
+
+def _before(field: str, moment: datetime | None) -> Json:
+    return {} if moment is None else {field: {"$lt": moment}}
