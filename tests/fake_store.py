@@ -12,6 +12,7 @@ from typing import Any
 from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.service import InferenceService
 from agentrl.documents.status import DataStatus, StepStatus, VersionStatus
+from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, TrainStep
 from agentrl.errors import LeaseLostError
 
@@ -25,6 +26,7 @@ class FakeStore:
         self.train_steps: dict[str, TrainStep] = {}
         self.versions: dict[int, PolicyVersion] = {}
         self.engines: list[InferenceService] = []
+        self.groups: dict[str, Task] = {}
         self.summaries: list[dict[str, Any]] = []
         self.unfinished_groups = 0
         self.opened_epochs = [0]
@@ -70,8 +72,8 @@ class _Tasks(_Part):
     async def counts(self, split: str) -> dict[str, int]:
         return {"running": self.store.unfinished_groups}
 
-    async def get(self, task_id: str) -> None:
-        return None
+    async def get(self, task_id: str) -> Task | None:
+        return self.store.groups.get(task_id)
 
     async def places(self, ids: Collection[str]) -> dict[str, tuple[int, int]]:
         return {id: place for id, place in self.store.places.items() if id in ids}
@@ -127,6 +129,15 @@ class _Training(_Part):
 
     async def steps(self, after: int = 0, status: StepStatus | None = None) -> list[TrainStep]:
         return [step for step in self.store.train_steps.values() if step.step > after]
+
+    async def mean_generated_tokens(
+        self, *, tasks: Sequence[str] | None = None, records: Sequence[str] | None = None
+    ) -> float | None:
+        lengths = [
+            float(item.trainable_tokens) for item in self.store.data.values()
+            if item.record in (records or ()) or item.task in (tasks or ())
+        ]  # fmt: skip
+        return sum(lengths) / len(lengths) if lengths else None
 
     async def open_groups(self, split: str) -> int:
         return self.store.unfinished_groups

@@ -82,6 +82,7 @@ class Setting:
             renderer=self.engine.renderer,
             parser=get_parser("hermes"),
             params=SamplingParams(),
+            seed=7,
             agent=AgentConfig(**flags),
             sampling=SamplingConfig(),
             claims=claims,

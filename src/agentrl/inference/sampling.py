@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -63,6 +64,16 @@ class SamplingParams:
         """A copy with ``changes``."""
         return dataclasses.replace(self, **changes)
 
+    def seeded(self, *key: object) -> Self:
+        """A copy whose ``sampling_seed`` follows from ``key``; one that is given already stays.
+
+        Equal keys give equal seeds, on every machine.
+        """
+        if _SEED in self.extra:
+            return self
+        digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=4).digest()
+        return self.replace(extra={**self.extra, _SEED: int.from_bytes(digest) >> 1})
+
     def to_request(self) -> dict[str, Any]:
         """The parameters as the engine's JSON."""
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
@@ -70,6 +81,7 @@ class SamplingParams:
         return {**values, "stop_token_ids": list(self.stop_token_ids), **extra}
 
 
+_SEED = "sampling_seed"
 _LIMITS: tuple[tuple[str, float, float], ...] = (
     ("temperature", 0.0, 100.0),
     ("top_p", 0.0, 1.0),

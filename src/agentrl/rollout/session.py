@@ -111,9 +111,15 @@ class Rollout:
         schemas: Sequence[Schema],
         parser: ToolCallParser,
         params: SamplingParams,
+        seed: int,
         write: Callable[[DispatchedSamplingTask], Awaitable[None]],
     ) -> None:
-        """``write`` stores one model call; ``schemas`` are the tools offered."""
+        """``write`` stores one model call; ``schemas`` are the tools offered.
+
+        Every model call has a sampling seed of its own, which follows from ``seed``, the task, the trajectory
+        and the turn: where the engine's arithmetic does not depend on what else it computes, the same run
+        samples the same tokens again.
+        """
         self.task = claim.task
         self.config = config
         self.schemas = list(schemas)
@@ -127,6 +133,7 @@ class Rollout:
         self._tools = tools
         self._parser = parser
         self._params = params
+        self._seed = (seed, claim.task.id, claim.traj_id)
         self._write = write
         self._texts: Counter[str] = Counter()
         self._parent: str | None = None
@@ -159,7 +166,7 @@ class Rollout:
         await self.finish()
         conversation = self._conversation
         new_messages, context_ids = conversation.new_messages, conversation.context_ids()
-        params = self._params.replace(**changes)
+        params = self._params.replace(**changes).seeded(*self._seed, self.turns)
         generation = await self._engine.generate(conversation.prompt_ids(), params)
         text = self._renderer.decode(generation.output_ids)
         parsed = _cleaned(self._parser.parse(text))

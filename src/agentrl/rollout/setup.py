@@ -138,6 +138,7 @@ async def open_worker(
                     renderer=renderer,
                     parser=parser,
                     params=params,
+                    seed=configs[RunConfig].seed,
                     agent=agent,
                     sampling=sampling,
                     claims=configs[ClaimConfig],

@@ -46,6 +46,8 @@ class Worker:
     renderer: ChatRenderer
     parser: ToolCallParser
     params: SamplingParams
+    seed: int
+    """Of the run: each model call's sampling seed follows from it."""
     agent: AgentConfig
     sampling: SamplingConfig
     claims: ClaimConfig
@@ -96,6 +98,7 @@ class Worker:
                 schemas=schemas,
                 parser=self.parser,
                 params=self.params,
+                seed=self.seed,
                 write=write,
             )
             try:

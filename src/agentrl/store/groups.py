@@ -97,11 +97,11 @@ class Groups(Part):
 
     @database_call
     async def group_summaries(self, split: str, *, after: datetime | None = None) -> list[dict[str, Any]]:
-        """``Task.group`` of every group finalised after that moment (server time), oldest first."""
+        """``Task.group``, and ``task``, of every group finalised after that moment, oldest first."""
         query: Json = {"split": split, "status": TaskStatus.COMPLETED.value}
         query["group.finalised_at"] = {"$ne": None} if after is None else {"$gt": after}
         cursor = self._collection(TASK).find(query, {"group": 1}, sort=[("group.finalised_at", ASCENDING)])
-        return [document["group"] async for document in cursor]
+        return [{"task": document["_id"], **document["group"]} async for document in cursor]
 
     async def _settle(self, outcomes: Sequence[RecordOutcome], session: AsyncClientSession) -> None:
         updates = [

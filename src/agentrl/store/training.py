@@ -18,13 +18,13 @@ from agentrl.store.blobs import Blobs
 from agentrl.store.claims import Claims
 from agentrl.store.connection import Json, database_call
 from agentrl.store.groups import Decide, GroupOutcome, Groups, RecordOutcome
-from agentrl.store.names import DATA
+from agentrl.store.names import DATA, RECORD
 from agentrl.store.steps import Steps
 
 __all__ = ["DataMeta", "Decide", "GroupOutcome", "RecordOutcome", "Training"]
 
 
-_FETCHED_TOGETHER = 32
+_FETCHED_TOGETHER = 16
 """Documents of one query: the server reads the next ones while these are decoded."""
 
 VersionField = Literal["min_version", "max_version"]
@@ -80,9 +80,7 @@ class Training(Groups, Steps):
         return [DataMeta.from_document(document) async for document in cursor]
 
     @database_call
-    async def mark_stale(
-        self, split: str, below_version: int, *, field: VersionField = "min_version"
-    ) -> int:
+    async def mark_stale(self, split: str, below_version: int, *, field: VersionField = "min_version") -> int:
         """Set aside ready data that hold a token older than ``below_version``; returns how many.
 
         With ``field`` "max_version" those that hold no other token.
@@ -107,6 +105,22 @@ class Training(Groups, Steps):
         documents = await self._collection(DATA).find({"_id": {"$in": list(ids)}}).to_list()
         blobs = Blobs(self._connection, DATA)
         return [DBRecordData.from_document(await blobs.restore(document)) for document in documents]
+
+    @database_call
+    async def mean_generated_tokens(
+        self, *, tasks: Sequence[str] | None = None, records: Sequence[str] | None = None
+    ) -> float | None:
+        """Mean generated tokens of the scored Records of ``tasks``, or of ``records``; None without any."""
+        query: Json = (
+            {"_id": {"$in": list(records or ())}} if tasks is None else {"task": {"$in": list(tasks)}}
+        )
+        pipeline: list[Json] = [
+            {"$match": {**query, "score": {"$ne": None}}},
+            {"$group": {"_id": None, "mean": {"$avg": "$generated_tokens"}}},
+        ]
+        async for group in await self._collection(RECORD).aggregate(pipeline):
+            return float(group["mean"])
+        return None
 
     @database_call
     async def counts(self, split: str) -> dict[DataStatus, int]:

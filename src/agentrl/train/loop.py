@@ -20,7 +20,7 @@ from agentrl.train.compute import StepComputer
 from agentrl.train.lease import TrainerLease
 from agentrl.train.model import architecture
 from agentrl.train.resume import Progress
-from agentrl.train.rewards import reward_metrics
+from agentrl.train.rewards import step_window, window_metrics
 from agentrl.weights.publish import publish
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Trainer:
             owner=self.owner,
         )
         await self.store.training.plan_step(plan, attempt=progress.attempt)
-        rewards = await reward_metrics(self.store, self.split, batch.groups, progress.reward_until)
+        window = await step_window(self.store, self.split, batch.groups, progress.reward_until)
         self._prefetch(plan.step)
         result = await asyncio.to_thread(self.computer.train, batch.data, progress.version)
         if not result.is_finite:
@@ -104,7 +104,8 @@ class Trainer:
             return
         metrics = {
             **result.metrics,
-            **rewards,
+            **await window_metrics(self.store, window, [item.record for item in batch.data]),
+            "stale_trajectories": self.stream.count_stale(),
             "groups": len(batch.groups),
             "groups_open": await self.store.training.open_groups(self.split),
             "groups_ready": await self.stream.ready_groups(plan.step + 1, progress.version),

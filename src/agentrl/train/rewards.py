@@ -1,8 +1,9 @@
-"""The reward of a step: means over all trajectories of the groups finalised since the step before."""
+"""What a step says of sampling: reward and lengths over the groups finalised since the step before."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -12,23 +13,48 @@ if TYPE_CHECKING:
     from agentrl.store.client import Store
 
 
-async def reward_metrics(
-    store: Store, split: str, groups: Sequence[str], until: datetime | None
-) -> dict[str, Any]:
-    """``reward``, ``pass_rate`` and ``reward_until``, the moment from which the next step goes on.
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """The groups that a step reports on: ``Task.group`` of each, with the Task as ``task``.
 
-    Trained and abandoned groups count alike, so that the curve shows the policy and not the filter. Where
-    none was finalised after ``until``, they are means over the step's own ``groups``.
+    They are those finalised after the window of the step before, up to the last of the step's own groups,
+    trained and abandoned ones alike, so that the curve shows the policy and not the filter. A step that is
+    done again reports on the same groups. Where there are none, they are the step's own.
     """
-    summaries = await store.training.group_summaries(split, after=until)
-    if summaries:
-        until = max(summary["finalised_at"] for summary in summaries)
-    else:
-        tasks = [await store.tasks.get(group) for group in groups]
-        summaries = [task.group for task in tasks if task is not None and task.group is not None]
-    metrics: dict[str, Any] = trajectory_means(summaries)
-    if until is not None:
-        metrics["reward_until"] = until
+
+    groups: Sequence[Mapping[str, Any]]
+    until: datetime | None
+    """The moment from which the next step's window goes on."""
+
+
+async def step_window(store: Store, split: str, groups: Sequence[str], until: datetime | None) -> Window:
+    """The window of a step that trains ``groups``, after a window that ended at ``until``."""
+    tasks = [await store.tasks.get(group) for group in groups]
+    own = [{"task": task.id, **task.group} for task in tasks if task is not None and task.group is not None]
+    end = max((group["finalised_at"] for group in own), default=None)
+    later = await store.training.group_summaries(split, after=until)
+    within = [group for group in later if end is None or group["finalised_at"] <= end]
+    if not within:
+        return Window(groups=own, until=until)
+    return Window(groups=within, until=max(group["finalised_at"] for group in within))
+
+
+async def window_metrics(store: Store, window: Window, trained: Sequence[str]) -> dict[str, Any]:
+    """``reward``, ``pass_rate``, ``length_bias`` and ``reward_until``, as far as the window has them.
+
+    ``length_bias`` is the mean number of generated tokens of the Records ``trained`` over that of all scored
+    ones of the window, stale and filtered ones included: below 1, training sees shorter trajectories than the
+    policy writes.
+    """
+    metrics: dict[str, Any] = trajectory_means(window.groups)
+    sampled_mean = await store.training.mean_generated_tokens(
+        tasks=[group["task"] for group in window.groups]
+    )
+    trained_mean = await store.training.mean_generated_tokens(records=trained)
+    if sampled_mean and trained_mean:
+        metrics["length_bias"] = trained_mean / sampled_mean
+    if window.until is not None:
+        metrics["reward_until"] = window.until
     return metrics
 
 

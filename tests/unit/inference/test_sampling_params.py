@@ -44,3 +44,21 @@ def test_a_wrong_parameter_is_named(text: str, message: str) -> None:
 def test_the_nearest_name_is_offered() -> None:
     with pytest.raises(ConfigError, match="temperature"):
         SamplingParams.from_json('{"temprature": 1}')
+
+
+def test_a_seed_follows_from_its_key_alone() -> None:
+    params = SamplingParams()
+    seeds = [params.seeded(0, "train/0/a", traj, turn).extra["sampling_seed"] for traj, turn in PLACES]
+    again = [params.seeded(0, "train/0/a", traj, turn).extra["sampling_seed"] for traj, turn in PLACES]
+    assert seeds == again
+    assert len(set(seeds)) == len(PLACES)
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert params.seeded(1, "train/0/a", 0, 0).extra["sampling_seed"] not in seeds
+
+
+def test_a_seed_that_a_person_gives_stays() -> None:
+    params = SamplingParams.from_json('{"extra": {"sampling_seed": 5}}')
+    assert params.seeded(1, 2) is params
+
+
+PLACES = [(0, 0), (0, 1), (1, 0), (1, 1)]

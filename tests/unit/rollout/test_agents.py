@@ -51,6 +51,7 @@ class Trajectory:
             schemas=await self.tools.schemas(self.task.tools),
             parser=get_parser(self.config.tool_call_parser),
             params=SamplingParams(),
+            seed=7,
             write=write,
         )
         outcome = await get_agent(agent)(self.session)
@@ -60,6 +61,15 @@ class Trajectory:
     @property
     def statuses(self) -> list[CallStatus]:
         return [call.status for call in self.calls]
+
+
+async def test_another_attempt_samples_with_the_same_seeds() -> None:
+    first, second = Trajectory(ADD, ANSWER), Trajectory(ADD, ANSWER)
+    await first.run()
+    await second.run()
+    seeds = [[call.sampling_params["sampling_seed"] for call in run.calls] for run in (first, second)]
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 2
 
 
 async def test_call_result_answer() -> None:

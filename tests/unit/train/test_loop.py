@@ -5,6 +5,7 @@ import importlib
 import shutil
 from collections import namedtuple
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from io import StringIO
 from pathlib import Path
@@ -20,6 +21,7 @@ from agentrl.batching.freshness import Freshness
 from agentrl.batching.stream import DataStream, StreamSettings
 from agentrl.config.schema import LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from agentrl.documents.status import DataStatus, StepStatus, VersionStatus
+from agentrl.documents.task import Task
 from agentrl.errors import ConfigError, LeaseLostError, PublishError, TrainingError
 from agentrl.observe.live import StepView
 from agentrl.observe.trackers import open_trackers
@@ -28,7 +30,7 @@ from agentrl.train.build import Recipe, build_computer
 from agentrl.train.compute import StepComputer, StepResult
 from agentrl.train.lease import TrainerLease
 from agentrl.train.loop import Trainer
-from agentrl.train.rewards import reward_metrics, trajectory_means
+from agentrl.train.rewards import step_window, trajectory_means, window_metrics
 from agentrl.weights.folder import remove_leftovers
 from agentrl.weights.manifest import verify
 
@@ -181,7 +183,7 @@ async def test_every_metric_is_reported(store: FakeStore, start: Start) -> None:
         "masked_fraction", "effective_sample_size", "staleness_mean", "staleness_max", "tokens",
         "trainable_tokens", "trajectories", "groups", "tokens_per_second", "seconds_data",
         "seconds_forward_backward", "seconds_optimizer", "seconds_publish", "groups_open", "groups_ready",
-        "staleness_histogram", "version_fractions",
+        "staleness_histogram", "version_fractions", "stale_trajectories",
     }  # fmt: skip
 
 
@@ -240,7 +242,7 @@ async def test_starting_anew_chooses_anew(store: FakeStore, start: Start) -> Non
 
 
 CRASHES: dict[str, Any] = {
-    "planned": ("agentrl.train.loop", "reward_metrics"),
+    "planned": ("agentrl.train.loop", "step_window"),
     "computed": ("fake_store", "_Training.commit_step"),
     "committed, not saved": ("agentrl.train.checkpoint", "save"),
     "half a checkpoint": ("agentrl.train.checkpoint", "_random_states"),
@@ -334,20 +336,49 @@ async def test_three_losses_that_are_not_finite_end_training(
     assert "a/0/1, a/1/1, b/0/1, b/1/1" in caplog.text
 
 
-def summary(mean: float, scored: int, minute: int) -> dict[str, Any]:
-    moment = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(minutes=minute)
-    return {"mean_score": mean, "pass_rate": mean, "scored": scored, "finalised_at": moment}
+def moment(minute: int) -> datetime:
+    return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(minutes=minute)
 
 
-async def test_the_reward_is_that_of_all_trajectories_since_the_last_step(store: FakeStore) -> None:
-    store.summaries = [summary(1.0, 6, 1), summary(0.0, 2, 2), summary(0.5, 4, 3)]
-    first = await reward_metrics(cast("Store", store), "train", [], None)
-    assert first["reward"] == pytest.approx(8 / 12)
-    assert first["reward_until"] == store.summaries[2]["finalised_at"]
-    second = await reward_metrics(cast("Store", store), "train", [], store.summaries[0]["finalised_at"])
-    assert second["reward"] == pytest.approx(2 / 6)
-    third = await reward_metrics(cast("Store", store), "train", [], first["reward_until"])
-    assert third == {"reward_until": first["reward_until"]}
+def summary(mean: float, scored: int, minute: int, task: str = "t") -> dict[str, Any]:
+    return {
+        "task": task, "mean_score": mean, "pass_rate": mean, "scored": scored, "finalised_at": moment(minute),
+    }  # fmt: skip
+
+
+def finalised(store: FakeStore, task: str, mean: float, scored: int, minute: int) -> None:
+    store.summaries.append(summary(mean, scored, minute, task))
+    group = {key: value for key, value in store.summaries[-1].items() if key != "task"}
+    store.groups[task] = Task(
+        id=task, task_id=task, split="train", epoch=0, order=0, query="q", group=group
+    )  # fmt: skip
+
+
+async def test_a_step_reports_on_all_groups_since_the_last_step_up_to_its_own(store: FakeStore) -> None:
+    finalised(store, "a", 1.0, 6, 1)
+    finalised(store, "abandoned", 0.0, 2, 2)
+    finalised(store, "b", 0.5, 4, 3)
+    finalised(store, "later", 0.5, 4, 4)
+    first = await step_window(cast("Store", store), "train", ["b"], None)
+    assert (len(first.groups), first.until) == (3, moment(3))
+    metrics = await window_metrics(cast("Store", store), first, [])
+    assert metrics["reward"] == pytest.approx(8 / 12)
+    second = await step_window(cast("Store", store), "train", ["b"], moment(1))
+    assert [group["task"] for group in second.groups] == ["abandoned", "b"]
+    third = await step_window(cast("Store", store), "train", ["a"], moment(3))
+    assert ([group["task"] for group in third.groups], third.until) == (["a"], moment(3))
+
+
+async def test_the_length_bias_compares_what_is_trained_with_all_that_was_sampled(store: FakeStore) -> None:
+    store.data = {
+        item.id: replace(item, trainable_tokens=length, task="a")
+        for item, length in zip(group("a", size=3), (10, 20, 90), strict=True)
+    }
+    finalised(store, "a", 0.5, 3, 1)
+    window = await step_window(cast("Store", store), "train", ["a"], None)
+    metrics = await window_metrics(cast("Store", store), window, ["a/0/1", "a/1/1"])
+    assert metrics["length_bias"] == pytest.approx(15 / 40)
+    assert "length_bias" not in await window_metrics(cast("Store", store), window, [])
 
 
 def test_groups_without_a_score_have_no_reward() -> None:
