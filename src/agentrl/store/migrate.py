@@ -9,12 +9,12 @@ from typing import Final
 from pymongo.asynchronous.database import AsyncDatabase
 
 from agentrl.documents.run import SCHEMA
-from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
+from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.errors import StoreError
 from agentrl.store.connection import Connection, Json, Part, database_call
 from agentrl.store.indexes import prepare
 from agentrl.store.names import RECORD, RUN, SCHEMA_VERSION, TASK
-from agentrl.store.slots import EXPIRED
+from agentrl.store.slots import LIVE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,10 +140,7 @@ class Migrations(Part):
         return done
 
     async def _require_idle(self) -> None:
-        held = {
-            "$and": [{"$eq": ["$$slot.status", SlotStatus.RUNNING.value]}, {"$not": [EXPIRED]}],
-        }
-        slots = {"$filter": {"input": "$slots", "as": "slot", "cond": held}}
+        slots = {"$filter": {"input": "$slots", "as": "slot", "cond": LIVE}}
         pipeline: list[Json] = [
             {"$match": {"status": TaskStatus.RUNNING.value}},
             {"$group": {"_id": None, "held": {"$sum": {"$size": slots}}}},

@@ -1,0 +1,120 @@
+"""``agentrl db reopen``: failed slots open again by kind of failure, finalised groups while untrained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import small_run as run
+from db_command import agentrl_db, violations
+
+from agentrl.config.schema import GroupConfig, RunConfig
+from agentrl.documents.record import Failure
+from agentrl.documents.status import DataStatus, RecordStatus, SlotStatus, TaskStatus
+from agentrl.documents.task import Task, task_key
+from agentrl.documents.training import TrainStep
+from agentrl.rollout.finalise import Finaliser
+from agentrl.store.client import Store
+from agentrl.store.regroup import Hindrance
+from agentrl.store.reopen import Reopening
+
+pytestmark = pytest.mark.integration
+
+GROUP = task_key("train", 0, "group")
+
+
+async def group_of(
+    store: Store, *kinds: str, scores: tuple[float, ...] = (0.0, 1.0), key: str = GROUP
+) -> None:
+    """A group with a slot that failed for good for each of ``kinds``, and scored ones."""
+    await run.add_task(store, GROUP, 0, generations=len(kinds) + len(scores))
+    for kind in kinds:
+        failure = Failure(kind=kind, message="m")
+        await store.claims.fail(await run.claim(store), failure, max_attempts=1, backoff_seconds=0.0)
+    for score in scores:
+        await run.score(store, await run.claim(store), score)
+
+
+async def finalise(store: Store) -> int:
+    return await Finaliser(store, GroupConfig(), split="train", seed=0).run_waiting()
+
+
+async def task_of(store: Store, key: str = GROUP) -> Task:
+    task = await store.tasks.get(key)
+    assert task is not None
+    return task
+
+
+async def test_only_slots_of_that_failure_open_with_all_their_attempts(
+    store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await run.publish(store, tmp_path, 0, step=0, train_step=None)
+    await group_of(store, "tool", "engine")
+    assert await agentrl_db(run_config, "reopen", "--failure-kind", "tool", "--dry_run") == 0
+    assert "would be reopened: 1 slots of 1 groups, 0 of" in capsys.readouterr().out
+    assert (await task_of(store)).status is TaskStatus.WAITING
+    assert await agentrl_db(run_config, "reopen", "--failure_kind", "tool") == 0
+    assert "reopened: 1 slots of 1 groups, 0 of which had been finalised" in capsys.readouterr().out
+    task = await task_of(store)
+    assert [slot.status for slot in task.slots[:2]] == [SlotStatus.OPEN, SlotStatus.FAILED]
+    assert (task.status, task.slots[0].attempt, task.slots[0].released) == (TaskStatus.RUNNING, 1, 1)
+    claim = await run.claim(store)
+    assert (claim.traj_id, claim.attempt) == (0, 2)
+    status = await store.claims.fail(
+        claim, Failure(kind="tool", message="m"), max_attempts=2, backoff_seconds=0.0
+    )
+    assert status is SlotStatus.OPEN
+    await run.score(store, await run.claim(store), 1.0)
+    assert await finalise(store) == 1
+    assert await violations(store) == []
+
+
+async def test_a_finalised_untrained_group_is_undecided_and_decided_anew(
+    store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await run.publish(store, tmp_path, 0, step=0, train_step=None)
+    await group_of(store, "tool", scores=(0.0, 1.0, 1.0))
+    assert await finalise(store) == 1
+    assert await agentrl_db(run_config, "reopen", "--failure_kind", "tool", "--split", "train") == 0
+    out = capsys.readouterr().out
+    assert "1 slots of 1 groups, 1 of which had been finalised" in out
+    assert "3 training documents of these groups are deleted" in out
+    task = await task_of(store)
+    assert (task.status, task.group) == (TaskStatus.RUNNING, None)
+    records = await store.records.of_task(GROUP)
+    assert [record.status for record in records] == [RecordStatus.FAILED] + [RecordStatus.SCORED] * 3
+    assert {record.advantage for record in records} == {None}
+    assert await store.training.open_groups("train") == 1
+    assert await violations(store) == []
+    await run.score(store, await run.claim(store), 0.0)
+    assert await finalise(store) == 1
+    assert (await store.training.counts("train"))[DataStatus.READY] == 4
+    assert await violations(store) == []
+
+
+async def test_a_trained_group_and_a_planned_one_stay(store: Store, tmp_path: Path) -> None:
+    await run.publish(store, tmp_path, 0, step=0, train_step=None)
+    await group_of(store, "tool")
+    assert await finalise(store) == 1
+    data = tuple(meta.id for meta in await store.training.ready("train"))
+    await store.training.plan_step(TrainStep(id="1/1", step=1, policy_version=0, data=data, owner="t"))
+    reopening = Reopening(store.connection)
+    assert (await reopening.reopen(["tool"])).left == {Hindrance.TRAINED: 1}
+    await store.training.commit_step("1/1", {}, data)
+    done = await reopening.reopen()
+    assert (done.slots, done.left) == (0, {Hindrance.TRAINED: 1})
+    assert (await task_of(store)).status is TaskStatus.COMPLETED
+    assert await violations(store) == []
+
+
+async def test_a_group_whose_calls_were_pruned_stays(
+    store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await run.publish(store, tmp_path, 0, step=0, train_step=None)
+    await group_of(store, "tool", scores=(1.0, 1.0))
+    assert await finalise(store) == 1
+    assert await agentrl_db(run_config, "prune", "--older_than_days", "0") == 0
+    assert await agentrl_db(run_config, "reopen") == 0
+    assert "left as they are: 1 groups (pruned)" in capsys.readouterr().out
+    assert await agentrl_db(run_config, "reopen", "--failure_kind", "scorer") == 0
+    assert "reopened: 0 slots" in capsys.readouterr().out

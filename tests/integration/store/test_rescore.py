@@ -1,0 +1,200 @@
+"""``agentrl db rescore``: new scores, groups decided again while untrained, otherwise notes beside the old."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import small_run as run
+from db_command import agentrl_db, violations
+
+from agentrl.config.schema import GroupConfig, RunConfig
+from agentrl.conversion.outcome import GroupRules
+from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.record import Record
+from agentrl.documents.status import DataStatus, RecordStatus, TaskStatus
+from agentrl.documents.training import TrainStep
+from agentrl.errors import ConfigError, StoreError
+from agentrl.rollout.finalise import Finaliser
+from agentrl.scoring.registry import ScorerContext
+from agentrl.store import blobs
+from agentrl.store.client import Store
+from agentrl.store.regroup import Hindrance
+from agentrl.store.rescoring import NewScore, Rescored, Rescoring
+
+pytestmark = pytest.mark.integration
+
+FIRST, SECOND = f"{run.READY}/0/1", f"{run.READY}/1/1"
+SEEN: list[ScorerContext] = []
+
+
+async def always_one(context: ScorerContext) -> float:
+    """1 for everything."""
+    SEEN.append(context)
+    return 1.0
+
+
+async def broken(context: ScorerContext) -> float:
+    """A scorer that raises."""
+    raise RuntimeError("no judge")
+
+
+ONE, BROKEN = f"{__name__}:always_one", f"{__name__}:broken"
+
+
+async def record(store: Store, key: str) -> Record:
+    found = await store.records.get(key)
+    assert found is not None
+    return found
+
+
+async def apply(store: Store, **scores: float) -> Rescored:
+    """New scores for the trajectories ``t0``, ``t1`` of the group that waits to be trained."""
+    new = {
+        f"{run.READY}/{name[1:]}/1": NewScore(score=score, details={"scorer": "new"})
+        for name, score in scores.items()
+    }
+    rules = GroupRules(config=GroupConfig(), seed=0)
+    return await Rescoring(store.connection).apply(run.READY, new, lambda stored: rules.decide)
+
+
+async def test_an_untrained_group_is_decided_again(store: Store, tmp_path: Path) -> None:
+    await run.build(store, tmp_path / "weights")
+    task = await store.tasks.get(run.READY)
+    assert task is not None
+    assert task.group is not None
+    before = {item.id: item.advantage for item in await store.training.fetch([FIRST, SECOND])}
+    assert await apply(store, t0=1.0, t1=0.5) == Rescored(changed=2, decided_again=True)
+    first = await record(store, FIRST)
+    assert (first.score, first.score_details, first.status) == (1.0, {"scorer": "new"}, RecordStatus.READY)
+    assert [entry["score"] for entry in first.score_history] == [0.0]
+    assert first.score_history[0]["details"] == {"scorer": "exact"}
+    after = {item.id: item.advantage for item in await store.training.fetch([FIRST, SECOND])}
+    assert before == {FIRST: -1.0, SECOND: 1.0}
+    assert after == {FIRST: 0.5, SECOND: -0.5}
+    again = await store.tasks.get(run.READY)
+    assert again is not None
+    assert again.group is not None
+    assert [slot.score for slot in again.slots] == [1.0, 0.5]
+    assert again.group["mean_score"] == 0.75
+    assert again.group["finalised_at"] == task.group["finalised_at"]
+    assert await violations(store) == []
+
+
+async def test_a_group_that_loses_its_spread_loses_its_data_and_gets_them_back(
+    store: Store, tmp_path: Path
+) -> None:
+    await run.build(store, tmp_path / "weights")
+    assert (await apply(store, t0=1.0, t1=1.0)).decided_again
+    assert (await record(store, FIRST)).status is RecordStatus.ABANDONED
+    assert (await store.training.counts("train"))[DataStatus.READY] == 0
+    assert await violations(store) == []
+    assert (await apply(store, t0=0.0)).decided_again
+    assert (await record(store, FIRST)).status is RecordStatus.READY
+    assert [entry["score"] for entry in (await record(store, FIRST)).score_history] == [0.0, 1.0]
+    assert (await store.training.counts("train"))[DataStatus.READY] == 2
+    assert await violations(store) == []
+
+
+async def test_a_score_before_its_group_is_finalised_counts_in_it(store: Store, tmp_path: Path) -> None:
+    await run.publish(store, tmp_path, 0, step=0, train_step=None)
+    await run.add_task(store, run.READY, 0)
+    await run.score(store, await run.claim(store), 1.0)
+    assert await apply(store, t0=0.0) == Rescored(changed=1)
+    await run.score(store, await run.claim(store), 1.0)
+    assert await Finaliser(store, GroupConfig(), split="train", seed=0).run_waiting() == 1
+    assert [item.advantage for item in await store.training.fetch([FIRST, SECOND])] == [-1.0, 1.0]
+    assert await violations(store) == []
+
+
+async def test_a_trained_group_keeps_its_scores(
+    store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await run.build(store, tmp_path / "weights")
+    trained = f"{run.TRAINED}/1/1"
+    before = await record(store, trained)
+    assert await agentrl_db(run_config, "rescore", "--scorer", BROKEN, "--task", run.TRAINED) == 1
+    assert "broken raised RuntimeError: no judge" in capsys.readouterr().out
+    for _ in range(2):
+        assert await agentrl_db(run_config, "rescore", "--scorer", ONE, "--task", run.TRAINED) == 0
+    after = await record(store, trained)
+    assert (after.score, after.score_details) == (before.score, before.score_details)
+    assert after.rescored is not None
+    assert (after.rescored["score"], after.rescored["details"]) == (1.0, {"scorer": ONE})
+    out = capsys.readouterr().out
+    assert "train: 1 groups keep their scores (trained)" in out
+    assert "0.500" in out
+    assert "1.000" in out
+    assert await violations(store) == []
+
+
+async def test_a_dry_run_writes_nothing_and_the_filters_choose(
+    store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await run.build(store, tmp_path / "weights")
+    before = [entry async for entry in store.database["Record"].find()]
+    assert await agentrl_db(run_config, "rescore", "--scorer", ONE, "--dry_run") == 0
+    assert [entry async for entry in store.database["Record"].find()] == before
+    assert "nothing written" in capsys.readouterr().out
+    SEEN.clear()
+    assert await agentrl_db(run_config, "rescore", "--scorer", ONE, "--record", FIRST) == 0
+    assert [(context.query, context.final_answer) for context in SEEN] == [("What is 2 + 2?", "4")]
+    assert [message["role"] for message in SEEN[0].messages] == ["user", "assistant", "user", "assistant"]
+    assert (await record(store, FIRST)).score == 1.0
+    assert (await record(store, SECOND)).score_history == ()
+    assert await agentrl_db(run_config, "rescore", "--scorer", ONE, "--status", "abandoned") == 0
+    with pytest.raises(StoreError, match="no scored Record like that"):
+        await agentrl_db(run_config, "rescore", "--scorer", ONE, "--task", "train/0/nothing")
+    with pytest.raises(ConfigError, match="no scorer"):
+        await agentrl_db(run_config, "rescore", "--scorer", "exactt")
+    assert await violations(store) == []
+
+
+async def test_a_step_planned_at_the_same_moment_wins_or_waits(store: Store, tmp_path: Path) -> None:
+    await run.build(store, tmp_path / "weights")
+    step = TrainStep(id="1/2", step=2, policy_version=1, data=(FIRST, SECOND), owner="t")
+    planned, rescored = await asyncio.gather(
+        store.training.plan_step(step), apply(store, t0=1.0, t1=0.5), return_exceptions=True
+    )
+    assert isinstance(rescored, Rescored)
+    if isinstance(planned, BaseException):
+        await store.training.plan_step(step)
+    data = await store.training.fetch([FIRST, SECOND])
+    assert {item.status for item in data} == {DataStatus.PLANNED}
+    assert (data[0].advantage == 0.5) == rescored.decided_again
+    assert (rescored.kept_because is Hindrance.TRAINED) == (not rescored.decided_again)
+    assert await violations(store) == []
+
+
+async def test_data_too_large_for_a_document_are_made_again(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blobs, "_LIMIT", 10)
+    monkeypatch.setattr(blobs, "_CHUNK", 16)
+    await run.build(store, tmp_path / "weights")
+    before = await store.training.fetch([FIRST, SECOND])
+    for scores in ({"t0": 1.0, "t1": 1.0}, {"t0": 0.0}):
+        assert (await apply(store, **scores)).decided_again
+    after = await store.training.fetch([FIRST, SECOND])
+    assert [item.input_ids for item in after] == [item.input_ids for item in before]
+    assert after[0].input_ids == pack_ids([10, 20, 0, 1, 2, 3, 11, 20, 0, 1, 2, 3])
+    assert after[0].behavior_logprobs == pack_floats([-0.5, -0.25, -1.0, -2.0] * 2)
+    files = store.database["DBRecordData.packed.files"]
+    assert await files.count_documents({"_id": {"$regex": f"^{FIRST}/"}}) == 2
+    chunks = store.database["DBRecordData.packed.chunks"]
+    ids = await files.distinct("_id")
+    assert set(await chunks.distinct("files_id")) == set(ids)
+
+
+async def test_a_group_without_its_rules_or_calls_keeps_its_scores(store: Store, tmp_path: Path) -> None:
+    await run.build(store, tmp_path / "weights")
+    new = {FIRST: NewScore(score=1.0, details={"scorer": "new"})}
+    rescoring = Rescoring(store.connection)
+    done = await rescoring.apply(run.READY, new, lambda rules: None)
+    assert done == Rescored(changed=1, kept_because=Hindrance.NO_RULES)
+    await store.database["Record"].update_one({"_id": SECOND}, {"$currentDate": {"pruned_at": True}})
+    assert (await apply(store, t0=1.0)).kept_because is Hindrance.PRUNED
+    task = await store.tasks.get(run.READY)
+    assert task is not None
+    assert task.status is TaskStatus.COMPLETED
