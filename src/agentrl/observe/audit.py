@@ -117,7 +117,8 @@ async def _record(store: Store, wanted: str) -> RenderableType:
 
     record = await find_record(store, wanted)
     calls = await store.dispatches.of_record(record.id)
-    return render_record(record, calls, await trained_at(store, record.id))
+    failures = await store.records.failures(record.task, record.traj_id)
+    return render_record(record, calls, await trained_at(store, record.id), failures)
 
 
 async def _records(store: Store, configs: Configs) -> RenderableType:

@@ -57,14 +57,21 @@ async def trained_at(store: Store, record_id: str) -> tuple[int, ...]:
 
 
 def render_record(
-    record: Record, calls: Sequence[DispatchedSamplingTask], trained_at_steps: Sequence[int]
+    record: Record,
+    calls: Sequence[DispatchedSamplingTask],
+    trained_at_steps: Sequence[int],
+    failures: Sequence[Record] = (),
 ) -> RenderableType:
-    """The whole page. Everything that a model or a tool wrote is cleaned of control characters."""
+    """The whole page. Everything that a model or a tool wrote is cleaned of control characters.
+
+    ``failures`` are the failed attempts at the same trajectory, this Record among them or not.
+    """
     by_id = {call.id: call for call in calls}
     parts: list[RenderableType] = [_header(record, trained_at_steps)]
     for call in calls:
         parts += _turn(call, by_id.get(call.parent) if call.parent else None)
     parts += _ending(record)
+    parts += _history(failures)
     return Group(*parts)
 
 
@@ -145,6 +152,19 @@ def _ending(record: Record) -> Iterator[RenderableType]:
         yield plain(f"abandoned  {record.abandoned_because}", "yellow")
     if record.failure:
         yield plain(f"failed     {record.failure.kind}: {record.failure.message}", "red")
+
+
+def _history(failures: Sequence[Record]) -> Iterator[RenderableType]:
+    """Why each attempt at the trajectory failed."""
+    if not failures:
+        return
+    yield Rule(Text("failed attempts at this trajectory"), align="left", style="dim")
+    for record in failures:
+        if record.failure is None:
+            continue
+        when, who = f"{record.failure.at:%Y-%m-%d %H:%M:%S} UTC", record.owner or "nobody"
+        why = f"{record.failure.kind}: {record.failure.message}"
+        yield plain(f"attempt {record.attempt}  {when}  by {who}  {why}")
 
 
 def _content(content: object) -> str:

@@ -119,7 +119,7 @@ async def collect(store: Store, split: str, default_agent: str) -> list[Evaluate
                 agent=task.agent_name or default_agent,
                 scores=tuple(record.score for record in scored if record.score is not None),
                 failed=len(task.slots) - len(scored),
-                failures=tuple(kind for kind in kinds if kind != "released"),
+                failures=tuple(kinds),
                 turns=tuple(record.turns for record in scored),
             )
         )

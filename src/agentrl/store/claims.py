@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from pymongo import ASCENDING, ReturnDocument, UpdateOne
+from pymongo import ReturnDocument, UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.base import plain
 from agentrl.documents.record import Failure
 from agentrl.documents.status import (
     RECORD_EDGES,
-    DataStatus,
     RecordStatus,
     SlotStatus,
     TaskStatus,
     sources,
 )  # fmt: skip
-from agentrl.documents.task import Claim, Task, record_key
+from agentrl.documents.task import Claim, Task
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store import slots
-from agentrl.store.connection import Json, Part, database_call
-from agentrl.store.names import DATA, RECORD, TASK
+from agentrl.store.attempts import end_record
+from agentrl.store.connection import Connection, Json, Part, database_call
+from agentrl.store.leases import lost_claims
+from agentrl.store.names import RECORD, TASK
+from agentrl.store.openings import BY_ORDER, OpeningRacedError, Openings
 
 _MAX_ATTEMPTS = 3
-_UNFINISHED = sources(RECORD_EDGES, RecordStatus.FAILED)
+_LONGEST_DOUBLING = 9
+_PAUSES = [min(0.002 * 2**number, 0.2) for number in range(40)]
+"""Longest pause, in seconds, after each opening of a group that another claimer won."""
 
 
 class Claims(Part):
     """What samplers do with slots. A lost claim is a LeaseLostError, and nothing was written."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._openings = Openings(connection)
 
     @database_call
     async def claim(
@@ -39,53 +49,50 @@ class Claims(Part):
     ) -> Claim | None:  # fmt: skip
         """Take one slot by one atomic write; None where there is none to take.
 
-        Groups that have begun come first, then new ones by (epoch, order) as long as fewer than
-        ``max_groups_open`` are open (claimers that begin a group at the same moment may each pass that
-        check). Slots whose lease ran out are taken over while they have attempts left.
+        Open slots of groups that have begun come first, then a new group by (epoch, order) as long as fewer
+        than ``max_groups_open`` are open, whoever else claims at that moment; then slots whose lease ran out
+        and that have attempts left.
         """
-        update = slots.claim_one(owner, lease_seconds, max_attempts)
-        query = {"split": split, **slots.any_slot(slots.claimable(max_attempts))}
-        found = await self._take({**query, "status": TaskStatus.RUNNING.value}, update)
-        if found is None and await self._may_open(split, max_groups_open):
-            found = await self._take({**query, "status": TaskStatus.CREATED.value}, update)
-        if found is None:
+        update = slots.claim_one(slots.OPEN, owner, lease_seconds)
+        is_open = slots.any_slot(slots.OPEN)
+        begun = {"split": split, "status": TaskStatus.RUNNING.value, **is_open}
+        for longest_pause in _PAUSES:
+            try:
+                found = await self._take(begun, update) or await self._openings.open(
+                    split, max_groups_open, is_open, update
+                )
+                break
+            except OpeningRacedError:
+                await asyncio.sleep(random.uniform(0, longest_pause))
+        else:
             return None
-        task = Task.from_document(found)
-        traj_id = int(found["last_claim"]["traj_id"])
-        slot = next(slot for slot in task.slots if slot.traj_id == traj_id)
-        claim = Claim(task=task, traj_id=traj_id, attempt=slot.attempt, owner=owner)
-        if claim.attempt > 1:
-            await self._fail_superseded(claim)
-        return claim
+        if found is None:
+            found = await self._take_over(split, owner, lease_seconds, max_attempts)
+        return None if found is None else _claim_of(found, owner)
 
     @database_call
     async def heartbeat(self, claims: Sequence[Claim], lease_seconds: float) -> list[Claim]:
-        """Renew the leases; returns the claims that are lost."""
+        """Renew the leases; returns the claims that are lost: run out, or passed on."""
         if not claims:
             return []
         renewals = [UpdateOne(slots.held(claim), slots.renew_lease(claim, lease_seconds)) for claim in claims]
         await self._collection(TASK).bulk_write(renewals, ordered=False)
-        ids = list({claim.task.id for claim in claims})
-        owned = {
-            (task["_id"], slot["traj_id"], slot["attempt"], slot["owner"])
-            async for task in self._collection(TASK).find({"_id": {"$in": ids}}, {"slots": 1})
-            for slot in task["slots"]
-            if slot["status"] == SlotStatus.RUNNING.value
-        }
-        return [c for c in claims if (c.task.id, c.traj_id, c.attempt, c.owner) not in owned]
+        return await lost_claims(self._connection, claims)
 
     @database_call
     async def release(self, claim: Claim) -> None:
-        """Hand an unfinished slot back: it is open at once, and the attempt does not count."""
+        """Hand an unfinished slot back: it is open at once, and the attempt does not count.
+
+        Its Record is RELEASED.
+        """
         fields = {
             **_FREE, "status": SlotStatus.OPEN.value,
             "released": {"$add": [{"$ifNull": ["$$slot.released", 0]}, 1]},
         }  # fmt: skip
-        failure = Failure(kind="released", message=f"handed back by {claim.owner}")
 
         async def write(session: AsyncClientSession) -> None:
             await self._change(claim, fields, session)
-            await self._fail_record(claim.record_id, failure, session)
+            await end_record(self._connection, claim, None, session)
 
         await self._connection.transaction(write)
 
@@ -95,14 +102,17 @@ class Claims(Part):
     ) -> SlotStatus:
         """End the attempt: the slot opens again after a wait, or fails for good at ``max_attempts``.
 
-        The wait doubles with each attempt and is spread by ±50 %.
+        The wait doubles with each attempt that counts, and is spread by ±50 %. Its Record is FAILED and keeps
+        ``failure``: the failures of a slot that failed for good are those of its Records.
         """
-        wait = backoff_seconds * 2 ** (min(claim.attempt, 10) - 1) * random.uniform(0.5, 1.5)
-        fields = {**_FREE, "status": _failed_or_open(max_attempts), "not_before": slots.after(wait)}
+        spread_ms = backoff_seconds * 1000 * random.uniform(0.5, 1.5)
+        doublings = {"$min": [{"$subtract": [slots.ATTEMPTS, 1]}, _LONGEST_DOUBLING]}
+        wait_ms = {"$toLong": {"$multiply": [spread_ms, {"$pow": [2, doublings]}]}}
+        fields = {**_FREE, "status": _failed_or_open(max_attempts), "not_before": slots.after(wait_ms)}
 
         async def write(session: AsyncClientSession) -> Task:
             task = await self._change(claim, fields, session)
-            await self._fail_record(claim.record_id, failure, session)
+            await end_record(self._connection, claim, failure, session)
             return task
 
         task = await self._connection.transaction(write)
@@ -176,29 +186,37 @@ class Claims(Part):
     @database_call
     async def groups_open(self, split: str) -> int:
         """Groups begun and not yet trained: running, waiting, or finalised with untrained data."""
-        return await self._groups_open(split)
+        return await self._openings.count(split)
 
     async def _take(self, query: Json, update: list[Json]) -> Json | None:
         return await self._collection(TASK).find_one_and_update(
-            query, update, sort=[("epoch", ASCENDING), ("order", ASCENDING)],
-            return_document=ReturnDocument.AFTER,
-        )  # fmt: skip
-
-    async def _may_open(self, split: str, limit: int | None) -> bool:
-        return limit is None or await self._groups_open(split) < limit
-
-    async def _groups_open(self, split: str) -> int:
-        begun = [TaskStatus.RUNNING.value, TaskStatus.WAITING.value]
-        running = await self._collection(TASK).count_documents({"split": split, "status": {"$in": begun}})
-        untrained = await self._collection(DATA).distinct(
-            "task",
-            {
-                "split": split,
-                "status": {"$in": [DataStatus.READY.value, DataStatus.PLANNED.value]},
-                "trained_count": 0,
-            },
+            query, update, sort=BY_ORDER, return_document=ReturnDocument.AFTER
         )
-        return running + len(untrained)
+
+    async def _take_over(
+        self, split: str, owner: str, lease_seconds: float, max_attempts: int
+    ) -> Json | None:
+        """A slot whose lease ran out; the Record of the attempt before fails with it."""
+        expired = slots.expired(max_attempts)
+        query = {"split": split, "status": TaskStatus.RUNNING.value, **slots.any_slot(expired)}
+        update = slots.claim_one(expired, owner, lease_seconds)
+        tasks = self._collection(TASK)
+        if await tasks.find_one(query, {"_id": 1}) is None:
+            return None
+
+        async def write(session: AsyncClientSession) -> Json | None:
+            found = await tasks.find_one_and_update(
+                query, update, sort=BY_ORDER, return_document=ReturnDocument.AFTER, session=session
+            )
+            if found is not None:
+                lost = _lost_claim(found, _claim_of(found, owner))
+                failure = Failure(
+                    kind="lease", message=f"the lease of {lost.owner} ran out; {owner} took the slot over"
+                )
+                await end_record(self._connection, lost, failure, session)
+            return found
+
+        return await self._connection.transaction(write)
 
     async def _change(self, claim: Claim, fields: Json, session: AsyncClientSession) -> Task:
         task = await self._collection(TASK).find_one_and_update(
@@ -209,26 +227,9 @@ class Claims(Part):
             raise lease_lost(claim)
         return Task.from_document(task)
 
-    async def _fail_record(
-        self, record_id: str, failure: Failure, session: AsyncClientSession | None
-    ) -> None:
-        await self._collection(RECORD).update_one(
-            {"_id": record_id, "status": {"$in": _UNFINISHED}},
-            {"$set": {"status": RecordStatus.FAILED.value, "failure": failure.to_document()}},
-            session=session,
-        )
-
-    async def _fail_superseded(self, claim: Claim) -> None:
-        failure = Failure(kind="lease", message=f"its lease ran out; {claim.owner} took the slot over")
-        earlier = [record_key(claim.task.id, claim.traj_id, attempt) for attempt in range(1, claim.attempt)]
-        await self._collection(RECORD).update_many(
-            {"_id": {"$in": earlier}, "status": {"$in": _UNFINISHED}},
-            {"$set": {"status": RecordStatus.FAILED.value, "failure": failure.to_document()}},
-        )
-
     async def _reap_slot(self, claim: Claim, max_attempts: int) -> int:
         this = {"$and": [slots.EXPIRED, {"$eq": ["$$slot.traj_id", claim.traj_id]}]}
-        query = {**slots.held(claim), **slots.any_slot(this)}
+        query = {**slots.owned(claim), **slots.any_slot(this)}
         fields = {**_FREE, "status": _failed_or_open(max_attempts)}
         failure = Failure(kind="lease", message=f"the lease of {claim.owner} ran out")
 
@@ -236,7 +237,7 @@ class Claims(Part):
             update = slots.change_slot(claim, fields)
             result = await self._collection(TASK).update_one(query, update, session=session)
             if result.matched_count:
-                await self._fail_record(claim.record_id, failure, session)
+                await end_record(self._connection, claim, failure, session)
             return result.matched_count
 
         return await self._connection.transaction(write)
@@ -261,6 +262,18 @@ def _failed_or_open(max_attempts: int) -> Json:
             {"$gte": [slots.ATTEMPTS, max_attempts]}, SlotStatus.FAILED.value, SlotStatus.OPEN.value,
         ]
     }  # fmt: skip
+
+
+def _claim_of(taken: Json, owner: str) -> Claim:
+    """The claim that ``slots.claim_one`` has just made."""
+    task, traj_id = Task.from_document(taken), int(taken["last_claim"]["traj_id"])
+    slot = next(slot for slot in task.slots if slot.traj_id == traj_id)
+    return Claim(task=task, traj_id=traj_id, attempt=slot.attempt, owner=owner)
+
+
+def _lost_claim(taken: Json, claim: Claim) -> Claim:
+    """The claim that ended when ``claim`` took its slot over."""
+    return replace(claim, attempt=claim.attempt - 1, owner=taken["last_claim"]["previous_owner"])
 
 
 def lease_lost(claim: Claim) -> LeaseLostError:

@@ -21,6 +21,21 @@ EXPIRED: Json = {
         {"$lte": ["$$slot.lease_expires_at", "$$NOW"]},
     ]
 }
+"""Whether the lease of ``$$slot`` has run out, and nobody has noticed."""
+LIVE: Json = {
+    "$and": [
+        {"$eq": ["$$slot.status", SlotStatus.RUNNING.value]},
+        {"$gt": ["$$slot.lease_expires_at", "$$NOW"]},
+    ]
+}
+"""Whether the lease of ``$$slot`` is alive."""
+OPEN: Json = {
+    "$and": [
+        {"$eq": ["$$slot.status", SlotStatus.OPEN.value]},
+        {"$lte": [{"$ifNull": ["$$slot.not_before", "$$NOW"]}, "$$NOW"]},
+    ]
+}
+"""Whether ``$$slot`` is free, and its wait after a failure is over."""
 
 
 def literal(value: Any) -> Json:
@@ -34,11 +49,9 @@ def after(seconds: float | Json) -> Json:
     return {"$add": ["$$NOW", milliseconds]}
 
 
-def claimable(max_attempts: int) -> Json:
-    """Whether ``$$slot`` may be claimed: open and due, or expired with attempts left."""
-    due = {"$lte": [{"$ifNull": ["$$slot.not_before", "$$NOW"]}, "$$NOW"]}
-    is_open = {"$and": [{"$eq": ["$$slot.status", SlotStatus.OPEN.value]}, due]}
-    return {"$or": [is_open, {"$and": [EXPIRED, {"$lt": [ATTEMPTS, max_attempts]}]}]}
+def expired(max_attempts: int) -> Json:
+    """Whether the lease of ``$$slot`` has run out while it has attempts left."""
+    return {"$and": [EXPIRED, {"$lt": [ATTEMPTS, max_attempts]}]}
 
 
 def any_slot(condition: Json) -> Json:
@@ -47,9 +60,16 @@ def any_slot(condition: Json) -> Json:
     return {"$expr": {"$anyElementTrue": [matches]}}
 
 
-def claim_one(owner: str, lease_seconds: float, max_attempts: int) -> list[Json]:
-    """Update: give the first claimable slot to ``owner``; ``last_claim`` says which one it was."""
-    first = {"$first": {"$filter": {"input": "$slots", "as": "slot", "cond": claimable(max_attempts)}}}
+def claim_one(condition: Json, owner: str, lease_seconds: float) -> list[Json]:
+    """Update: give the first slot that fulfils ``condition`` to ``owner``.
+
+    ``last_claim`` says which one it was and who held it before.
+    """
+    first = {"$first": {"$filter": {"input": "$slots", "as": "slot", "cond": condition}}}
+    last_claim = {
+        "traj_id": {"$getField": {"field": "traj_id", "input": first}},
+        "previous_owner": {"$getField": {"field": "owner", "input": first}},
+    }
     attempt = {"$add": ["$$slot.attempt", 1]}
     record = {
         "$concat": [
@@ -62,7 +82,7 @@ def claim_one(owner: str, lease_seconds: float, max_attempts: int) -> list[Json]
     }  # fmt: skip
     picked = {"$eq": ["$$slot.traj_id", "$last_claim.traj_id"]}
     return [
-        {"$set": {"last_claim": {"traj_id": {"$getField": {"field": "traj_id", "input": first}}}}},
+        {"$set": {"last_claim": last_claim}},
         {"$set": {"slots": _map_slots(picked, taken), "last_claim.owner": literal(owner)}},
         *_derive_status(),
     ]
@@ -85,7 +105,13 @@ def renew_lease(claim: Claim, lease_seconds: float) -> list[Json]:
 
 
 def held(claim: Claim) -> Json:
-    """A filter: the Task whose slot the claim still holds."""
+    """A filter: the Task whose slot the claim still holds, under a lease that has not run out."""
+    live = {"$and": [_is_claimed(claim), LIVE]}
+    return {**owned(claim), **any_slot(live)}
+
+
+def owned(claim: Claim) -> Json:
+    """A filter: the Task whose slot has not passed on from the claim, be its lease alive or not."""
     return {
         "_id": claim.task.id,
         "slots": {

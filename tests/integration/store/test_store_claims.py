@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from agentrl.config.schema import RunConfig
+from agentrl.documents import base
+from agentrl.documents import record as document_record
+from agentrl.documents import task as document_task
 from agentrl.documents.record import Failure
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.errors import LeaseLostError, StoreError
-from agentrl.store.client import Store
+from agentrl.store import claims
+from agentrl.store.client import Store, open_store
+from agentrl.store.groups import GroupOutcome
+from agentrl.store.openings import Openings
 
 pytestmark = pytest.mark.integration
 
@@ -36,12 +47,20 @@ async def take_one(store: Store, owner: str = "a", lease: float = 60.0) -> Claim
     return claim
 
 
-async def take_soon(store: Store, owner: str) -> Claim:
-    async with asyncio.timeout(20):
-        while True:
-            if claim := await take(store, owner):
-                return claim
-            await store.wait_for_change("Task", timeout=0.05)
+async def expire(store: Store, claim: Claim) -> None:
+    """Let the lease end now, by the server's clock."""
+    slots = {
+        "$map": {
+            "input": "$slots", "as": "slot",
+            "in": {
+                "$cond": [
+                    {"$eq": ["$$slot.traj_id", claim.traj_id]},
+                    {"$mergeObjects": ["$$slot", {"lease_expires_at": "$$NOW"}]}, "$$slot",
+                ]
+            },
+        }
+    }  # fmt: skip
+    await store.database["Task"].update_one({"_id": claim.task.id}, [{"$set": {"slots": slots}}])
 
 
 async def score(store: Store, claim: Claim, value: float = 1.0) -> TaskStatus:
@@ -84,25 +103,157 @@ async def test_begun_groups_come_first_and_admission_limits_new_ones(store: Stor
     assert await store.training.open_groups("train") == 2
 
 
-async def test_an_expired_lease_is_taken_over_and_the_old_owner_is_fenced(store: Store) -> None:
-    await store.tasks.load(make_tasks(1, generations=1))
-    old = await take_one(store, "old", lease=0.001)
-    record = await store.records.create(old)
-    await store.records.advance(old, RecordStatus.RUNNING)
-    new = await take_soon(store, "new")
-    assert (new.attempt, new.traj_id) == (2, old.traj_id)
-    assert await store.claims.heartbeat([old, new], 60) == [old]
+@pytest.fixture
+async def crowd(store: Store, run_config: RunConfig) -> AsyncIterator[list[Store]]:
+    """Four connections to one run."""
+    async with AsyncExitStack() as stack:
+        others = [await stack.enter_async_context(await open_store(run_config)) for _ in range(3)]
+        yield [store, *others]
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+async def test_16_claimers_never_open_more_groups_than_allowed(crowd: list[Store], limit: int) -> None:
+    store = crowd[0]
+    await store.tasks.load(make_tasks(24, generations=2))
+    begun = {"status": {"$in": [TaskStatus.RUNNING.value, TaskStatus.WAITING.value]}}
+    most_open, scored = 0, 0
+
+    async def work(number: int) -> None:
+        nonlocal most_open, scored
+        mine = crowd[number % len(crowd)]
+        while scored < 48:
+            claim = await take(mine, f"w{number}", limit=limit)
+            most_open = max(most_open, await store.database["Task"].count_documents(begun))
+            if claim is None:
+                await mine.wait_for_change("Task", timeout=0.02)
+                continue
+            if await score(mine, claim) is TaskStatus.WAITING:
+                await mine.training.finalise_group(claim.task.id, lambda task, records, calls: GroupOutcome())
+            scored += 1
+
+    async with asyncio.timeout(90):
+        await asyncio.gather(*(work(number) for number in range(16)))
+    assert most_open == limit
+    assert (await store.tasks.counts("train"))[TaskStatus.COMPLETED] == 24
+
+
+async def test_an_opening_that_dies_before_its_commit_leaves_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store.tasks.load(make_tasks(1))
+
+    async def die(*_: object) -> None:
+        raise StoreError("killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Openings, "_begin", die)
+        with pytest.raises(StoreError, match="killed"):
+            await take(store, limit=1)
+    assert await store.training.open_groups("train") == 0
+    assert await take(store, limit=1) is not None
+
+
+async def lose(store: Store, *states: RecordStatus) -> Claim:
+    """A claim whose owner got as far as ``states`` before its lease ran out."""
+    old = await take_one(store, "old")
+    await store.records.create(old)
+    for status in states:
+        await store.records.advance(old, status)
+    await expire(store, old)
+    return old
+
+
+async def assert_fenced(store: Store, old: Claim) -> None:
+    """Whatever the owner of a lost claim writes is refused."""
+    failure = Failure(kind="engine", message="x")
     with pytest.raises(LeaseLostError):
         await store.claims.score(old, 1.0)
     with pytest.raises(LeaseLostError):
-        await store.records.advance(old, RecordStatus.COMPLETED)
+        await store.claims.fail(old, failure, max_attempts=3, backoff_seconds=1)
     with pytest.raises(LeaseLostError):
         await store.claims.release(old)
-    dead = await store.records.get(record.id)
-    assert dead is not None
+    with pytest.raises(LeaseLostError):
+        await store.records.advance(old, RecordStatus.SCORING)
+    assert await store.claims.heartbeat([old], 60) == [old]
+
+
+async def test_who_lost_its_lease_is_fenced_before_anyone_takes_over(store: Store) -> None:
+    await store.tasks.load(make_tasks(1, generations=1))
+    old = await lose(store, RecordStatus.RUNNING, RecordStatus.COMPLETED)
+    await assert_fenced(store, old)
+    assert (await take_one(store, "new")).attempt == 2
+
+
+async def test_a_takeover_fences_the_old_owner_and_ends_its_record(store: Store) -> None:
+    await store.tasks.load(make_tasks(1, generations=1))
+    old = await lose(store, RecordStatus.RUNNING, RecordStatus.COMPLETED, RecordStatus.SCORING)
+    new = await take_one(store, "new")
+    assert (new.attempt, new.traj_id) == (2, old.traj_id)
+    await assert_fenced(store, old)
+    with pytest.raises(LeaseLostError):
+        await store.records.create(old)
+    assert await store.claims.heartbeat([old, new], 60) == [old]
+    assert await score(store, new, 0.25) is TaskStatus.WAITING
+    await assert_fenced(store, old)
+    dead, alive = await store.records.of_task(old.task.id)
     assert dead.failure is not None
     assert (dead.status, dead.failure.kind, dead.score) == (RecordStatus.FAILED, "lease", None)
-    assert await score(store, new) is TaskStatus.WAITING
+    assert dead.failure.message == "the lease of old ran out; new took the slot over"
+    assert (alive.status, alive.score) == (RecordStatus.SCORED, 0.25)
+    assert (await slot_of(store, new)).score == 0.25
+
+
+async def test_a_takeover_is_all_or_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    await store.tasks.load(make_tasks(1, generations=1))
+    old = await lose(store, RecordStatus.RUNNING)
+
+    async def die(*_: object) -> None:
+        raise StoreError("killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(claims, "end_record", die)
+        with pytest.raises(StoreError, match="killed"):
+            await take(store, "new")
+        with pytest.raises(StoreError, match="killed"):
+            await store.claims.reap("train")
+    slot = await slot_of(store, old)
+    assert (slot.owner, slot.attempt, slot.status) == ("old", 1, SlotStatus.RUNNING)
+    record = await store.records.get(old.record_id)
+    assert record is not None
+    assert record.status is RecordStatus.RUNNING
+
+
+async def test_an_attempt_without_a_record_gets_one_and_its_owner_cannot_make_another(store: Store) -> None:
+    await store.tasks.load(make_tasks(1, generations=1))
+    old = await take_one(store, "old")
+    await expire(store, old)
+    assert await store.claims.reap("train") == 1
+    with pytest.raises(LeaseLostError):
+        await store.records.create(old)
+    (failed,) = await store.records.failures(old.task.id)
+    assert failed.failure is not None
+    assert (failed.id, failed.owner, failed.failure.kind) == (old.record_id, "old", "lease")
+
+
+@pytest.mark.parametrize("skew", [timedelta(hours=-3), timedelta(hours=3)])
+async def test_a_clock_that_is_wrong_neither_ends_nor_lengthens_a_lease(
+    store: Store, monkeypatch: pytest.MonkeyPatch, skew: timedelta
+) -> None:
+    for module in (base, document_record, document_task):
+        monkeypatch.setattr(module, "now", lambda: datetime.now(UTC) + skew)
+    monkeypatch.setattr(time, "time", lambda: datetime.now(UTC).timestamp() + skew.total_seconds())
+    await store.tasks.load(make_tasks(1, generations=1))
+    claim = await take_one(store, "a", lease=60)
+    server_now = (await store.database.command("hello"))["localTime"].replace(tzinfo=UTC)
+    expires = (await slot_of(store, claim)).lease_expires_at
+    assert expires is not None
+    assert timedelta(seconds=30) < expires - server_now <= timedelta(seconds=60)
+    assert await take(store, "b") is None
+    assert await store.claims.reap("train") == 0
+    assert await store.claims.heartbeat([claim], 60) == []
+    await expire(store, claim)
+    assert await store.claims.heartbeat([claim], 60) == [claim]
+    assert (await take_one(store, "b")).attempt == 2
 
 
 async def test_heartbeat_keeps_a_lease(store: Store) -> None:
@@ -125,7 +276,10 @@ async def test_release_hands_back_at_once_and_does_not_count(store: Store) -> No
     slot = await slot_of(store, claim)
     assert (slot.status, slot.attempt, slot.released, slot.owner) == (SlotStatus.OPEN, 5, 5, None)
     records = await store.records.of_task(claim.task.id)
-    assert {record.failure.kind for record in records if record.failure} == {"released"}
+    assert {(record.status, record.failure, record.score) for record in records} == {
+        (RecordStatus.RELEASED, None, None)
+    }
+    assert await store.records.failures(claim.task.id) == []
     again = await take_one(store)
     outcome = await store.claims.fail(
         again, Failure(kind="engine", message="x"), max_attempts=2, backoff_seconds=0.001
@@ -149,21 +303,43 @@ async def test_failures_back_off_and_end_at_max_attempts(store: Store) -> None:
     task = await store.tasks.get(claim.task.id)
     assert task is not None
     assert task.status is TaskStatus.WAITING
-    records = await store.records.of_task(task.id)
-    assert [record.status for record in records] == [RecordStatus.FAILED, RecordStatus.FAILED]
-    assert all(record.score is None for record in records)
+    history = await store.records.failures(task.id, claim.traj_id)
+    assert [(record.attempt, record.status, record.score) for record in history] == [
+        (1, RecordStatus.FAILED, None), (2, RecordStatus.FAILED, None),
+    ]  # fmt: skip
+    assert {record.failure.message for record in history if record.failure} == {"it raised"}
     assert await store.claims.reopen_failed("train") == 1
     assert (await take_one(store)).attempt == 3
+
+
+async def test_the_wait_doubles_with_each_attempt_and_is_spread(store: Store) -> None:
+    await store.tasks.load(make_tasks(1, generations=1))
+    released = await take_one(store)
+    await store.claims.release(released)
+    failure = Failure(kind="engine", message="x")
+    waits = []
+    for _ in range(4):
+        claim = await take_one(store)
+        await store.claims.fail(claim, failure, max_attempts=9, backoff_seconds=100)
+        task = await store.tasks.get(claim.task.id)
+        assert task is not None
+        due = task.slots[0].not_before
+        assert due is not None
+        waits.append((due - task.updated_at).total_seconds())
+        slots = {"slots.0.not_before": None}
+        await store.database["Task"].update_one({"_id": task.id}, {"$set": slots})
+    for number, wait in enumerate(waits):
+        assert 50 * 2**number <= wait <= 150 * 2**number
+    assert len({wait / 2**number for number, wait in enumerate(waits)}) == 4
 
 
 async def test_reap_frees_dead_claims_and_fails_the_exhausted(store: Store) -> None:
     await store.tasks.load(make_tasks(1, generations=2))
     alive = await take_one(store, lease=60)
-    dead = await take_one(store, lease=0.001)
+    dead = await take_one(store)
     await store.records.create(dead)
-    async with asyncio.timeout(20):
-        while await store.claims.reap("train", max_attempts=1) == 0:
-            await store.wait_for_change("Task", timeout=0.01)
+    await expire(store, dead)
+    assert await store.claims.reap("train", max_attempts=1) == 1
     assert (await slot_of(store, dead)).status is SlotStatus.FAILED
     assert (await slot_of(store, alive)).status is SlotStatus.RUNNING
     assert await store.claims.reap("train", max_attempts=1) == 0

@@ -66,7 +66,8 @@ def test_a_failed_attempt_says_why() -> None:
         stop_reason=StopReason.FAILED,
         failure=Failure(kind="tool", message="the server went away"), completed_at=None, score_details={},
     )  # fmt: skip
-    page = printed(render_record(failed, [], ()))
+    page = printed(render_record(failed, [], (), [failed]))
+    assert "attempt 1 " in page
     assert "FAILED  score –" in page
     assert "not trained" in page
     assert "failed     tool: the server went away" in page

@@ -1,0 +1,23 @@
+"""Which claims still hold, by the server's clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentrl.documents.task import Claim
+from agentrl.store import slots
+from agentrl.store.connection import Connection
+from agentrl.store.names import TASK
+
+
+async def lost_claims(connection: Connection, claims: Sequence[Claim]) -> list[Claim]:
+    """Those whose lease has run out or whose slot has passed on."""
+    live = {"$filter": {"input": "$slots", "as": "slot", "cond": slots.LIVE}}
+    ids = list({claim.task.id for claim in claims})
+    tasks = await connection.collection(TASK).find({"_id": {"$in": ids}}, {"slots": live}).to_list()
+    held = {
+        (task["_id"], slot["traj_id"], slot["attempt"], slot["owner"])
+        for task in tasks
+        for slot in task["slots"]
+    }
+    return [each for each in claims if (each.task.id, each.traj_id, each.attempt, each.owner) not in held]
