@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from pymongo import ASCENDING
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pymongo import ASCENDING, UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.dispatch import DispatchedSamplingTask
@@ -11,8 +15,29 @@ from agentrl.documents.task import Claim
 from agentrl.store import slots
 from agentrl.store.blobs import Blobs
 from agentrl.store.claims import lease_lost
+from agentrl.store.combining import Combiner
 from agentrl.store.connection import Connection, Json, Part, database_call
-from agentrl.store.names import CALL, RECORD, TASK
+from agentrl.store.leases import lost_claims
+from agentrl.store.names import CALL, RECORD
+
+_LARGE = 256 * 1024
+"""Bytes of token ids from which on a call has a transaction to itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Addition:
+    """A call to be stored under a claim, and the document that it becomes."""
+
+    claim: Claim
+    call: DispatchedSamplingTask
+    document: Json
+
+    @property
+    def running(self) -> Json:
+        """A filter: the claim's Record while calls may be added; whoever takes the slot over ends that."""
+        return {
+            "_id": self.claim.record_id, "owner": self.claim.owner, "status": RecordStatus.RUNNING.value,
+        }  # fmt: skip
 
 
 class Dispatches(Part):
@@ -21,27 +46,59 @@ class Dispatches(Part):
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
         self._blobs = Blobs(connection, CALL)
+        self._adding = Combiner(self._add_together, self._add)
 
     @database_call
     async def add(self, claim: Claim, call: DispatchedSamplingTask) -> None:
         """Store a call and count it in its Record, in one transaction; repeating it changes nothing.
 
-        Raises LeaseLostError when the claim no longer holds or the Record is not running.
+        Calls of several trajectories that come at the same time share a transaction. Raises LeaseLostError
+        when the claim no longer holds or the Record is not running.
         """
-        document = await self._blobs.offload(call.to_document())
-        running = {"_id": claim.record_id, "owner": claim.owner, "status": RecordStatus.RUNNING.value}
+        addition = _Addition(claim, call, await self._blobs.offload(call.to_document()))
+        if len(call.context_ids) + len(call.output_ids) > _LARGE:
+            await self._add(addition)
+        else:
+            await self._adding.write(addition)
+
+    async def _add(self, addition: _Addition) -> None:
+        call = addition.call
 
         async def write(session: AsyncClientSession) -> None:
-            held = await self._collection(TASK).find_one(slots.held(claim), {"_id": 1}, session=session)
-            record = await self._collection(RECORD).find_one(running, {"traj": 1}, session=session)
-            if held is None or record is None:
-                raise lease_lost(claim)
-            if call.id in record["traj"]:
+            lost, before = await asyncio.gather(
+                lost_claims(self._connection, [addition.claim]),
+                self._collection(RECORD).find_one_and_update(
+                    addition.running, _count(call), {"traj": 1}, session=session
+                ),
+            )
+            if lost or before is None:
+                raise lease_lost(addition.claim)
+            if call.id in before["traj"]:
+                await session.abort_transaction()
                 return
-            await self._collection(CALL).insert_one(document, session=session)
-            await self._collection(RECORD).update_one(running, _count(call), session=session)
+            await self._collection(CALL).insert_one(addition.document, session=session)
 
         await self._connection.transaction(write)
+
+    async def _add_together(self, additions: Sequence[_Addition]) -> Sequence[None] | None:
+        counts = [
+            UpdateOne({**each.running, "traj": {"$ne": each.call.id}}, _count(each.call))
+            for each in additions
+        ]
+        documents = [each.document for each in additions]
+
+        async def write(session: AsyncClientSession) -> bool:
+            lost, counted = await asyncio.gather(
+                lost_claims(self._connection, [each.claim for each in additions]),
+                self._collection(RECORD).bulk_write(counts, session=session),
+            )
+            if lost or counted.matched_count < len(counts):
+                await session.abort_transaction()
+                return False
+            await self._collection(CALL).insert_many(documents, session=session)
+            return True
+
+        return [None] * len(additions) if await self._connection.transaction(write) else None
 
     @database_call
     async def of_record(self, record_id: str) -> list[DispatchedSamplingTask]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from pymongo import ASCENDING, DESCENDING
+from pymongo import ASCENDING, DESCENDING, UpdateOne
 from pymongo.errors import DuplicateKeyError
 
 from agentrl.documents.base import plain
@@ -12,31 +14,51 @@ from agentrl.documents.record import Record
 from agentrl.documents.status import RECORD_EDGES, RecordStatus, sources
 from agentrl.documents.task import Claim
 from agentrl.errors import StoreError
-from agentrl.store import slots
+from agentrl.store.attempts import record_of
 from agentrl.store.claims import lease_lost
-from agentrl.store.connection import Json, Part, database_call
-from agentrl.store.names import RECORD, TASK
+from agentrl.store.combining import Combiner
+from agentrl.store.connection import Connection, Json, Part, database_call
+from agentrl.store.leases import lost_claims
+from agentrl.store.names import RECORD
+
+_PASSED_ON = (RecordStatus.FAILED, RecordStatus.RELEASED)
+"""States of a Record whose slot is no longer its owner's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Advance:
+    """A move of the claim's Record to ``status``, with ``fields`` to be set."""
+
+    claim: Claim
+    status: RecordStatus
+    fields: Json
+
+    @property
+    def update(self) -> UpdateOne:
+        """The move, if the claim holds and an edge leads there: who takes a slot over fails its Record."""
+        allowed = [*sources(RECORD_EDGES, self.status), self.status.value]
+        query = {"_id": self.claim.record_id, "owner": self.claim.owner, "status": {"$in": allowed}}
+        return UpdateOne(query, {"$set": {"status": self.status.value, **self.fields}})
 
 
 class Records(Part):
-    """The calls on Records that need no transaction; scoring and failing are ``Claims``'."""
+    """The calls on Records that need no transaction; scoring and failing are ``Claims``'.
+
+    What several trajectories do at the same time shares a round trip.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._creating = Combiner(self._create_together, self._create)
+        self._advancing = Combiner(self._advance_together, self._advance)
 
     @database_call
     async def create(self, claim: Claim) -> Record:
-        """Insert the Record of a claim; calling it again returns what is stored."""
-        task = claim.task
-        record = Record(
-            id=claim.record_id, task=task.id, traj_id=claim.traj_id, attempt=claim.attempt,
-            split=task.split, epoch=task.epoch, query=task.query, answer=task.answer, owner=claim.owner,
-        )  # fmt: skip
-        try:
-            await self._collection(RECORD).insert_one(record.to_document())
-        except DuplicateKeyError:
-            stored = await self._collection(RECORD).find_one({"_id": record.id})
-            if stored is None or stored["owner"] != claim.owner:
-                raise lease_lost(claim) from None
-            return Record.from_document(stored)
-        return record
+        """Insert the Record of a claim; calling it again returns what is stored.
+
+        Raises LeaseLostError when the slot has passed on.
+        """
+        return await self._creating.write(claim)
 
     @database_call
     async def advance(self, claim: Claim, status: RecordStatus, /, **fields: Any) -> None:
@@ -44,18 +66,7 @@ class Records(Part):
 
         Raises LeaseLostError when the claim no longer holds, StoreError when no edge leads there.
         """
-        if await self._collection(TASK).find_one(slots.held(claim), {"_id": 1}) is None:
-            raise lease_lost(claim)
-        allowed = [*sources(RECORD_EDGES, status), status.value]
-        changes = {"$set": {"status": status.value, **plain(fields)}}
-        query = {"_id": claim.record_id, "owner": claim.owner, "status": {"$in": allowed}}
-        result = await self._collection(RECORD).update_one(query, changes)
-        if result.matched_count:
-            return
-        stored = await self._collection(RECORD).find_one({"_id": claim.record_id}, {"status": 1})
-        if stored is None or stored["status"] == RecordStatus.FAILED.value:
-            raise lease_lost(claim)
-        raise StoreError(f"Record {claim.record_id} is {stored['status']} and cannot become {status.value}")
+        await self._advancing.write(_Advance(claim, status, plain(fields)))
 
     @database_call
     async def get(self, record_id: str) -> Record | None:
@@ -69,6 +80,15 @@ class Records(Part):
         cursor = self._collection(RECORD).find(
             {"task": task_id}, sort=[("traj_id", ASCENDING), ("attempt", ASCENDING)]
         )
+        return [Record.from_document(document) async for document in cursor]
+
+    @database_call
+    async def failures(self, task_id: str, traj_id: int | None = None) -> list[Record]:
+        """The failed attempts of a Task, or of one of its slots, in order: why it failed, each time."""
+        query: Json = {"task": task_id, "status": RecordStatus.FAILED.value}
+        if traj_id is not None:
+            query["traj_id"] = traj_id
+        cursor = self._collection(RECORD).find(query, sort=[("traj_id", ASCENDING), ("attempt", ASCENDING)])
         return [Record.from_document(document) async for document in cursor]
 
     @database_call
@@ -95,3 +115,37 @@ class Records(Part):
         async for group in await self._collection(RECORD).aggregate(pipeline):
             counts[RecordStatus(group["_id"])] = group["count"]
         return counts
+
+    async def _create(self, claim: Claim) -> Record:
+        record = record_of(claim)
+        try:
+            await self._collection(RECORD).insert_one(record.to_document())
+        except DuplicateKeyError:
+            stored = await self.get(record.id)
+            if stored is None or stored.owner != claim.owner or stored.status in _PASSED_ON:
+                raise lease_lost(claim) from None
+            return stored
+        return record
+
+    async def _create_together(self, claims: Sequence[Claim]) -> list[Record]:
+        records = [record_of(claim) for claim in claims]
+        documents = [record.to_document() for record in records]
+        await self._collection(RECORD).insert_many(documents, ordered=False)
+        return records
+
+    async def _advance(self, advance: _Advance) -> None:
+        if await self._advance_together([advance]) is not None:
+            return
+        claim, status = advance.claim, advance.status
+        stored = await self.get(claim.record_id)
+        passed_on = stored is None or stored.owner != claim.owner or stored.status in _PASSED_ON
+        if stored is None or passed_on or await lost_claims(self._connection, [claim]):
+            raise lease_lost(claim)
+        raise StoreError(f"Record {claim.record_id} is {stored.status} and cannot become {status}")
+
+    async def _advance_together(self, advances: Sequence[_Advance]) -> Sequence[None] | None:
+        if await lost_claims(self._connection, [each.claim for each in advances]):
+            return None
+        updates = [each.update for each in advances]
+        result = await self._collection(RECORD).bulk_write(updates, ordered=False)
+        return [None] * len(updates) if result.matched_count == len(updates) else None
