@@ -50,7 +50,7 @@ async def check(run: RunConfig, arguments: argparse.Namespace) -> int:
     from agentrl.store.check.run import Checks
     from agentrl.store.client import open_existing
 
-    options = _options(arguments)
+    options = options_of(arguments)
     async with await open_existing(run) as store:
         report = await Checks(store.connection).run(options)
     for line in report.lines():
@@ -74,7 +74,8 @@ def last_checkpoint(output: Path) -> Checkpoint | None:
         ) from error
 
 
-def _options(arguments: argparse.Namespace) -> CheckOptions:
+def options_of(arguments: argparse.Namespace) -> CheckOptions:
+    """The options that the flags of ``check`` say."""
     from agentrl.config.schema import ClaimConfig
     from agentrl.conversion.compare import explain_difference
     from agentrl.store.check.reading import CheckOptions

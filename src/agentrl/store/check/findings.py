@@ -81,6 +81,14 @@ class Findings:
         if text not in self.notes:
             self.notes.append(text)
 
+    def merge(self, other: Findings) -> None:
+        """Take in all that ``other`` counted, found and noted."""
+        for invariant, counts in other.checked.items():
+            self.checked[invariant].update(counts)
+        self.violations += other.violations
+        for text in other.notes:
+            self.note(text)
+
 
 @dataclass(frozen=True, slots=True)
 class Report:

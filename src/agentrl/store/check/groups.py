@@ -18,6 +18,10 @@ from agentrl.store.check.slots import DEAD, SETTLED
 from agentrl.store.connection import Json
 
 _TOLERANCE = 1e-9
+_DECIDING = (
+    "_id", "task", "traj_id", "attempt", "split", "epoch", "score", "stop_reason", "turns", "min_version",
+    "max_version",
+)  # fmt: skip
 
 
 def score_problems(record: Json) -> Iterator[Problem]:
@@ -100,7 +104,8 @@ def rules_of(rules: Mapping[str, Any]) -> GroupConfig:
 
 
 def _record(document: Json) -> Record:
-    return Record.from_document({"query": "", **document})
+    """What deciding a group needs of a Record."""
+    return Record.from_document({"query": "", **{name: document.get(name) for name in _DECIDING}})
 
 
 def _close(expected: Any, found: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, ClassVar
 
 from pymongo import ASCENDING
@@ -14,10 +14,14 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from agentrl.config.schema import GroupConfig
 from agentrl.documents.dispatch import DispatchedSamplingTask
 from agentrl.documents.training import DBRecordData
-from agentrl.store.check.findings import Findings, Problem
+from agentrl.errors import StoreError
+from agentrl.store.check.findings import Findings, Invariant, Problem
 from agentrl.store.connection import Connection, Json
 
 Projection = Mapping[str, Any]
+
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, StoreError)
+"""What rules raise on documents whose fields are missing or of another type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +96,7 @@ async def snapshot(connection: Connection) -> AsyncIterator[Snapshot]:
 async def server_time(connection: Connection) -> datetime:
     """The server's clock."""
     moment: datetime = (await connection.client.admin.command("hello"))["localTime"]
-    return moment
+    return moment.replace(tzinfo=UTC)
 
 
 class Section:
@@ -111,6 +115,21 @@ class Section:
         """Check the documents of ``page``, read at ``moment``."""
         raise NotImplementedError
 
+    async def _inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
+        """As ``inspect``; a document that no rule can read is a violation and spoils no other's check."""
+        own = Findings()
+        try:
+            await self.inspect(moment, page, own)
+        except MALFORMED as error:
+            if len(page) > 1:
+                for document in page:
+                    await self._inspect(moment, [document], findings)
+                return
+            key = page[0].get(self.order)
+            own = Findings()
+            own.add(Invariant.STATES, key, [_unreadable(f"{self.collection} {key}", error)])
+        findings.merge(own)
+
     async def scan(self, findings: Findings) -> None:
         """Check every document."""
         query: Json = {}
@@ -121,7 +140,7 @@ class Section:
                 )
                 if not page:
                     return
-                await self.inspect(moment, page, findings)
+                await self._inspect(moment, page, findings)
             query = {self.order: {"$gt": page[-1][self.order]}}
 
     async def look_again(self, keys: Collection[Any], findings: Findings) -> None:
@@ -133,7 +152,8 @@ class Section:
                 page = await moment.find(
                     self.collection, {self.order: {"$in": some}}, self.fields, by=self.order
                 )
-                await self.inspect(moment, page, findings)
+                if page:
+                    await self._inspect(moment, page, findings)
 
 
 class Whole:
@@ -149,12 +169,23 @@ class Whole:
 
     async def scan(self, findings: Findings) -> None:
         """Check everything."""
-        async with snapshot(self.connection) as moment:
-            await self.inspect(moment, findings)
+        own = Findings()
+        try:
+            async with snapshot(self.connection) as moment:
+                await self.inspect(moment, own)
+        except MALFORMED as error:
+            own = Findings()
+            own.add(Invariant.STATES, None, [_unreadable(f"{type(self).__name__} as a whole", error)])
+        findings.merge(own)
 
     async def look_again(self, keys: Collection[Any], findings: Findings) -> None:
         """Check everything again."""
         await self.scan(findings)
+
+
+def _unreadable(name: str, error: Exception) -> Problem:
+    found = f"{type(error).__name__}: {error}"
+    return Problem(name, "documents that can be read", "every field, of its type", found)
 
 
 def differing(document: str, rows: Sequence[tuple[str, Any, Any]]) -> list[Problem]:

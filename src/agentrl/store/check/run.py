@@ -43,7 +43,7 @@ class Checks(Part):
         for section in _sections(self._connection, options):
             findings = Findings()
             await section.scan(findings)
-            _merge(findings, total)
+            total.merge(findings)
             if findings.violations:
                 suspicions.append((section, findings.violations))
         if suspicions:
@@ -61,10 +61,3 @@ def _sections(connection: Connection, options: CheckOptions) -> Sequence[Checkab
     kinds = (Tasks, RecordParents, CallParents, Data, StepData, Lineage, Versions)
     legal = [Legal(connection, options, collection=name) for name in VALIDATORS]
     return [*(kind(connection, options) for kind in kinds), *legal]
-
-
-def _merge(findings: Findings, total: Findings) -> None:
-    for invariant, counts in findings.checked.items():
-        total.checked[invariant].update(counts)
-    for text in findings.notes:
-        total.note(text)

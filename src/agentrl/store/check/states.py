@@ -25,7 +25,7 @@ class Legal(Section):
         self.collection = collection
 
     async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
-        findings.count(Invariant.STATES, f"{self.collection}s", len(page))
+        findings.count(Invariant.STATES, "documents", len(page))
         ids = {"_id": {"$gte": page[0]["_id"], "$lte": page[-1]["_id"]}} if page else {}
         query = {**ids, "$nor": [VALIDATORS[self.collection]]}
         for document in await moment.find(self.collection, query, {"status": 1}):

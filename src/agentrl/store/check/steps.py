@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import ClassVar
 
@@ -11,7 +11,7 @@ from agentrl.documents.status import DataStatus, StepStatus
 from agentrl.store.check.findings import Findings, Invariant, Problem
 from agentrl.store.check.reading import Checkpoint, Section, Snapshot, Whole, differing
 from agentrl.store.connection import Json
-from agentrl.store.names import DATA, STEP, VERSION
+from agentrl.store.names import DATA, RECORD, STEP, VERSION
 
 
 class StepData(Section):
@@ -25,17 +25,24 @@ class StepData(Section):
         named = {key for step in page for key in step["data"]}
         fields = {"status": 1, "trained_at_steps": 1, "planned_step": 1}
         data = await moment.by_id(DATA, named, fields)
+        pruned = await _pruned(moment, named - data.keys())
         versions = await moment.ids(VERSION, {step["policy_version"] for step in page})
         findings.count(Invariant.TRAINING, "steps", len(page))
         for step in page:
-            findings.add(Invariant.TRAINING, step["_id"], step_problems(step, data))
+            findings.add(Invariant.TRAINING, step["_id"], step_problems(step, data, pruned))
             if step["policy_version"] not in versions:
                 what = "the policy version that it starts from"
                 problem = Problem(f"TrainStep {step['_id']}", what, step["policy_version"], "no such version")
                 findings.add(Invariant.TRAINING, step["_id"], [problem])
 
 
-def step_problems(step: Json, data: Mapping[str, Json]) -> Iterator[Problem]:
+async def _pruned(moment: Snapshot, missing: Collection[str]) -> set[str]:
+    """Which missing data are those of Records that retention has pruned."""
+    query = {"_id": {"$in": list(missing)}, "pruned_at": {"$ne": None}}
+    return {record["_id"] for record in await moment.find(RECORD, query, {"_id": 1})} if missing else set()
+
+
+def step_problems(step: Json, data: Mapping[str, Json], pruned: Collection[str]) -> Iterator[Problem]:
     """What is wrong between a step and the data that it names; a reverted one makes no claim on them."""
     name, number, status = f"TrainStep {step['_id']}", step["step"], step["status"]
     if (status == StepStatus.COMMITTED) and step.get("committed_at") is None:
@@ -48,6 +55,8 @@ def step_problems(step: Json, data: Mapping[str, Json]) -> Iterator[Problem]:
     for key, times in named.items():
         if times > 1:
             yield Problem(name, f"names {key} once", 1, times)
+        if key in pruned:
+            continue
         if key not in data:
             yield Problem(name, f"its training data {key}", "a DBRecordData", "none")
         elif status == StepStatus.COMMITTED and number not in data[key]["trained_at_steps"]:

@@ -73,12 +73,11 @@ def _check_task(
     findings.count(Invariant.TRAJECTORIES, "Records", len(records))
     findings.add(Invariant.TRAJECTORIES, key, slots.slot_problems(task, records, is_final))
     findings.add(Invariant.STATES, key, states.task_problems(task))
-    mine = sum(record["_id"] in trained for record in records)
+    mine = sum(record["_id"] in trained or _is_pruned_data(record) for record in records)
     findings.count(Invariant.GROUPS, "groups", int(task["status"] == TaskStatus.COMPLETED))
     findings.add(Invariant.GROUPS, key, groups.group_problems(task, records, mine))
     for record in records:
-        is_due = record["status"] == RecordStatus.READY and record.get("advantage") is not None
-        if is_due and record["_id"] not in trained:
+        if _has_data(record) and not record.get("pruned_at") and record["_id"] not in trained:
             name = f"Record {record['_id']}"
             problem = Problem(name, "training data, since it is ready", "a DBRecordData", "none")
             findings.add(Invariant.TRAINING, key, [problem])
@@ -86,11 +85,21 @@ def _check_task(
 
 def _check_record(task: Json, record: Json, its_calls: Sequence[Json], findings: Findings) -> None:
     key = task["_id"]
-    findings.count(Invariant.TRAJECTORIES, "model calls", len(its_calls))
-    findings.add(Invariant.TRAJECTORIES, key, calls.call_problems(record, its_calls))
+    if not record.get("pruned_at"):
+        findings.count(Invariant.TRAJECTORIES, "model calls", len(its_calls))
+        findings.add(Invariant.TRAJECTORIES, key, calls.call_problems(record, its_calls))
     findings.add(Invariant.STATES, key, states.record_problems(task, record))
     findings.count(Invariant.GROUPS, "scores", int(record.get("score") is not None))
     findings.add(Invariant.GROUPS, key, groups.score_problems(record))
+
+
+def _has_data(record: Json) -> bool:
+    """Whether training data were made from it: Records of evaluation are ready without an advantage."""
+    return record["status"] == RecordStatus.READY and record.get("advantage") is not None
+
+
+def _is_pruned_data(record: Json) -> bool:
+    return _has_data(record) and record.get("pruned_at") is not None
 
 
 async def _is_sampled(moment: Snapshot, split: str, now: Any) -> bool:

@@ -1,0 +1,365 @@
+"""``agentrl db check`` on a real server: a whole run has no violation, a violation of each rule is found."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_run as run
+
+from agentrl.cli import main
+from agentrl.commands import db
+from agentrl.commands.db_check import last_checkpoint, options_of
+from agentrl.config.schema import RunConfig
+from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.training import DBRecordData
+from agentrl.errors import ConfigError
+from agentrl.store.check.findings import Invariant, Report
+from agentrl.store.check.reading import CheckOptions, Checkpoint
+from agentrl.store.check.run import Checks
+from agentrl.store.client import Store
+
+pytestmark = pytest.mark.integration
+
+FAILED, SCORED = f"{run.TRAINED}/0/1", f"{run.TRAINED}/0/2"
+"""The two attempts at one slot of the trained group."""
+OTHER = f"{run.TRAINED}/1/1"
+READY = f"{run.READY}/0/1"
+CALL = f"{OTHER}/1"
+CLAIMED = f"{run.RUNNING}/0/1"
+LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
+LATER = datetime.now(UTC) + timedelta(days=1)
+ARGUMENTS = db.parser().parse_args(["check", "--run_name", "any"])
+OPTIONS = replace(options_of(ARGUMENTS), settle_seconds=0.0)
+
+
+async def check(store: Store, options: CheckOptions = OPTIONS) -> Report:
+    return await Checks(store.connection).run(options)
+
+
+class Damage:
+    """Writes that no validator sees."""
+
+    def __init__(self, store: Store, weights: Path) -> None:
+        self.database = store.database
+        self.weights = weights
+
+    async def set(self, collection: str, key: Any, /, **fields: Any) -> None:
+        changes = {"$set": {name.replace("__", "."): value for name, value in fields.items()}}
+        result = await self.database[collection].update_one(
+            {"_id": key}, changes, bypass_document_validation=True
+        )
+        assert result.matched_count == 1
+
+    async def delete(self, collection: str, key: Any) -> None:
+        assert (await self.database[collection].delete_one({"_id": key})).deleted_count == 1
+
+    async def copy(self, collection: str, key: Any, /, **fields: Any) -> None:
+        document = await self.database[collection].find_one({"_id": key})
+        assert document is not None
+        await self.database[collection].insert_one({**document, **fields}, bypass_document_validation=True)
+
+
+@pytest.fixture
+async def weights(store: Store, tmp_path: Path) -> Path:
+    """A run with every kind of group in it; the folder of its weights."""
+    await run.build(store, tmp_path / "weights")
+    return tmp_path / "weights"
+
+
+async def test_a_run_that_goes_on_has_no_violation(store: Store, weights: Path) -> None:
+    report = await check(store)
+    assert [str(violation.problem) for violation in report.violations] == []
+    checked = {invariant: dict(report.checked[invariant]) for invariant in Invariant}
+    assert checked[Invariant.TRAJECTORIES] == {"slots": 11, "Records": 10, "model calls": 14}
+    assert checked[Invariant.TRAINING] == {"training data": 4, "tokens": 48, "steps": 1}
+    assert checked[Invariant.GROUPS] == {"groups": 4, "scores": 6}
+    assert checked[Invariant.STATES]["leases"] == 1
+    assert checked[Invariant.VERSIONS] == {"model calls": 14, "versions": 2, "files": 4}
+
+
+async def test_the_command_tells_each_invariant_and_ends_with_the_count(
+    store: Store, weights: Path, run_config: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["db", "check", "--run_name", run_config.run_name, "--settle_seconds", "0"]
+    words += ["--db_connection_string", str(run_config.db_connection_string)]
+    assert await asyncio.to_thread(main, words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:2] for line in lines[:5]] == ["1.", "2.", "3.", "4.", "5."]
+    assert all("checked, 0 violations" in line for line in lines[:5])
+    assert lines[-1] == "0 violations"
+    await Damage(store, weights).set("Record", OTHER, score=0.25)
+    assert await asyncio.to_thread(main, words) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any(f"invariant 1: Record {OTHER}: the score of its slot" in line for line in lines)
+    assert lines[-1].endswith(" violations")
+    assert lines[-1] != "0 violations"
+
+
+async def test_at_the_end_nothing_may_be_unfinished(store: Store, weights: Path, tmp_path: Path) -> None:
+    report = await check(store, replace(OPTIONS, is_final=True))
+    found = {violation.problem.document for violation in report.violations}
+    assert found == {f"Task {key} slot {number}" for key in (run.RUNNING, run.UNTOUCHED) for number in (0, 1)}
+
+
+async def test_a_run_at_its_end_has_no_violation(store: Store, tmp_path: Path) -> None:
+    await run.build(store, tmp_path / "weights", unfinished=False)
+    options = replace(OPTIONS, is_final=True, checkpoint=Checkpoint("checkpoint-000001", 1, (run.STEP,)))
+    assert (await check(store, options)).violations == ()
+
+
+async def test_the_last_checkpoint_is_read(tmp_path: Path) -> None:
+    assert last_checkpoint(tmp_path) is None
+    for step in (9, 10):
+        folder = tmp_path / f"checkpoint-{step:06d}"
+        folder.mkdir()
+        (folder / "state.json").write_text(f'{{"step": {step}, "train_steps": ["1/1"]}}', encoding="utf-8")
+    assert last_checkpoint(tmp_path) == Checkpoint("checkpoint-000010", 10, ("1/1",))
+    (folder / "state.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        last_checkpoint(tmp_path)
+
+
+async def test_what_is_right_the_second_time_is_no_violation(store: Store, weights: Path) -> None:
+    seen: list[str] = []
+
+    def wrong_once(data: DBRecordData, calls: object, config: object) -> str | None:
+        seen.append(data.id)
+        return "not yet" if seen.count(data.id) == 1 else None
+
+    assert (await check(store, replace(OPTIONS, compare_tokens=wrong_once))).violations == ()
+    assert sorted(seen) == sorted(2 * [OTHER, SCORED, READY, f"{run.READY}/1/1"])
+
+
+async def test_an_expired_lease_waits_where_no_sampler_lives(store: Store, weights: Path) -> None:
+    await Damage(store, weights).set("Task", run.RUNNING, slots__0__lease_expires_at=LONG_AGO)
+    report = await check(store)
+    assert report.violations == ()
+    assert any("leases that ran out wait" in note for note in report.notes)
+
+
+Break = Callable[[Damage], Awaitable[Any]]
+
+BREAKS: dict[str, tuple[int, str, Break]] = {
+    # invariant 1
+    "a scored slot without its Record": (1, "one live Record", lambda d: d.delete("Record", OTHER)),
+    "another score than the slot's": (
+        1, "the score of its slot", lambda d: d.set("Record", OTHER, score=0.5)),
+    "a scored slot whose Record is in work": (
+        1, "settled, since its slot is scored", lambda d: d.set("Record", OTHER, status="running")),
+    "a second live Record": (
+        1, "dead, since attempt 1 is not the live one", lambda d: d.set("Record", FAILED, status="scored")),
+    "an ended Record of a running slot": (
+        1, "a Record in work while its slot runs", lambda d: d.set("Record", CLAIMED, status="failed")),
+    "another owner than the slot's": (
+        1, "the owner of its slot", lambda d: d.set("Record", CLAIMED, owner="stranger")),
+    "an attempt that was never claimed": (
+        1, "no attempt beyond its slot's",
+        lambda d: d.copy("Record", FAILED, _id=f"{run.TRAINED}/0/9", attempt=9)),
+    "a Record of no slot": (
+        1, "its slot", lambda d: d.copy("Record", FAILED, _id=f"{run.TRAINED}/7/1", traj_id=7)),
+    "an _id that is not its Task, slot and attempt": (
+        1, "an _id made of", lambda d: d.copy("Record", FAILED, _id="stray")),
+    "another epoch than the Task's": (1, "the epoch of its Task", lambda d: d.set("Record", OTHER, epoch=3)),
+    "the wrong record_id": (
+        1, "record_id of its attempt", lambda d: d.set("Task", run.TRAINED, slots__1__record_id="x")),
+    "two slots of one number": (
+        1, "slots with a number", lambda d: d.set("Task", run.TRAINED, slots__1__traj_id=0)),
+    "a missing model call": (
+        1, "its model calls in the order", lambda d: d.delete("DispatchedSamplingTask", CALL)),
+    "a model call that traj does not name": (
+        1, "its model calls in the order", lambda d: d.set("Record", OTHER, traj=[f"{OTHER}/0"])),
+    "a gap in the indexes": (
+        1, "gap-free indexes", lambda d: d.set("DispatchedSamplingTask", CALL, index=2)),
+    "a parent that is not there": (
+        1, "a parent among the calls", lambda d: d.set("DispatchedSamplingTask", CALL, parent="none")),
+    "another number of tokens": (
+        1, "bytes of output_ids", lambda d: d.set("DispatchedSamplingTask", CALL, output_ids=pack_ids([1]))),
+    "a logprob too few": (
+        1, "bytes of logprobs",
+        lambda d: d.set("DispatchedSamplingTask", CALL, logprobs=pack_floats([-1.0]))),
+    "a prompt that is not its parent's": (
+        1, "prompt_tokens from its parent's",
+        lambda d: d.set("DispatchedSamplingTask", CALL, prompt_tokens=5)),
+    "versions that leave tokens out": (
+        1, "policy versions that cover", lambda d: d.set("DispatchedSamplingTask", CALL, versions__0__end=2)),
+    "another number of turns": (1, "turns", lambda d: d.set("Record", OTHER, turns=9)),
+    "another number of generated tokens": (
+        1, "generated_tokens", lambda d: d.set("Record", OTHER, generated_tokens=9)),
+    "another oldest version": (1, "min_version", lambda d: d.set("Record", OTHER, min_version=1)),
+    "a Record without its Task": (1, "the Task that it belongs to", lambda d: d.delete("Task", run.TRAINED)),
+    "a model call without its Record": (
+        1, "the Record that it belongs to", lambda d: d.delete("Record", FAILED)),
+    # invariant 2
+    "a ready Record without data": (2, "training data, since", lambda d: d.delete("DBRecordData", READY)),
+    "data of no Record": (2, "its Record", lambda d: d.copy("DBRecordData", READY, _id="stray")),
+    "data of a Record that is not ready": (
+        2, "a Record that is ready", lambda d: d.set("Record", READY, status="abandoned")),
+    "another advantage than the Record's": (
+        2, "advantage of its Record", lambda d: d.set("DBRecordData", READY, advantage=7.0)),
+    "tokens that no call generated": (
+        2, "the tokens of its model calls",
+        lambda d: d.set("DBRecordData", READY, input_ids=pack_ids(range(12)))),
+    "other logprobs than the calls'": (
+        2, "the tokens of its model calls",
+        lambda d: d.set("DBRecordData", READY, behavior_logprobs=pack_floats([-9.0] * 8))),
+    "a span of another version": (
+        2, "the tokens of its model calls", lambda d: d.set("DBRecordData", READY, spans__0__version=0)),
+    "a count that no step explains": (
+        2, "trained_count of its", lambda d: d.set("DBRecordData", SCORED, trained_count=2)),
+    "trained more often than allowed": (
+        2, "at most max_trained_count", lambda d: d.set("DBRecordData", SCORED, trained_count=2)),
+    "trained twice by a step": (
+        2, "trained once by a step", lambda d: d.set("DBRecordData", SCORED, trained_at_steps=[1, 1])),
+    "trained by a step that does not name it": (
+        2, "named by step 1, which trained it", lambda d: d.set("TrainStep", run.STEP, data=[OTHER])),
+    "trained, but never": (
+        2, "trained at least once", lambda d: d.set("DBRecordData", READY, status="trained")),
+    "a step of data that it did not train": (
+        2, f"trained by TrainStep {run.STEP}", lambda d: d.set("DBRecordData", SCORED, trained_at_steps=[])),
+    "a plan without a step": (
+        2, "named by step 2, which plans it",
+        lambda d: d.set("DBRecordData", READY, status="planned", planned_step=2)),
+    "a planned_step of data that are not planned": (
+        2, "a planned_step exactly", lambda d: d.set("DBRecordData", READY, planned_step=2)),
+    "a Record that says another last step": (
+        2, "last_trained_step", lambda d: d.set("Record", SCORED, last_trained_step=5)),
+    "a step whose data are gone": (2, "its training data", lambda d: d.delete("DBRecordData", SCORED)),
+    "a step that names data twice": (
+        2, "once", lambda d: d.set("TrainStep", run.STEP, data=[SCORED, SCORED, OTHER])),
+    "a gap in the committed steps": (2, "without a gap", lambda d: d.set("TrainStep", run.STEP, step=2)),
+    "a plan for a later step": (
+        2, "a plan for the next step",
+        lambda d: d.copy("TrainStep", run.STEP, _id="1/5", step=5, status="planned")),
+    "a plan whose data do not know of it": (
+        2, "planned, since TrainStep 1/2 names it",
+        lambda d: d.copy("TrainStep", run.STEP, _id="1/2", step=2, status="planned", data=[READY])),
+    "a commit without its time": (
+        2, "when it was committed", lambda d: d.set("TrainStep", run.STEP, committed_at=None)),
+    "a step from an unknown version": (
+        2, "the policy version that it starts", lambda d: d.set("TrainStep", run.STEP, policy_version=9)),
+    # invariant 3
+    "a failed trajectory with a score": (3, "no score", lambda d: d.set("Record", FAILED, score=0.0)),
+    "a score that is no number": (3, "a finite score", lambda d: d.set("Record", SCORED, score=None)),
+    "a zero that is not a scorer's": (
+        3, "the scorer that gave 0.0", lambda d: d.set("Record", SCORED, score_details={})),
+    "a failure without a reason": (3, "a failure exactly", lambda d: d.set("Record", FAILED, failure=None)),
+    "an abandoned Record without a reason": (
+        3, "a reason exactly",
+        lambda d: d.set("Record", f"{run.ABANDONED}/1/1", abandoned_because=None)),
+    "an advantage that the group does not give": (
+        3, "the advantage that its group", lambda d: d.set("Record", READY, advantage=0.25)),
+    "another mean": (3, "group.mean_score", lambda d: d.set("Task", run.READY, group__mean_score=0.9)),
+    "another pass rate": (3, "group.pass_rate", lambda d: d.set("Task", run.READY, group__pass_rate=0.9)),
+    "another count of scores": (3, "group.scored", lambda d: d.set("Task", run.READY, group__scored=3)),
+    "another count of failures": (3, "group.failed", lambda d: d.set("Task", run.ABANDONED, group__failed=0)),
+    "another outcome": (3, "group.outcome", lambda d: d.set("Task", run.READY, group__outcome="abandoned")),
+    "a completed group without a summary": (
+        3, "a group summary exactly", lambda d: d.set("Task", run.READY, group=None)),
+    # invariant 4
+    "a state that there is none": (
+        4, "the validator of Record", lambda d: d.set("Record", READY, status="lost")),
+    "a Record that cannot be read": (
+        4, "documents that can be read", lambda d: d.set("Record", READY, traj=5)),
+    "a Task that cannot be read": (
+        4, "documents that can be read", lambda d: d.set("Task", run.READY, slots=[{}])),
+    "a Task that is not what its slots are": (
+        4, "the state that follows", lambda d: d.set("Task", run.READY, status="running")),
+    "a running slot without a lease": (
+        4, "lease_expires_at, since", lambda d: d.set("Task", run.RUNNING, slots__0__lease_expires_at=None)),
+    "a running slot without an owner": (
+        4, "owner, since", lambda d: d.set("Task", run.RUNNING, slots__0__owner=None)),
+    "a lease of an open slot": (
+        4, "no lease", lambda d: d.set("Task", run.RUNNING, slots__1__lease_expires_at=LATER)),
+    "an owner of an open slot": (
+        4, "no owner", lambda d: d.set("Task", run.RUNNING, slots__1__owner="s")),
+    "a scored slot without a score": (
+        4, "a score exactly", lambda d: d.set("Task", run.TRAINED, slots__1__score=None)),
+    "a scored slot that was never claimed": (
+        4, "at least one attempt", lambda d: d.set("Task", run.TRAINED, slots__1__attempt=0)),
+    "more released than claimed": (
+        4, "no more released", lambda d: d.set("Task", run.TRAINED, slots__1__released=4)),
+    "a completed group whose Record is not settled": (
+        4, "settled, since its group is completed", lambda d: d.set("Record", READY, status="scored")),
+    "a settled Record of a running group": (
+        4, "not settled, since its group", lambda d: d.set("Task", run.READY, status="waiting")),
+    "a Record that ended for no reason": (
+        4, "why it stopped", lambda d: d.set("Record", READY, stop_reason=None)),
+    "model calls of a Record that has not begun": (
+        4, "no model call", lambda d: d.set("Record", CLAIMED, status="created")),
+    "a Record that trained without data": (
+        4, "never trained", lambda d: d.set("Record", FAILED, trained_count=1)),
+    # invariant 5
+    "a gap in the versions": (5, "numbers without a gap", lambda d: d.delete("PolicyVersion", 0)),
+    "a version of a step that was undone": (
+        5, "made by 1/1", lambda d: d.set("TrainStep", run.STEP, status="reverted")),
+    "a version of no step": (
+        5, "the step that made it", lambda d: d.set("PolicyVersion", 1, train_step="9/9")),
+    "tokens of an unknown version": (
+        5, "policy version 8 of its tokens",
+        lambda d: d.set("DispatchedSamplingTask", CALL, versions__0__version=8)),
+    "tokens of a version that was not published yet": (
+        5, "policy version 1 published before", lambda d: d.set("PolicyVersion", 1, published_at=LATER)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BREAKS)
+async def test_a_violation_of_each_rule_is_found(store: Store, weights: Path, name: str) -> None:
+    invariant, what, damage = BREAKS[name]
+    await damage(Damage(store, weights))
+    found = [str(item.problem) for item in (await check(store)).of(Invariant(invariant))]
+    assert any(what in text for text in found), found
+
+
+@pytest.mark.parametrize("harm", ["changed", "cut", "deleted", "folder"])
+async def test_a_harmed_weight_file_is_found(store: Store, weights: Path, harm: str) -> None:
+    file = weights / "v000001" / "model.safetensors"
+    if harm == "changed":
+        file.write_bytes(bytes(64))
+    elif harm == "cut":
+        file.write_bytes(bytes([1]))
+    elif harm == "deleted":
+        file.unlink()
+    else:
+        file.parent.rename(weights / "elsewhere")
+    (violation,) = (await check(store)).violations
+    assert violation.invariant is Invariant.VERSIONS
+    assert violation.problem.document == "PolicyVersion 1"
+    assert (await check(store, replace(OPTIONS, verify_files=None))).violations == (
+        (violation,) if harm == "folder" else ()
+    )
+
+
+async def test_a_dead_owner_s_lease_is_found_while_others_live(store: Store, weights: Path) -> None:
+    await run.claim(store)
+    await Damage(store, weights).set("Task", run.RUNNING, slots__0__lease_expires_at=LONG_AGO)
+    (violation,) = (await check(store)).violations
+    assert violation.invariant is Invariant.STATES
+    assert "a lease of sampler that is not over" in str(violation.problem)
+
+
+@pytest.mark.parametrize(
+    ("contained", "is_final"), [(("1/7",), False), ((), False), ((), True), (("1/1", "1/2"), False)]
+)
+async def test_steps_beside_the_lineage_are_found(
+    store: Store, tmp_path: Path, contained: tuple[str, ...], is_final: bool
+) -> None:
+    await run.build(store, tmp_path / "weights", unfinished=False)
+    options = replace(OPTIONS, checkpoint=Checkpoint("checkpoint-000001", 1, contained), is_final=is_final)
+    (violation,) = (await check(store, options)).violations
+    assert violation.invariant is Invariant.TRAINING
+    assert "of checkpoint-000001" in str(violation.problem)
+
+
+async def test_what_retention_has_pruned_is_no_violation(store: Store, weights: Path) -> None:
+    damage, moment = Damage(store, weights), datetime.now(UTC)
+    for key in (SCORED, OTHER):
+        await store.database["DispatchedSamplingTask"].delete_many({"record": key})
+        await damage.delete("DBRecordData", key)
+        await damage.set("Record", key, pruned_at=moment)
+    assert [str(item.problem) for item in (await check(store)).violations] == []
