@@ -21,7 +21,8 @@ from agentrl.errors import StoreError
 CONFIG = GroupConfig()
 TASK = Task(id="train/0/a", task_id="a", split="train", epoch=0, order=0, query="q")
 RECORD = Record(
-    id="train/0/a/0/1", task=TASK.id, traj_id=0, attempt=1, split="train", epoch=0, query="q", score=1.0, turns=2
+    id="train/0/a/0/1", task=TASK.id, traj_id=0, attempt=1, split="train", epoch=0, query="q",
+    score=1.0, turns=2,
 )  # fmt: skip
 
 
