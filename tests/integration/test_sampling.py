@@ -329,3 +329,29 @@ async def test_a_lease_that_ran_out_is_taken_over(store: Store) -> None:
     assert first.failure is not None
     assert (first.status, first.failure.kind) == (RecordStatus.FAILED, "lease")
     assert (second.attempt, second.score) == (2, 1.0)
+
+
+async def test_a_late_result_is_refused_and_logged_and_the_new_owner_stands(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    await store.tasks.load([task("a", slots=1)])
+    late = await store.claims.claim(split="train", owner="late", lease_seconds=60)
+    assert late is not None
+    setting = Setting(store, "<answer>4</answer>")
+
+    async def overtaken(*args: Any) -> Any:
+        ends = {"slots.0.lease_expires_at": late.task.created_at}
+        await store.database["Task"].update_one({"_id": late.task.id}, {"$set": ends})
+        await Setting(store, "<answer>3</answer>").run()
+        return await Worker._scored(setting.worker, *args)
+
+    object.__setattr__(setting.worker, "_scored", overtaken)
+    assert not await setting.worker.run(late)
+    assert "the claim was lost; its result is dropped" in caplog.text
+    first, second = await setting.records("train/0/a")
+    assert first.failure is not None
+    assert (first.status, first.failure.kind, first.score) == (RecordStatus.FAILED, "lease", None)
+    assert (second.attempt, second.score) == (2, 1.0)
+    finished = await store.tasks.get(late.task.id)
+    assert finished is not None
+    assert (finished.status, finished.slots[0].score) == (TaskStatus.COMPLETED, 1.0)
