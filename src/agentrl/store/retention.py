@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 from pymongo import ASCENDING
 from pymongo.asynchronous.client_session import AsyncClientSession
@@ -63,7 +63,7 @@ class Retention(Part):
         before = None
         if older_than_days is not None:
             hello = await self._connection.client.admin.command("hello")
-            before = hello["localTime"] - timedelta(days=older_than_days)
+            before = hello["localTime"].replace(tzinfo=UTC) - timedelta(days=older_than_days)
         if before_step is not None and await self._planned_at(before_step) is None:
             raise StoreError(
                 f"step {before_step} is not committed", cure="`agentrl audit run` shows the last steps"

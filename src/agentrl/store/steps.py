@@ -101,7 +101,8 @@ class Steps(Part):
     async def revert_after(self, step: int, *, attempt: int | None = None) -> int:
         """Undo every step above ``step`` and every plan that never committed; returns how many steps.
 
-        Their data are READY again, as if those steps had not been.
+        Their data are READY again, as if those steps had not been. StoreError, and nothing is undone, where
+        data that one of them trained have been pruned.
         """
 
         async def write(session: AsyncClientSession) -> int:
@@ -111,6 +112,7 @@ class Steps(Part):
             cursor = self._collection(STEP).find(query, {"data": 1}, session=session)
             undone = [document async for document in cursor]
             data = sorted({key for document in undone for key in document["data"]})
+            await self._require_unpruned(step, data, session)
             await self._collection(STEP).update_many(
                 {"_id": {"$in": [document["_id"] for document in undone]}},
                 {"$set": {"status": StepStatus.REVERTED.value}}, session=session,
@@ -140,6 +142,17 @@ class Steps(Part):
             return len(undone)
 
         return await self._connection.transaction(write)
+
+    async def _require_unpruned(self, step: int, data: Sequence[str], session: AsyncClientSession) -> None:
+        query = {"_id": {"$in": data}, "pruned_at": {"$ne": None}, "last_trained_step": {"$gt": step}}
+        pruned = await self._collection(RECORD).find_one(
+            query, {"last_trained_step": 1}, sort=[("last_trained_step", DESCENDING)], session=session
+        )
+        if pruned is not None:
+            raise StoreError(
+                f"step {pruned['last_trained_step']} cannot be undone: data that it trained have been pruned",
+                cure="resume from a checkpoint that contains it, or begin another run",
+            )
 
     @database_call
     async def steps(

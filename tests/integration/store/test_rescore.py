@@ -1,4 +1,4 @@
-"""``agentrl db rescore``: new scores, groups decided again while untrained, otherwise notes beside the old."""
+"""``agentrl db rescore``: new scores, untrained groups decided again, otherwise notes beside the old."""
 
 from __future__ import annotations
 

@@ -1,0 +1,154 @@
+"""``agentrl db prune``: what is finished goes within the limits, what is untrained or may be redone stays."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import small_run as run
+from db_command import agentrl_db, violations
+
+from agentrl.config.schema import RunConfig
+from agentrl.documents.status import DataStatus
+from agentrl.errors import ConfigError, StoreError
+from agentrl.store import blobs
+from agentrl.store.client import Store
+from agentrl.store.retention import Pruned, Retention
+
+pytestmark = pytest.mark.integration
+
+FAILED, TRAINED, OTHER = f"{run.TRAINED}/0/1", f"{run.TRAINED}/0/2", f"{run.TRAINED}/1/1"
+READY = (f"{run.READY}/0/1", f"{run.READY}/1/1")
+ABANDONED = f"{run.ABANDONED}/1/1"
+
+
+async def prune(store: Store, *, last_step: int = 1, dry_run: bool = False, **limits: float) -> Pruned:
+    retention = Retention(store.connection)
+    chosen = await retention.limits(last_step=last_step, **limits)  # type: ignore[arg-type]
+    return await retention.prune(chosen, dry_run=dry_run)
+
+
+async def resume_before_step_1(store: Store) -> None:
+    assert await store.training.revert_after(0) == 1
+    await store.policies.withdraw_after(0)
+
+
+async def with_calls(store: Store) -> set[str]:
+    return set(await store.database["DispatchedSamplingTask"].distinct("record"))
+
+
+async def stamped(store: Store, collection: str) -> set[str]:
+    return set(await store.database[collection].distinct("_id", {"pruned_at": {"$ne": None}}))
+
+
+async def test_everything_finished_goes_and_nothing_else(store: Store, tmp_path: Path) -> None:
+    await run.build(store, tmp_path / "weights")
+    before = await with_calls(store)
+    counted = await prune(store, older_than_days=0, dry_run=True)
+    assert await with_calls(store) == before
+    pruned = await prune(store, older_than_days=0)
+    assert pruned == counted
+    assert (pruned.data, pruned.files) == (2, 0)
+    assert pruned.bytes > 1000
+    gone = {FAILED, TRAINED, OTHER, ABANDONED}
+    assert before - await with_calls(store) == gone
+    assert gone <= await stamped(store, "Record")
+    assert set(READY).isdisjoint(await stamped(store, "Record"))
+    assert await stamped(store, "TrainStep") == {run.STEP}
+    assert {run.TRAINED, run.ABANDONED} <= await stamped(store, "Task")
+    counts = await store.training.counts("train")
+    assert (counts[DataStatus.READY], counts[DataStatus.TRAINED]) == (2, 0)
+    record = await store.records.get(TRAINED)
+    assert record is not None
+    assert (record.score, record.trained_count, record.last_trained_step) == (0.0, 1, 1)
+    assert await prune(store, older_than_days=0) == Pruned()
+    assert await violations(store) == []
+
+
+async def test_what_a_later_step_than_the_checkpoint_trained_stays(store: Store, tmp_path: Path) -> None:
+    await run.build(store, tmp_path / "weights")
+    await prune(store, older_than_days=0, last_step=0)
+    assert {TRAINED, OTHER, *READY} <= await with_calls(store)
+    assert ABANDONED not in await with_calls(store)
+    await resume_before_step_1(store)
+    assert (await store.training.counts("train"))[DataStatus.READY] == 4
+    await prune(store, older_than_days=0)
+    assert (await store.training.counts("train"))[DataStatus.READY] == 4
+    assert await violations(store) == []
+
+
+async def test_a_step_whose_data_are_gone_cannot_be_undone(store: Store, tmp_path: Path) -> None:
+    await run.build(store, tmp_path / "weights")
+    await prune(store, older_than_days=0)
+    with pytest.raises(StoreError, match=r"step 1 .* pruned"):
+        await store.training.revert_after(0)
+    assert await store.training.revert_after(1) == 0
+
+
+async def test_stale_data_go_and_planned_data_stay(store: Store, tmp_path: Path) -> None:
+    await run.build(store, tmp_path / "weights")
+    await resume_before_step_1(store)
+    assert await store.training.mark_stale("train", below_version=1) == 2
+    await prune(store, older_than_days=0, last_step=0)
+    assert {TRAINED, OTHER}.isdisjoint(await with_calls(store))
+    assert (await store.training.counts("train"))[DataStatus.STALE] == 0
+    assert await violations(store) == []
+
+
+async def test_the_limits_of_age_and_step(store: Store, tmp_path: Path) -> None:
+    await run.build(store, tmp_path / "weights")
+    assert await prune(store, older_than_days=1) == Pruned()
+    with pytest.raises(StoreError, match="step 2 is not committed"):
+        await prune(store, before_step=2)
+    long_ago = {"$set": {"created_at": datetime.now(UTC) - timedelta(days=9)}}
+    for collection in ("Record", "DBRecordData"):
+        await store.database[collection].update_many({"_id": {"$in": [TRAINED, FAILED]}}, long_ago)
+    await prune(store, older_than_days=8, before_step=1)
+    assert await stamped(store, "Record") == {FAILED}
+    await prune(store, older_than_days=8)
+    assert await stamped(store, "Record") == {FAILED, TRAINED}
+    assert await violations(store) == []
+
+
+async def test_files_go_with_their_documents(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blobs, "_LIMIT", 10)
+    await run.build(store, tmp_path / "weights")
+    neighbour = f"{TRAINED}0/0/output_ids"
+    calls = store.database["DispatchedSamplingTask.packed.files"]
+    await calls.insert_one({"_id": neighbour, "length": 1, "chunkSize": 1})
+    pruned = await prune(store, older_than_days=0)
+    assert pruned.files > 4
+    for name in ("DispatchedSamplingTask", "DBRecordData"):
+        files = await store.database[f"{name}.packed.files"].distinct("_id")
+        chunks = await store.database[f"{name}.packed.chunks"].distinct("files_id")
+        assert set(chunks) == set(files) - {neighbour}
+        assert not any(str(file).startswith(f"{TRAINED}/") for file in files)
+        assert any(str(file).startswith(f"{READY[0]}/") for file in files)
+    assert await calls.find_one({"_id": neighbour}) is not None
+    assert await violations(store) == []
+
+
+async def test_the_command_heeds_the_oldest_checkpoint(
+    store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await run.build(store, tmp_path / "weights")
+    output = tmp_path / "output"
+    words = ("prune", "--older_than_days", "0", "--output_dir", str(output))
+    assert await agentrl_db(run_config, *words, "--dry_run") == 0
+    assert "no checkpoint under" in (out := capsys.readouterr().out)
+    assert "would be deleted: 3 model calls, 0 training documents" in out
+    for step in (1, 2):
+        folder = output / f"checkpoint-{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps({"step": step}))
+    assert await agentrl_db(run_config, *words) == 0
+    assert "deleted: 7 model calls, 2 training documents and 0 files" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="nothing says what may go"):
+        await agentrl_db(run_config, "prune")
+    (output / "checkpoint-000001" / "state.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        await agentrl_db(run_config, *words)
