@@ -3,12 +3,14 @@
 #
 #   bash scripts/quickstart.sh                    a real 135M model learns to use a calculator (about five minutes)
 #   bash scripts/quickstart.sh --tiny             a two-layer model made here (four to five minutes)
-#   bash scripts/quickstart.sh --engine sglang    the same on a real SGLang server
+#   bash scripts/quickstart.sh --engine sglang    the same on a real SGLang server; or vllm
 #   bash scripts/quickstart.sh --steps 2          two optimizer steps
 #
 # Ctrl-C stops everything; the same command resumes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
-case " $* " in *" sglang "* | *"=sglang "*) bash scripts/setup_sglang.sh ;; esac
+for engine in sglang vllm; do
+  case " $* " in *" $engine "* | *"=$engine "*) bash "scripts/setup_$engine.sh" ;; esac
+done
 exec "${AGENTRL_VENV:-.venv}/bin/python" -m agentrl.cli quickstart "$@"

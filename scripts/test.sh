@@ -16,7 +16,8 @@ if [ "${1:-}" = "--fast" ]; then
   set -- tests/unit "$@"
 elif [ $# -eq 0 ]; then
   bash scripts/setup_sglang.sh
-  export AGENTRL_REQUIRE_SGLANG=1
+  bash scripts/setup_vllm.sh
+  export AGENTRL_REQUIRE_ENGINES=1
 fi
 
 "$bin/ruff" check .

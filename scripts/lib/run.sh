@@ -6,7 +6,7 @@
 # MCP_MANAGER_URL   MCP manager (…/mcpapi) or MCP endpoint     (default: the servers of MCP_SERVERS_FILE)
 # MCP_SERVERS_FILE  YAML file of MCP servers                   (default: assets/mcp_servers.yml)
 # AGENT_CONFIG      judge and browse endpoints                 (default: assets/agent_config.yml)
-# ENGINE            local | sglang                             (default: local)
+# ENGINE            local | sglang | vllm                      (default: local)
 # SAMPLERS          sampler processes                          (default: 2)
 # ROLES             which processes this machine runs          (default: "serve sample train")
 # ACCELERATE_CONFIG accelerate configuration of the trainer    (default: none, a single process)

@@ -1,4 +1,4 @@
-"""What every engine must do, over its real server: the local engine and SGLang pass the same tests."""
+"""What every engine must do, over its real server: the local engine, SGLang and vLLM pass the same tests."""
 
 import asyncio
 import os
@@ -12,13 +12,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from agentrl.config.schema import EngineConfig
+from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.documents.dispatch import VersionSpan
 from agentrl.errors import ConfigError, EngineError
 from agentrl.inference.engine import EngineClient, EngineRefusedError, Generation
-from agentrl.inference.engines.local_command import local_command
+from agentrl.inference.engines.launch import engine_client, engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
-from agentrl.inference.engines.sglang import sglang_command
 from agentrl.inference.sampling import SamplingParams
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -40,7 +39,7 @@ class Served:
     second: str
 
     def client(self, timeout: float = 120.0) -> EngineClient:
-        return EngineClient(self.url, timeout)
+        return engine_client(self.kind, self.url, timeout)
 
 
 def save_model(folder: Path, seed: int) -> str:
@@ -72,18 +71,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return save_model(base / "first", seed=1), save_model(base / "second", seed=2)
 
 
-@pytest.fixture(scope="module", params=["local", pytest.param("sglang", marks=pytest.mark.sglang)])
+ENGINES = ["local", *(pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("sglang", "vllm"))]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def served(
     request: pytest.FixtureRequest, folders: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     kind = str(request.param)
-    config = EngineConfig(max_total_tokens=32768, inf_mem_ratio=0.1)
+    config = EngineConfig(engine=kind, max_total_tokens=32768, inf_mem_ratio=0.1)  # type: ignore[arg-type]
     port = free_port(config.host)
     try:
-        build = local_command if kind == "local" else sglang_command
-        command = build(folders[0], config, port=port, model_name="tiny", version=0)
+        command = engine_command(folders[0], ModelConfig(), config, port)
     except ConfigError as error:
-        if os.environ.get("AGENTRL_REQUIRE_SGLANG") == "1":
+        if os.environ.get("AGENTRL_REQUIRE_ENGINES") == "1":
             raise
         pytest.skip(str(error))
     process = EngineProcess(command, tmp_path_factory.mktemp(kind) / "engine.log")
@@ -92,6 +93,7 @@ def served(
     async def ready() -> None:
         async with served.client() as client:
             await process.wait_ready(client, 200.0)
+            await client.set_version(0)
 
     asyncio.run(ready())
     yield served
@@ -155,9 +157,13 @@ def assert_logprobs(
 async def running_long(client: EngineClient, seed: int, rid: str) -> "asyncio.Task[Generation]":
     """A long generation that has surely made some tokens: a shorter one beside it has ended."""
     task = asyncio.create_task(client.generate(prompt(seed), LONG, rid))
-    await until(lambda: busy(client))
+
+    async def begun() -> bool:
+        return task.done() or await busy(client)
+
+    await until(begun)
     await client.generate(prompt(seed), SHORT, f"beside-{rid}")
-    assert not task.done()
+    assert not task.done(), task.result()
     return task
 
 
@@ -182,6 +188,10 @@ async def test_logprobs_are_those_of_the_plain_model(
 
 async def test_logprobs_are_not_renormalised_by_truncation(served: Served, engine: EngineClient) -> None:
     params = SHORT.replace(max_new_tokens=40, top_p=0.7, top_k=5)
+    if served.kind == "vllm":
+        with pytest.raises(EngineRefusedError, match=r"top_p is 0\.7"):
+            await engine.generate(prompt(2), params, "truncated")
+        return
     made = await engine.generate(prompt(2), params, "truncated")
     assert_logprobs(served.first, prompt(2), made)
     expected = plain_logprobs(served.first, prompt(2), made.output_ids)
@@ -217,8 +227,8 @@ async def test_sixteen_at_once_get_what_each_would_get_alone(served: Served, eng
 
 
 async def test_a_prefix_that_was_seen_is_not_computed_again(served: Served, engine: EngineClient) -> None:
-    first = await engine.generate(prompt(4, 200), SHORT, "turn-1")
-    following = [*prompt(4, 200), *first.output_ids, *prompt(5, 10)]
+    first = await engine.generate(prompt(4, 220), SHORT, "turn-1")
+    following = [*prompt(4, 220), *first.output_ids, *prompt(5, 10)]
     second = await engine.generate(following, SHORT, "turn-2")
     assert second.cached_tokens >= 200
     assert_logprobs(served.first, following, second)

@@ -173,10 +173,14 @@ def test_a_folder_that_is_no_model_ends_with_the_reason(mongo: str, tmp_path: Pa
     assert "is no model folder" in done.stderr
 
 
-def test_vllm_names_the_engines_that_work(mongo: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_an_engine_that_is_not_installed_ends_with_the_cure(
+    engine: str, mongo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"AGENTRL_{engine.upper()}_VENV", str(tmp_path))
     done = run_serve(
-        *("--run_name", "serve-vllm", "--db_connection_string", mongo, "--log_dir", str(tmp_path)),
-        *("--model_name_or_path", str(tmp_path), "--engine", "vllm"),
+        *("--run_name", f"serve-{engine}", "--db_connection_string", mongo, "--log_dir", str(tmp_path)),
+        *("--model_name_or_path", str(tmp_path), "--engine", engine),
     )
     assert done.returncode == 2
-    assert "--engine sglang" in done.stderr
+    assert f"bash scripts/setup_{engine}.sh" in done.stderr

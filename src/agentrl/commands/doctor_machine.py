@@ -1,4 +1,4 @@
-"""What ``agentrl doctor`` checks of the machine: Python, packages, torch, GPU, SGLang, disk, ports."""
+"""What ``agentrl doctor`` checks of the machine: Python, packages, torch, GPU, engines, disk, ports."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Literal
 from packaging.requirements import Requirement
 
 from agentrl.config.schema import EngineConfig, RunConfig
+from agentrl.machine import engine_venv, has_gpu, install_cure
 
 State = Literal["ok", "warn", "fail"]
 
 _OLDEST_PYTHON = (3, 11)
-_ROOT = Path(__file__).resolve().parents[3]
 _GIB = 2**30
 _DISK_FAIL, _DISK_WARN = 1 * _GIB, 10 * _GIB
 _PROBE_SECONDS = 120.0
@@ -29,7 +29,6 @@ _TORCH_PROBE = (
     "print(torch.__version__, torch.version.cuda or torch.version.hip or 'cpu',"
     " torch.cuda.get_device_name(0) if found else '-', sep='|')"
 )
-_SGLANG_PROBE = "import importlib.metadata as m; print(m.version('sglang'))"
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,8 @@ def machine_checks(run: RunConfig, engine: EngineConfig) -> Iterator[Check]:
     yield check_python()
     yield from check_packages()
     yield check_torch()
-    yield check_sglang(engine)
+    yield check_engine_venv("sglang", engine)
+    yield check_engine_venv("vllm", engine)
     for folder in (run.output, run.log_dir, run.mongo_dir):
         yield check_disk(folder)
     yield check_port(engine)
@@ -92,28 +92,24 @@ def check_torch() -> Check:
     version, build, device = done.stdout.strip().splitlines()[-1].split("|")
     if device != "-":
         return Check("torch", "ok", f"{version} on {device} ({build})")
-    if gpu_present():
+    if has_gpu():
         cure = "pip install a torch build for this GPU's driver (pytorch.org/get-started)"
         return Check("torch", "warn", f"{version} ({build}) does not see this machine's GPU", cure)
     return Check("torch", "ok", f"{version} ({build}); this machine has no GPU")
 
 
-def gpu_present() -> bool:
-    """Whether the kernel shows an NVIDIA or AMD GPU."""
-    return Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
-
-
-def check_sglang(engine: EngineConfig) -> Check:
-    """SGLang lives in a venv of its own, and only ``--engine sglang`` needs it."""
-    venv = Path(os.environ.get("AGENTRL_SGLANG_VENV") or _ROOT / ".venv-sglang")
+def check_engine_venv(name: str, engine: EngineConfig) -> Check:
+    """SGLang and vLLM live in venvs of their own, and only ``--engine`` of that name needs one."""
+    venv = engine_venv(name)
     python = venv / "bin" / "python"
-    done = _probe([str(python), "-c", _SGLANG_PROBE]) if python.is_file() else None
+    probe = f"import importlib.metadata as m; print(m.version(m.packages_distributions()[{name!r}][0]))"
+    done = _probe([str(python), "-c", probe]) if python.is_file() else None
     if done is not None and done.returncode == 0:
-        return Check("sglang", "ok", f"{done.stdout.strip()} in {venv}")
+        return Check(name, "ok", f"{done.stdout.strip()} in {venv}")
     found = f"not installed in {venv}"
-    if engine.engine == "sglang":
-        return Check("sglang", "fail", found, "bash scripts/setup_sglang.sh, or set AGENTRL_SGLANG_VENV")
-    return Check("sglang", "ok", f"{found}; --engine {engine.engine} does not need it")
+    if engine.engine == name:
+        return Check(name, "fail", found, install_cure(name))
+    return Check(name, "ok", f"{found}; --engine {engine.engine} does not need it")
 
 
 def check_disk(folder: str) -> Check:

@@ -1,4 +1,7 @@
-"""The engine client: SGLang's HTTP API, spoken by SGLang itself and by the ``local`` engine."""
+"""The engine client: SGLang's HTTP API, spoken by SGLang itself and by the ``local`` engine.
+
+What vLLM says otherwise is in ``engines/vllm_client.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,11 @@ from agentrl.documents.dispatch import VersionSpan
 from agentrl.errors import EngineError
 from agentrl.inference.sampling import SamplingParams
 
-__all__ = ["EngineClient", "EngineRefusedError", "Generation", "ModelInfo", "SamplingParams"]
-
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["abort", "retract", "in_place"]
 
 _CONNECT_SECONDS = 10.0
-_CONTROL_SECONDS = 30.0
+CONTROL_SECONDS = 30.0
 _EXCERPT = 300
 
 
@@ -64,7 +65,7 @@ class EngineClient:
         self._vocab_size = vocab_size
         self._http = httpx.AsyncClient(
             base_url=self.url,
-            timeout=httpx.Timeout(_CONTROL_SECONDS, connect=_CONNECT_SECONDS, read=timeout),
+            timeout=httpx.Timeout(CONTROL_SECONDS, connect=_CONNECT_SECONDS, read=timeout),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             trust_env=False,
         )
@@ -89,15 +90,10 @@ class EngineClient:
         engine.
         """
         await self._check_ids(input_ids)
-        body = {
-            "input_ids": list(input_ids),
-            "sampling_params": params.to_request(),
-            "return_logprob": True,
-            "rid": rid,
-        }
+        path, body = self._request(input_ids, params, rid)
         start = time.monotonic()
         try:
-            answer = await self._post("/generate", body, self._timeout)
+            answer = await self._post(path, body, self._timeout)
         except asyncio.CancelledError:
             await asyncio.shield(self._abort_quietly(rid))
             raise
@@ -106,7 +102,7 @@ class EngineClient:
     async def health(self) -> bool:
         """Whether the engine answers and takes requests; False while it is paused, starting or gone."""
         try:
-            response = await self._http.get("/health", timeout=_CONTROL_SECONDS)
+            response = await self._http.get("/health", timeout=CONTROL_SECONDS)
         except httpx.HTTPError:
             return False
         return response.status_code == 200
@@ -117,7 +113,7 @@ class EngineClient:
         path = str(info.get("model_path", ""))
         vocab_size = info.get("vocab_size")
         if vocab_size is None:
-            vocab_size = await asyncio.to_thread(_vocab_size_of, path)
+            vocab_size = await asyncio.to_thread(vocab_size_of, path)
         version = self._version(info.get("weight_version", "default"))
         return ModelInfo(model_path=path, version=version, vocab_size=vocab_size)
 
@@ -138,16 +134,16 @@ class EngineClient:
 
     async def resume(self) -> None:
         """Go on after ``pause``."""
-        await self._post("/continue_generation", {}, _CONTROL_SECONDS)
+        await self._post("/continue_generation", {}, CONTROL_SECONDS)
 
     async def flush_cache(self) -> None:
         """Forget every cached prefix. Refused while requests run."""
-        await self._post("/flush_cache", {}, _CONTROL_SECONDS)
+        await self._post("/flush_cache", {}, CONTROL_SECONDS)
 
     async def abort(self, rid: str | None) -> None:
         """End request ``rid``, or all with None; they return what they have, with finish reason ``abort``."""
         body = {"abort_all": True} if rid is None else {"rid": rid}
-        await self._post("/abort_request", body, _CONTROL_SECONDS)
+        await self._post("/abort_request", body, CONTROL_SECONDS)
 
     async def update_weights(self, path: str, version: int, *, flush_cache: bool = True) -> None:
         """Load the weights in folder ``path`` as policy ``version``; on EngineError the old ones still serve.
@@ -161,8 +157,23 @@ class EngineClient:
                 f"engine {self.url} refused the weights in {path}: {answer.get('message')}"
             )
 
+    async def set_version(self, version: int) -> None:
+        """Name the weights that are served policy ``version``."""
+        await self._post("/update_weight_version", {"new_version": str(version)}, CONTROL_SECONDS)
+
+    def _request(
+        self, input_ids: Sequence[int], params: SamplingParams, rid: str
+    ) -> tuple[str, dict[str, Any]]:
+        """Path and body of a generation."""
+        return "/generate", {
+            "input_ids": list(input_ids),
+            "sampling_params": params.to_request(),
+            "return_logprob": True,
+            "rid": rid,
+        }
+
     async def _get(self, path: str) -> dict[str, Any]:
-        return await self._call("GET", path, None, _CONTROL_SECONDS)
+        return await self._call("GET", path, None, CONTROL_SECONDS)
 
     async def _post(self, path: str, body: Mapping[str, Any], timeout: float) -> dict[str, Any]:
         return await self._call("POST", path, body, timeout)
@@ -170,7 +181,7 @@ class EngineClient:
     async def _call(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float
     ) -> dict[str, Any]:
-        limits = httpx.Timeout(_CONTROL_SECONDS, connect=_CONNECT_SECONDS, read=timeout)
+        limits = httpx.Timeout(CONTROL_SECONDS, connect=_CONNECT_SECONDS, read=timeout)
         try:
             response = await self._http.request(method, path, json=body, timeout=limits)
         except httpx.TimeoutException as error:
@@ -208,36 +219,36 @@ class EngineClient:
 
     def _generation(self, answer: Mapping[str, Any], seconds: float) -> Generation:
         try:
-            meta = answer["meta_info"]
-            ids = tuple(int(item) for item in answer["output_ids"])
-            logprobs = tuple(float(item[0]) for item in meta["output_token_logprobs"][: len(ids)])
-            reason = meta["finish_reason"]["type"]
-            prompt_tokens = int(meta["prompt_tokens"])
+            fields = self._fields(answer)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             excerpt = json.dumps(answer)[:_EXCERPT]
             raise EngineError(
                 f"engine {self.url} answered in an unknown form ({error!r}): {excerpt}"
             ) from error
+        ids, logprobs = fields["output_ids"], fields["logprobs"]
         if len(logprobs) != len(ids):
             raise EngineError(f"engine {self.url} gave {len(logprobs)} logprobs for {len(ids)} tokens")
-        return Generation(
-            output_ids=ids,
-            logprobs=logprobs,
-            versions=self._spans(meta, len(ids)),
-            finish_reason=reason,
-            prompt_tokens=prompt_tokens,
-            cached_tokens=int(meta.get("cached_tokens") or 0),
-            seconds=seconds,
-            engine_url=self.url,
-        )
+        fields["versions"] = self._spans(fields["versions"], len(ids))
+        return Generation(**fields, seconds=seconds, engine_url=self.url)
 
-    def _spans(self, meta: Mapping[str, Any], count: int) -> tuple[VersionSpan, ...]:
-        """The engine's spans cut to ``count`` tokens; one span of ``weight_version`` where it gives none."""
+    def _fields(self, answer: Mapping[str, Any]) -> dict[str, Any]:
+        """What an answer says of a Generation; ``versions`` are the engine's own spans."""
+        meta = answer["meta_info"]
+        ids = tuple(int(item) for item in answer["output_ids"])
+        whole = {"version": meta.get("weight_version", "default"), "start": 0, "end": len(ids)}
+        return {
+            "output_ids": ids,
+            "logprobs": tuple(float(item[0]) for item in meta["output_token_logprobs"][: len(ids)]),
+            "versions": meta.get("weight_versions") or [whole],
+            "finish_reason": meta["finish_reason"]["type"],
+            "prompt_tokens": int(meta["prompt_tokens"]),
+            "cached_tokens": int(meta.get("cached_tokens") or 0),
+        }
+
+    def _spans(self, spans: Sequence[Mapping[str, Any]], count: int) -> tuple[VersionSpan, ...]:
+        """The engine's spans, cut to ``count`` tokens."""
         if count == 0:
             return ()
-        spans = meta.get("weight_versions") or [
-            {"version": meta.get("weight_version", "default"), "start": 0, "end": count}
-        ]
         found = tuple(
             VersionSpan(
                 version=self._version(span["version"]), start=span["start"], end=min(span["end"], count)
@@ -278,7 +289,7 @@ def _object(response: httpx.Response) -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {"value": answer}
 
 
-def _vocab_size_of(folder: str) -> int | None:
+def vocab_size_of(folder: str) -> int | None:
     """``vocab_size`` of the config in a model folder; None where the folder cannot be read here."""
     try:
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))

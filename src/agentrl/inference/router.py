@@ -15,7 +15,8 @@ from agentrl.documents.dispatch import VersionSpan
 from agentrl.documents.service import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import EngineError, StoreError
-from agentrl.inference.engine import EngineClient, EngineRefusedError, FinishReason, Generation
+from agentrl.inference.engine import EngineRefusedError, FinishReason, Generation
+from agentrl.inference.engines.launch import engine_client
 from agentrl.inference.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class EngineRouter:
         max_age: float = 1.0,
         backoff: float = 0.5,
         suspect_seconds: float = 5.0,
-        client: Callable[[str], Client] | None = None,
+        client: Callable[[InferenceService], Client] | None = None,
     ) -> None:
         """``live`` lists the live engines and is asked again once its answer is ``max_age`` seconds old.
 
@@ -63,7 +64,9 @@ class EngineRouter:
         self._max_age = max_age
         self._backoff = backoff
         self._suspect_seconds = suspect_seconds
-        self._new_client = client or (lambda url: EngineClient(url, request_timeout, vocab_size=vocab_size))
+        self._new_client = client or (
+            lambda service: engine_client(service.engine, service.url, request_timeout, vocab_size=vocab_size)
+        )
         self._clients: dict[str, Client] = {}
         self._services: tuple[InferenceService, ...] = ()
         self._asked_at = float("-inf")
@@ -109,7 +112,7 @@ class EngineRouter:
                 chosen = min(urls.values(), key=self._load, default=None)
                 self._move(session, chosen.url if chosen else None)
             if session.url is not None:
-                return self._client(session.url)
+                return self._client(urls[session.url])
             await self._wait(f"{session.traj_id} waits for a live engine", deadline)
 
     async def _look_again(self) -> None:
@@ -140,10 +143,10 @@ class EngineRouter:
             self._sessions[url] += 1
         session.url = url
 
-    def _client(self, url: str) -> Client:
-        if url not in self._clients:
-            self._clients[url] = self._new_client(url)
-        return self._clients[url]
+    def _client(self, service: InferenceService) -> Client:
+        if service.url not in self._clients:
+            self._clients[service.url] = self._new_client(service)
+        return self._clients[service.url]
 
     def _suspect(self, session: EngineSession) -> None:
         if session.url is not None:

@@ -19,7 +19,8 @@ from agentrl.documents.service import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError, EngineError, PublishError, StoreError
 from agentrl.inference.engine import EngineClient
-from agentrl.inference.engines.process import EngineCommand, EngineProcess, free_port
+from agentrl.inference.engines.launch import engine_client, engine_command
+from agentrl.inference.engines.process import EngineProcess, free_port
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -54,8 +55,8 @@ async def serve(run: RunConfig, model: ModelConfig, config: EngineConfig) -> Non
         port = config.port or free_port(config.host)
         service_id = f"{socket.gethostname().split('.')[0]}-{port}-{uuid.uuid4().hex[:6]}"
         log_file = Path(run.log_dir) / f"{run.run_name}_{config.engine}_{service_id}.log"
-        process = EngineProcess(_command(folder, model, config, port, version), log_file)
-        client = EngineClient(f"http://{_reachable(config.host)}:{port}", _UPDATE_SECONDS)
+        process = EngineProcess(engine_command(folder, model, config, port), log_file)
+        client = engine_client(config.engine, f"http://{_reachable(config.host)}:{port}", _UPDATE_SECONDS)
         served = ServedEngine(
             store, client, process, config, service_id=service_id, folder=folder, version=version
         )
@@ -108,6 +109,7 @@ class ServedEngine:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._beat())
                 await self._process.wait_ready(self._client, self._config.engine_start_seconds)
+                await self._client.set_version(self._version)
                 self._status = ServiceStatus.READY
                 log.info("engine is ready at %s with version %d", self._client.url, self._version)
                 tasks.create_task(self._follow())
@@ -200,22 +202,6 @@ async def _starting_weights(store: Store, model: ModelConfig) -> tuple[int, str]
 def _reachable(host: str) -> str:
     """The name under which samplers reach an engine that binds to ``host``."""
     return socket.getfqdn() if host in ("0.0.0.0", "::") else host
-
-
-def _command(folder: str, model: ModelConfig, config: EngineConfig, port: int, version: int) -> EngineCommand:
-    if config.engine == "sglang":
-        from agentrl.inference.engines.sglang import sglang_command
-
-        return sglang_command(folder, config, port=port, model_name=model.model_name, version=version)
-    if config.engine == "vllm":
-        from agentrl.inference.engines.vllm import vllm_command
-
-        return vllm_command(folder, config, port=port, model_name=model.model_name, version=version)
-    from agentrl.inference.engines.local_command import local_command
-
-    return local_command(
-        folder, config, port=port, model_name=model.model_name, version=version, dtype=model.dtype
-    )
 
 
 async def _until_signal(work: Callable[[], Awaitable[None]]) -> None:

@@ -1,7 +1,7 @@
 """Compares the trainer's logprobs with an engine's, for the same ids and weights.
 
     python -m agentrl.observe.parity --model_name_or_path DIR --engine local
-    python -m agentrl.observe.parity --model_name_or_path DIR --engine local,sglang --prompts 32
+    python -m agentrl.observe.parity --model_name_or_path DIR --engine local,sglang,vllm --prompts 32
     python -m agentrl.observe.parity --model_name_or_path DIR --url http://127.0.0.1:30000
 
 The engine samples; the trainer scores what it sampled, by its own forest and logprob code, with every
@@ -11,6 +11,7 @@ executor. The exit code is 1 when the mean of |Δlogprob| reaches the limit anyw
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -31,11 +32,10 @@ from agentrl.observe.logging import quiet_transformers
 from agentrl.observe.tables import stdout_console, table
 
 if TYPE_CHECKING:
-    from agentrl.inference.engine import Generation
+    from agentrl.inference.engine import EngineClient, Generation
     from agentrl.train.model import Policy
 
 MEAN_LIMIT = 1e-3
-ENGINES = ("local", "sglang")
 _GENERATE_SECONDS = 600.0
 _QUESTIONS = (
     "What is 17 times 23?",
@@ -88,7 +88,9 @@ def main(argv: list[str]) -> int:
     if flags.prompts < 1 or flags.max_new_tokens < 1:
         raise ConfigError("--prompts and --max_new_tokens must be above 0", cure="give them positive values")
     model = ModelConfig(
-        model_name_or_path=flags.model_name_or_path, dtype=flags.dtype, chat_template=flags.chat_template
+        model_name_or_path=os.path.abspath(flags.model_name_or_path),
+        dtype=flags.dtype,
+        chat_template=flags.chat_template,
     )
     differences = asyncio.run(_compare(model, flags))
     stdout_console().print(render(differences, flags.model_name_or_path))
@@ -113,8 +115,8 @@ def _parser() -> CommandParser:
         prog="python -m agentrl.observe.parity", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--model_name_or_path", required=True, help="folder of a Hugging Face model")
-    parser.add_argument("--engine", default="local", help="engines to start: local, sglang or local,sglang")
-    parser.add_argument("--url", help="an engine that serves the same weights already")
+    parser.add_argument("--engine", default="local", help="engines to start: local, sglang, vllm, or several")
+    parser.add_argument("--url", help="an engine of that kind which serves the same weights already")
     parser.add_argument("--prompts", type=int, default=16, help="how many prompts")
     parser.add_argument("--max_new_tokens", type=int, default=64, help="tokens generated per prompt")
     parser.add_argument("--temperature", type=float, default=1.0, help="of sampling and of the logprobs")
@@ -132,9 +134,9 @@ async def _compare(model: ModelConfig, flags: Any) -> list[Difference]:
     policy.model.requires_grad_(False)
     prompts = encode_prompts(policy, flags.prompts)
     differences = []
-    for name in [flags.url] if flags.url else flags.engine.split(","):
-        async with _engine(name, model, flags) as url:
-            samples = await _sample(url, prompts, flags.max_new_tokens, flags.temperature)
+    for name in _engines(flags):
+        async with _engine(name, model, flags) as client:
+            samples = await _sample(client, prompts, flags.max_new_tokens, flags.temperature)
         differences += await asyncio.to_thread(compare_samples, name, policy, samples, flags.temperature)
     return differences
 
@@ -173,60 +175,60 @@ def compare_samples(
     return differences
 
 
+def _engines(flags: Any) -> list[str]:
+    """The engines named; ConfigError on a name that there is not, and on several for one url."""
+    from agentrl.inference.engines.launch import ENGINES
+
+    names = str(flags.engine).split(",")
+    for name in names:
+        if name not in ENGINES:
+            raise ConfigError(f"--engine names {name!r}", cure=f"give one or more of: {', '.join(ENGINES)}")
+    if flags.url and len(names) > 1:
+        raise ConfigError(
+            f"--url names one engine, and --engine {len(names)}", cure="say of which kind the one is"
+        )
+    return names
+
+
 @asynccontextmanager
-async def _engine(name: str, model: ModelConfig, flags: Any) -> AsyncIterator[str]:
-    """The url of ``name``: itself where it is one, else that of a server which runs meanwhile."""
-    if flags.url:
-        yield name
-        return
-    from agentrl.inference.engine import EngineClient
+async def _engine(name: str, model: ModelConfig, flags: Any) -> AsyncIterator[EngineClient]:
+    """A client of the engine at ``--url``, or of one that runs meanwhile."""
+    from agentrl.inference.engines.launch import engine_client, engine_command
     from agentrl.inference.engines.process import EngineProcess, free_port
 
-    config = EngineConfig(engine_start_seconds=flags.engine_start_seconds)
+    if flags.url:
+        async with engine_client(name, flags.url, _GENERATE_SECONDS) as client:
+            yield client
+        return
+    config = EngineConfig(engine=name, engine_start_seconds=flags.engine_start_seconds)  # type: ignore[arg-type]
     port = free_port(config.host)
-    url = f"http://{config.host}:{port}"
     with tempfile.TemporaryDirectory(prefix="agentrl-parity-") as folder:
-        process = EngineProcess(_command(name, model, config, port), Path(folder) / "engine.log")
+        command = engine_command(str(model.model_name_or_path), model, config, port)
+        process = EngineProcess(command, Path(folder) / "engine.log")
         try:
-            async with EngineClient(url) as client:
+            async with engine_client(name, f"http://{config.host}:{port}", _GENERATE_SECONDS) as client:
                 await process.wait_ready(client, flags.engine_start_seconds)
-            yield url
+                yield client
         finally:
             await process.stop()
 
 
-def _command(name: str, model: ModelConfig, config: EngineConfig, port: int) -> Any:
-    from agentrl.inference.engines.local_command import local_command
-    from agentrl.inference.engines.sglang import sglang_command
-
-    folder = str(Path(str(model.model_name_or_path)).absolute())
-    if name == "local":
-        return local_command(
-            folder, config, port=port, model_name=model.model_name, version=0, dtype=model.dtype
-        )
-    if name == "sglang":
-        return sglang_command(folder, config, port=port, model_name=model.model_name, version=0)
-    raise ConfigError(f"--engine names {name!r}", cure=f"give one or more of: {', '.join(ENGINES)}")
-
-
 async def _sample(
-    url: str, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, temperature: float
+    client: EngineClient, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, temperature: float
 ) -> list[Sample]:
-    from agentrl.inference.engine import EngineClient
     from agentrl.inference.sampling import SamplingParams
 
     params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens)
-    async with EngineClient(url, timeout=_GENERATE_SECONDS) as client:
-        generations: list[Generation] = await asyncio.gather(
-            *(client.generate(ids, params, f"parity-{place:06d}") for place, ids in enumerate(prompts))
-        )
+    generations: list[Generation] = await asyncio.gather(
+        *(client.generate(ids, params, f"parity-{place:06d}") for place, ids in enumerate(prompts))
+    )
     samples = [
         Sample(prompt, generation.output_ids, generation.logprobs)
         for prompt, generation in zip(prompts, generations, strict=True)
         if generation.output_ids
     ]
     if not samples:
-        raise EngineError(f"engine {url} generated no token for any of {len(prompts)} prompts")
+        raise EngineError(f"engine {client.url} generated no token for any of {len(prompts)} prompts")
     return samples
 
 

@@ -73,7 +73,7 @@ def _parse(argv: list[str]) -> Options:
     )
     parser.add_argument("--steps", type=int, help="optimizer steps of the whole run")
     parser.add_argument("--minutes", type=float, help="stop training after so many minutes")
-    parser.add_argument("--engine", choices=("local", "sglang"), default="local")
+    parser.add_argument("--engine", choices=("local", "sglang", "vllm"), default="local")
     parser.add_argument("--samplers", type=int, default=2, help="sampler processes (default: 2)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run_name", help="name of the run (default: quickstart, or the next free number)")

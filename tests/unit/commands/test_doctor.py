@@ -7,6 +7,7 @@ import socket
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from tokenizers import Tokenizer, models
@@ -81,12 +82,15 @@ def test_disk_space_is_told(free: int, state: str, tmp_path: Path, monkeypatch: 
     assert bool(check.cure) is (state != "ok")
 
 
-def test_sglang_is_needed_by_its_engine_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AGENTRL_SGLANG_VENV", str(tmp_path))
-    assert doctor_machine.check_sglang(EngineConfig()).state == "ok"
-    failed = doctor_machine.check_sglang(EngineConfig(engine="sglang"))
+@pytest.mark.parametrize("name", ["sglang", "vllm"])
+def test_an_engine_with_a_venv_is_needed_by_its_flag_alone(
+    name: Literal["sglang", "vllm"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"AGENTRL_{name.upper()}_VENV", str(tmp_path))
+    assert doctor_machine.check_engine_venv(name, EngineConfig()).state == "ok"
+    failed = doctor_machine.check_engine_venv(name, EngineConfig(engine=name))
     assert failed.state == "fail"
-    assert "scripts/setup_sglang.sh" in failed.cure
+    assert f"scripts/setup_{name}.sh" in failed.cure
 
 
 def test_a_torch_that_does_not_import_fails_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +112,7 @@ def test_torch_is_held_against_the_gpu(
     answer: str, gpu: bool, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor_machine, "_TORCH_PROBE", f"print({answer!r})")
-    monkeypatch.setattr(doctor_machine, "gpu_present", lambda: gpu)
+    monkeypatch.setattr(doctor_machine, "has_gpu", lambda: gpu)
     assert doctor_machine.check_torch().state == state
 
 

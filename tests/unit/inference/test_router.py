@@ -78,9 +78,9 @@ class Fleet:
             self.asked_twice.set()
         return self.services
 
-    def client(self, url: str) -> Scripted:
-        name = url.removeprefix("http://")
-        self.engines[name] = Scripted(url, self.scripts.get(name, ()))
+    def client(self, service: InferenceService) -> Scripted:
+        name = service.url.removeprefix("http://")
+        self.engines[name] = Scripted(service.url, self.scripts.get(name, ()))
         return self.engines[name]
 
     def router(self, **options: float) -> EngineRouter:

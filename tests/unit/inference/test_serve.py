@@ -83,6 +83,9 @@ class Client:
     async def resume(self) -> None:
         self.calls.append(("resume",))
 
+    async def set_version(self, version: int) -> None:
+        self.calls.append(("version", version))
+
 
 class Process:
     pid = 4711
@@ -179,7 +182,7 @@ async def test_it_registers_beats_follows_and_stops(scene: Scene, tmp_path: Path
         await scene.until(lambda: scene.store.services.beats[-1]["policy_version"] == 4)
 
     await scene.during_run(play)
-    assert scene.client.calls == updates(version)
+    assert scene.client.calls == [("version", 0), *updates(version)]
     assert [service.id for service in scene.store.services.registered] == ["e1"]
     assert scene.store.services.registered[0].status is ServiceStatus.STARTING
     assert scene.store.services.stopped == ["e1"]

@@ -9,20 +9,12 @@ from agentrl.config.schema import EngineConfig
 from agentrl.inference.engines.process import EngineCommand
 
 
-def local_command(
-    model_path: str,
-    config: EngineConfig,
-    *,
-    port: int,
-    model_name: str,
-    version: int,
-    dtype: str = "float32",
-) -> EngineCommand:
-    """The server for ``model_path`` on ``config.host:port``, its weights named ``version``."""
+def local_command(model_path: str, config: EngineConfig, *, port: int, dtype: str) -> EngineCommand:
+    """The server for ``model_path`` on ``config.host:port``."""
     argv = [
         *(sys.executable, "-m", "agentrl.inference.engines.local"),
         *("--model_path", model_path, "--host", config.host, "--port", str(port)),
-        *("--weight_version", str(version), "--dtype", dtype),
+        *("--dtype", dtype),
         *("--max_running_requests", str(config.max_running_requests)),
         *("--max_total_tokens", str(config.max_total_tokens)),
     ]

@@ -2,55 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shlex
-import sys
-from pathlib import Path
 
 from agentrl.config.schema import EngineConfig
 from agentrl.errors import ConfigError
 from agentrl.inference.engines.process import EngineCommand
+from agentrl.machine import ROOT, engine_python, has_gpu
 
-_ROOT = Path(__file__).resolve().parents[4]
-_CPU_LAUNCHER = _ROOT / "deploy" / "sglang" / "launch_cpu.py"
-
-
-def sglang_python() -> Path:
-    """The interpreter that has SGLang: of ``AGENTRL_SGLANG_VENV``, of ``.venv-sglang``, or this one.
-
-    ConfigError where none of them has SGLang.
-    """
-    folder = os.environ.get("AGENTRL_SGLANG_VENV")
-    python = Path(folder or _ROOT / ".venv-sglang") / "bin" / "python"
-    if python.is_file():
-        return python
-    if not folder and importlib.util.find_spec("sglang") is not None:
-        return Path(sys.executable)
-    raise ConfigError(
-        f"SGLang is not installed: there is no {python}",
-        cure="bash scripts/setup_sglang.sh, or set AGENTRL_SGLANG_VENV to a venv that has it",
-    )
+_CPU_LAUNCHER = ROOT / "deploy" / "sglang" / "launch_cpu.py"
 
 
-def has_gpu() -> bool:
-    """Whether this machine shows an NVIDIA or AMD GPU."""
-    return Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
-
-
-def sglang_command(
-    model_path: str, config: EngineConfig, *, port: int, model_name: str, version: int
-) -> EngineCommand:
-    """The server for ``model_path`` on ``config.host:port``, its weights named ``version``."""
+def sglang_command(model_path: str, config: EngineConfig, *, port: int, model_name: str) -> EngineCommand:
+    """The server for ``model_path`` on ``config.host:port``."""
     common = [
         *("--model-path", model_path, "--served-model-name", model_name),
         *("--host", config.host, "--port", str(port)),
-        *("--weight-version", str(version)),
         *("--max-running-requests", str(config.max_running_requests)),
         *("--mem-fraction-static", str(config.inf_mem_ratio)),
         *("--log-level", "warning"),
     ]
-    python = str(sglang_python())
+    python = engine_python("sglang")
     further = shlex.split(config.engine_args)
     if has_gpu():
         argv = [python, "-m", "sglang.launch_server", *common, "--tp-size", str(config.inf_tp_size)]
@@ -59,10 +31,6 @@ def sglang_command(
 
 
 def _cpu_command(python: str, arguments: list[str], config: EngineConfig) -> EngineCommand:
-    if config.inf_tp_size != 1:
-        raise ConfigError(
-            f"--inf_tp_size {config.inf_tp_size} needs GPUs, and there are none here", cure="set it to 1"
-        )
     if not _CPU_LAUNCHER.is_file():
         raise ConfigError(
             f"SGLang's launcher for CPUs is missing: {_CPU_LAUNCHER}",

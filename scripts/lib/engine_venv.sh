@@ -1,0 +1,40 @@
+# Sourced by setup_sglang.sh and setup_vllm.sh: makes the venv of one engine from the pins under deploy/.
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+
+# make_engine_venv NAME SIZE: installs deploy/NAME's requirements into AGENTRL_NAME_VENV or .venv-NAME.
+make_engine_venv() {
+    local name=$1 size=$2
+    local variable="AGENTRL_${name^^}_VENV"
+    local venv="${!variable:-$root/.venv-$name}"
+    local requirements="$root/deploy/$name/requirements-cpu.txt"
+    local nodeps="$root/deploy/$name/requirements-cpu-nodeps.txt"
+    local stamp="$venv/.requirements.sha256" wanted
+    wanted="$(cat "$requirements" "$nodeps" | sha256sum | cut -d' ' -f1)"
+
+    up_to_date() { [[ -f "$stamp" && "$(cat "$stamp")" == "$wanted" ]]; }
+    if up_to_date; then
+        echo "$name venv: $venv (up to date)"
+        return
+    fi
+
+    # One installer at a time; a second one waits here and then finds the stamp.
+    mkdir -p "$venv"
+    exec 9>"$venv/.install.lock"
+    if ! flock --wait 900 9; then
+        echo "setup_$name: another installation has held $venv/.install.lock for 15 minutes" >&2
+        return 1
+    fi
+    if up_to_date; then
+        echo "$name venv: $venv (up to date)"
+        return
+    fi
+
+    echo "$name venv: installing into $venv (about $size, one to three minutes)"
+    rm -f "$stamp"
+    "${PYTHON:-python3}" -m venv "$venv"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --requirement "$requirements"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --requirement "$nodeps"
+    printf '%s\n' "$wanted" >"$stamp"
+    echo "$name venv: $venv (installed)"
+}

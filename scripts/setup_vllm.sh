@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Makes the venv in which the real vLLM server runs on a CPU (deploy/vllm/README.md); instant when it is there.
+#
+#   bash scripts/setup_vllm.sh                                # into .venv-vllm of this repository
+#   AGENTRL_VLLM_VENV=/opt/vllm bash scripts/setup_vllm.sh
+set -euo pipefail
+# shellcheck source=scripts/lib/engine_venv.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib/engine_venv.sh"
+make_engine_venv vllm "2.5 GB"

@@ -1,0 +1,143 @@
+"""The engine client for vLLM: the same calls, said in vLLM's HTTP API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.inference.engine import (
+    CONTROL_SECONDS,
+    EngineClient,
+    EngineRefusedError,
+    ModelInfo,
+    PauseMode,
+    vocab_size_of,
+)
+from agentrl.inference.sampling import SamplingParams
+
+_PAUSE = {"abort": "abort", "retract": "keep", "in_place": "keep"}
+_RENAMED = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
+_UNTRUNCATED = SamplingParams()
+_SHAPING = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+class VllmClient(EngineClient):
+    """One vLLM server at ``url``, in development mode and with ``--enable-scale-out``."""
+
+    async def health(self) -> bool:
+        """As of EngineClient: vLLM calls itself healthy while it is paused."""
+        if not await super().health():
+            return False
+        return not (await self._get("/is_paused"))["is_paused"]
+
+    async def model_info(self) -> ModelInfo:
+        """As of EngineClient; ``model_path`` is what the server was started with."""
+        path = str((await self._get("/v1/models"))["data"][0]["root"])
+        version = self._version((await self._get("/weight_info"))["weight_version"])
+        vocab_size = await asyncio.to_thread(vocab_size_of, path)
+        return ModelInfo(model_path=path, version=version, vocab_size=vocab_size)
+
+    async def server_info(self) -> dict[str, Any]:
+        """vLLM's description of itself, with ``model_path`` added."""
+        return {**await super().server_info(), "model_path": (await self.model_info()).model_path}
+
+    async def load(self) -> int:
+        """As of EngineClient."""
+        return int((await self._get("/load"))["server_load"])
+
+    async def pause(self, mode: PauseMode) -> None:
+        """As of EngineClient; ``retract`` keeps the KV cache until weights are loaded, which drops it."""
+        await self._post(f"/pause?mode={_PAUSE[mode]}", {}, self._timeout)
+
+    async def resume(self) -> None:
+        """As of EngineClient."""
+        await self._post("/resume", {}, CONTROL_SECONDS)
+
+    async def flush_cache(self) -> None:
+        """As of EngineClient."""
+        answer = await self._post("/reset_prefix_cache", {}, CONTROL_SECONDS)
+        if not answer.get("success", False):
+            raise EngineRefusedError(f"engine {self.url} did not flush its cache: requests run")
+
+    async def abort(self, rid: str | None) -> None:
+        """As of EngineClient."""
+        ids = {} if rid is None else {"request_ids": [f"generate-tokens-{rid}"]}
+        await self._post("/abort_requests", ids, CONTROL_SECONDS)
+
+    async def update_weights(self, path: str, version: int, *, flush_cache: bool = True) -> None:
+        """As of EngineClient. The folder is read here first: a worker that cannot load weights dies."""
+        info = await self.model_info()
+        await asyncio.to_thread(_check_same_tensors, Path(info.model_path), Path(path))
+        is_paused = (await self._get("/is_paused"))["is_paused"]
+        if not is_paused:
+            await self._post("/pause?mode=wait", {}, self._timeout)
+        try:
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+            await self._post("/collective_rpc", reload, self._timeout)
+            await self.set_version(version)
+            if flush_cache:
+                await self._post("/reset_prefix_cache?reset_running_requests=true", {}, CONTROL_SECONDS)
+        finally:
+            if not is_paused:
+                await self.resume()
+
+    def _request(
+        self, input_ids: Sequence[int], params: SamplingParams, rid: str
+    ) -> tuple[str, dict[str, Any]]:
+        for name in _SHAPING:
+            if (value := getattr(params, name)) != getattr(_UNTRUNCATED, name):
+                raise EngineRefusedError(
+                    f"vLLM gives the logprobs of the shaped distribution, and {name} is {value}: they would"
+                    " not be those of the policy",
+                    cure=f"leave {name} at {getattr(_UNTRUNCATED, name)}, or use --engine sglang or local",
+                )
+        sampling = {_RENAMED.get(name, name): value for name, value in params.to_request().items()}
+        return "/inference/v1/generate", {
+            "request_id": rid,
+            "token_ids": list(input_ids),
+            "sampling_params": {**sampling, "logprobs": 0, "detokenize": False},
+        }
+
+    def _fields(self, answer: Mapping[str, Any]) -> dict[str, Any]:
+        choice, usage = answer["choices"][0], answer["usage"]
+        content = (choice["logprobs"] or {}).get("content") or ()
+        return {
+            "output_ids": tuple(int(item) for item in choice["token_ids"]),
+            "logprobs": tuple(float(item["logprob"]) for item in content),
+            "versions": choice["weight_versions"] or (),
+            "finish_reason": choice["finish_reason"],
+            "prompt_tokens": int(usage["prompt_tokens"]),
+            "cached_tokens": int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0),
+        }
+
+
+def _check_same_tensors(served: Path, offered: Path) -> None:
+    """EngineRefusedError where ``offered`` does not hold tensors of the names and shapes of ``served``."""
+    if not offered.is_dir():
+        raise EngineRefusedError(f"there is no folder {offered} to load weights from")
+    there, wanted = _tensors(offered), _tensors(served)
+    for name, shape in wanted.items():
+        if there.get(name) != shape:
+            raise EngineRefusedError(
+                f"{offered} does not fit the model served: {name} is {there.get(name)}, not {shape}"
+            )
+
+
+def _tensors(folder: Path) -> dict[str, list[int]]:
+    """Name → shape of every tensor, from the headers of the folder's safetensors files."""
+    found: dict[str, list[int]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with file.open("rb") as stream:
+                (length,) = struct.unpack("<Q", stream.read(8))
+                header = json.loads(stream.read(length))
+        except (OSError, struct.error, ValueError) as error:
+            raise EngineRefusedError(f"{file} is no safetensors file: {error}") from error
+        found |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    if not found:
+        raise EngineRefusedError(f"{folder} holds no *.safetensors")
+    return found
