@@ -5,29 +5,25 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from pymongo import ReturnDocument, UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
-from agentrl.documents.base import plain
 from agentrl.documents.record import Failure
 from agentrl.documents.status import (
-    RECORD_EDGES,
-    RecordStatus,
     SlotStatus,
     TaskStatus,
-    sources,
 )  # fmt: skip
 from agentrl.documents.task import Claim, Task
-from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store import slots
 from agentrl.store.attempts import end_record
-from agentrl.store.connection import Connection, Json, Part, database_call
-from agentrl.store.leases import lost_claims
-from agentrl.store.names import RECORD, TASK
+from agentrl.store.combining import Combiner
+from agentrl.store.connection import Connection, Json, database_call
+from agentrl.store.leases import lease_lost, lost_claims
+from agentrl.store.names import TASK
 from agentrl.store.openings import BY_ORDER, OpeningRacedError, Openings
+from agentrl.store.scores import Scores
 
 _MAX_ATTEMPTS = 3
 _LONGEST_DOUBLING = 9
@@ -35,12 +31,24 @@ _PAUSES = [min(0.002 * 2**number, 0.2) for number in range(40)]
 """Longest pause, in seconds, after each opening of a group that another claimer won."""
 
 
-class Claims(Part):
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What one claimer asks for."""
+
+    owner: str
+    split: str
+    lease_seconds: float
+    max_groups_open: int | None
+    max_attempts: int
+
+
+class Claims(Scores):
     """What samplers do with slots. A lost claim is a LeaseLostError, and nothing was written."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
         self._openings = Openings(connection)
+        self._claiming = Combiner(self._claim_together, self._claim)
 
     @database_call
     async def claim(
@@ -51,24 +59,10 @@ class Claims(Part):
 
         Open slots of groups that have begun come first, then a new group by (epoch, order) as long as fewer
         than ``max_groups_open`` are open, whoever else claims at that moment; then slots whose lease ran out
-        and that have attempts left.
+        and that have attempts left. Claimers of one process that come at the same time share the write that
+        takes slots of a group.
         """
-        update = slots.claim_one(slots.OPEN, owner, lease_seconds)
-        is_open = slots.any_slot(slots.OPEN)
-        begun = {"split": split, "status": TaskStatus.RUNNING.value, **is_open}
-        for longest_pause in _PAUSES:
-            try:
-                found = await self._take(begun, update) or await self._openings.open(
-                    split, max_groups_open, is_open, update
-                )
-                break
-            except OpeningRacedError:
-                await asyncio.sleep(random.uniform(0, longest_pause))
-        else:
-            return None
-        if found is None:
-            found = await self._take_over(split, owner, lease_seconds, max_attempts)
-        return None if found is None else _claim_of(found, owner)
+        return await self._claiming.write(_Wish(owner, split, lease_seconds, max_groups_open, max_attempts))
 
     @database_call
     async def heartbeat(self, claims: Sequence[Claim], lease_seconds: float) -> list[Claim]:
@@ -119,43 +113,6 @@ class Claims(Part):
         return next(slot.status for slot in task.slots if slot.traj_id == claim.traj_id)
 
     @database_call
-    async def score(self, claim: Claim, score: float, details: dict[str, Any] | None = None) -> TaskStatus:
-        """End the attempt with a score; returns the Task's status (WAITING: the group is complete).
-
-        Repeating the call after it succeeded changes nothing.
-        """
-        fields = {
-            "status": SlotStatus.SCORED.value, "score": float(score), "owner": slots.literal(claim.owner),
-            "lease_expires_at": None,
-        }  # fmt: skip
-        changes = {
-            "$set": {
-                "status": RecordStatus.SCORED.value, "score": float(score),
-                "score_details": plain(details or {}),
-            },
-            "$currentDate": {"scored_at": True},
-        }  # fmt: skip
-
-        async def write(session: AsyncClientSession) -> Task:
-            task = await self._change(claim, fields, session)
-            query = {
-                "_id": claim.record_id,
-                "status": {"$in": sources(RECORD_EDGES, RecordStatus.SCORED)},
-            }
-            result = await self._collection(RECORD).update_one(query, changes, session=session)
-            if result.matched_count != 1:
-                raise StoreError(f"Record {claim.record_id} is not being scored: it takes no score")
-            return task
-
-        try:
-            return (await self._connection.transaction(write)).status
-        except LeaseLostError:
-            scored = await self._scored_already(claim)
-            if scored is None:
-                raise
-            return scored
-
-    @database_call
     async def reap(self, split: str, max_attempts: int = _MAX_ATTEMPTS) -> int:
         """Free every slot whose lease ran out, or fail it at ``max_attempts``; returns how many."""
         query = {"split": split, "status": TaskStatus.RUNNING.value, **slots.any_slot(slots.EXPIRED)}
@@ -188,33 +145,66 @@ class Claims(Part):
         """Groups begun and not yet trained: running, waiting, or finalised with untrained data."""
         return await self._openings.count(split)
 
+    async def _claim(self, wish: _Wish) -> Claim | None:
+        claims = await self._claim_of_one_group(wish, [wish.owner])
+        return claims[0] if claims else None
+
+    async def _claim_together(self, wishes: Sequence[_Wish]) -> list[Claim | None] | None:
+        if len({replace(wish, owner="") for wish in wishes}) > 1:
+            return None
+        claims: list[Claim | None] = []
+        while len(claims) < len(wishes):
+            owners = [wish.owner for wish in wishes[len(claims) :]]
+            taken = await self._claim_of_one_group(wishes[0], owners)
+            claims += taken or [None] * len(owners)
+        return claims
+
+    async def _claim_of_one_group(self, wish: _Wish, owners: Sequence[str]) -> list[Claim]:
+        """Slots of one Task for as many of ``owners`` as it has; none where there is nothing to take."""
+        update = slots.claim_slots(slots.OPEN, owners, wish.lease_seconds)
+        is_open = {"slots.status": SlotStatus.OPEN.value, **slots.any_slot(slots.OPEN)}
+        begun = {"split": wish.split, "status": TaskStatus.RUNNING.value, **is_open}
+        for longest_pause in _PAUSES:
+            try:
+                found = await self._take(begun, update) or await self._openings.open(
+                    wish.split, wish.max_groups_open, is_open, update
+                )
+                break
+            except OpeningRacedError:
+                await asyncio.sleep(random.uniform(0, longest_pause))
+        else:
+            return []
+        if found is None:
+            return await self._take_over(wish)
+        return _claims_of(found, owners)
+
     async def _take(self, query: Json, update: list[Json]) -> Json | None:
         return await self._collection(TASK).find_one_and_update(
             query, update, sort=BY_ORDER, return_document=ReturnDocument.AFTER
         )
 
-    async def _take_over(
-        self, split: str, owner: str, lease_seconds: float, max_attempts: int
-    ) -> Json | None:
+    async def _take_over(self, wish: _Wish) -> list[Claim]:
         """A slot whose lease ran out; the Record of the attempt before fails with it."""
-        expired = slots.expired(max_attempts)
-        query = {"split": split, "status": TaskStatus.RUNNING.value, **slots.any_slot(expired)}
-        update = slots.claim_one(expired, owner, lease_seconds)
+        expired = slots.expired(wish.max_attempts)
+        query = {"split": wish.split, "status": TaskStatus.RUNNING.value, **slots.any_slot(expired)}
+        update = slots.claim_slots(expired, [wish.owner], wish.lease_seconds)
         tasks = self._collection(TASK)
         if await tasks.find_one(query, {"_id": 1}) is None:
-            return None
+            return []
 
-        async def write(session: AsyncClientSession) -> Json | None:
+        async def write(session: AsyncClientSession) -> list[Claim]:
             found = await tasks.find_one_and_update(
                 query, update, sort=BY_ORDER, return_document=ReturnDocument.AFTER, session=session
             )
-            if found is not None:
-                lost = _lost_claim(found, _claim_of(found, owner))
-                failure = Failure(
-                    kind="lease", message=f"the lease of {lost.owner} ran out; {owner} took the slot over"
-                )
-                await end_record(self._connection, lost, failure, session)
-            return found
+            if found is None:
+                return []
+            (claim,) = _claims_of(found, [wish.owner])
+            lost = _lost_claim(found, claim)
+            failure = Failure(
+                kind="lease", message=f"the lease of {lost.owner} ran out; {claim.owner} took the slot over"
+            )
+            await end_record(self._connection, lost, failure, session)
+            return [claim]
 
         return await self._connection.transaction(write)
 
@@ -242,16 +232,6 @@ class Claims(Part):
 
         return await self._connection.transaction(write)
 
-    async def _scored_already(self, claim: Claim) -> TaskStatus | None:
-        slot = {
-            "traj_id": claim.traj_id, "attempt": claim.attempt, "owner": claim.owner,
-            "status": SlotStatus.SCORED.value,
-        }  # fmt: skip
-        task = await self._collection(TASK).find_one(
-            {"_id": claim.task.id, "slots": {"$elemMatch": slot}}, {"status": 1}
-        )
-        return None if task is None else TaskStatus(task["status"])
-
 
 _FREE: Json = {"owner": None, "lease_expires_at": None}
 
@@ -264,21 +244,17 @@ def _failed_or_open(max_attempts: int) -> Json:
     }  # fmt: skip
 
 
-def _claim_of(taken: Json, owner: str) -> Claim:
-    """The claim that ``slots.claim_one`` has just made."""
-    task, traj_id = Task.from_document(taken), int(taken["last_claim"]["traj_id"])
-    slot = next(slot for slot in task.slots if slot.traj_id == traj_id)
-    return Claim(task=task, traj_id=traj_id, attempt=slot.attempt, owner=owner)
+def _claims_of(taken: Json, owners: Sequence[str]) -> list[Claim]:
+    """The claims that ``slots.claim_slots`` has just made."""
+    task = Task.from_document(taken)
+    attempts = {slot.traj_id: slot.attempt for slot in task.slots}
+    places = [entry["traj_id"] for entry in taken["last_claim"]]
+    return [
+        Claim(task=task, traj_id=place, attempt=attempts[place], owner=owner)
+        for place, owner in zip(places, owners, strict=False)
+    ]
 
 
 def _lost_claim(taken: Json, claim: Claim) -> Claim:
     """The claim that ended when ``claim`` took its slot over."""
-    return replace(claim, attempt=claim.attempt - 1, owner=taken["last_claim"]["previous_owner"])
-
-
-def lease_lost(claim: Claim) -> LeaseLostError:
-    """The error of a write under a claim that no longer holds."""
-    return LeaseLostError(
-        f"the claim of {claim.owner} on {claim.record_id} has run out or passed to another sampler",
-        cure="nothing is lost: another attempt replaces this one; if it happens often, raise --lease_seconds",
-    )
+    return replace(claim, attempt=claim.attempt - 1, owner=taken["last_claim"][0]["previous_owner"])

@@ -14,10 +14,9 @@ from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim
 from agentrl.store import slots
 from agentrl.store.blobs import Blobs
-from agentrl.store.claims import lease_lost
 from agentrl.store.combining import Combiner
 from agentrl.store.connection import Connection, Json, Part, database_call
-from agentrl.store.leases import lost_claims
+from agentrl.store.leases import lease_lost, lost_claims
 from agentrl.store.names import CALL, RECORD
 
 _LARGE = 256 * 1024

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agentrl.documents.task import Claim
+from agentrl.errors import LeaseLostError
 from agentrl.store import slots
 from agentrl.store.connection import Connection
 from agentrl.store.names import TASK
@@ -21,3 +22,11 @@ async def lost_claims(connection: Connection, claims: Sequence[Claim]) -> list[C
         for slot in task["slots"]
     }
     return [each for each in claims if (each.task.id, each.traj_id, each.attempt, each.owner) not in held]
+
+
+def lease_lost(claim: Claim) -> LeaseLostError:
+    """The error of a write under a claim that no longer holds."""
+    return LeaseLostError(
+        f"the claim of {claim.owner} on {claim.record_id} has run out or passed to another sampler",
+        cure="nothing is lost: another attempt replaces this one; if it happens often, raise --lease_seconds",
+    )

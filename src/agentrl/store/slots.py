@@ -6,6 +6,7 @@ text can be read as an expression.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from agentrl.documents.status import SlotStatus, TaskStatus
@@ -60,30 +61,34 @@ def any_slot(condition: Json) -> Json:
     return {"$expr": {"$anyElementTrue": [matches]}}
 
 
-def claim_one(condition: Json, owner: str, lease_seconds: float) -> list[Json]:
-    """Update: give the first slot that fulfils ``condition`` to ``owner``.
+def claim_slots(condition: Json, owners: Sequence[str], lease_seconds: float) -> list[Json]:
+    """Update: give the first slots that fulfil ``condition`` to ``owners``, one each, as many as there are.
 
-    ``last_claim`` says which one it was and who held it before.
+    ``last_claim`` lists them: which one, and who held it before.
     """
-    first = {"$first": {"$filter": {"input": "$slots", "as": "slot", "cond": condition}}}
-    last_claim = {
-        "traj_id": {"$getField": {"field": "traj_id", "input": first}},
-        "previous_owner": {"$getField": {"field": "owner", "input": first}},
+    free = {"$filter": {"input": "$slots", "as": "slot", "cond": condition}}
+    taken = {
+        "$map": {
+            "input": {"$slice": [free, len(owners)]},
+            "as": "slot",
+            "in": {"traj_id": "$$slot.traj_id", "previous_owner": "$$slot.owner"},
+        }
     }
+    place = {"$indexOfArray": ["$last_claim.traj_id", "$$slot.traj_id"]}
     attempt = {"$add": ["$$slot.attempt", 1]}
     record = {
         "$concat": [
             "$_id", "/", {"$toString": "$$slot.traj_id"}, "/", {"$toString": attempt},
         ]
     }  # fmt: skip
-    taken = {
-        "status": SlotStatus.RUNNING.value, "attempt": attempt, "owner": literal(owner),
+    fields = {
+        "status": SlotStatus.RUNNING.value, "attempt": attempt,
+        "owner": {"$arrayElemAt": [literal(list(owners)), place]},
         "lease_expires_at": after(lease_seconds), "not_before": None, "record_id": record,
     }  # fmt: skip
-    picked = {"$eq": ["$$slot.traj_id", "$last_claim.traj_id"]}
     return [
-        {"$set": {"last_claim": last_claim}},
-        {"$set": {"slots": _map_slots(picked, taken), "last_claim.owner": literal(owner)}},
+        {"$set": {"last_claim": taken}},
+        {"$set": {"slots": _map_slots({"$gte": [place, 0]}, fields)}},
         *_derive_status(),
     ]
 
