@@ -10,9 +10,9 @@ from typing import Any, Literal
 from agentrl.errors import ConfigError
 
 
-def flag(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field with a default and the line that ``--help`` prints."""
-    return field(default=default, metadata={"help": help, **metadata})
+def flag(default: Any, help: str, *, repr: bool = True, **metadata: Any) -> Any:
+    """A dataclass field with a default and the line that ``--help`` prints. ``repr`` False: a secret."""
+    return field(default=default, repr=repr, metadata={"help": help, **metadata})
 
 
 def _require(condition: bool, message: str, cure: str) -> None:
@@ -40,8 +40,9 @@ class RunConfig:
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = flag("INFO", "lowest level that is logged")
     seed: int = flag(0, "seed of task order, sampling and training")
     db_connection_string: str | None = flag(
-        None, "MongoDB URI, 6.0 or newer, a replica set (default: the embedded server under --mongo_dir)"
-    )
+        None, "MongoDB URI, 6.0 or newer, a replica set (default: the embedded server under --mongo_dir)",
+        repr=False,
+    )  # fmt: skip
     mongo_dir: str = flag(".agentrl/mongo", "folder of the embedded MongoDB")
     db_timeout_seconds: float = flag(10.0, "how long one database operation may take")
 

@@ -89,11 +89,12 @@ def _audit_record(words: list[str]) -> int:
 
 def _show(configs: Configs, read: Callable[[Store], Awaitable[RenderableType | None]]) -> None:
     from agentrl.observe.tables import stdout_console
-    from agentrl.store.client import open_store
+    from agentrl.store.client import open_existing
 
     async def run() -> RenderableType | None:
-        async with await open_store(configs[RunConfig]) as store:
-            return await read(store)
+        async with await open_existing(configs[RunConfig]) as store:
+            with store.reading("reading the run"):
+                return await read(store)
 
     page = asyncio.run(run())
     if page is not None:

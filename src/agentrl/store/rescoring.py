@@ -245,7 +245,7 @@ def _new_task(
     }  # fmt: skip
     if outcome is None:
         return [{"$set": changes}]
-    group = {**plain(outcome.summary), "finalised_at": task["group"].get("finalised_at")}
+    group = {**(task["group"] or {}), **plain(outcome.summary)}
     return [
         {"$set": {**changes, "group": slots.literal(group)}},
         {"$set": {"group.rescored_at": "$$NOW"}},

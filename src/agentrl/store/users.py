@@ -1,0 +1,147 @@
+"""Users of a server with authentication: a role for each kind of process, with no more than it needs."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import quote
+
+from pymongo.errors import OperationFailure
+
+from agentrl.errors import StoreError
+from agentrl.store.connection import Connection, Json, Part, database_call
+from agentrl.store.indexes import prepare
+from agentrl.store.names import CALL, COLLECTIONS, DATA, RECORD, RUN, SERVICE, STEP, TASK, VERSION
+from agentrl.store.views import VIEWS
+
+_READ = ["find", "changeStream", "listCollections", "listIndexes", "collStats", "dbStats"]
+_MAKE = ["createCollection", "createIndex", "collMod"]
+_ADD, _CHANGE = ["insert"], ["insert", "update"]
+_FILES = ["insert", "createIndex"]
+_PASSWORD_BYTES = 24
+_EXISTS = {51002, 51003}
+"""The role, or the user, is there already."""
+_NOT_ALLOWED = {13, 18}
+
+
+def _packed(collection: str) -> dict[str, list[str]]:
+    return {f"{collection}.packed.files": _FILES, f"{collection}.packed.chunks": _FILES}
+
+
+ROLES: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
+    "agentrl_sampler": {
+        TASK: _CHANGE, RECORD: _CHANGE, CALL: _ADD, DATA: _ADD, RUN: _CHANGE, **_packed(CALL),
+        **_packed(DATA),
+    },
+    "agentrl_trainer": {
+        TASK: ["update"], RECORD: ["update"], DATA: ["update"], STEP: _CHANGE, VERSION: _CHANGE, RUN: _CHANGE,
+    },
+    "agentrl_engine": {SERVICE: _CHANGE},
+    "agentrl_auditor": {},
+}  # fmt: skip
+"""Role → collection → what it may do there. All may read the whole run and follow its changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreatedUser:
+    """One user. ``password`` is None where it was not generated: it is the environment's, or the old one."""
+
+    name: str
+    uri: str
+    password: str | None
+    is_new: bool
+
+
+class Users(Part):
+    """``agentrl db users``, called by a user who may manage users."""
+
+    @database_call
+    async def create(self, *, all_runs: bool = False) -> list[CreatedUser]:
+        """Make each role, or bring it up to date, and a user of the same name.
+
+        They belong to the run's database; with ``all_runs`` to ``admin``, with rights on every run there
+        is and will be. A password is taken from ``AGENTRL_SAMPLER_PASSWORD`` and the like, or generated;
+        an existing user keeps the old one if there is none in the environment.
+        """
+        where = "admin" if all_runs else self._connection.database.name
+        if not all_runs:
+            await prepare(self._connection.database)
+        try:
+            return [await self._create(role, where, all_runs) for role in ROLES]
+        except OperationFailure as error:
+            if error.code not in _NOT_ALLOWED:
+                raise
+            raise StoreError(
+                f"MongoDB at {self._connection.host} does not let this user manage users",
+                cure="give --db_connection_string with a user that has the role userAdmin on the database"
+                " (userAdminAnyDatabase for --all_runs), on a server that runs with authentication",
+            ) from error
+
+    @database_call
+    async def existing(self) -> dict[str, list[str]]:
+        """Users of the run's database and of ``admin`` → their roles, as ``role@database``."""
+        found = {}
+        for name in ("admin", self._connection.database.name):
+            reply = await self._connection.client[name].command("usersInfo", 1)
+            for user in reply["users"]:
+                roles = sorted(f"{role['role']}@{role['db']}" for role in user["roles"])
+                found[f"{user['user']}@{name}"] = roles
+        return found
+
+    async def _create(self, role: str, where: str, all_runs: bool) -> CreatedUser:
+        database = self._connection.client[where]
+        privileges = privileges_of(role, "" if all_runs else where)
+        await self._create_or_update("Role", where, role, privileges=privileges, roles=[])
+        given = os.environ.get(f"{role.upper()}_PASSWORD")
+        generated = secrets.token_urlsafe(_PASSWORD_BYTES)
+        grant = [{"role": role, "db": where}]
+        try:
+            await database.command("createUser", role, pwd=given or generated, roles=grant)
+            is_new = True
+        except OperationFailure as error:
+            if error.code not in _EXISTS:
+                raise
+            changes: Json = {"roles": grant} if given is None else {"roles": grant, "pwd": given}
+            await database.command("updateUser", role, **changes)
+            is_new = False
+        password = generated if is_new and given is None else None
+        return CreatedUser(
+            name=role, uri=_uri(self._connection, role, password, where), password=password, is_new=is_new
+        )
+
+    async def _create_or_update(self, what: str, where: str, name: str, **fields: Any) -> None:
+        database = self._connection.client[where]
+        try:
+            await database.command(f"create{what}", name, **fields)
+        except OperationFailure as error:
+            if error.code not in _EXISTS:
+                raise
+            await database.command(f"update{what}", name, **fields)
+
+
+def privileges_of(role: str, database: str) -> list[Json]:
+    """The privileges of a role on one database, whose schema is there; on every one where it is empty.
+
+    Processes of every run may also make the schema of a new one.
+    """
+    privileges = [_privilege(database, "", _READ)]
+    privileges += [_privilege(database, name, actions) for name, actions in ROLES[role].items()]
+    if not database and ROLES[role]:
+        privileges += [_privilege("", name, _MAKE) for name in (*COLLECTIONS, *VIEWS)]
+        privileges.append(_privilege("", RUN, _CHANGE))
+    return privileges
+
+
+def _privilege(database: str, collection: str, actions: Sequence[str]) -> Json:
+    return {"resource": {"db": database, "collection": collection}, "actions": list(actions)}
+
+
+def _uri(connection: Connection, name: str, password: str | None, where: str) -> str:
+    """The connection string; where the password is not ours to show, the variable that holds it."""
+    shown = quote(password, safe="") if password is not None else f"${name.upper()}_PASSWORD"
+    replica_set = connection.client.options.replica_set_name
+    options = f"&replicaSet={replica_set}" if replica_set else ""
+    return f"mongodb://{name}:{shown}@{connection.host}/?authSource={where}{options}"

@@ -1,0 +1,245 @@
+"""``agentrl db users`` on a server with authentication: each user can do its work, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import secrets
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+import pytest
+import small_run as run
+from db_command import agentrl_db, violations
+from pymongo import MongoClient
+
+from agentrl.config.schema import GroupConfig, RunConfig
+from agentrl.documents.service import InferenceService
+from agentrl.documents.status import ServiceStatus
+from agentrl.documents.task import task_key
+from agentrl.documents.training import TrainStep
+from agentrl.errors import StoreError
+from agentrl.observe.audit_run import read_state
+from agentrl.rollout.finalise import Finaliser
+from agentrl.store import blobs
+from agentrl.store.client import Store, open_existing, open_store
+from agentrl.store.daemon import find_binary, stop_daemon
+from agentrl.store.transfer import Transfer
+
+pytestmark = pytest.mark.integration
+
+ADMIN_PASSWORD = secrets.token_hex(12)
+SAMPLER_PASSWORD = "from the/environment@%"
+KINDS = ("sampler", "trainer", "engine", "auditor")
+MORE = task_key("train", 0, "more")
+
+
+@pytest.fixture(scope="module")
+def guarded_uri(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A replica set of one that demands passwords, with an administrator."""
+    folder = tmp_path_factory.mktemp("auth")
+    dbpath, key, pid_file = folder / "data", folder / "key", folder / "pid"
+    dbpath.mkdir()
+    key.write_text(secrets.token_hex(64))
+    key.chmod(0o400)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        str(find_binary()), "--fork", "--dbpath", str(dbpath), "--logpath", str(folder / "log"),
+        "--pidfilepath", str(pid_file), "--replSet", "guarded", "--bind_ip", "127.0.0.1", "--port", str(port),
+        "--nounixsocket", "--auth", "--keyFile", str(key), "--wiredTigerCacheSizeGB", "0.25",
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    try:
+        with MongoClient[dict[str, object]](f"127.0.0.1:{port}", directConnection=True) as client:
+            member = {"_id": 0, "host": f"127.0.0.1:{port}"}
+            client.admin.command("replSetInitiate", {"_id": "guarded", "members": [member]})
+            while not client.admin.command("hello")["isWritablePrimary"]:
+                pass
+            client.admin.command("createUser", "root", pwd=ADMIN_PASSWORD, roles=["root"])
+        yield f"mongodb://root:{ADMIN_PASSWORD}@127.0.0.1:{port}/?replicaSet=guarded"
+    finally:
+        stop_daemon(int(pid_file.read_text()), dbpath)
+
+
+@pytest.fixture
+def guarded(run_config: RunConfig, guarded_uri: str) -> RunConfig:
+    """The administrator's view of a run on that server."""
+    return dataclasses.replace(run_config, db_connection_string=guarded_uri)
+
+
+@pytest.fixture
+async def users(
+    guarded: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> AsyncIterator[dict[str, RunConfig]]:
+    """A run on that server, and the view that each kind of user has of it."""
+    monkeypatch.setenv("AGENTRL_SAMPLER_PASSWORD", SAMPLER_PASSWORD)
+    monkeypatch.setattr(blobs, "_LIMIT", 10)
+    async with await open_store(guarded) as store:
+        await run.build(store, tmp_path / "weights")
+        assert await agentrl_db(guarded, "users", "--create") == 0
+        yield {kind: dataclasses.replace(guarded, db_connection_string=uri) for kind, uri in
+               printed(capsys.readouterr().out).items()}  # fmt: skip
+        assert await violations(store) == []
+        await store.database.client.drop_database(guarded.run_name)
+
+
+def printed(out: str) -> dict[str, str]:
+    """Kind of user → its connection string, of what the command printed."""
+    uris = dict(re.findall(r"^agentrl_(\w+) +made +(\S+)$", out, re.MULTILINE))
+    uris["sampler"] = uris["sampler"].replace("$AGENTRL_SAMPLER_PASSWORD", quote(SAMPLER_PASSWORD, safe=""))
+    return uris
+
+
+async def refused(*calls: Callable[[], Awaitable[object]]) -> None:
+    """Every call is refused for want of rights."""
+    for call in calls:
+        with pytest.raises(Exception, match="not authorized"):
+            await call()
+
+
+async def test_a_sampler_samples_and_does_no_more(users: dict[str, RunConfig]) -> None:
+    async with await open_store(users["sampler"]) as store:
+        await run.add_task(store, MORE, 5)
+        assert await store.tasks.open_epoch("train", 1, 0, 2) > 0
+        claim = await run.claim(store)
+        assert await store.claims.heartbeat([claim], 60) == []
+        await store.claims.release(claim)
+        await run.fail(store, await run.claim(store), max_attempts=3)
+        assert await store.claims.reap("train") == 0
+        await store.claims.reopen_failed("train")
+        for _ in range(5):
+            await score_slot(store)
+        await Finaliser(store, GroupConfig(), split="train", seed=0).run_waiting()
+        await store.wait_for_change("TrainStep", timeout=0.3)
+        assert await store.services.live(10) == []
+        assert await store.policies.latest() is not None
+        data = tuple(meta.id for meta in await store.training.ready("train"))
+        step = TrainStep(id="1/2", step=2, policy_version=1, data=data[:2], owner="s")
+        database = store.database
+        await refused(
+            lambda: store.training.plan_step(step),
+            lambda: store.policies.withdraw_after(0),
+            lambda: store.training.mark_stale("train", 9),
+            lambda: database["Record"].delete_many({}),
+            lambda: database["Task"].drop(),
+            lambda: database.command("collMod", "Record", validator={}),
+            lambda: database["Task"].create_index("x"),
+            lambda: database.client["other"]["Task"].insert_one({}),
+            lambda: database.client["other"]["Task"].find_one({}),
+            lambda: database.command("usersInfo", 1),
+        )
+
+
+async def score_slot(store: Store) -> None:
+    await run.score(store, await run.claim(store), 1.0, version=1)
+
+
+async def test_a_trainer_trains_and_does_no_more(users: dict[str, RunConfig], tmp_path: Path) -> None:
+    async with await open_store(users["trainer"]) as store:
+        attempt = await store.runs.acquire_trainer("t", "h", os.getpid(), 60)
+        await store.runs.renew_trainer(attempt, 60)
+        data = tuple(meta.id for meta in await store.training.ready("train"))
+        step = TrainStep(id=f"{attempt}/2", step=2, policy_version=1, data=data, owner="t")
+        await store.training.fetch(data)
+        await store.training.plan_step(step, attempt=attempt)
+        await store.training.commit_step(step.id, {"loss": 0.1}, data, attempt=attempt, counted=[run.READY])
+        await run.publish(store, tmp_path / "more", 2, step=2, train_step=step.id)
+        await store.training.revert_after(1, attempt=attempt)
+        await store.policies.withdraw_after(1)
+        await store.training.mark_stale("train", below_version=0)
+        await store.runs.release_trainer(attempt)
+        await store.wait_for_change("Task", "DBRecordData", timeout=0.3)
+        await refused(
+            lambda: run.add_task(store, MORE, 5),
+            lambda: store.services.register(engine()),
+            lambda: store.database["Record"].insert_one({"_id": "x"}),
+            lambda: store.database["DBRecordData"].delete_many({}),
+            lambda: store.database["TrainStep"].drop(),
+            lambda: store.database.client.drop_database(store.run_name),
+        )
+
+
+def engine() -> InferenceService:
+    return InferenceService(id="e", url="http://e", engine="local", model="m", host="h", pid=1)
+
+
+async def test_an_engine_registers_and_does_no_more(users: dict[str, RunConfig]) -> None:
+    async with await open_store(users["engine"]) as store:
+        await store.services.register(engine())
+        await store.services.beat("e", status=ServiceStatus.READY, policy_version=1, running_requests=0)
+        assert [service.id for service in await store.services.live(10)] == ["e"]
+        assert await store.policies.latest() is not None
+        await store.services.stop("e")
+        await refused(
+            lambda: store.policies.withdraw_after(0),
+            lambda: store.database["Task"].update_one({}, {"$set": {"status": "created"}}),
+            lambda: store.database["InferenceService"].delete_many({}),
+        )
+
+
+async def test_an_auditor_reads_everything_and_writes_nothing(
+    users: dict[str, RunConfig], tmp_path: Path
+) -> None:
+    async with await open_existing(users["auditor"]) as store:
+        assert not (await read_state(store)).empty
+        assert await store.database["audit_trajectories"].find_one({}) is not None
+        assert await agentrl_db(users["auditor"], "check") == 0
+        manifest = await Transfer(store.connection).export(tmp_path / "run")
+        assert manifest.documents > 10
+        names = await store.database.list_collection_names(filter={"type": "collection"})
+        for name in {*names, "New"} - {"system.views"}:
+            collection = store.database[name]
+            await refused(
+                partial(collection.insert_one, {}),
+                partial(collection.update_many, {}, {"$set": {"x": 1}}),
+                partial(collection.delete_many, {}),
+                collection.drop,
+            )
+        texts = [path.read_text() for path in (tmp_path / "run").iterdir()]
+        for uri in (config.db_connection_string for config in users.values()):
+            password = unquote(str(uri).split(":")[2].partition("@")[0])
+            assert not any(password in text for text in texts)
+        assert not any(ADMIN_PASSWORD in text for text in texts)
+
+
+async def test_users_are_listed_updated_and_made_for_all_runs(
+    users: dict[str, RunConfig], guarded: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await agentrl_db(guarded, "users") == 0
+    out = capsys.readouterr().out
+    assert re.search(rf"agentrl_auditor@{guarded.run_name} +agentrl_auditor@{guarded.run_name}\n", out)
+    assert await agentrl_db(guarded, "users", "--create") == 0
+    out = capsys.readouterr().out
+    assert out.count(" updated ") == len(KINDS)
+    assert "$AGENTRL_TRAINER_PASSWORD@" in out
+    assert await agentrl_db(guarded, "users", "--create", "--all_runs") == 0
+    uris = printed(capsys.readouterr().out)
+    new = dataclasses.replace(
+        guarded, run_name=f"{guarded.run_name}_new", db_connection_string=uris["sampler"]
+    )
+    async with await open_store(new) as store:
+        await run.add_task(store, MORE, 0)
+        await score_slot(store)
+    async with await open_existing(dataclasses.replace(new, db_connection_string=uris["auditor"])) as store:
+        assert await store.tasks.splits() == ["train"]
+        await refused(lambda: store.database["Task"].delete_many({}))
+    async with await open_existing(guarded) as store:
+        await store.database.client.drop_database(new.run_name)
+
+
+async def test_a_wrong_password_and_a_server_without_rights_are_told(
+    users: dict[str, RunConfig], guarded: RunConfig
+) -> None:
+    wrong = str(guarded.db_connection_string).replace(ADMIN_PASSWORD, "not-the-password")
+    with pytest.raises(StoreError, match="refused the user") as raised:
+        await open_existing(dataclasses.replace(guarded, db_connection_string=wrong))
+    assert "not-the-password" not in str(raised.value)
+    with pytest.raises(StoreError, match="does not let this user manage users"):
+        await agentrl_db(users["trainer"], "users", "--create", "--all_runs")
