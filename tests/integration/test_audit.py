@@ -30,7 +30,9 @@ from agentrl.documents.status import (
 )
 from agentrl.documents.task import Task, record_key, task_key
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan, TrainStep
-from agentrl.store.client import open_store
+from agentrl.errors import StoreError
+from agentrl.observe.audit_run import read_state
+from agentrl.store.client import open_existing, open_store
 from agentrl.store.embedded import EmbeddedMongo
 
 pytestmark = pytest.mark.integration
@@ -157,12 +159,42 @@ def test_an_id_that_names_no_one_record(
     assert reason in capsys.readouterr().err
 
 
+def test_a_run_that_does_not_exist_is_an_error_and_stays_so(
+    database: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*database[2:], "--run_name", "auditd"]
+    for view in ("run", "records", "curve"):
+        assert cli.main(["audit", view, *flags]) == 1
+        assert "there is no run 'auditd'" in (error := capsys.readouterr().err)
+        assert "did you mean audited? runs: audited" in error
+
+
 def test_an_empty_run_is_an_error(database: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [*database[2:], "--run_name", "nobody"]
+    asyncio.run(_make_empty(RunConfig(run_name="nothing", db_connection_string=database[3])))
+    flags = [*database[2:], "--run_name", "nothing"]
     assert cli.main(["audit", "run", *flags]) == 1
-    assert "'nobody' is empty" in capsys.readouterr().err
+    assert "'nothing' is empty" in capsys.readouterr().err
     assert cli.main(["audit", "curve", *flags]) == 1
     assert "no committed optimizer step" in capsys.readouterr().err
+
+
+async def _make_empty(run: RunConfig) -> None:
+    async with await open_store(run):
+        pass
+
+
+async def test_a_server_that_ends_meanwhile_is_an_error(tmp_path: Path) -> None:
+    server = EmbeddedMongo(tmp_path / "mongo")
+    run = RunConfig(run_name="r", db_connection_string=server.up().uri, db_timeout_seconds=1.0)
+    try:
+        await _make_empty(run)
+        async with await open_existing(run) as store:
+            server.down()
+            silent = pytest.raises(StoreError, match=r"reading the run: MongoDB at .* did not answer")
+            with silent, store.reading("reading the run"):
+                await read_state(store)
+    finally:
+        server.down()
 
 
 def test_a_database_that_is_gone_is_an_error() -> None:

@@ -20,7 +20,7 @@ PASSWORD = "hunter2-s3cret"
 MALFORMED = [
     f"mongodb://user:{PASSWORD}/more@host:1", f"mongodb://user:{PASSWORD}", f"mongodb://user:{PASSWORD}@",
     f"mongodb://user:{PASSWORD}:x@host", f"user:{PASSWORD}@host", f"mongodb://user:{PASSWORD}@host:99999999",
-    f"mongodb://user:{PASSWORD}%@host", f"mongodb://user@{PASSWORD}@host", f"{PASSWORD}",
+    f"mongodb://user:{PASSWORD}%@host", f"mongodb://user@{PASSWORD}@host",
     f"mongodb+srv://user:{PASSWORD}@host:27017/", f"mongodb://{PASSWORD}:x:y/",
 ]  # fmt: skip
 
