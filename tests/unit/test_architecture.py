@@ -16,7 +16,7 @@ ROOT = Path(agentrl.__file__).parent
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"rollout"}),
     frozenset({"train", "inference"}),
-    frozenset({"observe", "batching", "weights", "conversion", "cli", "commands", "quickstart"}),
+    frozenset({"observe", "batching", "weights", "conversion", "cli", "commands", "quickstart", "chaos"}),
     frozenset({"store", "scoring", "config", "tools"}),
     frozenset({"losses", "documents", "errors", "extensions", "machine", "processes"}),
 )
