@@ -23,6 +23,7 @@ def register(subparsers: Any) -> None:
 
 async def export_run(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Write the folder and print what is in it."""
+    from agentrl.store.archive import MANIFEST
     from agentrl.store.client import open_existing
     from agentrl.store.transfer import Transfer
 
@@ -30,12 +31,13 @@ async def export_run(run: RunConfig, arguments: argparse.Namespace) -> int:
     async with await open_existing(run, any_version=True) as store:
         manifest = await Transfer(store.connection).export(folder)
     _print(manifest)
-    print(f"{run.run_name} → {folder}: {_sum(manifest)}")
+    print(f"{run.run_name} → {folder}: {_sum(manifest)}; {MANIFEST} has the SHA-256 of each file")
     return 0
 
 
 async def import_run(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Verify the folder, fill the new database and print what is in it."""
+    from agentrl.store.archive import MANIFEST
     from agentrl.store.client import open_connection
     from agentrl.store.names import SCHEMA_VERSION
     from agentrl.store.transfer import Transfer
@@ -47,7 +49,7 @@ async def import_run(run: RunConfig, arguments: argparse.Namespace) -> int:
     finally:
         await connection.close()
     _print(manifest)
-    print(f"{folder} → {run.run_name}: {_sum(manifest)}")
+    print(f"{folder} → {run.run_name}: {_sum(manifest)}, as {MANIFEST} says")
     if manifest.schema < SCHEMA_VERSION:
         print(f"its schema is of version {manifest.schema}: run `agentrl db migrate` before anything else")
     return 0
@@ -59,4 +61,4 @@ def _print(manifest: Manifest) -> None:
 
 
 def _sum(manifest: Manifest) -> str:
-    return f"{manifest.documents:,} documents, {manifest.bytes / 2**20:,.1f} MiB, verified by SHA-256"
+    return f"{manifest.documents:,} documents, {manifest.bytes:,} bytes"

@@ -49,7 +49,7 @@ async def prune(run: RunConfig, arguments: argparse.Namespace) -> int:
     said = "would be deleted" if arguments.dry_run else "deleted"
     print(
         f"{said}: {pruned.calls:,} model calls, {pruned.data:,} training documents and {pruned.files:,} files"
-        f" of {pruned.trajectories:,} trajectories, {pruned.bytes / 2**20:,.1f} MiB"
+        f" of {pruned.trajectories:,} trajectories, {pruned.bytes:,} bytes"
     )
     return 0
 
