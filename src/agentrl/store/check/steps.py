@@ -84,7 +84,7 @@ class Lineage(Whole):
         findings.add(Invariant.TRAINING, None, plan_problems(planned, len(committed), self.options.is_final))
         checkpoint = self.options.checkpoint
         if checkpoint is None:
-            findings.note("no checkpoint is given (--output_dir): the lineage of the steps is not checked")
+            findings.note("there is no checkpoint (--output_dir): the lineage of the steps is not checked")
             return
         findings.count(Invariant.TRAINING, "steps of a checkpoint", len(checkpoint.train_steps))
         problems = lineage_problems(checkpoint, committed, self.options.is_final)

@@ -76,6 +76,8 @@ def _check_task(
     mine = sum(record["_id"] in trained or _is_pruned_data(record) for record in records)
     findings.count(Invariant.GROUPS, "groups", int(task["status"] == TaskStatus.COMPLETED))
     findings.add(Invariant.GROUPS, key, groups.group_problems(task, records, mine))
+    if mine and not (task.get("group") or {}).get("rules"):
+        findings.note("some groups do not hold their rules: their advantages are not recomputed")
     for record in records:
         if _has_data(record) and not record.get("pruned_at") and record["_id"] not in trained:
             name = f"Record {record['_id']}"
