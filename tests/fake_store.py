@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any
 
 from agentrl.documents.policy import PolicyVersion
@@ -28,6 +27,7 @@ class FakeStore:
         self.engines: list[InferenceService] = []
         self.groups: dict[str, Task] = {}
         self.summaries: list[dict[str, Any]] = []
+        self.counted: dict[str, int] = {}
         self.unfinished_groups = 0
         self.opened_epochs = [0]
         self.changed = asyncio.Event()
@@ -110,12 +110,14 @@ class _Training(_Part):
 
     async def commit_step(
         self, step_id: str, metrics: dict[str, Any], trained_ids: Sequence[str],
-        max_trained_count: int, retrained_interval: int, *, attempt: int,
+        max_trained_count: int, retrained_interval: int, *, attempt: int, counted: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.store.check_attempt(attempt)
         step = self.store.train_steps[step_id]
         self.store.train_steps[step_id] = replace(step, status=StepStatus.COMMITTED, metrics=metrics)
         self._set([self.store.data[id] for id in trained_ids], DataStatus.TRAINED)
+        for task in counted:
+            self.store.counted.setdefault(task, step.step)
 
     async def revert_after(self, step: int, *, attempt: int) -> int:
         self.store.check_attempt(attempt)
@@ -125,6 +127,7 @@ class _Training(_Part):
                 self.store.train_steps[item.id] = replace(item, status=StepStatus.REVERTED)
                 self._set([self.store.data[id] for id in item.data], DataStatus.READY)
                 reopened += len(item.data)
+        self.store.counted = {task: at for task, at in self.store.counted.items() if at <= step}
         return reopened
 
     async def steps(self, after: int = 0, status: StepStatus | None = None) -> list[TrainStep]:
@@ -142,9 +145,8 @@ class _Training(_Part):
     async def open_groups(self, split: str) -> int:
         return self.store.unfinished_groups
 
-    async def group_summaries(self, split: str, *, after: datetime | None) -> list[dict[str, Any]]:
-        start = after or datetime.min.replace(tzinfo=UTC)
-        return [summary for summary in self.store.summaries if summary["finalised_at"] > start]
+    async def uncounted_groups(self, split: str) -> list[dict[str, Any]]:
+        return [summary for summary in self.store.summaries if summary["task"] not in self.store.counted]
 
     def _set(self, items: Sequence[DBRecordData], status: DataStatus) -> None:
         for item in items:

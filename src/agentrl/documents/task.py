@@ -55,7 +55,8 @@ class Task(Root):
     meta: dict[str, Any] = field(default_factory=dict)
     slots: tuple[Slot, ...] = ()
     group: dict[str, Any] | None = None
-    """Set when the group is finalised: ``{scored, failed, mean_score, outcome, rules, finalised_at}``."""
+    """Set when the group is finalised: ``{scored, failed, mean_score, outcome, rules, finalised_at,
+    counted_at_step}``; the last is the step whose metrics count it."""
     created_at: datetime = field(default_factory=now)
     updated_at: datetime = field(default_factory=now)
     pruned_at: datetime | None = None

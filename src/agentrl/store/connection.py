@@ -27,6 +27,7 @@ from pymongo.uri_parser import parse_uri
 from pymongo.write_concern import WriteConcern
 
 from agentrl.errors import StoreError
+from agentrl.store.refusals import refusal
 
 Json = dict[str, Any]
 P = ParamSpec("P")
@@ -112,6 +113,11 @@ class Connection:
                 f" ({type(error).__name__})",
                 cure="start it (the embedded one: agentrl mongo up), or check --db_connection_string",
             )
+        refused = refusal(error)
+        if refused is not None:
+            return StoreError(
+                f"{doing}: {refused}", cure="is another version of AgentRL writing to this run?"
+            )
         return StoreError(f"{doing}: MongoDB at {self.host} refused: {error}")
 
     async def close(self) -> None:
@@ -158,7 +164,7 @@ def _host(uri: str) -> str:
     try:
         nodes = parse_uri(uri, validate=False)["nodelist"]
     except (PyMongoError, ValueError):
-        return uri.rpartition("@")[2].partition("/")[0].removeprefix("mongodb://")
+        return uri.rpartition("@")[2].partition("/")[0] if "@" in uri else "the address given"
     return ",".join(f"{host}:{port}" for host, port in nodes)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
 from pymongo import ASCENDING, UpdateOne
@@ -96,10 +95,14 @@ class Groups(Part):
         return await self._connection.transaction(write)
 
     @database_call
-    async def group_summaries(self, split: str, *, after: datetime | None = None) -> list[dict[str, Any]]:
-        """``Task.group``, and ``task``, of every group finalised after that moment, oldest first."""
-        query: Json = {"split": split, "status": TaskStatus.COMPLETED.value}
-        query["group.finalised_at"] = {"$ne": None} if after is None else {"$gt": after}
+    async def uncounted_groups(self, split: str) -> list[dict[str, Any]]:
+        """``Task.group``, and ``task``, of every finalised group that no step has counted, oldest first.
+
+        A step counts groups as it commits (``commit_step``), so that none is missed and none counts twice.
+        """
+        query: Json = {
+            "split": split, "status": TaskStatus.COMPLETED.value, "group.counted_at_step": None,
+        }  # fmt: skip
         cursor = self._collection(TASK).find(query, {"group": 1}, sort=[("group.finalised_at", ASCENDING)])
         return [{"task": document["_id"], **document["group"]} async for document in cursor]
 
@@ -135,5 +138,5 @@ def _complete(summary: dict[str, Any]) -> list[Json]:
                 "group": slots.literal(plain(summary)),
             }
         },
-        {"$set": {"group.finalised_at": "$$NOW"}},
+        {"$set": {"group.finalised_at": "$$NOW", "group.counted_at_step": None}},
     ]

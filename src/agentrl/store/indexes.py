@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Any
 
 from pymongo import ASCENDING, DESCENDING, IndexModel
 from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import OperationFailure
 
-from agentrl.documents.status import (
-    CallStatus,
-    DataStatus,
-    RecordStatus,
-    ServiceStatus,
-    SlotStatus,
-    StepStatus,
-    TaskStatus,
-    VersionStatus,
-)  # fmt: skip
+from agentrl.documents.status import StepStatus
 from agentrl.store.connection import Json
-from agentrl.store.names import CALL, DATA, RECORD, RUN, SERVICE, STEP, TASK, VERSION
+from agentrl.store.names import CALL, DATA, RECORD, SERVICE, STEP, TASK, VERSION
 from agentrl.store.runs import prepare_run
+from agentrl.store.schema import VALIDATORS
 from agentrl.store.views import VIEWS
+
+__all__ = ["INDEXES", "VALIDATORS", "prepare"]
 
 _EXISTS = 48
 _UP, _DOWN = ASCENDING, DESCENDING
@@ -40,8 +33,10 @@ _LIVING_STEPS = {"status": {"$in": [StepStatus.PLANNED.value, StepStatus.COMMITT
 INDEXES: dict[str, list[IndexModel]] = {
     TASK: [
         _index("split", "status", "epoch", "order"),
+        _index("split", "status", "slots.status", "epoch", "order"),
         _index("split", "epoch", "order"),
-        _index("split", "status", "group.finalised_at"),
+        _index("split", "status", "group.counted_at_step", "group.finalised_at"),
+        _index("group.counted_at_step", where={"group.counted_at_step": {"$gt": 0}}),
     ],
     RECORD: [
         _index("task", "traj_id", "attempt"),
@@ -61,45 +56,6 @@ INDEXES: dict[str, list[IndexModel]] = {
 }
 
 
-def _schema(states: type[StrEnum], required: list[str], **properties: Json) -> Json:
-    status = {"enum": [state.value for state in states]}
-    return {
-        "$jsonSchema": {
-            "bsonType": "object",
-            "required": ["_id", "status", *required],
-            "properties": {"status": status, **properties},
-        }
-    }
-
-
-_SLOT = {
-    "bsonType": "object",
-    "required": ["traj_id", "status", "attempt"],
-    "properties": {
-        "status": {"enum": [state.value for state in SlotStatus]},
-        "attempt": {"bsonType": ["int", "long"], "minimum": 0},
-        "score": {"bsonType": ["double", "null"]},
-    },
-}
-_NUMBER_OR_NULL = {"bsonType": ["double", "int", "long", "null"]}
-
-VALIDATORS: dict[str, Json] = {
-    TASK: _schema(
-        TaskStatus, ["task_id", "split", "epoch", "order", "query", "slots"],
-        query={"bsonType": "string"}, slots={"bsonType": "array", "items": _SLOT},
-    ),
-    RECORD: _schema(
-        RecordStatus, ["task", "traj_id", "attempt", "split", "query"], score=_NUMBER_OR_NULL
-    ),
-    CALL: _schema(CallStatus, ["record", "index", "messages", "response", "output_ids", "logprobs"]),
-    DATA: _schema(DataStatus, ["record", "task", "split", "min_version", "input_ids", "nodes", "spans"]),
-    VERSION: _schema(VersionStatus, ["step", "location", "files"]),
-    SERVICE: _schema(ServiceStatus, ["url", "engine", "heartbeat"]),
-    STEP: _schema(StepStatus, ["step", "policy_version", "data"]),
-    RUN: {"$jsonSchema": {"bsonType": "object", "required": ["_id"]}},
-}  # fmt: skip
-
-
 async def prepare(database: AsyncDatabase[Json]) -> None:
     """Make what is missing and bring validators up to date. Safe for any number of processes at once."""
     cursor = await database.list_collections()
@@ -109,14 +65,21 @@ async def prepare(database: AsyncDatabase[Json]) -> None:
             await _create(database, name, validator=validator)
         elif existing[name].get("validator") != validator:
             await database.command("collMod", name, validator=validator)
-        if name in INDEXES:
-            await database[name].create_indexes(INDEXES[name])
+        missing = await _missing_indexes(database, name) if name in INDEXES else []
+        if missing:
+            await database[name].create_indexes(missing)
     await prepare_run(database)
     for name, (source, pipeline) in VIEWS.items():
         if name not in existing:
             await _create(database, name, viewOn=source, pipeline=pipeline)
         elif existing[name].get("pipeline") != pipeline:
             await database.command("collMod", name, viewOn=source, pipeline=pipeline)
+
+
+async def _missing_indexes(database: AsyncDatabase[Json], collection: str) -> list[IndexModel]:
+    """Those that a user without the right to make indexes need not make."""
+    existing = {index["name"] async for index in await database[collection].list_indexes()}
+    return [index for index in INDEXES[collection] if index.document["name"] not in existing]
 
 
 async def _create(database: AsyncDatabase[Json], name: str, **options: Any) -> None:

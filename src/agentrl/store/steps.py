@@ -14,7 +14,7 @@ from agentrl.documents.status import DataStatus, StepStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import StoreError
 from agentrl.store.connection import Json, Part, database_call
-from agentrl.store.names import DATA, RECORD, STEP
+from agentrl.store.names import DATA, RECORD, STEP, TASK
 from agentrl.store.runs import guard
 
 
@@ -59,11 +59,13 @@ class Steps(Part):
     async def commit_step(
         self, step_id: str, metrics: Mapping[str, Any], trained_ids: Sequence[str],
         max_trained_count: int = 1, retrained_interval: int = 1, *, attempt: int | None = None,
+        counted: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """Say that the optimizer has stepped: ``trained_ids`` are trained once more.
 
         Data below ``max_trained_count`` are ready again ``retrained_interval`` steps later; planned data
-        that were not trained are ready at once. Repeating the call changes nothing.
+        that were not trained are ready at once. ``counted`` are the Tasks whose groups the metrics count:
+        ``Training.uncounted_groups`` leaves them out from then on. Repeating the call changes nothing.
         """
 
         async def write(session: AsyncClientSession) -> None:
@@ -93,6 +95,10 @@ class Steps(Part):
             await self._collection(RECORD).update_many(
                 {"_id": {"$in": list(trained_ids)}},
                 {"$inc": {"trained_count": 1}, "$set": {"last_trained_step": number}}, session=session,
+            )  # fmt: skip
+            await self._collection(TASK).update_many(
+                {"_id": {"$in": list(counted)}, "group.counted_at_step": None},
+                {"$set": {"group.counted_at_step": number}}, session=session,
             )  # fmt: skip
 
         await self._connection.transaction(write)
@@ -139,6 +145,10 @@ class Steps(Part):
                     },
                     session=session,
                 )
+            await self._collection(TASK).update_many(
+                {"group.counted_at_step": {"$gt": step}},
+                {"$set": {"group.counted_at_step": None}}, session=session,
+            )  # fmt: skip
             return len(undone)
 
         return await self._connection.transaction(write)

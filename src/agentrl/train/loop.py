@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,7 +97,7 @@ class Trainer:
             owner=self.owner,
         )
         await self.store.training.plan_step(plan, attempt=progress.attempt)
-        window = await step_window(self.store, self.split, batch.groups, progress.reward_until)
+        window = await step_window(self.store, self.split, batch.groups)
         self._prefetch(plan.step)
         result = await asyncio.to_thread(self.computer.train, batch.data, progress.version)
         if not result.is_finite:
@@ -112,10 +113,10 @@ class Trainer:
             "seconds_data": seconds_data,
             "seconds_publish": self.seconds_publish,
         }
-        await self._commit(plan, metrics)
+        await self._commit(plan, metrics, window.tasks)
         await self._follow_up(plan)
 
-    async def _commit(self, plan: TrainStep, metrics: dict[str, Any]) -> None:
+    async def _commit(self, plan: TrainStep, metrics: dict[str, Any], counted: Sequence[str]) -> None:
         await self.store.training.commit_step(
             plan.id,
             metrics,
@@ -123,12 +124,12 @@ class Trainer:
             max_trained_count=self.config.max_trained_count,
             retrained_interval=self.config.retrained_interval,
             attempt=self.progress.attempt,
+            counted=counted,
         )
         progress = self.progress
         progress.step = plan.step
         progress.is_published = False
         progress.train_steps.append(plan.id)
-        progress.reward_until = metrics.get("reward_until", progress.reward_until)
         self.skipped = 0
         self.stream.avoid(frozenset())
         self.view.step(plan.step, metrics)

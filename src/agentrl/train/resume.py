@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.documents.training import TrainStep
 from agentrl.train.checkpoint import Checkpoint
-from agentrl.train.rewards import reward_until
 from agentrl.weights.publish import publish_base
 
 if TYPE_CHECKING:
@@ -33,7 +31,6 @@ class Progress:
     is_published: bool = True
     """The weights are those of ``version``."""
     train_steps: list[str] = field(default_factory=list)
-    reward_until: datetime | None = None
     replay: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """What the steps that are undone had planned: {step: (data id, …)}; done again, they train the same."""
 
@@ -63,14 +60,12 @@ async def begin(
         logger.info("%d policy versions after step %d are withdrawn", withdrawn, step)
     newest = await store.policies.latest()
     version, version_step = (newest.id, newest.step) if newest is not None else (0, 0)
-    known = [item for item in steps if item.id in contained]
     return Progress(
         attempt=attempt,
         step=step,
         version=version,
         is_published=version_step == step,
         train_steps=contained,
-        reward_until=reward_until(known),
         replay=replay_after(steps, step) if replays else {},
     )
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
-
-from agentrl.documents.training import TrainStep
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -17,44 +14,41 @@ if TYPE_CHECKING:
 class Window:
     """The groups that a step reports on: ``Task.group`` of each, with the Task as ``task``.
 
-    They are those finalised after the window of the step before, up to the last of the step's own groups,
-    trained and abandoned ones alike, so that the curve shows the policy and not the filter. A step that is
-    done again reports on the same groups. Where there are none, they are the step's own.
+    They are those that no step has counted, up to the last of the step's own groups, trained and abandoned
+    ones alike, so that the curve shows the policy and not the filter. Where there are none, they are the
+    step's own. ``commit_step`` marks them as counted: each group is in one step's window, never in two.
     """
 
     groups: Sequence[Mapping[str, Any]]
-    until: datetime | None
-    """The moment from which the next step's window goes on."""
+
+    @property
+    def tasks(self) -> list[str]:
+        """``_id`` of each group's Task."""
+        return [group["task"] for group in self.groups]
 
 
-async def step_window(store: Store, split: str, groups: Sequence[str], until: datetime | None) -> Window:
-    """The window of a step that trains ``groups``, after a window that ended at ``until``."""
+async def step_window(store: Store, split: str, groups: Sequence[str]) -> Window:
+    """The window of a step that trains ``groups``."""
     tasks = [await store.tasks.get(group) for group in groups]
     own = [{"task": task.id, **task.group} for task in tasks if task is not None and task.group is not None]
     end = max((group["finalised_at"] for group in own), default=None)
-    later = await store.training.group_summaries(split, after=until)
-    within = [group for group in later if end is None or group["finalised_at"] <= end]
-    if not within:
-        return Window(groups=own, until=until)
-    return Window(groups=within, until=max(group["finalised_at"] for group in within))
+    uncounted = await store.training.uncounted_groups(split)
+    within = [group for group in uncounted if end is None or group["finalised_at"] <= end]
+    return Window(groups=within or own)
 
 
 async def window_metrics(store: Store, window: Window, trained: Sequence[str]) -> dict[str, Any]:
-    """``reward``, ``pass_rate``, ``length_bias`` and ``reward_until``, as far as the window has them.
+    """``reward``, ``pass_rate`` and ``length_bias``, as far as the window has them.
 
     ``length_bias`` is the mean number of generated tokens of the Records ``trained`` over that of all scored
     ones of the window, stale and filtered ones included: below 1, training sees shorter trajectories than the
     policy writes.
     """
     metrics: dict[str, Any] = trajectory_means(window.groups)
-    sampled_mean = await store.training.mean_generated_tokens(
-        tasks=[group["task"] for group in window.groups]
-    )
+    sampled_mean = await store.training.mean_generated_tokens(tasks=window.tasks)
     trained_mean = await store.training.mean_generated_tokens(records=trained)
     if sampled_mean and trained_mean:
         metrics["length_bias"] = trained_mean / sampled_mean
-    if window.until is not None:
-        metrics["reward_until"] = window.until
     return metrics
 
 
@@ -67,9 +61,3 @@ def trajectory_means(summaries: Sequence[Mapping[str, Any]]) -> dict[str, float]
         "reward": sum(s["mean_score"] * s["scored"] for s in summaries if s["scored"]) / scored,
         "pass_rate": sum(s["pass_rate"] * s["scored"] for s in summaries if s["scored"]) / scored,
     }
-
-
-def reward_until(steps: Sequence[TrainStep]) -> datetime | None:
-    """Where the newest of ``steps`` that knows it ended."""
-    moments = [step.metrics["reward_until"] for step in steps if step.metrics.get("reward_until")]
-    return max(moments, default=None)

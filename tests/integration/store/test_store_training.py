@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -126,9 +127,8 @@ async def test_a_group_is_finalised_once_by_eight_racers(store: Store) -> None:
     assert (task.status, task.group["outcome"]) == (TaskStatus.COMPLETED, "trained")
     states = [record.status for record in await store.records.of_task(task_id)]
     assert states == [RecordStatus.READY, RecordStatus.ABANDONED]
-    summaries = await store.training.group_summaries("train")
-    assert [summary["mean_score"] for summary in summaries] == [0.5]
-    assert await store.training.group_summaries("train", after=summaries[0]["finalised_at"]) == []
+    summaries = await store.training.uncounted_groups("train")
+    assert [(summary["task"], summary["mean_score"]) for summary in summaries] == [(task_id, 0.5)]
     data = await store.training.fetch([meta.id for meta in await store.training.ready("train")])
     assert data[0].input_ids == pack_ids([1, 2])
     assert await store.training.open_groups("train") == 1
@@ -181,6 +181,31 @@ async def test_steps_plan_commit_and_revert(store: Store) -> None:
         await training.commit_step("a/3", {}, [three])
     await training.plan_step(make_step(2, [two, three], attempt="b"))
     assert [step.step for step in await training.steps(status=StepStatus.PLANNED)] == [2]
+
+
+async def test_a_group_is_counted_by_one_step_even_if_it_is_seen_late(store: Store) -> None:
+    training = store.training
+
+    async def uncounted() -> list[str]:
+        return [group["task"] for group in await training.uncounted_groups("train")]
+
+    async def commit(step: int, *counted: str) -> None:
+        await training.plan_step(make_step(step, []))
+        await training.commit_step(f"a/{step}", {}, [], counted=counted)
+
+    early, late = [await complete(store, number) for number in range(2)]
+    await training.finalise_group(early, decide)
+    await commit(1, early)
+    await training.finalise_group(late, decide)
+    before = {"group.finalised_at": datetime(2020, 1, 1, tzinfo=UTC)}
+    await store.database["Task"].update_one({"_id": late}, {"$set": before})
+    assert await uncounted() == [late]
+    await commit(2, early, late)
+    assert await uncounted() == []
+    await training.revert_after(1)
+    assert await uncounted() == [late]
+    await training.revert_after(0)
+    assert await uncounted() == [late, early]
 
 
 async def test_data_trained_twice_rest_in_between(store: Store) -> None:
@@ -240,4 +265,4 @@ async def test_views_read_well(store: Store) -> None:
     assert step is not None
     assert (trajectory["training_status"], turn["response"]["content"]) == ("planned", "!")
     assert "output_ids" not in turn
-    assert (step["trajectories"], step["tasks"]) == (1, 1)
+    assert (step["trajectories"], step["groups"]) == (1, 1)

@@ -359,14 +359,16 @@ async def test_a_step_reports_on_all_groups_since_the_last_step_up_to_its_own(st
     finalised(store, "abandoned", 0.0, 2, 2)
     finalised(store, "b", 0.5, 4, 3)
     finalised(store, "later", 0.5, 4, 4)
-    first = await step_window(cast("Store", store), "train", ["b"], None)
-    assert (len(first.groups), first.until) == (3, moment(3))
+    first = await step_window(cast("Store", store), "train", ["b"])
+    assert first.tasks == ["a", "abandoned", "b"]
     metrics = await window_metrics(cast("Store", store), first, [])
     assert metrics["reward"] == pytest.approx(8 / 12)
-    second = await step_window(cast("Store", store), "train", ["b"], moment(1))
-    assert [group["task"] for group in second.groups] == ["abandoned", "b"]
-    third = await step_window(cast("Store", store), "train", ["a"], moment(3))
-    assert ([group["task"] for group in third.groups], third.until) == (["a"], moment(3))
+    store.counted = {"a": 1}
+    second = await step_window(cast("Store", store), "train", ["b"])
+    assert second.tasks == ["abandoned", "b"]
+    store.counted = dict.fromkeys(("a", "abandoned", "b"), 1)
+    third = await step_window(cast("Store", store), "train", ["a"])
+    assert third.tasks == ["a"]
 
 
 async def test_the_length_bias_compares_what_is_trained_with_all_that_was_sampled(store: FakeStore) -> None:
@@ -375,7 +377,7 @@ async def test_the_length_bias_compares_what_is_trained_with_all_that_was_sample
         for item, length in zip(group("a", size=3), (10, 20, 90), strict=True)
     }
     finalised(store, "a", 0.5, 3, 1)
-    window = await step_window(cast("Store", store), "train", ["a"], None)
+    window = await step_window(cast("Store", store), "train", ["a"])
     metrics = await window_metrics(cast("Store", store), window, ["a/0/1", "a/1/1"])
     assert metrics["length_bias"] == pytest.approx(15 / 40)
     assert "length_bias" not in await window_metrics(cast("Store", store), window, [])
