@@ -75,24 +75,29 @@ class Transfer(Part):
 
     @database_call
     async def load(self, folder: Path) -> Manifest:
-        """Read the run in ``folder`` into this database, which must be empty; its schema is made anew.
+        """Read the run in ``folder`` into this database, which must be empty.
 
+        Validators, indexes and views are this code's where the schema's version is; documents that do not
+        obey the validators are kept as they are, for ``agentrl db check`` to name.
         Everything is verified before anything is written. An import that was interrupted is begun again.
         """
         manifest = verify(folder)
         await self._require_vacant()
         runs = self._collection(RUN)
         await runs.replace_one({"_id": SCHEMA}, {"version": manifest.schema, "importing": True}, upsert=True)
+        if manifest.schema == SCHEMA_VERSION:
+            await prepare(self._connection.database)
+            await runs.delete_many({"_id": {"$ne": SCHEMA}})
         schema: Json | None = None
         for item in manifest.collections:
             found = await self._import(folder / item.file, item.collection)
             schema = found if item.collection == RUN else schema
-        if manifest.schema == SCHEMA_VERSION:
-            await prepare(self._connection.database)
-        if schema is None:
+        if schema is not None:
+            await runs.replace_one({"_id": SCHEMA}, schema)
+        elif any(item.collection == RUN for item in manifest.collections):
             await runs.delete_one({"_id": SCHEMA})
         else:
-            await runs.replace_one({"_id": SCHEMA}, schema)
+            await runs.drop()
         return manifest
 
     async def _stored_collections(self) -> list[str]:
@@ -143,7 +148,7 @@ class Transfer(Part):
 
     async def _import(self, file: Path, name: str) -> Json | None:
         """Insert a file's documents; returns the schema's, which is left out, where it is among them."""
-        if name != RUN:
+        if name not in await self._stored_collections():
             await self._connection.database.create_collection(name, check_exists=False)
         for ending, index in _GRIDFS.items():
             if name.endswith(ending):
@@ -161,8 +166,8 @@ class Transfer(Part):
                 batch.append(RawBSONDocument(raw))
                 size += len(raw)
                 if size >= _BATCH_BYTES or len(batch) == _PAGE:
-                    await collection.insert_many(batch)
+                    await collection.insert_many(batch, bypass_document_validation=True)
                     batch, size = [], 0
         if batch:
-            await collection.insert_many(batch)
+            await collection.insert_many(batch, bypass_document_validation=True)
         return schema

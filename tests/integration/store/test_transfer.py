@@ -13,6 +13,7 @@ from typing import Any
 import bson
 import pytest
 from bson.int64 import Int64
+from db_command import agentrl_db
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents.packing import pack_ids
@@ -106,6 +107,23 @@ async def test_export_import_export_is_byte_identical(
     assert second == manifest
     assert contents(tmp_path / "first") == contents(tmp_path / "second")
     assert not any("partial" in name for name in os.listdir(tmp_path))
+
+
+async def test_a_run_of_an_older_version_is_copied_as_it_is_and_then_migrated(
+    store: Store, vacant: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await fill(store)
+    await store.database["Run"].drop()
+    await store.database["Record"].insert_one({"_id": "r"}, bypass_document_validation=True)
+    assert (await Transfer(store.connection).export(tmp_path / "first")).schema == 1
+    assert await agentrl_db(vacant, "import", str(tmp_path / "first")) == 0
+    assert "run `agentrl db migrate` before anything else" in capsys.readouterr().out
+    assert await agentrl_db(vacant, "export", str(tmp_path / "second")) == 0
+    assert contents(tmp_path / "first") == contents(tmp_path / "second")
+    assert await agentrl_db(vacant, "migrate") == 0
+    async with await open_store(vacant) as copy:
+        assert await copy.database["Record"].find_one({}) == {"_id": "r"}
+        assert await copy.database["audit_steps"].find_one({}) is None
 
 
 async def test_a_changed_file_is_refused_before_anything_is_written(

@@ -104,7 +104,9 @@ async def refused(*calls: Callable[[], Awaitable[object]]) -> None:
             await call()
 
 
-async def test_a_sampler_samples_and_does_no_more(users: dict[str, RunConfig]) -> None:
+async def test_a_sampler_samples_and_does_no_more(
+    users: dict[str, RunConfig], caplog: pytest.LogCaptureFixture
+) -> None:
     async with await open_store(users["sampler"]) as store:
         await run.add_task(store, MORE, 5)
         assert await store.tasks.open_epoch("train", 1, 0, 2) > 0
@@ -118,6 +120,7 @@ async def test_a_sampler_samples_and_does_no_more(users: dict[str, RunConfig]) -
             await score_slot(store)
         await Finaliser(store, GroupConfig(), split="train", seed=0).run_waiting()
         await store.wait_for_change("TrainStep", timeout=0.3)
+        assert "no change stream" not in caplog.text
         assert await store.services.live(10) == []
         assert await store.policies.latest() is not None
         data = tuple(meta.id for meta in await store.training.ready("train"))
