@@ -18,6 +18,7 @@ from agentrl.store.client import Store
 Json = dict[str, Any]
 CLAIMERS = 64
 _LEASE = 600.0
+_ADMITTED = 100_000
 _LATENCY_CLAIMERS = 8
 _RUNNING = 64
 _BATCH = 1000
@@ -105,7 +106,9 @@ async def _timed(claims: int, claim: Any) -> float:
 async def _claim(store: Store) -> str:
     """The Task of a claim. While the last groups are being opened a claim may find none, and is repeated."""
     for _ in range(100):
-        claim = await store.claims.claim(split=SPLIT, owner="bench", lease_seconds=_LEASE)
+        claim = await store.claims.claim(
+            split=SPLIT, owner="bench", lease_seconds=_LEASE, max_groups_open=_ADMITTED
+        )
         if claim is not None:
             return claim.task.id
     raise RuntimeError("there are slots left, and none could be claimed")

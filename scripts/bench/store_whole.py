@@ -18,6 +18,7 @@ from agentrl.store.groups import GroupOutcome, RecordOutcome
 
 _CONCURRENT = 64
 _LEASE = 600.0
+_ADMITTED = 100_000
 
 
 async def whole(uri: str, quick: bool) -> list[Row]:
@@ -60,7 +61,9 @@ async def whole(uri: str, quick: bool) -> list[Row]:
 
 async def trajectory(store: Store) -> bool:
     """One empty trajectory by the calls that a sampler makes; False where no slot is left to claim."""
-    claim = await store.claims.claim(split=SPLIT, owner="bench", lease_seconds=_LEASE)
+    claim = await store.claims.claim(
+        split=SPLIT, owner="bench", lease_seconds=_LEASE, max_groups_open=_ADMITTED
+    )
     if claim is None:
         return False
     await store.records.create(claim)
