@@ -27,19 +27,20 @@ from agentrl.weights.manifest import verify
 pytestmark = pytest.mark.integration
 
 GROUPS = ("a", "b", "c", "d", "e", "f")
-KILLED_IN_STEP_2 = """
+KILLED_IN_STEP = """
 import os, signal, sys
 from agentrl.cli import main
 from agentrl.train.compute import StepComputer
 train = StepComputer.train
 def train_and_die(self, data, version):
     result = train(self, data, version)
-    if version == 1:
+    if version + 1 == STEP:
         os.kill(os.getpid(), signal.SIGKILL)
     return result
 StepComputer.train = train_and_die
 sys.exit(main(["train", *sys.argv[1:]]))
 """
+KILLED_IN_STEP_2, KILLED_IN_STEP_4 = (f"STEP = {step}\n{KILLED_IN_STEP}" for step in (2, 4))
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +174,63 @@ async def test_sigterm_saves_and_the_same_command_goes_on(run: Run) -> None:
     code, output = run.train("--max_steps", "3")
     assert code == 0, output
     assert len(await steps_of(run)) == 3
+
+
+async def test_data_that_are_trained_twice_rest_in_between_across_a_resume(
+    run: Run, mongo_uri: str, base: Path, tmp_path: Path
+) -> None:
+    twice = ("--max_trained_count", "2", "--retrained_interval", "2")
+    undisturbed = Run(f"{run.name}-whole", mongo_uri, base, tmp_path)
+    await undisturbed.fill()
+    assert undisturbed.train(*twice)[0] == 0
+    expected = told(await steps_of(undisturbed))
+
+    await run.fill()
+    code, output = run.train(*twice, program=("-c", KILLED_IN_STEP_4))
+    assert code == -signal.SIGKILL, output
+    code, output = run.train(*twice)
+    assert code == 0, output
+    assert told(await steps_of(run)) == expected
+    trained_at: dict[str, list[int]] = {}
+    for step in await steps_of(run):
+        for item in step.data:
+            trained_at.setdefault(item, []).append(step.step)
+    assert {len(steps) for steps in trained_at.values()} == {2}
+    assert all(later - earlier >= 2 for earlier, later in trained_at.values())
+    async with await run.open() as store:
+        documents = await store.database["DBRecordData"].find().to_list()
+    assert {document["_id"]: document["trained_at_steps"] for document in documents} == trained_at
+
+
+async def test_a_second_trainer_is_refused(run: Run) -> None:
+    await run.fill(finished=False)
+    with run.start() as process:
+        async with await run.open() as store:
+            deadline = time.monotonic() + 90
+            while (await store.runs.trainer()).owner is None and time.monotonic() < deadline:
+                await store.wait_for_change("Run", timeout=1.0)
+        code, output = run.train()
+        assert code == 1
+        assert "this run has a trainer" in output
+        assert str(process.pid) in output
+        process.send_signal(signal.SIGTERM)
+        first, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, first
+
+
+async def test_a_trainer_that_is_replaced_ends_and_says_so(run: Run) -> None:
+    await run.fill(finished=False)
+    with run.start("--lease_seconds", "3") as process:
+        async with await run.open() as store:
+            deadline = time.monotonic() + 90
+            while len(await store.training.steps()) < 3 and time.monotonic() < deadline:
+                await store.wait_for_change("TrainStep", timeout=1.0)
+            await store.database["Run"].update_one(
+                {"_id": "trainer"}, {"$set": {"owner": "another"}, "$inc": {"attempt": 1}}
+            )
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "has been replaced by another" in output
 
 
 async def test_no_data_in_time_is_told(run: Run) -> None:

@@ -30,6 +30,10 @@ class GroupMember(Protocol):
     def task(self) -> str:
         """The Task that is its group."""
 
+    @property
+    def trained_count(self) -> int:
+        """How often it has been trained."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Freshness:
@@ -100,16 +104,20 @@ def choose_groups(
 ) -> dict[str, list[str]]:
     """At most ``count`` whole groups as {task: [data id, …]}, in the order in which they were begun.
 
-    A group that took long goes before those that were begun after it and are ready sooner. Groups without a
-    place in ``places`` come behind the others, in their order in ``members``; so do, behind all, groups that
-    hold an id of ``avoid``. A group's ids are sorted: a choice among the same groups is always the same.
+    A group that took long goes before those that were begun after it and are ready sooner; one that has been
+    trained (``max_trained_count``) behind those that have not. Groups without a place in ``places`` come
+    behind the others, in their order in ``members``; so do, behind all, groups that hold an id of ``avoid``.
+    A group's ids are sorted: a choice among the same groups is always the same.
     """
     groups: dict[str, list[str]] = {}
+    trained: dict[str, int] = {}
     for member in members:
         groups.setdefault(member.task, []).append(member.id)
+        trained[member.task] = max(member.trained_count, trained.get(member.task, 0))
     known = places or {}
     last = (math.inf, math.inf)
-    ranked = sorted(
-        groups.items(), key=lambda item: (any(id in avoid for id in item[1]), known.get(item[0], last))
-    )
-    return {task: sorted(ids) for task, ids in ranked[:count]}
+
+    def rank(task: str) -> tuple[bool, int, tuple[float, float]]:
+        return any(id in avoid for id in groups[task]), trained[task], known.get(task, last)
+
+    return {task: sorted(groups[task]) for task in sorted(groups, key=rank)[:count]}

@@ -11,6 +11,7 @@ from training_data import group
 from agentrl.batching.freshness import Freshness, choose_groups
 from agentrl.batching.stream import DataStream, StreamSettings
 from agentrl.documents.status import DataStatus
+from agentrl.documents.training import DBRecordData
 from agentrl.errors import TrainingError
 
 if TYPE_CHECKING:
@@ -120,3 +121,79 @@ async def test_closing_ends_what_waits(store: FakeStore) -> None:
     data.prefetch(1, 1)
     await data.close()
     await data.close()
+
+
+async def test_a_group_that_took_long_is_trained_before_it_goes_stale(store: FakeStore) -> None:
+    """Four groups are open at a time, as admission has it; the first to begin is the last to be ready."""
+    store.places = {name: (0, place) for place, name in enumerate("abcdefgh")}
+    store.add(*(item for name in "bcd" for item in group(name, version=0)))
+    data = stream(store)
+    first = await data.take(1, 0)
+    assert first is not None
+    assert first.groups == ("b", "c")
+    for id in (item.id for item in first.data):
+        store.data[id] = replace(store.data[id], status=DataStatus.TRAINED)
+    store.add(*(item for name in "ef" for item in group(name, version=1)), *group("a", version=0))
+    second = await data.take(2, 1)
+    assert second is not None
+    assert second.groups == ("a", "d")
+    assert data.count_stale() == 0
+    for id in (item.id for item in second.data):
+        store.data[id] = replace(store.data[id], status=DataStatus.TRAINED)
+    third = await data.take(3, 2)
+    assert third is not None
+    assert (third.groups, data.count_stale()) == (("e", "f"), 0)
+
+
+def spanning(name: str, *versions: int) -> list[DBRecordData]:
+    """A group whose trajectories have four tokens each, spread over ``versions``."""
+    size = 4 // len(versions)
+    return [
+        replace(
+            item, min_version=min(versions), max_version=max(versions),
+            spans=tuple(
+                replace(item.spans[0], start=6 + size * n, end=6 + size * (n + 1), version=version)
+                for n, version in enumerate(versions)
+            ),
+        )
+        for item in group(name)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("policy", "groups", "stale", "tokens"),
+    [("drop", ("b",), 4, 8), ("mask", ("a", "b"), 2, 12), ("decay", ("old", "a"), 0, 16)],
+)
+async def test_old_data_are_set_aside_or_cut_or_weighed(
+    store: FakeStore, policy: Any, groups: tuple[str, ...], stale: int, tokens: int
+) -> None:
+    store.unfinished_groups = 0
+    store.places = {name: (0, place) for place, name in enumerate(("old", "a", "b"))}
+    store.add(*spanning("old", 0, 1), *spanning("a", 1, 4), *spanning("b", 4))
+    data = stream(store, freshness=Freshness(max_staleness=1, policy=policy, decay=1.0))
+    batch = await data.take(1, 4)
+    assert batch is not None
+    assert batch.groups == groups
+    assert (data.count_stale(), data.count_stale()) == (stale, 0)
+    assert sum(item.trainable_tokens for item in batch.data) == tokens
+
+
+async def test_an_undone_step_takes_what_it_took_whatever_else_is_ready(store: FakeStore) -> None:
+    store.add(*group("new", version=9), *group("a", version=1), *group("b", version=1))
+    settings = stream(store)._settings
+    data = DataStream(cast("Store", store), settings, {1: ("b/1/1", "a/0/1"), 2: ("a/1/1",)})
+    first = await data.take(1, 9)
+    assert first is not None
+    assert [item.id for item in first.data] == ["b/1/1", "a/0/1"]
+    second = await data.take(2, 9)
+    assert second is not None
+    assert (second.groups, store.with_status(DataStatus.STALE)) == (("a",), [])
+
+
+async def test_an_undone_step_whose_data_are_taken_chooses_anew(store: FakeStore) -> None:
+    store.add(*group("a"), *group("b"))
+    store.data["c/0/1"] = replace(group("c")[0], status=DataStatus.TRAINED)
+    data = DataStream(cast("Store", store), stream(store)._settings, {1: ("c/0/1",)})
+    batch = await data.take(1, 0)
+    assert batch is not None
+    assert batch.groups == ("a", "b")
