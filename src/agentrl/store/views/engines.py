@@ -1,0 +1,66 @@
+"""The view of engines: what they serve, how old it is, how fast they are."""
+
+from __future__ import annotations
+
+from agentrl.documents.status import ServiceStatus
+from agentrl.store.connection import Json
+from agentrl.store.names import CALL, RECORD
+from agentrl.store.views.parts import NEWEST_VERSION, as_is, join, ratio, seconds
+
+_RECENT = 1000
+"""Trajectories whose calls tell how fast an engine is now."""
+
+_SPEEDS: Json = {
+    "$lookup": {
+        "from": RECORD,
+        "pipeline": [
+            {"$sort": {"created_at": -1}},
+            {"$limit": _RECENT},
+            {"$project": as_is("_id")},
+            join(
+                CALL, "_id", "record", "calls",
+                {"$project": as_is("engine", "generate_seconds", "generated_tokens", "created_at")},
+            ),
+            {"$unwind": "$calls"},
+            {
+                "$group": {
+                    "_id": "$calls.engine",
+                    "calls": {"$sum": 1},
+                    "generated_tokens": {"$sum": "$calls.generated_tokens"},
+                    "seconds": {"$sum": "$calls.generate_seconds"},
+                    "slowest": {"$max": "$calls.generate_seconds"},
+                    "last_call_at": {"$max": "$calls.created_at"},
+                }
+            },
+        ],
+        "as": "speeds",
+    }
+}  # fmt: skip
+"""The same for every engine, so that the server computes it once."""
+
+_SPEED: Json = {"$first": {"$filter": {"input": "$speeds", "cond": {"$eq": ["$$this._id", "$url"]}}}}
+
+ENGINES: list[Json] = [
+    NEWEST_VERSION,
+    _SPEEDS,
+    {"$set": {"newest": {"$first": "$newest._id"}, "speed": _SPEED}},
+    {
+        "$project": {
+            **as_is("url", "engine", "model", "status", "policy_version"),
+            "newest_version": "$newest",
+            "versions_behind": {
+                "$cond": [
+                    {"$eq": ["$status", ServiceStatus.STOPPED.value]}, None,
+                    {"$subtract": ["$newest", "$policy_version"]},
+                ]
+            },
+            "recent_calls": {"$ifNull": ["$speed.calls", 0]},
+            "seconds_per_call": ratio("$speed.seconds", "$speed.calls"),
+            "slowest_seconds": "$speed.slowest",
+            "tokens_per_second": ratio("$speed.generated_tokens", "$speed.seconds"),
+            "last_call_at": "$speed.last_call_at",
+            "seconds_since_heartbeat": seconds("$heartbeat", "$$NOW"),
+            **as_is("running_requests", "detail", "host", "pid", "started_at", "heartbeat"),
+        }
+    },
+]  # fmt: skip

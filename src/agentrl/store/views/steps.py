@@ -1,0 +1,102 @@
+"""Views of training: steps, what they trained, and what waits to be trained."""
+
+from __future__ import annotations
+
+from agentrl.documents.status import DataStatus
+from agentrl.store.connection import Json
+from agentrl.store.names import RECORD
+from agentrl.store.views.parts import NEWEST_VERSION, as_is, first, join, seconds
+
+_GROUPS: Json = {
+    "$setUnion": {
+        "$map": {
+            "input": "$data", "as": "key",
+            "in": {
+                "$first": {
+                    "$getField": {
+                        "field": "captures",
+                        "input": {"$regexFind": {"input": "$$key", "regex": r"^(.*)/\d+/\d+$"}},
+                    }
+                }
+            },
+        }
+    }
+}  # fmt: skip
+"""The Tasks of a step's data, read off their ids."""
+
+STEPS: list[Json] = [
+    {
+        "$project": {
+            **as_is("step", "status", "policy_version"),
+            "reward": "$metrics.reward",
+            "pass_rate": "$metrics.pass_rate",
+            "loss": "$metrics.loss",
+            "entropy": "$metrics.entropy",
+            "grad_norm": "$metrics.grad_norm",
+            "trajectories": {"$size": "$data"},
+            "groups": {"$size": _GROUPS},
+            "tokens": "$metrics.tokens",
+            "trainable_tokens": "$metrics.trainable_tokens",
+            "staleness_mean": "$metrics.staleness_mean",
+            "staleness_max": "$metrics.staleness_max",
+            "seconds": seconds("$planned_at", "$committed_at"),
+            "seconds_waiting_for_data": "$metrics.seconds_data",
+            **as_is("owner", "planned_at", "committed_at", "metrics"),
+        }
+    },
+]
+
+TRAINING: list[Json] = [
+    {"$unwind": "$data"},
+    join(
+        RECORD, "data", "_id", "record",
+        {
+            "$project": as_is(
+                "task", "query", "answer", "final_answer", "score", "advantage", "turns",
+                "generated_tokens", "min_version", "max_version", "created_at",
+            )
+        },
+    ),
+    first("record"),
+    {"$set": {"_id": {"$concat": ["$_id", ":", "$data"]}}},
+    {
+        "$project": {
+            **as_is("step", "status", "policy_version"),
+            "trajectory": "$data",
+            "task": "$record.task",
+            "query": "$record.query",
+            "answer": "$record.answer",
+            "final_answer": "$record.final_answer",
+            "score": "$record.score",
+            "advantage": "$record.advantage",
+            "turns": "$record.turns",
+            "generated_tokens": "$record.generated_tokens",
+            "min_version": "$record.min_version",
+            "max_version": "$record.max_version",
+            "staleness": {"$subtract": ["$policy_version", "$record.min_version"]},
+            "seconds_from_claim_to_plan": seconds("$record.created_at", "$planned_at"),
+        }
+    },
+]  # fmt: skip
+
+WAITING: list[Json] = [
+    {
+        "$match": {
+            "split": {"$gte": ""},  # any split: the index begins with it
+            "status": {"$in": [DataStatus.READY.value, DataStatus.PLANNED.value]},
+        }
+    },
+    NEWEST_VERSION,
+    {"$set": {"newest": {"$first": "$newest._id"}}},
+    {
+        "$project": {
+            **as_is("split", "task", "status", "score", "advantage"),
+            **as_is("tokens", "trainable_tokens", "turns", "min_version", "max_version"),
+            "newest_version": "$newest",
+            "staleness_now": {"$subtract": ["$newest", "$min_version"]},
+            **as_is("trained_count", "planned_step", "not_before_step"),
+            "seconds_waiting": seconds("$created_at", "$$NOW"),
+            **as_is("created_at"),
+        }
+    },
+]

@@ -1,0 +1,147 @@
+"""Views of trajectories: one a row, turn by turn, as a conversation, and those that failed."""
+
+from __future__ import annotations
+
+from agentrl.documents.status import RecordStatus, SlotStatus, StepStatus
+from agentrl.store.connection import Json
+from agentrl.store.names import CALL, DATA, STEP, TASK
+from agentrl.store.views.parts import NEWEST_FIRST, as_is, first, join, ratio, seconds
+
+_DATA_FIELDS = as_is("status", "trained_at_steps", "tokens", "trainable_tokens")
+
+TRAJECTORIES: list[Json] = [
+    NEWEST_FIRST,
+    join(DATA, "_id", "_id", "data", {"$project": _DATA_FIELDS}),
+    first("data"),
+    join(
+        STEP, "last_trained_step", "step", "steps",
+        {"$match": {"status": StepStatus.COMMITTED.value}}, {"$project": as_is("policy_version")},
+    ),
+    {
+        "$project": {
+            **as_is(
+                "split", "epoch", "task", "traj_id", "attempt", "status", "query", "answer", "final_answer",
+                "score", "advantage", "stop_reason", "failure", "abandoned_because", "turns", "tool_calls",
+                "context_resets", "prompt_tokens", "generated_tokens", "min_version", "max_version",
+            ),
+            "training_status": "$data.status",
+            "trained_at_steps": "$data.trained_at_steps",
+            "staleness": {"$subtract": [{"$first": "$steps.policy_version"}, "$min_version"]},
+            "tokens": "$data.tokens",
+            "trainable_tokens": "$data.trainable_tokens",
+            "seconds": seconds("$created_at", "$scored_at"),
+            **as_is("trained_count", "last_trained_step", "owner", "created_at", "scored_at", "pruned_at"),
+        }
+    },
+]  # fmt: skip
+
+TURNS: list[Json] = [
+    {
+        "$project": {
+            **as_is("record", "index", "parent", "status"),
+            "new_context": {"$and": [{"$eq": ["$parent", None]}, {"$gt": ["$index", 0]}]},
+            **as_is("messages", "response", "tool_executions", "error", "finish_reason"),
+            "tools_offered": "$tools.function.name",
+            **as_is(
+                "versions", "prompt_tokens", "cached_tokens", "generated_tokens", "engine",
+                "generate_seconds", "tool_seconds",
+            ),
+            "tokens_per_second": ratio("$generated_tokens", "$generate_seconds"),
+            **as_is("created_at"),
+        }
+    }
+]  # fmt: skip
+
+_CONTEXT: Json = {
+    "$size": {
+        "$filter": {
+            "input": "$calls", "as": "other",
+            "cond": {
+                "$and": [{"$eq": ["$$other.parent", None]}, {"$lte": ["$$other.index", "$$call.index"]}]
+            },
+        }
+    }
+}  # fmt: skip
+"""Which context ``$$call`` belongs to, from 1: one more with each reset."""
+
+_SAID: Json = {
+    "$let": {
+        "vars": {"place": {"turn": "$$call.index", "context": _CONTEXT}},
+        "in": {
+            "$concatArrays": [
+                {
+                    "$map": {
+                        "input": "$$call.messages", "as": "message",
+                        "in": {"$mergeObjects": ["$$place", "$$message"]},
+                    }
+                },
+                [{"$mergeObjects": ["$$place", {"role": "assistant"}, "$$call.response"]}],
+            ]
+        },
+    }
+}  # fmt: skip
+
+CONVERSATIONS: list[Json] = [
+    NEWEST_FIRST,
+    join(
+        CALL, "_id", "record", "calls",
+        {"$sort": {"index": 1}}, {"$project": as_is("index", "parent", "messages", "response")},
+    ),
+    {
+        "$project": {
+            **as_is("task", "status", "query", "answer", "final_answer", "score", "created_at"),
+            "conversation": {
+                "$reduce": {
+                    "input": {"$map": {"input": "$calls", "as": "call", "in": _SAID}},
+                    "initialValue": [],
+                    "in": {"$concatArrays": ["$$value", "$$this"]},
+                }
+            },
+        }
+    },
+]  # fmt: skip
+
+_SLOT_OF_RECORD: Json = {
+    "$first": {
+        "$filter": {
+            "input": {"$first": "$tasks.slots"}, "as": "slot",
+            "cond": {"$eq": ["$$slot.traj_id", "$traj_id"]},
+        }
+    }
+}  # fmt: skip
+
+FAILURES: list[Json] = [
+    NEWEST_FIRST,
+    {"$match": {"status": RecordStatus.FAILED.value}},
+    join(TASK, "task", "_id", "tasks", {"$project": as_is("slots")}),
+    {"$set": {"slot": _SLOT_OF_RECORD}},
+    {
+        "$project": {
+            **as_is("split", "epoch", "task", "traj_id", "attempt", "status"),
+            "kind": "$failure.kind",
+            "message": "$failure.message",
+            "failed_at": "$failure.at",
+            "slot": "$slot.status",
+            "then": {
+                "$switch": {
+                    "branches": [
+                        {
+                            "case": {"$eq": ["$slot.status", SlotStatus.SCORED.value]},
+                            "then": "another attempt was scored",
+                        },
+                        {
+                            "case": {"$eq": ["$slot.status", SlotStatus.FAILED.value]},
+                            "then": "given up: no attempts left",
+                        },
+                        {
+                            "case": {"$eq": ["$slot.status", SlotStatus.RUNNING.value]},
+                            "then": "another attempt is running",
+                        },
+                    ],
+                    "default": "waits for another attempt",
+                }
+            },
+            **as_is("turns", "tool_calls", "generated_tokens", "owner", "created_at"),
+        }
+    },
+]  # fmt: skip
