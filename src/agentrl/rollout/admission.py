@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agentrl.config.schema import SamplingConfig, TrainConfig
+from agentrl.store.openings import Room
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -29,8 +30,8 @@ class Admission:
         """Versions that sampling may run ahead: none with ``--sync_sampling``."""
         return 0 if self.sampling.sync_sampling else self.sampling.max_staleness
 
-    async def groups_allowed(self, store: Store, engine_version: int | None) -> int:
-        """How many groups may be open right now; groups already begun may always be finished.
+    async def groups_allowed(self, store: Store, engine_version: int | None) -> Room:
+        """How many groups may be open after the last step; groups already begun may always be finished.
 
         ``engine_version`` is the oldest version that an engine serves; None counts as the newest.
         """
@@ -40,4 +41,5 @@ class Admission:
         is_unpublished = step is not None and (newest is None or newest.step < step.step)
         serving = published if engine_version is None else min(engine_version, published)
         lag = published + int(is_unpublished) - serving
-        return max(0, self.max_staleness + 1 - lag) * self.training.groups_per_step
+        groups = max(0, self.max_staleness + 1 - lag) * self.training.groups_per_step
+        return Room(groups, after_step=0 if step is None else step.step)

@@ -22,7 +22,7 @@ from agentrl.store.combining import Combiner
 from agentrl.store.connection import Connection, Json, database_call
 from agentrl.store.leases import lease_lost, lost_claims
 from agentrl.store.names import TASK
-from agentrl.store.openings import BY_ORDER, OpeningRacedError, Openings
+from agentrl.store.openings import BY_ORDER, OpeningRacedError, Openings, Room
 from agentrl.store.scores import Scores
 
 _MAX_ATTEMPTS = 3
@@ -38,7 +38,7 @@ class _Wish:
     owner: str
     split: str
     lease_seconds: float
-    max_groups_open: int | None
+    room: Room | None
     max_attempts: int
 
 
@@ -52,7 +52,7 @@ class Claims(Scores):
 
     @database_call
     async def claim(
-        self, *, split: str, owner: str, lease_seconds: float, max_groups_open: int | None = None,
+        self, *, split: str, owner: str, lease_seconds: float, max_groups_open: int | Room | None = None,
         max_attempts: int = _MAX_ATTEMPTS,
     ) -> Claim | None:  # fmt: skip
         """Take one slot by one atomic write; None where there is none to take.
@@ -62,7 +62,8 @@ class Claims(Scores):
         and that have attempts left. Claimers of one process that come at the same time share the write that
         takes slots of a group.
         """
-        return await self._claiming.write(_Wish(owner, split, lease_seconds, max_groups_open, max_attempts))
+        room = Room(max_groups_open) if isinstance(max_groups_open, int) else max_groups_open
+        return await self._claiming.write(_Wish(owner, split, lease_seconds, room, max_attempts))
 
     @database_call
     async def heartbeat(self, claims: Sequence[Claim], lease_seconds: float) -> list[Claim]:
@@ -167,7 +168,7 @@ class Claims(Scores):
         for longest_pause in _PAUSES:
             try:
                 found = await self._take(begun, update) or await self._openings.open(
-                    wish.split, wish.max_groups_open, is_open, update
+                    wish.split, wish.room, is_open, update
                 )
                 break
             except OpeningRacedError:

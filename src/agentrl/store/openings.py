@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from pymongo import ASCENDING, ReturnDocument
+from pymongo import ASCENDING, DESCENDING, ReturnDocument
 from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
 from pymongo.write_concern import WriteConcern
 
 from agentrl.documents.run import ADMISSION
-from agentrl.documents.status import DataStatus, TaskStatus
+from agentrl.documents.status import DataStatus, StepStatus, TaskStatus
 from agentrl.store.connection import Json, Part
-from agentrl.store.names import DATA, RUN, TASK
+from agentrl.store.names import DATA, RUN, STEP, TASK
 
 BY_ORDER = [("epoch", ASCENDING), ("order", ASCENDING)]
 _TRANSIENT = "TransientTransactionError"
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many groups may be open; with ``after_step``, as long as that is the last committed step.
+
+    A step that commits after the number was worked out has made room for another policy's groups.
+    """
+
+    groups: int
+    after_step: int | None = None
 
 
 class OpeningRacedError(Exception):
@@ -40,19 +52,21 @@ class Openings(Part):
         return running + len(await self._collection(DATA).distinct("task", untrained, session=session))
 
     async def open(
-        self, split: str, limit: int | None, query: Mapping[str, object], update: Sequence[Json]
+        self, split: str, room: Room | None, query: Mapping[str, object], update: Sequence[Json]
     ) -> Json | None:
         """Take the first Task of ``split`` that nobody has begun, by ``update``; None without one, or room.
 
-        With a ``limit`` that happens in a transaction that first writes the gate (``Run/admission``): of two
+        With a ``room`` that happens in a transaction that first writes the gate (``Run/admission``): of two
         claimers at once one commits, and the other is an OpeningRacedError. The count is thus taken while no
         one else can open, and the limit is exact.
         """
         created = {"split": split, "status": TaskStatus.CREATED.value, **query}
-        if limit is None:
+        if room is None:
             return await self._begin(created, update, None)
         tasks = self._collection(TASK)
-        if await tasks.find_one(created, {"_id": 1}) is None or await self.count(split) >= limit:
+        if limit <= 0:
+            return None
+        if await tasks.find_one(created, {"_id": 1}) is None or await self.count(split) >= room.groups:
             return None
         async with self._connection.client.start_session() as session:
             try:
@@ -62,7 +76,7 @@ class Openings(Part):
                     await self._collection(RUN).update_one(
                         {"_id": ADMISSION}, {"$inc": {"opened": 1}}, session=session
                     )
-                    if await self.count(split, session) >= limit:
+                    if not await self._has_room(split, room, session):
                         await session.abort_transaction()
                         return None
                     return await self._begin(created, update, session)
@@ -70,6 +84,16 @@ class Openings(Part):
                 if error.has_error_label(_TRANSIENT):
                     raise OpeningRacedError from error
                 raise
+
+    async def _has_room(self, split: str, room: Room, session: AsyncClientSession) -> bool:
+        if room.after_step is not None:
+            last = await self._collection(STEP).find_one(
+                {"status": StepStatus.COMMITTED.value}, {"step": 1}, sort=[("step", DESCENDING)],
+                session=session,
+            )  # fmt: skip
+            if (0 if last is None else last["step"]) != room.after_step:
+                return False
+        return await self.count(split, session) < room.groups
 
     async def _begin(
         self, query: Json, update: Sequence[Json], session: AsyncClientSession | None

@@ -18,11 +18,12 @@ from agentrl.documents import task as document_task
 from agentrl.documents.record import Failure
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Claim, Slot, Task, task_key
+from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store import claims
 from agentrl.store.client import Store, open_store
 from agentrl.store.groups import GroupOutcome
-from agentrl.store.openings import Openings
+from agentrl.store.openings import Openings, Room
 
 pytestmark = pytest.mark.integration
 
@@ -37,7 +38,9 @@ def make_tasks(count: int, generations: int = 2, epoch: int = 0) -> list[Task]:
     ]  # fmt: skip
 
 
-async def take(store: Store, owner: str = "a", lease: float = 60.0, limit: int | None = None) -> Claim | None:
+async def take(
+    store: Store, owner: str = "a", lease: float = 60.0, limit: int | Room | None = None
+) -> Claim | None:
     return await store.claims.claim(split="train", owner=owner, lease_seconds=lease, max_groups_open=limit)
 
 
@@ -109,6 +112,16 @@ async def crowd(store: Store, run_config: RunConfig) -> AsyncIterator[list[Store
     async with AsyncExitStack() as stack:
         others = [await stack.enter_async_context(await open_store(run_config)) for _ in range(3)]
         yield [store, *others]
+
+
+async def test_room_that_was_worked_out_before_a_step_is_gone_after_it(store: Store) -> None:
+    await store.tasks.load(make_tasks(3, generations=1))
+    step = TrainStep(id="1/1", step=1, policy_version=0, data=(), owner="t")
+    await store.training.plan_step(step)
+    assert await take(store, limit=Room(1, after_step=0)) is not None
+    await store.training.commit_step(step.id, {}, ())
+    assert await take(store, limit=Room(2, after_step=0)) is None
+    assert await take(store, limit=Room(2, after_step=1)) is not None
 
 
 @pytest.mark.parametrize("limit", [1, 3])

@@ -13,6 +13,7 @@ from agentrl.errors import LeaseLostError, StoreError
 from agentrl.rollout import persist as persist_module
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.persist import persist
+from agentrl.store.openings import Room
 
 
 def store(version: int | None, version_step: int = 0, last_step: int | None = None) -> Any:
@@ -34,7 +35,7 @@ def admission(*, sync: bool, max_staleness: int = 1) -> Admission:
 @pytest.mark.parametrize(("max_staleness", "groups"), [(0, 4), (1, 8), (3, 16)])
 async def test_staleness_bounds_the_groups_ahead(max_staleness: int, groups: int) -> None:
     allowed = admission(sync=False, max_staleness=max_staleness)
-    assert await allowed.groups_allowed(store(5, 5, 5), 5) == groups
+    assert await allowed.groups_allowed(store(5, 5, 5), 5) == Room(groups, after_step=5)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ async def test_staleness_bounds_the_groups_ahead(max_staleness: int, groups: int
     ],
 )
 async def test_an_engine_that_lags_uses_up_the_allowance(state: Any, engine: int, groups: int) -> None:
-    assert await admission(sync=False).groups_allowed(state, engine) == groups
+    assert (await admission(sync=False).groups_allowed(state, engine)).groups == groups
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ async def test_an_engine_that_lags_uses_up_the_allowance(state: Any, engine: int
 async def test_synchronous_sampling_waits_for_weights_and_engines(
     state: Any, engine: int | None, groups: int
 ) -> None:
-    assert await admission(sync=True).groups_allowed(state, engine) == groups
+    assert (await admission(sync=True).groups_allowed(state, engine)).groups == groups
 
 
 class Flaky:
