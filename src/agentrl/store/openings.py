@@ -64,7 +64,7 @@ class Openings(Part):
         if room is None:
             return await self._begin(created, update, None)
         tasks = self._collection(TASK)
-        if limit <= 0:
+        if room.groups <= 0:
             return None
         if await tasks.find_one(created, {"_id": 1}) is None or await self.count(split) >= room.groups:
             return None
