@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from agentrl.documents.dispatch import whole_messages
 from agentrl.errors import ScorerError, StoreError
 
 if TYPE_CHECKING:
@@ -138,8 +139,8 @@ def scorer_context(
     first = max((number for number, call in enumerate(calls) if call.parent is None), default=0)
     messages = [
         message
-        for call in calls[first:]
-        for message in (*call.messages, {"role": "assistant", **call.response})
+        for parent, call in zip((None, *calls[first:]), calls[first:], strict=False)
+        for message in (*whole_messages(call, parent), {"role": "assistant", **call.response})
     ]
     return ScorerContext(
         query=task.query,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -30,6 +31,11 @@ class ToolExecution(Document):
     seconds: float
     server: str | None = None
 
+    @property
+    def text(self) -> str:
+        """What the model reads of it."""
+        return f"Error: {self.result}" if self.error else self.result
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchedSamplingTask(Root):
@@ -45,7 +51,11 @@ class DispatchedSamplingTask(Root):
     parent: str | None
     status: CallStatus
     messages: tuple[dict[str, Any], ...]
-    """The messages added since the parent, before the model spoke."""
+    """The messages added since the parent, before the model spoke.
+
+    What a tool answered is kept once, with the execution: its message has ``execution``, a place in the
+    parent's ``tool_executions``, instead of ``content`` (``whole_messages`` puts it back).
+    """
     response: dict[str, Any]
     """The assistant message: ``content``, ``tool_calls``."""
     tool_executions: tuple[ToolExecution, ...] = ()
@@ -68,3 +78,32 @@ class DispatchedSamplingTask(Root):
     """int32 ids that the engine generated."""
     logprobs: bytes
     """float32 logprob of each output id under the policy that sampled it."""
+
+
+def without_results(
+    messages: Iterable[dict[str, Any]], executions: Sequence[ToolExecution]
+) -> tuple[dict[str, Any], ...]:
+    """Messages as a call stores them: those that hold what ``executions`` answered, in order, name them."""
+    stored, place = [], 0
+    for message in messages:
+        answered = place < len(executions) and message.get("role") == "tool"
+        if answered and message.get("content") == executions[place].text:
+            message = {key: value for key, value in message.items() if key != "content"}
+            message["execution"] = place
+            place += 1
+        stored.append(message)
+    return tuple(stored)
+
+
+def whole_messages(
+    call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None
+) -> tuple[dict[str, Any], ...]:
+    """The messages of ``call`` as the model read them; inverse of ``without_results``."""
+    executions = parent.tool_executions if parent is not None else ()
+    return tuple(
+        {**{key: value for key, value in message.items() if key != "execution"},
+         "content": executions[message["execution"]].text}
+        if "execution" in message and message["execution"] < len(executions)
+        else message
+        for message in call.messages
+    )  # fmt: skip

@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution
+from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, without_results
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus
 from agentrl.errors import ConfigError
@@ -109,8 +109,8 @@ def _turn(call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None) -
     yield Rule(plain(title), align="left", style="dim")
     if call.parent is None and call.index > 0:
         yield Text("the context was reset: this is the whole new prompt", style="dim italic")
-    for message in call.messages:
-        if not (parent and parent.tool_executions and message.get("role") == "tool"):
+    for message in without_results(call.messages, parent.tool_executions if parent else ()):
+        if "execution" not in message:
             yield from _message(message)
     yield from _message({"role": "assistant", **call.response}, skip_calls=bool(call.tool_executions))
     for execution in call.tool_executions:

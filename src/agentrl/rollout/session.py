@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from agentrl.config.schema import AgentConfig
-from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution
+from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, without_results
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.status import CallStatus, StopReason
 from agentrl.documents.task import Claim
@@ -163,9 +163,11 @@ class Rollout:
 
     async def generate(self, **changes: Any) -> Turn:
         """One model call on the conversation so far; ``changes`` are sampling parameters for it alone."""
+        answered = self._pending.executions if self._pending else []
         await self.finish()
         conversation = self._conversation
-        new_messages, context_ids = conversation.new_messages, conversation.context_ids()
+        context_ids = conversation.context_ids()
+        new_messages = without_results(conversation.new_messages, answered)
         params = self._params.replace(**changes).seeded(*self._seed, self.turns)
         generation = await self._engine.generate(conversation.prompt_ids(), params)
         text = self._renderer.decode(generation.output_ids)
@@ -255,7 +257,7 @@ class Rollout:
                 server=result.server,
             )
         )
-        return f"Error: {text}" if result.error else str(text)
+        return pending.executions[-1].text
 
     def _refuse(self, problem: str, pending: _Pending) -> str:
         pending.error = pending.error or problem

@@ -8,7 +8,7 @@ import pytest
 from rollout_fakes import FakeTools, ScriptedEngine, renderer_of
 
 from agentrl.config.schema import AgentConfig
-from agentrl.documents.dispatch import DispatchedSamplingTask
+from agentrl.documents.dispatch import DispatchedSamplingTask, whole_messages
 from agentrl.documents.packing import unpack_ids
 from agentrl.documents.status import CallStatus, StopReason
 from agentrl.documents.task import Claim, Task
@@ -81,7 +81,8 @@ async def test_call_result_answer() -> None:
     (execution,) = first.tool_executions
     assert (execution.name, execution.result, execution.error) == ("add", "3", False)
     assert first.messages == ({"role": "user", "content": "1+2?"},)
-    assert second.messages[0]["content"] == "3"
+    assert second.messages[0]["execution"] == 0
+    assert whole_messages(second, first)[0]["content"] == "3"
     assert second.messages[0]["tool_call_id"] == first.response["tool_calls"][0]["id"]
     assert trajectory.statuses == [CallStatus.COMPLETED, CallStatus.COMPLETED]
 
@@ -125,7 +126,8 @@ async def test_a_tools_error_goes_back_to_the_model() -> None:
     trajectory = Trajectory(FAIL, ANSWER)
     await trajectory.run()
     assert trajectory.statuses[0] is CallStatus.TOOL_FAILED
-    assert trajectory.calls[1].messages[0]["content"] == "Error: it broke"
+    first, second = trajectory.calls
+    assert whole_messages(second, first)[0]["content"] == "Error: it broke"
 
 
 async def test_several_calls_are_run_in_order_and_a_bad_one_does_not_stop_the_others() -> None:

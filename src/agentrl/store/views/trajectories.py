@@ -64,6 +64,35 @@ _CONTEXT: Json = {
 }  # fmt: skip
 """Which context ``$$call`` belongs to, from 1: one more with each reset."""
 
+_EXECUTION: Json = {
+    "$arrayElemAt": [
+        {
+            "$getField": {
+                "field": "tool_executions",
+                "input": {"$arrayElemAt": ["$calls", {"$subtract": ["$$call.index", 1]}]},
+            }
+        },
+        "$$message.execution",
+    ]
+}
+_ANSWER: Json = {
+    "$cond": [
+        {"$isNumber": "$$message.execution"},
+        {
+            "$let": {
+                "vars": {"ran": _EXECUTION},
+                "in": {
+                    "content": {
+                        "$concat": [{"$cond": ["$$ran.error", "Error: ", ""]}, "$$ran.result"],
+                    }
+                },
+            }
+        },
+        {},
+    ]
+}
+"""The ``content`` of a ``$$message`` that names an execution of the call before."""
+
 _SAID: Json = {
     "$let": {
         "vars": {"place": {"turn": "$$call.index", "context": _CONTEXT}},
@@ -72,7 +101,7 @@ _SAID: Json = {
                 {
                     "$map": {
                         "input": "$$call.messages", "as": "message",
-                        "in": {"$mergeObjects": ["$$place", "$$message"]},
+                        "in": {"$mergeObjects": ["$$place", "$$message", _ANSWER]},
                     }
                 },
                 [{"$mergeObjects": ["$$place", {"role": "assistant"}, "$$call.response"]}],
@@ -85,7 +114,8 @@ CONVERSATIONS: list[Json] = [
     NEWEST_FIRST,
     join(
         CALL, "_id", "record", "calls",
-        {"$sort": {"index": 1}}, {"$project": as_is("index", "parent", "messages", "response")},
+        {"$sort": {"index": 1}},
+        {"$project": as_is("index", "parent", "messages", "response", "tool_executions")},
     ),
     {
         "$project": {

@@ -1,0 +1,105 @@
+"""Trajectories that write at the same time on a real server: one that lost its lease disturbs no other."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, VersionSpan
+from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.record import Failure
+from agentrl.documents.status import CallStatus, RecordStatus, TaskStatus
+from agentrl.documents.task import Claim, Slot, Task, task_key
+from agentrl.errors import LeaseLostError, StoreError
+from agentrl.store.client import Store
+
+pytestmark = pytest.mark.integration
+COUNT = 12
+
+
+def make_call(claim: Claim, index: int) -> DispatchedSamplingTask:
+    return DispatchedSamplingTask(
+        id=f"{claim.record_id}/{index}", record=claim.record_id, index=index,
+        parent=f"{claim.record_id}/{index - 1}" if index else None, status=CallStatus.COMPLETED,
+        messages=({"role": "tool", "execution": 0},) if index else ({"role": "user", "content": "?"},),
+        response={"content": "!"}, finish_reason="stop", versions=(VersionSpan(version=2, start=0, end=2),),
+        tool_executions=(ToolExecution(name="add", arguments={}, result="3", error=True, seconds=0.1),),
+        prompt_tokens=3, generated_tokens=2, engine="e", generate_seconds=0.1,
+        context_ids=pack_ids([1, 2, 3]),
+        output_ids=pack_ids([4, 5]), logprobs=pack_floats([-0.5, -1.0]),
+    )  # fmt: skip
+
+
+async def claim_all(store: Store) -> list[Claim]:
+    """``COUNT`` claims on groups of two, made at the same time, with running Records."""
+    slots = tuple(Slot(traj_id=number) for number in range(2))
+    await store.tasks.load(
+        [
+            Task(
+                id=task_key("train", 0, str(order)), task_id=str(order), split="train", epoch=0, order=order,
+                query="?", slots=slots,
+            )
+            for order in range(COUNT // 2)
+        ]
+    )  # fmt: skip
+    claims = await asyncio.gather(
+        *(
+            store.claims.claim(split="train", owner=f"w{number}", lease_seconds=60, max_groups_open=COUNT)
+            for number in range(COUNT)
+        )
+    )
+    held = [claim for claim in claims if claim is not None]
+    assert len({claim.record_id for claim in held}) == COUNT
+    assert sorted(claim.owner for claim in held) == sorted(f"w{number}" for number in range(COUNT))
+    await asyncio.gather(*map(store.records.create, held))
+    await asyncio.gather(*(store.records.advance(claim, RecordStatus.RUNNING) for claim in held))
+    return held
+
+
+async def test_all_that_was_written_together_is_there(store: Store) -> None:
+    claims = await claim_all(store)
+    for index in range(2):
+        await asyncio.gather(*(store.dispatches.add(claim, make_call(claim, index)) for claim in claims))
+    await asyncio.gather(*(store.dispatches.add(claim, make_call(claim, 1)) for claim in claims))
+    for status in (RecordStatus.COMPLETED, RecordStatus.SCORING):
+        await asyncio.gather(*(store.records.advance(claim, status) for claim in claims))
+    statuses = await asyncio.gather(*(store.claims.score(claim, 0.5) for claim in claims))
+    assert sorted(statuses) == sorted([TaskStatus.RUNNING, TaskStatus.WAITING] * (COUNT // 2))
+    for claim in claims:
+        record = await store.records.get(claim.record_id)
+        assert record is not None
+        assert (record.status, record.score, record.turns) == (RecordStatus.SCORED, 0.5, 2)
+        assert list(record.traj) == [call.id for call in await store.dispatches.of_record(record.id)]
+
+
+async def test_one_that_lost_its_slot_is_refused_and_the_others_are_not(store: Store) -> None:
+    claims = await claim_all(store)
+    lost, others = claims[5], [*claims[:5], *claims[6:]]
+    await store.claims.fail(lost, Failure(kind="tool", message="x"), max_attempts=3, backoff_seconds=60)
+    writes = (store.dispatches.add(claim, make_call(claim, 0)) for claim in claims)
+    results = await asyncio.gather(*writes, return_exceptions=True)
+    assert isinstance(results[5], LeaseLostError)
+    assert results.count(None) == COUNT - 1
+    assert await store.dispatches.of_record(lost.record_id) == []
+    assert all([len(await store.dispatches.of_record(claim.record_id)) == 1 for claim in others])
+
+
+async def test_one_that_the_server_refuses_fails_alone(store: Store) -> None:
+    claims = await claim_all(store)
+    calls = [make_call(claim, 0) for claim in claims]
+    calls[3] = dataclasses.replace(calls[3], status="nonsense")  # type: ignore[arg-type]
+    writes = (store.dispatches.add(claim, call) for claim, call in zip(claims, calls, strict=True))
+    results = await asyncio.gather(*writes, return_exceptions=True)
+    assert isinstance(results[3], StoreError)
+    assert results.count(None) == COUNT - 1
+
+
+async def test_the_view_shows_what_a_tool_answered_where_the_model_read_it(store: Store) -> None:
+    (claim, *_) = await claim_all(store)
+    for index in range(2):
+        await store.dispatches.add(claim, make_call(claim, index))
+    shown = await store.database["audit_conversations"].find_one({"_id": claim.record_id})
+    assert shown is not None
+    assert [message["content"] for message in shown["conversation"]] == ["?", "!", "Error: 3", "!"]
