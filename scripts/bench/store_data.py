@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, VersionSpan
+from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, VersionSpan, whole_messages
 from agentrl.documents.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 from agentrl.documents.status import CallStatus
 from agentrl.documents.task import Slot, Task, task_key
@@ -34,10 +34,10 @@ _TOOL = {
 
 
 def text(rng: random.Random, tokens: int) -> str:
-    """Words of about ``tokens`` tokens: 4.5 characters a token, as English has it."""
+    """Words of about ``tokens`` tokens, four characters each."""
     words: list[str] = []
     length = 0
-    while length < 4.5 * tokens:
+    while length < 4 * tokens:
         words.append(rng.choice(_WORDS))
         length += len(words[-1]) + 1
     return " ".join(words)
@@ -62,16 +62,21 @@ def make_call(
     """One model call: ``context`` tokens read since the last one, ``output`` tokens generated."""
     rng = random.Random(f"{seed}/{index}")
     numbers = np.random.default_rng(seed * 1000 + index)
-    said = text(rng, output)
-    result = text(rng, context)
-    question = [{"role": "system", "content": text(rng, 40)}, {"role": "user", "content": result}]
+    question = (
+        {"role": "system", "content": text(rng, 40)},
+        {"role": "user", "content": text(rng, context - 40)},
+    )
+    answered = ({"role": "tool", "name": "search", "execution": 0},)
+    search = ToolExecution(
+        name="search", arguments={"query": "tower"}, result=text(rng, context), error=False, seconds=0.2,
+        server="web",
+    )  # fmt: skip
     return DispatchedSamplingTask(
         id=f"{record}/{index}", record=record, index=index,
         parent=f"{record}/{index - 1}" if index else None, status=CallStatus.COMPLETED,
-        messages=tuple(question) if index == 0 else ({"role": "tool", "name": "search", "content": result},),
-        response={"role": "assistant", "content": said, "tool_calls": [_tool_call()]},
-        tool_executions=(ToolExecution(name="search", arguments={"query": "tower"}, result="", error=False,
-                                       seconds=0.2, server="web"),),
+        messages=answered if index else question,
+        response={"role": "assistant", "content": text(rng, output), "tool_calls": [_tool_call()]},
+        tool_executions=(search,),
         tools=(_TOOL,) * 4 if index == 0 else None, finish_reason="stop",
         versions=(VersionSpan(version=version, start=0, end=output),),
         prompt_tokens=(context + output) * index + context, generated_tokens=output, engine="engine-1",
@@ -130,13 +135,11 @@ def with_whole_conversations(calls: list[DispatchedSamplingTask]) -> list[Json]:
     messages: list[Json] = []
     prompt: list[int] = []
     documents = []
-    for call in calls:
-        messages = [*messages, *call.messages]
+    for parent, call in zip([None, *calls], calls, strict=False):
+        messages = [*messages, *whole_messages(call, parent)]
         prompt = [*prompt, *unpack_ids(call.context_ids).tolist()]
-        plain = with_plain_arrays(call)
-        documents.append(
-            {**plain, "messages": messages, "tools": list(calls[0].tools or ()), "context_ids": prompt}
-        )
+        whole = {"messages": messages, "tools": list(calls[0].tools or ()), "context_ids": prompt}
+        documents.append({**with_plain_arrays(call), **whole})
         messages = [*messages, dict(call.response)]
         prompt = [*prompt, *unpack_ids(call.output_ids).tolist()]
     return documents
