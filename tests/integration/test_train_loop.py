@@ -208,7 +208,7 @@ async def test_a_second_trainer_is_refused(run: Run) -> None:
         async with await run.open() as store:
             deadline = time.monotonic() + 90
             while (await store.runs.trainer()).owner is None and time.monotonic() < deadline:
-                await store.wait_for_change("Run", timeout=1.0)
+                await store.wait_for_change("TrainStep", timeout=1.0)
         code, output = run.train()
         assert code == 1
         assert "this run has a trainer" in output
