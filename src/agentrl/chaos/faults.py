@@ -1,0 +1,169 @@
+"""Makes planned faults happen to a run, and undoes them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentrl.chaos.actors import Actor
+from agentrl.chaos.database import Database
+from agentrl.chaos.plan import DATABASE, Fault, FaultKind
+from agentrl.chaos.proxy import Proxy
+
+logger = logging.getLogger(__name__)
+
+FULL_BYTES = 1 << 20
+"""RLIMIT_FSIZE of a trainer whose disk is full: its log goes on, a file of weights does not."""
+
+_POLL_SECONDS = 0.01
+_REFUSE_SECONDS = 4.0
+_FLIPPED = 0x40
+
+
+@dataclass
+class Injector:
+    """Applies faults; faults on the same process come one after another. ``done`` counts them."""
+
+    actors: Mapping[str, Actor]
+    proxies: Mapping[str, Proxy]
+    database: Database
+    weights: Path
+    done: Counter[str] = field(default_factory=Counter)
+    _database_busy: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _weights_busy: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def run(self, plan: list[Fault]) -> None:
+        """Every fault of the plan at its time, each undone when its seconds are over."""
+        started = time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            for fault in plan:
+                await asyncio.sleep(max(0.0, started + fault.at - time.monotonic()))
+                tasks.create_task(self.inject(fault))
+
+    async def inject(self, fault: Fault) -> None:
+        """One fault, from its beginning to its end."""
+        logger.info("%s %s for %.1f s", fault.kind, fault.target, fault.seconds)
+        if fault.kind is FaultKind.CORRUPT:
+            await self._corrupt(fault)
+        elif fault.target == DATABASE:
+            async with self._database_busy:
+                await self.database.kill(fault.seconds)
+            self.done[f"kill {DATABASE}"] += 1
+        elif fault.kind in (FaultKind.CUT, FaultKind.STALL, FaultKind.DELAY):
+            await self._disturb(fault, self.proxies[fault.target])
+        else:
+            await self._strike(fault, self.actors[fault.target])
+
+    async def _strike(self, fault: Fault, actor: Actor) -> None:
+        async with actor.busy:
+            if fault.kind is FaultKind.KILL:
+                hit = await actor.kill()
+                await asyncio.sleep(fault.seconds)
+                if actor.process is None:
+                    actor.start()
+            elif fault.kind is FaultKind.FREEZE:
+                hit = actor.freeze()
+                try:
+                    await asyncio.sleep(fault.seconds)
+                finally:
+                    actor.thaw()
+            else:
+                hit = await self._fill(actor, fault.seconds)
+        if hit:
+            self.done[f"{fault.kind} {actor.role}"] += 1
+
+    async def _fill(self, actor: Actor, seconds: float) -> bool:
+        """Files of the process cannot grow beyond a MiB: its writes fail with EFBIG, as they would for want
+        of space, and no file system has to be filled or mounted for it."""
+        pid = actor.pid
+        if pid is None:
+            return False
+        soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (FULL_BYTES, hard))
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            if actor.pid == pid:
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
+        return True
+
+    async def _disturb(self, fault: Fault, proxy: Proxy) -> None:
+        if fault.kind is FaultKind.CUT:
+            proxy.cut()
+        elif fault.kind is FaultKind.STALL:
+            proxy.stall()
+        else:
+            proxy.latency = fault.latency
+        try:
+            await asyncio.sleep(fault.seconds)
+        finally:
+            proxy.mend()
+        self.done[f"{fault.kind} connections"] += 1
+
+    async def _corrupt(self, fault: Fault) -> None:
+        """Hold the engines back until a new version is there, damage it, let them look, and mend it."""
+        engines = [actor for actor in self.actors.values() if actor.role == "engine"]
+        async with self._weights_busy, _All(engines):
+            known = self._newest()
+            for engine in engines:
+                engine.freeze()
+            try:
+                version = await self._next_version(known, fault.seconds)
+                damaged = version is not None and _flip(version)
+            finally:
+                for engine in engines:
+                    engine.thaw()
+            if version is None or not damaged:
+                logger.info("no version was published to be damaged")
+                return
+            try:
+                await asyncio.sleep(_REFUSE_SECONDS)
+            finally:
+                _flip(version)
+        self.done["corrupt weights"] += 1
+
+    async def _next_version(self, known: str, seconds: float) -> Path | None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self._newest() > known:
+                return self.weights / self._newest() / "model.safetensors"
+            await asyncio.sleep(_POLL_SECONDS)
+        return None
+
+    def _newest(self) -> str:
+        return max((path.name for path in self.weights.glob("v[0-9]*")), default="")
+
+
+class _All:
+    """Every actor's ``busy``, in order."""
+
+    def __init__(self, actors: list[Actor]) -> None:
+        self._actors = actors
+
+    async def __aenter__(self) -> None:
+        for actor in self._actors:
+            await actor.busy.acquire()
+
+    async def __aexit__(self, *_: object) -> None:
+        for actor in self._actors:
+            actor.busy.release()
+
+
+def _flip(path: Path) -> bool:
+    """Flip a bit in the middle of a file, or flip it back; False where the file has been pruned."""
+    try:
+        with path.open("r+b") as file:
+            middle = path.stat().st_size // 2
+            file.seek(middle)
+            byte = file.read(1)[0]
+            file.seek(middle)
+            file.write(bytes([byte ^ _FLIPPED]))
+    except FileNotFoundError:
+        return False
+    return True

@@ -1,0 +1,171 @@
+"""Runs a whole system while things go wrong at random, then checks that nothing was lost or trained twice.
+
+    bash scripts/chaos.sh --minutes 10 --seed 7
+
+Four samplers, two engines, a trainer and MongoDB run in a folder of their own. By a plan made from the seed,
+processes and the database are killed and started again, samplers are frozen past their leases, connections
+are cut, stalled and delayed, the trainer's disk is full, and published weights are damaged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.chaos.actors import Actor, watch
+from agentrl.chaos.database import Database, SingleServer, ThreeServers
+from agentrl.chaos.faults import Injector
+from agentrl.chaos.plan import TRAINER, Members, make_plan
+from agentrl.chaos.report import Report, examine, is_at_rest
+from agentrl.chaos.scene import LEASE_SECONDS, RUN, Scene
+from agentrl.config.load import CommandParser
+from agentrl.config.schema import RunConfig
+from agentrl.errors import AgentRLError, ConfigError, StoreError
+from agentrl.store.client import Store, open_store
+
+logger = logging.getLogger(__name__)
+
+READY_SECONDS = 300.0
+"""How long the first optimizer step may take before anything goes wrong."""
+
+DRAIN_SECONDS = 180.0
+"""How long the groups that have begun may take once nothing goes wrong any more."""
+
+_STOP_SECONDS = 60.0
+_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The flags of ``python -m agentrl.chaos``."""
+
+    minutes: float
+    seed: int
+    gap: float
+    replica_set: bool
+    keep: Path | None
+
+
+def main(argv: list[str]) -> int:
+    """Run, print the report, and return 0 where there is no violation."""
+    options = _parse(argv)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s chaos  %(message)s")
+    logging.getLogger("pymongo").setLevel(logging.WARNING)
+    folder = options.keep or Path(tempfile.mkdtemp(prefix="agentrl-chaos-"))
+    folder = folder.resolve()
+    if options.keep is not None and folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"--keep {folder} is not empty", cure="name a new folder")
+    report = asyncio.run(_interruptible(run(options, folder)))
+    for line in report.lines():
+        print(line)
+    if report.violations or options.keep:
+        print(f"logs and data: {folder}", file=sys.stderr)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 1 if report.violations else 0
+
+
+async def run(options: Options, folder: Path) -> Report:
+    """One run under fire in ``folder``, from nothing to its report; nothing is left running."""
+    scene = Scene(folder=folder, seed=options.seed)
+    await asyncio.to_thread(scene.prepare)
+    single = SingleServer(folder / "mongo")
+    database: Database = ThreeServers(folder / "mongo") if options.replica_set else single
+    try:
+        await database.start()
+        async with await open_store(RunConfig(run_name=RUN, db_connection_string=database.uri)) as store:
+            members = Members.of(samplers=4, engines=2)
+            actors = await scene.cast(members, database)
+            injector = Injector(actors, single.proxies, database, scene.output / "weights")
+            return await _run(options, scene, members, injector, store, database.uri)
+    finally:
+        await database.stop()
+
+
+async def _run(
+    options: Options, scene: Scene, members: Members, injector: Injector, store: Store, uri: str
+) -> Report:
+    actors = list(injector.actors.values())
+    watcher = asyncio.create_task(watch(actors))
+    plan = make_plan(
+        seed=options.seed, seconds=60 * options.minutes, gap=options.gap, lease_seconds=LEASE_SECONDS,
+        members=members, replica_set=options.replica_set,
+    )  # fmt: skip
+    try:
+        for actor in actors:
+            actor.start()
+        await _reach(lambda: _has_trained(store), READY_SECONDS, "no step was trained")
+        logger.info("the first step is trained; %d faults in %g minutes", len(plan), options.minutes)
+        started = time.monotonic()
+        await injector.run(plan)
+        await asyncio.sleep(max(0.0, started + 60 * options.minutes - time.monotonic()))
+        seconds = time.monotonic() - started
+        drained = await _drain(store, injector.actors)
+    finally:
+        watcher.cancel()
+        await asyncio.gather(*(actor.stop(_STOP_SECONDS) for actor in actors))
+    exits = [exit for actor in actors for exit in actor.exits]
+    report = Report(faults=injector.done, exits=exits, seconds=seconds, drained=drained)
+    await examine(store, scene.logs, scene.check_command(uri), report)
+    return report
+
+
+async def _drain(store: Store, actors: Mapping[str, Actor]) -> bool:
+    """Stop the trainer, so that soon no group may be begun, and let the samplers finish those that have."""
+    trainer = actors[TRAINER]
+    logger.info("nothing goes wrong any more; the trainer saves, and samplers finish what they have begun")
+    async with trainer.busy:
+        await trainer.stop(_STOP_SECONDS)
+    try:
+        await _reach(lambda: is_at_rest(store), DRAIN_SECONDS, "groups were left unfinished")
+    except AgentRLError as error:
+        logger.error("%s", error)
+        return False
+    return True
+
+
+async def _has_trained(store: Store) -> bool:
+    return bool(await store.training.steps())
+
+
+async def _reach(condition: Callable[[], Awaitable[bool]], seconds: float, otherwise: str) -> None:
+    """Wait until ``condition``; AgentRLError after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with suppress(StoreError):
+            if await condition():
+                return
+        if time.monotonic() > deadline:
+            raise AgentRLError(f"{otherwise} within {seconds:g} s", cure="see the logs")
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+async def _interruptible(work: Coroutine[None, None, Report]) -> Report:
+    """``work``, cancelled by SIGTERM so that it stops what it has started."""
+    task = asyncio.ensure_future(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await task
+
+
+def _parse(argv: list[str]) -> Options:
+    parser = CommandParser(prog="bash scripts/chaos.sh", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long things go wrong (%(default)g)")
+    parser.add_argument("--seed", type=int, default=0, help="of the plan and of the run (%(default)s)")
+    parser.add_argument("--gap", type=float, default=6.0, help="mean seconds between faults (%(default)g)")
+    parser.add_argument("--replica_set", action="store_true", help="three mongods, the primary killed often")
+    parser.add_argument("--keep", type=Path, help="run in this folder, and leave it there")
+    options = Options(**vars(parser.parse_args(argv)))
+    if options.minutes <= 0 or options.gap <= 0:
+        raise ConfigError(
+            f"--minutes is {options.minutes:g} and --gap is {options.gap:g}", cure="give values above 0"
+        )
+    return options

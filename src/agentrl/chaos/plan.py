@@ -1,0 +1,114 @@
+"""What goes wrong when: a schedule of faults made from a seed. Pure; it touches nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+DATABASE = "mongod"
+TRAINER = "trainer"
+WEIGHTS = "weights"
+
+
+class FaultKind(StrEnum):
+    """What can go wrong."""
+
+    KILL = "kill"  # SIGKILL; started again after ``seconds``
+    FREEZE = "freeze"  # SIGSTOP for ``seconds``, longer than a lease, then SIGCONT
+    CUT = "cut"  # every connection to the database is reset, and new ones are refused for ``seconds``
+    STALL = "stall"  # connections stay open and carry nothing for ``seconds``
+    DELAY = "delay"  # whatever a connection carries comes ``latency`` seconds late, for ``seconds``
+    FILL = "fill"  # the trainer's files cannot grow for ``seconds``: weights and checkpoints fail
+    CORRUPT = "corrupt"  # a byte of the next published version is flipped before the engines load it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One thing that goes wrong ``at`` seconds after the start, and lasts ``seconds``."""
+
+    at: float
+    kind: FaultKind
+    target: str
+    seconds: float
+    latency: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Members:
+    """Names of the run's processes."""
+
+    samplers: tuple[str, ...]
+    engines: tuple[str, ...]
+
+    @classmethod
+    def of(cls, samplers: int, engines: int) -> Members:
+        """``sampler-0`` …, ``engine-0`` …"""
+        return cls(
+            samplers=tuple(f"sampler-{number}" for number in range(samplers)),
+            engines=tuple(f"engine-{number}" for number in range(engines)),
+        )
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """Every process that is connected to the database."""
+        return (*self.samplers, *self.engines, TRAINER)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """One kind of fault, whom it may hit, how often it comes among the others, and how long it lasts."""
+
+    kind: FaultKind
+    targets: Sequence[str]
+    weight: int
+    seconds: tuple[float, float]
+
+
+def make_plan(
+    *, seed: int, seconds: float, gap: float, lease_seconds: float, members: Members, replica_set: bool
+) -> list[Fault]:
+    """Faults about every ``gap`` seconds, in order of time; the same for the same arguments.
+
+    Every choice comes once, in a random order, before any comes again. With ``replica_set`` the database is
+    killed far more often, and connections are left alone (a replica set's members are reached directly).
+    """
+    rng = random.Random(f"chaos/{seed}")
+    choices = _choices(members, lease_seconds, replica_set)
+    coming: list[_Choice] = rng.sample(choices, len(choices))
+    faults: list[Fault] = []
+    at = rng.uniform(0.2, 1.0) * gap
+    while at < seconds:
+        choice = coming.pop() if coming else rng.choices(choices, [item.weight for item in choices])[0]
+        faults.append(
+            Fault(
+                at=at,
+                kind=choice.kind,
+                target=rng.choice(choice.targets),
+                seconds=rng.uniform(*choice.seconds),
+                latency=rng.uniform(0.01, 0.25) if choice.kind is FaultKind.DELAY else 0.0,
+            )
+        )
+        at += rng.uniform(0.5, 1.5) * gap
+    return faults
+
+
+def _choices(members: Members, lease_seconds: float, replica_set: bool) -> list[_Choice]:
+    restart = (0.5, 5.0)
+    choices = [
+        _Choice(FaultKind.KILL, members.samplers, 4, restart),
+        _Choice(FaultKind.KILL, members.engines, 2, restart),
+        _Choice(FaultKind.KILL, (TRAINER,), 3, restart),
+        _Choice(FaultKind.KILL, (DATABASE,), 12 if replica_set else 3, (0.5, 12.0)),
+        _Choice(FaultKind.FREEZE, members.samplers, 2, (1.1 * lease_seconds, 1.6 * lease_seconds)),
+        _Choice(FaultKind.FILL, (TRAINER,), 1, (8.0, 16.0)),
+        _Choice(FaultKind.CORRUPT, (WEIGHTS,), 1, (20.0, 30.0)),
+    ]
+    if not replica_set:
+        choices += [
+            _Choice(FaultKind.CUT, members.clients, 4, (0.2, 10.0)),
+            _Choice(FaultKind.STALL, members.clients, 2, (2.0, 20.0)),
+            _Choice(FaultKind.DELAY, members.clients, 2, (4.0, 12.0)),
+        ]
+    return choices
