@@ -45,9 +45,13 @@ class RunConfig:
     )  # fmt: skip
     mongo_dir: str = flag(".agentrl/mongo", "folder of the embedded MongoDB")
     db_timeout_seconds: float = flag(10.0, "how long one database operation may take")
+    db_wait_seconds: float = flag(
+        90.0, "how long a process waits for a database that is away before it gives up (0: not at all)"
+    )
 
     def __post_init__(self) -> None:
         _require_positive(self, "db_timeout_seconds")
+        _require(self.db_wait_seconds >= 0, f"--db_wait_seconds is {self.db_wait_seconds}", "0 does not wait")
         _require(
             bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,47}", self.run_name)),
             f"--run_name is {self.run_name!r}",
@@ -90,7 +94,7 @@ class TaskConfig:
 class ClaimConfig:
     """Leases and retries of sampling claims."""
 
-    lease_seconds: float = flag(60.0, "a claim not renewed for this long may be taken by another sampler")
+    lease_seconds: float = flag(60.0, "a claim, or the trainer's place, not renewed for this long is free")
     max_attempts: int = flag(3, "attempts at a trajectory before its slot is failed for good")
     retry_backoff_seconds: float = flag(2.0, "wait before the second attempt; doubles with each further one")
 
@@ -238,7 +242,9 @@ class TrainConfig:
     save_total_limit: int = flag(2, "checkpoints kept")
     publish_steps: int = flag(1, "publish weights every so many steps")
     published_versions_kept: int = flag(4, "published weight folders kept on disk")
-    resume_from_checkpoint: str | None = flag("auto", "'auto', a checkpoint folder, or 'none'")
+    resume_from_checkpoint: str | None = flag(
+        "auto", "'auto' (the newest one whose steps have not been undone), a checkpoint folder, or 'none'"
+    )
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward")
     loss_seq_chunk_size: int | None = flag(None, "tokens per chunk of the logprob projection (default: 1024)")
     autocast_bf16: bool = flag(False, "float32 weights, bfloat16 matrix products")
