@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from pymongo import ReturnDocument, UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
+from pymongo.errors import PyMongoError
 
 from agentrl.documents.record import Failure
 from agentrl.documents.status import (
@@ -150,14 +151,17 @@ class Claims(Scores):
         claims = await self._claim_of_one_group(wish, [wish.owner])
         return claims[0] if claims else None
 
-    async def _claim_together(self, wishes: Sequence[_Wish]) -> list[Claim | None] | None:
+    async def _claim_together(self, wishes: Sequence[_Wish]) -> list[Claim | PyMongoError | None] | None:
+        """Group after group; what was taken before an error has its owner."""
         if len({replace(wish, owner="") for wish in wishes}) > 1:
             return None
-        claims: list[Claim | None] = []
+        claims: list[Claim | PyMongoError | None] = []
         while len(claims) < len(wishes):
             owners = [wish.owner for wish in wishes[len(claims) :]]
-            taken = await self._claim_of_one_group(wishes[0], owners)
-            claims += taken or [None] * len(owners)
+            try:
+                claims += await self._claim_of_one_group(wishes[0], owners) or [None] * len(owners)
+            except PyMongoError as error:
+                claims += [error] * len(owners)
         return claims
 
     async def _claim_of_one_group(self, wish: _Wish, owners: Sequence[str]) -> list[Claim]:

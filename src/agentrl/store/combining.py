@@ -17,14 +17,14 @@ _AT_ONCE = 64
 class Combiner(Generic[Item, Result]):
     """Writes together what waits while a write is under way; a single item waits for nothing.
 
-    ``together`` gives the results of its items in order, or None where some of them cannot be written. Then,
-    and where the server refuses the write, each item is written by ``alone`` and has the result or the error
-    that it would have had by itself. So both must be such that repeating a write changes nothing.
+    ``together`` gives the results or errors of its items in order, or None where it cannot write all of them.
+    Then, and where the server refuses the write, each item is written by ``alone`` and has the result or the
+    error that it would have had by itself. So both must be such that repeating a write changes nothing.
     """
 
     def __init__(
         self,
-        together: Callable[[Sequence[Item]], Coroutine[Any, Any, Sequence[Result] | None]],
+        together: Callable[[Sequence[Item]], Coroutine[Any, Any, Sequence[Result | BaseException] | None]],
         alone: Callable[[Item], Coroutine[Any, Any, Result]],
     ) -> None:
         self._together = together
@@ -64,7 +64,9 @@ class Combiner(Generic[Item, Result]):
             error = together.exception()
             if error is not None and not isinstance(error, OperationFailure):
                 return [error] * len(items)
-            results: Sequence[Result] | None = None if error is not None else together.result()
+            results: Sequence[Result | BaseException] | None = (
+                None if error is not None else together.result()
+            )
             if results is not None:
                 return results
         alone: list[Result | BaseException] = await asyncio.gather(
