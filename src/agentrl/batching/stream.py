@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 1.0
+POLL_SECONDS = 10.0
+"""How often the data are looked for when no change tells of any."""
+
 LOG_EVERY_SECONDS = 30.0
 _LOOKAHEAD_STEPS = 8
 

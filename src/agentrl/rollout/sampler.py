@@ -17,16 +17,25 @@ from agentrl.errors import LeaseLostError, StoreError
 from agentrl.rollout.finalise import Finaliser
 from agentrl.rollout.persist import persist
 from agentrl.rollout.worker import Worker
+from agentrl.store.openings import Room
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 1.0
-"""How often a sampler looks for work when nothing tells it of any."""
+POLL_SECONDS = 5.0
+"""How often a sampler looks for work that no change tells of: a retry that is due, a lease that ran out."""
 
 HOUSEKEEPING_SECONDS = 2.0
+"""How often, at most, a sampler does what any does for all; where nothing changes, every fifth time."""
+
+_WATCHED = ("Task", "DBRecordData", "TrainStep", "PolicyVersion")
+_WATCH_SECONDS = 60.0
+_LOOK_POLLS = 3
+_REST_SECONDS = 0.25
+"""Changes that come within this time wake a sampler once."""
+
 GRACE_SECONDS = 5.0
 """How long trajectories may still finish once the sampler is told to stop."""
 
@@ -64,7 +73,7 @@ class Sampler:
         worker: Worker,
         finaliser: Finaliser,
         config: SamplerConfig,
-        groups_allowed: Callable[[], Awaitable[int | None]],
+        groups_allowed: Callable[[], Awaitable[Room | int | None]],
     ) -> None:
         """``groups_allowed`` says how many groups may be open right now; None is any number."""
         self._store = store
@@ -75,12 +84,19 @@ class Sampler:
         self._running: dict[asyncio.Task[bool], Claim] = {}
         self._error: BaseException | None = None
         self._finalising = asyncio.Lock()
+        self._changed = asyncio.Event()
+        """Something has changed since the last claim that may have made work."""
+        self._news = True
+        """Something has changed since groups to finalise were last looked for."""
+        self._look_at = 0.0
+        """When new groups are looked for at the latest (``time.monotonic``)."""
         self.scored = 0
         """Trajectories that this sampler has scored."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Sample until done or stopped; what is still held then is finished or handed back."""
-        helpers = [asyncio.create_task(self._heartbeats()), asyncio.create_task(self._housekeeping())]
+        jobs = (self._heartbeats(), self._housekeeping(), self._watch())
+        helpers = [asyncio.create_task(job) for job in jobs]
         for helper in helpers:
             helper.add_done_callback(self._helper_ended)
         try:
@@ -100,6 +116,7 @@ class Sampler:
             claim = await self._claim(stop) if len(self._running) < self._config.concurrency else None
             if claim is not None:
                 self._start(claim)
+                self._changed.set()
                 continue
             if self._running:
                 busy_at = time.monotonic()
@@ -112,12 +129,21 @@ class Sampler:
             await self._wait(stop)
 
     async def _claim(self, stop: asyncio.Event) -> Claim | None:
+        """One slot. New groups are looked for after a change only, or where none came for a while.
+
+        Whatever makes room for a group tells of itself, but for engines that load a newer version.
+        """
+        opens = self._changed.is_set() or time.monotonic() >= self._look_at
+        self._changed.clear()
+        if opens:
+            self._look_at = time.monotonic() + _LOOK_POLLS * POLL_SECONDS
+
         async def claim() -> Claim | None:
             return await self._store.claims.claim(
                 split=self._config.split,
                 owner=self._config.owner,
                 lease_seconds=self._config.claims.lease_seconds,
-                max_groups_open=await self._groups_allowed(),
+                max_groups_open=await self._groups_allowed() if opens else 0,
                 max_attempts=self._config.claims.max_attempts,
             )
 
@@ -137,6 +163,8 @@ class Sampler:
         if task.cancelled():
             return
         self._running.pop(task, None)
+        self._news = True
+        self._changed.set()
         if task.exception() is not None:
             self._error = task.exception()
         elif task.result():
@@ -151,11 +179,10 @@ class Sampler:
         return limit is not None and time.monotonic() - busy_at >= limit
 
     async def _wait(self, stop: asyncio.Event) -> None:
-        """Until a trajectory ends, a step or version may admit a group, ``stop``, or ``POLL_SECONDS``."""
+        """Until a trajectory ends, a change may have made work, ``stop``, or ``POLL_SECONDS``."""
         signals: set[asyncio.Future[Any]] = {asyncio.ensure_future(stop.wait())}
         if len(self._running) < self._config.concurrency:
-            change = self._store.wait_for_change("TrainStep", "PolicyVersion", timeout=POLL_SECONDS)
-            signals.add(asyncio.ensure_future(change))
+            signals.add(asyncio.ensure_future(self._changed.wait()))
         try:
             await asyncio.wait(
                 {*signals, *self._running}, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED
@@ -167,12 +194,15 @@ class Sampler:
 
     async def _is_done(self, stop: asyncio.Event) -> bool:
         async def look() -> bool:
-            await self._finalise_waiting()
-            if await self._open_next_epoch():
+            if self._news:
+                self._news = False
+                await self._finalise_waiting()
+            tasks, split = self._store.tasks, self._config.split
+            if await tasks.any_in(split, TaskStatus.CREATED, TaskStatus.RUNNING, TaskStatus.WAITING):
                 return False
-            counts = await self._store.tasks.counts(self._config.split)
-            total = sum(counts.values())
-            return total > 0 and counts.get(TaskStatus.COMPLETED, 0) == total
+            if not await tasks.any_in(split, TaskStatus.COMPLETED):
+                return False
+            return not await self._open_next_epoch()
 
         try:
             return await persist(look, what="progress", stop=stop)
@@ -184,10 +214,9 @@ class Sampler:
     async def _open_next_epoch(self) -> bool:
         """Open the next epoch once no task waits for its first claim; True if there is one to work on."""
         plan, split = self._config.plan, self._config.split
-        counts = await self._store.tasks.counts(split)
-        if not sum(counts.values()) or counts.get(TaskStatus.CREATED, 0):
+        if await self._store.tasks.any_in(split, TaskStatus.CREATED):
             return False
-        following = max(await self._store.tasks.epochs(split)) + 1
+        following = max(await self._store.tasks.epochs(split), default=plan.epochs) + 1
         if following >= plan.epochs:
             return False
         opened = await self._store.tasks.open_epoch(
@@ -227,12 +256,22 @@ class Sampler:
         """What any sampler does for all: expired leases, waiting groups, the next epoch."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
+            await self._store.wait_for_change("Task", timeout=4 * HOUSEKEEPING_SECONDS)
             try:
-                await self._store.claims.reap(self._config.split, self._config.claims.max_attempts)
+                freed = await self._store.claims.reap(self._config.split, self._config.claims.max_attempts)
                 await self._finalise_waiting()
-                await self._open_next_epoch()
+                if await self._open_next_epoch() or freed:
+                    self._changed.set()
             except StoreError as error:
                 logger.warning("housekeeping failed", extra={"why": error.message})
+
+    async def _watch(self) -> None:
+        """Tell of changes that may have made work: what a Task, its data, a step or a version became."""
+        while True:
+            if await self._store.wait_for_change(*_WATCHED, timeout=_WATCH_SECONDS):
+                self._news = True
+                self._changed.set()
+                await asyncio.sleep(_REST_SECONDS)
 
     async def _hand_back(self) -> None:
         """Let trajectories finish for ``GRACE_SECONDS``, then stop them and release their claims."""

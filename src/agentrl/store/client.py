@@ -76,9 +76,12 @@ class Store:
         """A session inside one transaction, committed at the end of the block; it is not retried."""
         return self._connection.session()
 
-    async def wait_for_change(self, *collections: str, timeout: float) -> None:
-        """Return after a change in one of ``collections``, or after ``timeout`` seconds."""
-        await self._changes.wait(*collections, timeout=timeout)
+    async def wait_for_change(self, *collections: str, timeout: float) -> bool:
+        """Return True after a change in one of ``collections``, False after ``timeout`` seconds without.
+
+        Only changes that may make work count: a Task's when it is new or in another state.
+        """
+        return await self._changes.wait(*collections, timeout=timeout)
 
     async def close(self) -> None:
         """Close the connection."""

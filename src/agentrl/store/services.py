@@ -42,10 +42,14 @@ class Services(Part):
     @database_call
     async def live(self, max_age_seconds: float) -> list[InferenceService]:
         """Engines whose heartbeat is younger than ``max_age_seconds`` and that are not stopped."""
+        alive = [status.value for status in ServiceStatus if status is not ServiceStatus.STOPPED]
         youngest = {"$gte": ["$heartbeat", slots.after(-max_age_seconds)]}
-        query: Json = {"status": {"$ne": ServiceStatus.STOPPED.value}, "$expr": youngest}
-        cursor = self._collection(SERVICE).find(query, sort=[("_id", 1)])
-        return [InferenceService.from_document(document) async for document in cursor]
+        query: Json = {"status": {"$in": alive}, "$expr": youngest}
+        found = [
+            InferenceService.from_document(document)
+            async for document in self._collection(SERVICE).find(query)
+        ]
+        return sorted(found, key=lambda service: service.id)
 
     @database_call
     async def stop(self, service_id: str) -> None:

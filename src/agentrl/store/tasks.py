@@ -19,6 +19,7 @@ from agentrl.store.names import TASK
 
 _BATCH = 1000
 _DUPLICATE = 11000
+_UNFINISHED = [status.value for status in TaskStatus if status is not TaskStatus.COMPLETED]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,13 @@ class Tasks(Part):
     @database_call
     async def unfinished(self, split: str) -> int:
         """Tasks whose group is not finalised."""
-        open_states = [status.value for status in TaskStatus if status is not TaskStatus.COMPLETED]
-        return await self._collection(TASK).count_documents({"split": split, "status": {"$in": open_states}})
+        return await self._collection(TASK).count_documents({"split": split, "status": {"$in": _UNFINISHED}})
+
+    @database_call
+    async def any_in(self, split: str, *states: TaskStatus) -> bool:
+        """Whether a Task is in one of these states: cheap, however many there are."""
+        query = {"split": split, "status": {"$in": [status.value for status in states]}}
+        return await self._collection(TASK).find_one(query, {"_id": 1}) is not None
 
     @database_call
     async def epochs(self, split: str) -> list[int]:
@@ -105,6 +111,8 @@ class Tasks(Part):
     @database_call
     async def places(self, ids: Collection[str]) -> dict[str, tuple[int, int]]:
         """(epoch, order) of these Tasks: the order in which samplers begin them."""
+        if not ids:
+            return {}
         cursor = self._collection(TASK).find({"_id": {"$in": sorted(ids)}}, {"epoch": 1, "order": 1})
         return {task["_id"]: (task["epoch"], task["order"]) async for task in cursor}
 

@@ -11,20 +11,30 @@ from weakref import WeakKeyDictionary
 from pymongo.errors import PyMongoError
 
 from agentrl.store.connection import Connection, Json
-from agentrl.store.names import COLLECTIONS
+from agentrl.store.names import DATA, STEP, TASK, VERSION
 
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 2.0
 _REST_SECONDS = 0.05
 _CANCEL_SECONDS = 0.5
+_LONGEST_AWAIT_MS = 10_000
+WATCHED = (TASK, DATA, VERSION, STEP)
+_WORTH_WAKING = {
+    "$or": [
+        {"ns.coll": {"$ne": TASK}},
+        {"operationType": {"$ne": "update"}},
+        {"updateDescription.updatedFields.status": {"$exists": True}},
+    ]
+}
+"""Of a Task's updates those that move it to another state: renewed leases wake nobody."""
 _PIPELINE: list[Json] = [
-    {"$match": {"ns.coll": {"$in": list(COLLECTIONS)}}},
+    {"$match": {"ns.coll": {"$in": list(WATCHED)}, **_WORTH_WAKING}},
     {"$project": {"ns": 1}},
 ]
 
 
 class Changes:
-    """Counts the changes of each collection, and wakes whoever waits for them.
+    """Counts the changes of each collection of ``WATCHED``, and wakes whoever waits for them.
 
     A coroutine that waits in a loop misses nothing between two waits: what changed since its last wait
     returned ends the next one at once. ``_REST_SECONDS`` bounds how often that happens.
@@ -37,24 +47,27 @@ class Changes:
         self._changed = asyncio.Condition()
         self._follower: asyncio.Task[None] | None = None
 
-    async def wait(self, *collections: str, timeout: float) -> None:
-        """Return after a change in one of ``collections``, or after ``timeout`` seconds."""
-        unknown = set(collections) - set(COLLECTIONS)
+    async def wait(self, *collections: str, timeout: float) -> bool:
+        """Return True after a change in one of ``collections``, False after ``timeout`` seconds without."""
+        unknown = set(collections) - set(WATCHED)
         if unknown:
-            raise ValueError(f"no such collections: {sorted(unknown)}")
+            raise ValueError(f"these collections are not watched: {sorted(unknown)}")
         if self._follower is None:
             self._follower = asyncio.create_task(self._follow(), name="agentrl-changes")
         caller = asyncio.current_task()
         seen = self._seen.get(caller, self._counts.copy()) if caller else self._counts.copy()
+        changed = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 async with self._changed:
                     await self._changed.wait_for(
                         lambda: any(self._counts[name] > seen[name] for name in collections)
                     )
+                changed = True
                 await asyncio.sleep(_REST_SECONDS)
         if caller:
             self._seen[caller] = self._counts.copy()
+        return changed
 
     async def close(self) -> None:
         """End the change stream. The driver may swallow a cancellation, so it is repeated until it holds."""
@@ -63,13 +76,13 @@ class Changes:
             await asyncio.wait([self._follower], timeout=_CANCEL_SECONDS)
 
     async def _follow(self) -> None:
-        wait_ms = max(100, min(1000, int(self._connection.timeout * 500)))
+        wait_ms = max(100, min(_LONGEST_AWAIT_MS, int(self._connection.timeout * 500)))
         while True:
             try:
                 async with await self._connection.database.watch(
                     _PIPELINE, max_await_time_ms=wait_ms
                 ) as stream:
-                    await self._notify(*COLLECTIONS)
+                    await self._notify(*WATCHED)
                     while stream.alive:
                         change = await stream.try_next()
                         if change is not None:
@@ -77,7 +90,7 @@ class Changes:
             except PyMongoError as error:
                 _log.warning("no change stream, polling instead: %s", type(error).__name__)
             await asyncio.sleep(_POLL_SECONDS)
-            await self._notify(*COLLECTIONS)
+            await self._notify(*WATCHED)
 
     async def _notify(self, *collections: str) -> None:
         async with self._changed:

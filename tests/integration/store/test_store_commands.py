@@ -1,0 +1,232 @@
+"""What the store asks of the server: each query of a loop has an index, and an idle run costs little."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pymongo.monitoring
+import pytest
+from test_store_claims import make_tasks, take_one
+from test_store_training import complete, decide, make_call, make_step
+
+from agentrl.batching.freshness import Freshness
+from agentrl.batching.stream import DataStream, StreamSettings
+from agentrl.config.schema import ClaimConfig, GroupConfig, RunConfig, SamplingConfig, TrainConfig
+from agentrl.documents.record import Failure
+from agentrl.documents.service import InferenceService
+from agentrl.documents.status import RecordStatus, ServiceStatus, TaskStatus
+from agentrl.rollout.admission import Admission
+from agentrl.rollout.finalise import Finaliser
+from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
+from agentrl.store.client import Store, open_store
+from agentrl.store.openings import Room
+
+pytestmark = pytest.mark.integration
+
+_QUERIES = ("find", "aggregate", "count", "distinct", "findAndModify", "update", "delete")
+_OF_THE_SESSION = (
+    "lsid", "$clusterTime", "$db", "$readPreference", "txnNumber", "autocommit", "startTransaction",
+    "readConcern", "writeConcern", "maxTimeMS", "ordered", "bypassDocumentValidation", "cursor",
+)  # fmt: skip
+WARM_UP_SECONDS = 3.0
+IDLE_SECONDS = 12.0
+IDLE_OPERATIONS_A_SECOND = 3.0
+
+
+class Commands(pymongo.monitoring.CommandListener):
+    """Keeps what is sent to one database while it is recording."""
+
+    def __init__(self) -> None:
+        self.database: str | None = None
+        self.sent: list[tuple[str, dict[str, Any]]] = []
+
+    def started(self, event: pymongo.monitoring.CommandStartedEvent) -> None:
+        """Keep the command."""
+        if event.database_name == self.database:
+            self.sent.append((event.command_name, dict(event.command)))
+
+    def succeeded(self, event: pymongo.monitoring.CommandSucceededEvent) -> None:
+        """Nothing is kept of answers."""
+
+    def failed(self, event: pymongo.monitoring.CommandFailedEvent) -> None:
+        """Nothing is kept of answers."""
+
+
+COMMANDS = Commands()
+pymongo.monitoring.register(COMMANDS)
+
+
+@pytest.fixture
+async def watched(run_config: RunConfig) -> AsyncIterator[Store]:
+    """A store whose commands are kept in ``COMMANDS`` once ``record`` is called."""
+    async with await open_store(run_config) as store:
+        yield store
+        COMMANDS.database = None
+        await store.database.client.drop_database(run_config.run_name)
+
+
+def record(store: Store) -> None:
+    COMMANDS.sent = []
+    COMMANDS.database = store.run_name
+
+
+def queries() -> Iterator[dict[str, Any]]:
+    """Every query that was sent, as a command that can be explained; each update of a batch by itself."""
+    for name, command in COMMANDS.sent:
+        bare = {key: value for key, value in command.items() if key not in _OF_THE_SESSION}
+        if name not in _QUERIES or "$changeStream" in str(command.get("pipeline", ""))[:40]:
+            continue
+        for part in ("updates", "deletes"):
+            if part in bare:
+                yield from ({**bare, part: [one]} for one in bare[part])
+                break
+        else:
+            yield {**bare, "cursor": {}} if name == "aggregate" else bare
+
+
+def stages(plan: Any) -> Iterator[str]:
+    """The names of all stages of the winning plans in an answer of ``explain``."""
+    if isinstance(plan, list):
+        for item in plan:
+            yield from stages(item)
+    elif isinstance(plan, dict):
+        if isinstance(plan.get("stage"), str):
+            yield plan["stage"]
+        if "$sort" in plan:
+            yield "SORT"
+        for key, value in plan.items():
+            if key not in ("rejectedPlans", "parsedQuery", "command"):
+                yield from stages(value)
+
+
+async def everything_that_runs_in_a_loop(store: Store) -> None:
+    """One turn of each loop of samplers, engines, trainer and housekeeping."""
+    claims, records, tasks, training = store.claims, store.records, store.tasks, store.training
+    failure = Failure(kind="engine", message="x")
+    for limit in (None, 50):
+        claim = await claims.claim(split="train", owner="a", lease_seconds=60, max_groups_open=limit)
+        assert claim is not None
+        await records.create(claim)
+        await records.advance(claim, RecordStatus.RUNNING)
+        await store.dispatches.add(claim, make_call(claim, 0))
+        await claims.heartbeat([claim], 60)
+        await (
+            claims.release(claim) if limit else claims.fail(claim, failure, max_attempts=3, backoff_seconds=9)
+        )
+    await take_one(store, "dead", lease=0.0)
+    await claims.reap("train")
+    await take_one(store, "dead", lease=0.0)
+    assert await claims.claim(split="train", owner="b", lease_seconds=60, max_groups_open=0) is not None
+    await training.waiting_groups("train")
+    await tasks.any_in("train", TaskStatus.CREATED, TaskStatus.RUNNING, TaskStatus.WAITING)
+    await tasks.unfinished("train")
+    await tasks.epochs("train")
+    await training.open_groups("train")
+    await training.uncounted_groups("train")
+    for field in ("min_version", "max_version"):
+        await training.mark_stale("train", 0, field=field)
+    ready = await training.ready("train", min_version=0, limit=8, step=1)
+    await tasks.places([meta.task for meta in ready])
+    await training.fetch([meta.id for meta in ready])
+    await training.mean_generated_tokens(tasks=[ready[0].task])
+    await training.mean_generated_tokens(records=[ready[0].record])
+    attempt = await store.runs.acquire_trainer("t", "host", os.getpid(), 60)
+    await store.runs.renew_trainer(attempt, 60)
+    ids, counted = [meta.id for meta in ready], [meta.task for meta in ready]
+    await training.plan_step(make_step(1, ids, str(attempt)), attempt=attempt)
+    await training.commit_step(f"{attempt}/1", {}, ids, attempt=attempt, counted=counted)
+    await training.last_step()
+    await store.policies.latest()
+    await store.services.beat("e", status=ServiceStatus.READY, policy_version=0, running_requests=0)
+    await store.services.live(30)
+    await store.runs.trainer()
+
+
+async def test_every_query_that_runs_in_a_loop_uses_an_index(watched: Store) -> None:
+    service = InferenceService(id="e", url="http://x", engine="local", model="m", host="h", pid=1)
+    await watched.services.register(service)
+    for number in range(3):
+        await complete(watched, number)
+    await watched.tasks.load(make_tasks(40)[3:])
+    record(watched)
+    for task_id in await watched.training.waiting_groups("train"):
+        await watched.training.finalise_group(task_id, decide)
+    await everything_that_runs_in_a_loop(watched)
+    COMMANDS.database = None
+    explained = set()
+    for query in queries():
+        plan = await watched.database.command({"explain": query, "verbosity": "queryPlanner"})
+        found = set(stages(plan))
+        assert found, query
+        assert found.isdisjoint({"COLLSCAN", "SORT"}), (query, found)
+        name = next(iter(query))
+        explained.add((name, query[name]))
+    assert {
+        ("findAndModify", "Task"),
+        ("find", "DBRecordData"),
+        ("distinct", "Task"),
+        ("update", "Run"),
+    } <= explained
+    assert len(explained) >= 18
+
+
+class NoWorker:
+    """Nothing is ever claimed, so nothing is ever run."""
+
+    async def run(self, claim: object) -> bool:
+        raise AssertionError("an idle sampler claims nothing")
+
+
+async def idle_run(store: Store, trainer_side: Store) -> None:
+    """A sampler with nothing to claim and a trainer with nothing to train, ``IDLE_SECONDS`` recorded."""
+    admission = Admission(SamplingConfig(), TrainConfig())
+
+    async def allowed() -> Room:
+        return await admission.groups_allowed(store, None)
+
+    config = SamplerConfig(
+        split="train", owner="idle", concurrency=4, claims=ClaimConfig(),
+        plan=EpochPlan(epochs=1, seed=0, num_generations=2, shuffle=False),
+    )  # fmt: skip
+    finaliser = Finaliser(store, GroupConfig(), split="train", seed=0)
+    sampler = Sampler(store, NoWorker(), finaliser, config, allowed)  # type: ignore[arg-type]
+    settings = StreamSettings(
+        groups_per_step=2,
+        num_generations=2,
+        num_epochs=1,
+        freshness=Freshness(max_staleness=1),
+        wait_seconds=600,
+    )
+    stop = asyncio.Event()
+    sampling = asyncio.create_task(sampler.run(stop))
+    taking = asyncio.create_task(DataStream(trainer_side, settings).take(1, 0))
+    await asyncio.sleep(WARM_UP_SECONDS)
+    record(store)
+    await asyncio.sleep(IDLE_SECONDS)
+    COMMANDS.database = None
+    assert not sampling.done()
+    assert not taking.done()
+    stop.set()
+    taking.cancel()
+    await asyncio.gather(sampling, taking, return_exceptions=True)
+
+
+@pytest.mark.parametrize("claimed", ["no tasks", "every slot taken", "no room"])
+async def test_an_idle_sampler_and_an_idle_trainer_cost_little(
+    watched: Store, run_config: RunConfig, claimed: str
+) -> None:
+    if claimed != "no tasks":
+        await watched.tasks.load(make_tasks(40 if claimed == "no room" else 2))
+    while claimed != "no tasks" and (
+        await watched.claims.claim(split="train", owner="busy", lease_seconds=600, max_groups_open=36)
+    ):
+        pass
+    async with await open_store(run_config) as trainer_side:
+        assert trainer_side.run_name == watched.run_name
+        record(watched)
+        await idle_run(watched, trainer_side)
+        sent = [name for name, _ in COMMANDS.sent]
+    assert len(sent) / IDLE_SECONDS < IDLE_OPERATIONS_A_SECOND, sent
