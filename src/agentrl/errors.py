@@ -5,6 +5,7 @@ AgentRLError
 ├── TaskFileError          a task file cannot be read
 ├── ModelError             a model folder cannot be used
 ├── StoreError             the database refused or cannot be reached
+│   ├── StoreAwayError     it does not answer now; the same call may succeed later
 │   └── LeaseLostError     the claim that a write relied on has expired
 ├── ForestError            training data are no token forest
 ├── PublishError           weights could not be written or do not match their checksums
@@ -55,6 +56,10 @@ class ModelError(AgentRLError):
 
 class StoreError(AgentRLError):
     """The database refused an operation or cannot be reached."""
+
+
+class StoreAwayError(StoreError):
+    """The database does not answer: it may be restarting. The same call may succeed later."""
 
 
 class LeaseLostError(StoreError):

@@ -242,6 +242,6 @@ async def test_no_data_in_time_is_told(run: Run) -> None:
 
 async def test_a_database_that_is_not_there_is_told(run: Run) -> None:
     unreachable = Run("x", "mongodb://127.0.0.1:1/?directConnection=true", run.base, run.folder)
-    code, output = unreachable.train("--db_timeout_seconds", "1")
+    code, output = unreachable.train("--db_timeout_seconds", "1", "--db_wait_seconds", "1")
     assert code == 1
     assert "127.0.0.1:1" in output

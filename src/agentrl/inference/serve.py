@@ -16,7 +16,7 @@ from agentrl.config.load import parse
 from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
 from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.service import InferenceService
-from agentrl.documents.status import ServiceStatus
+from agentrl.documents.status import ServiceStatus, VersionStatus
 from agentrl.errors import ConfigError, EngineError, PublishError, StoreError
 from agentrl.inference.engine import EngineClient
 from agentrl.inference.engines.launch import engine_client, engine_command
@@ -49,17 +49,22 @@ def main(argv: list[str]) -> int:
 async def serve(run: RunConfig, model: ModelConfig, config: EngineConfig) -> None:
     """Start the engine at the newest version, then beat and follow until a signal or the engine's end."""
     from agentrl.store.client import open_store
+    from agentrl.store.connection import patient
 
-    async with await open_store(run) as store:
-        version, folder = await _starting_weights(store, model)
+    with patient(run.db_wait_seconds):
+        opened = await open_store(run)
+    async with opened as store:
+        with patient(run.db_wait_seconds):
+            version, folder = await _starting_weights(store, model)
         port = config.port or free_port(config.host)
         service_id = f"{socket.gethostname().split('.')[0]}-{port}-{uuid.uuid4().hex[:6]}"
         log_file = Path(run.log_dir) / f"{run.run_name}_{config.engine}_{service_id}.log"
         process = EngineProcess(engine_command(folder, model, config, port), log_file)
         client = engine_client(config.engine, f"http://{_reachable(config.host)}:{port}", _UPDATE_SECONDS)
         served = ServedEngine(
-            store, client, process, config, service_id=service_id, folder=folder, version=version
-        )
+            store, client, process, config, service_id=service_id, folder=folder, version=version,
+            wait_seconds=run.db_wait_seconds,
+        )  # fmt: skip
         try:
             await _until_signal(served.run)
         finally:
@@ -80,7 +85,9 @@ class ServedEngine:
         service_id: str,
         folder: str,
         version: int,
+        wait_seconds: float = 0.0,
     ) -> None:
+        """``wait_seconds``: how long a database that is away is waited for before the engine begins."""
         self._store = store
         self._client = client
         self._process = process
@@ -91,20 +98,23 @@ class ServedEngine:
         self._status = ServiceStatus.STARTING
         self._running = 0
         self._detail: str | None = None
+        self._wait_seconds = wait_seconds
 
     async def run(self) -> None:
         """Until cancelled; EngineError where the engine does not start or ends."""
-        await self._store.services.register(
-            InferenceService(
-                id=self._id,
-                url=self._client.url,
-                engine=self._config.engine,
-                model=self._folder,
-                policy_version=self._version,
-                host=socket.gethostname(),
-                pid=self._process.pid,
-            )
+        from agentrl.store.connection import patient
+
+        service = InferenceService(
+            id=self._id,
+            url=self._client.url,
+            engine=self._config.engine,
+            model=self._folder,
+            policy_version=self._version,
+            host=socket.gethostname(),
+            pid=self._process.pid,
         )
+        with patient(self._wait_seconds):
+            await self._store.services.register(service)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._beat())
@@ -116,7 +126,13 @@ class ServedEngine:
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
+            await self._sign_off()
+
+    async def _sign_off(self) -> None:
+        try:
             await self._store.services.stop(self._id)
+        except StoreError as error:
+            log.warning("the engine ends unannounced; its heartbeat runs out: %s", error.message)
 
     async def _beat(self) -> None:
         """Report status, version and load every ``heartbeat_seconds``, and see that the engine lives."""
@@ -184,13 +200,25 @@ class ServedEngine:
 
 
 async def _starting_weights(store: Store, model: ModelConfig) -> tuple[int, str]:
-    """The newest published version and its folder; version 0 is --model_name_or_path where there is none."""
+    """The newest published version that is whole, and its folder; --model_name_or_path where there is none.
+
+    PublishError where versions are published and none of them is whole.
+    """
     from agentrl.weights.manifest import verify
 
-    newest = await store.policies.latest()
-    if newest is not None:
-        await asyncio.to_thread(verify, newest.location, newest.files)
-        return newest.id, newest.location
+    refused: PublishError | None = None
+    for version in reversed(await store.policies.all()):
+        if version.status is not VersionStatus.PUBLISHED:
+            continue
+        try:
+            await asyncio.to_thread(verify, version.location, version.files)
+        except PublishError as error:
+            log.error("version %d refused: %s", version.id, error.message)
+            refused = refused or error
+        else:
+            return version.id, version.location
+    if refused is not None:
+        raise refused
     if model.model_name_or_path is None:
         raise ConfigError(
             "there is no published version to serve, and no model to start from",

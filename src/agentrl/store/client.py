@@ -105,7 +105,7 @@ async def open_store(run: RunConfig) -> Store:
     the run's schema is of another version than this code's.
     """
     async with _connected(run, "preparing the database") as connection:
-        await open_schema(connection.database)
+        await connection.patiently(lambda: open_schema(connection.database), "preparing the database")
         return Store(connection)
 
 
@@ -136,7 +136,7 @@ async def _connected(run: RunConfig, doing: str) -> AsyncIterator[Connection]:
         uri = await asyncio.to_thread(_embedded_uri, run.mongo_dir)
     connection = Connection(uri, run.run_name, run.db_timeout_seconds)
     try:
-        await connection.check()
+        await connection.patiently(connection.check, doing)
         yield connection
     except PyMongoError as error:
         await connection.close()

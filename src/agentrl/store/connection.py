@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import pymongo
@@ -26,8 +30,10 @@ from pymongo.read_preferences import ReadPreference
 from pymongo.uri_parser import parse_uri
 from pymongo.write_concern import WriteConcern
 
-from agentrl.errors import StoreError
+from agentrl.errors import StoreAwayError, StoreError
 from agentrl.store.refusals import refusal
+
+logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 P = ParamSpec("P")
@@ -36,11 +42,28 @@ R = TypeVar("R")
 _OLDEST = (6, 0)
 _AUTHENTICATION_CODES = (13, 18)
 _DISK_FULL_CODES = (14031, 17)
+_PASSING_LABELS = ("TransientTransactionError", "UnknownTransactionCommitResult", "RetryableWriteError")
+_FIRST_DELAY, _LONGEST_DELAY = 0.5, 5.0
+_patience: ContextVar[float] = ContextVar("agentrl_store_patience", default=0.0)
+
+
+@contextmanager
+def patient(seconds: float) -> Iterator[None]:
+    """Within the block, and in tasks begun in it, a call waits up to ``seconds`` for a database that is away.
+
+    It is told in the log and tried again; every call may be repeated, as its own documentation says.
+    """
+    token = _patience.set(seconds)
+    try:
+        yield
+    finally:
+        _patience.reset(token)
 
 
 class Connection:
     """A client bounded by ``timeout`` seconds per operation, majority-written and journaled.
 
+    It reads what a majority has, and so nothing that the loss of a primary could undo.
     ``host`` is the address without credentials: it is safe to show.
     """
 
@@ -51,8 +74,8 @@ class Connection:
         try:
             self.client: AsyncMongoClient[Json] = AsyncMongoClient(
                 uri, tz_aware=True, appname="agentrl", w="majority", journal=True, retryWrites=True,
-                retryReads=True, serverSelectionTimeoutMS=milliseconds, connectTimeoutMS=milliseconds,
-                timeoutMS=milliseconds,
+                retryReads=True, readConcernLevel="majority", serverSelectionTimeoutMS=milliseconds,
+                connectTimeoutMS=milliseconds, timeoutMS=milliseconds,
             )  # fmt: skip
         except (ConfigurationError, InvalidURI, ValueError) as error:
             raise _uri_error(error) from error
@@ -107,8 +130,9 @@ class Connection:
         if isinstance(error, OperationFailure) and error.code in _DISK_FULL_CODES:
             return StoreError(f"{doing}: the disk of MongoDB at {self.host} is full", cure="free some space")
         unreachable = isinstance(error, (ServerSelectionTimeoutError, NetworkTimeout, ExecutionTimeout))
-        if unreachable or error.timeout or isinstance(error, pymongo.errors.ConnectionFailure):
-            return StoreError(
+        passing = any(error.has_error_label(label) for label in _PASSING_LABELS)
+        if unreachable or passing or error.timeout or isinstance(error, pymongo.errors.ConnectionFailure):
+            return StoreAwayError(
                 f"{doing}: MongoDB at {self.host} did not answer within {self.timeout:g} s"
                 f" ({type(error).__name__})",
                 cure="start it (the embedded one: agentrl mongo up), or check --db_connection_string",
@@ -119,6 +143,23 @@ class Connection:
                 f"{doing}: {refused}", cure="is another version of AgentRL writing to this run?"
             )
         return StoreError(f"{doing}: MongoDB at {self.host} refused: {error}")
+
+    async def patiently(self, operation: Callable[[], Awaitable[R]], doing: str) -> R:
+        """``operation``, again while the database is away and ``patient`` allows. Raises StoreErrors."""
+        deadline = time.monotonic() + _patience.get()
+        delay = _FIRST_DELAY
+        while True:
+            try:
+                return await operation()
+            except (PyMongoError, StoreAwayError) as error:
+                failed = error if isinstance(error, StoreAwayError) else self.error(doing, error)
+                if not isinstance(failed, StoreAwayError) or time.monotonic() + delay > deadline:
+                    raise failed from error
+                _raise_if_cancelled()
+            left = deadline - time.monotonic()
+            logger.warning("%s; trying again for up to %.0f s", failed.message, left)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, _LONGEST_DELAY)
 
     async def close(self) -> None:
         """Close the client."""
@@ -147,17 +188,21 @@ S = TypeVar("S", bound=Connected)
 def database_call(
     method: Callable[Concatenate[S, P], Awaitable[R]],
 ) -> Callable[Concatenate[S, P], Coroutine[Any, Any, R]]:
-    """Make driver errors of a public method StoreErrors that name what was being done."""
+    """Make driver errors of a public method StoreErrors that name what was being done; see ``patient``."""
     doing = method.__qualname__.lower().replace("_", " ").replace(".", ": ")
 
     @functools.wraps(method)
     async def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return await method(self, *args, **kwargs)
-        except PyMongoError as error:
-            raise self._connection.error(doing, error) from error
+        return await self._connection.patiently(lambda: method(self, *args, **kwargs), doing)
 
     return call
+
+
+def _raise_if_cancelled() -> None:
+    """The driver may report a cancelled operation as a network error: the cancellation still counts."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _host(uri: str) -> str:

@@ -52,11 +52,13 @@ def main(argv: list[str]) -> int:
         shown=_SHOWN,
     )
     from agentrl.observe.logging import setup
+    from agentrl.store.connection import patient
     from agentrl.train.model import base_folder
 
     setup(configs[RunConfig], "train")
     base_folder(configs[ModelConfig])
-    asyncio.run(_train(configs))
+    with patient(configs[RunConfig].db_wait_seconds):
+        asyncio.run(_train(configs))
     return 0
 
 

@@ -1,19 +1,20 @@
 """An engine's life in the database: beats, updates, refusals, its end. Engine and database are stand-ins."""
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentrl.config.schema import EngineConfig
+from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.service import InferenceService
-from agentrl.documents.status import ServiceStatus
-from agentrl.errors import EngineError, StoreError
+from agentrl.documents.status import ServiceStatus, VersionStatus
+from agentrl.errors import EngineError, PublishError, StoreAwayError, StoreError
 from agentrl.inference.engine import EngineRefusedError
-from agentrl.inference.serve import ServedEngine
+from agentrl.inference.serve import ServedEngine, _starting_weights
 from agentrl.weights.manifest import write_manifest
 
 
@@ -23,6 +24,7 @@ class Services:
         self.beats: list[dict[str, Any]] = []
         self.stopped: list[str] = []
         self.failures = 0
+        self.away = False
         self.changed = asyncio.Event()
 
     async def register(self, service: InferenceService) -> None:
@@ -36,15 +38,21 @@ class Services:
         self.beats.append(fields)
 
     async def stop(self, id: str) -> None:
+        if self.away:
+            raise StoreAwayError("no server")
         self.stopped.append(id)
 
 
 class Policies:
     def __init__(self) -> None:
         self.newest: PolicyVersion | None = None
+        self.published: list[PolicyVersion] = []
 
     async def latest(self) -> PolicyVersion | None:
         return self.newest
+
+    async def all(self) -> list[PolicyVersion]:
+        return self.published
 
 
 class Store:
@@ -207,3 +215,27 @@ async def test_an_engine_that_ends_is_an_error_that_shows_its_log(scene: Scene) 
             await task
     assert "Segmentation fault" in str(caught.value)
     assert scene.store.services.stopped == ["e1"]
+
+
+async def test_an_engine_ends_quietly_while_the_database_is_away(scene: Scene) -> None:
+    async def play() -> None:
+        await scene.until(lambda: len(scene.store.services.beats) >= 2)
+        scene.store.services.away = True
+
+    await scene.during_run(play)
+    assert scene.store.services.stopped == []
+
+
+async def test_it_starts_with_the_newest_version_that_is_whole(scene: Scene, tmp_path: Path) -> None:
+    first, second, third, fourth = (published(tmp_path / f"v{number}", number) for number in range(1, 5))
+    (tmp_path / "v2" / "model.safetensors").write_bytes(b"x" * 1000)
+    (tmp_path / "v4" / "model.safetensors").write_bytes(b"x" * 1000)
+    withdrawn = dataclasses.replace(third, status=VersionStatus.WITHDRAWN)
+    scene.store.policies.published = [first, second, withdrawn, fourth]
+    store: Any = scene.store
+    assert await _starting_weights(store, ModelConfig()) == (1, first.location)
+    scene.store.policies.published = [second, fourth]
+    with pytest.raises(PublishError, match="v4"):
+        await _starting_weights(store, ModelConfig(model_name_or_path="base"))
+    scene.store.policies.published = []
+    assert await _starting_weights(store, ModelConfig(model_name_or_path="/base")) == (0, "/base")

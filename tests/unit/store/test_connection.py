@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from pymongo.errors import OperationFailure, ServerSelectionTimeoutError
+from pymongo.errors import (
+    AutoReconnect,
+    NetworkTimeout,
+    NotPrimaryError,
+    OperationFailure,
+    PyMongoError,
+    ServerSelectionTimeoutError,
+)
 
 from agentrl.config.schema import RunConfig
-from agentrl.errors import StoreError
+from agentrl.errors import StoreAwayError, StoreError
+from agentrl.store import connection as connection_module
 from agentrl.store.client import open_store
-from agentrl.store.connection import Connection
+from agentrl.store.connection import Connection, Part, database_call, patient
+
+
+class Flaky(Part):
+    """Calls that fail with what ``errors`` holds, one after another, and then succeed."""
+
+    def __init__(self, connection: Connection, *errors: PyMongoError) -> None:
+        super().__init__(connection)
+        self.errors = list(errors)
+        self.calls = 0
+
+    @database_call
+    async def read(self) -> int:
+        self.calls += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return self.calls
+
+
+@pytest.fixture
+async def flaky(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Flaky]]:
+    monkeypatch.setattr(connection_module, "_FIRST_DELAY", 0.001)
+    connection = Connection("mongodb://127.0.0.1:1/", "run", 0.2)
+    yield lambda *errors: Flaky(connection, *errors)
+    await connection.close()
 
 
 async def test_messages_name_the_host_and_never_the_password() -> None:
@@ -38,3 +72,52 @@ async def test_without_a_server_the_cure_is_named(tmp_path: Path) -> None:
     with pytest.raises(StoreError) as caught:
         await open_store(RunConfig(mongo_dir=str(tmp_path / "none")))
     assert "agentrl mongo up" in str(caught.value.cure)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ServerSelectionTimeoutError("none"),
+        AutoReconnect("reset"),
+        NetworkTimeout("slow"),
+        NotPrimaryError("stepped down"),
+        OperationFailure("write conflict", 112, {"errorLabels": ["TransientTransactionError"]}),
+    ],
+)
+async def test_a_patient_call_waits_for_a_database_that_is_away(
+    flaky: Callable[..., Flaky], error: PyMongoError, caplog: pytest.LogCaptureFixture
+) -> None:
+    part = flaky(error, error)
+    with caplog.at_level(logging.WARNING), patient(30):
+        assert await part.read() == 3
+    assert len(caplog.records) == 2
+    assert "trying again" in caplog.text
+
+
+async def test_without_patience_the_first_failure_is_told(flaky: Callable[..., Flaky]) -> None:
+    part = flaky(AutoReconnect("reset"))
+    with pytest.raises(StoreAwayError, match="flaky: read"):
+        await part.read()
+    assert part.calls == 1
+
+
+async def test_patience_ends(flaky: Callable[..., Flaky]) -> None:
+    part = flaky(*[AutoReconnect("reset")] * 1000)
+    with pytest.raises(StoreAwayError), patient(0.05):
+        await part.read()
+    assert 1 < part.calls < 1000
+
+
+async def test_a_refusal_is_not_waited_for(flaky: Callable[..., Flaky]) -> None:
+    part = flaky(OperationFailure("not authorised", 13))
+    with pytest.raises(StoreError) as caught, patient(30):
+        await part.read()
+    assert part.calls == 1
+    assert not isinstance(caught.value, StoreAwayError)
+
+
+async def test_what_is_read_and_written_is_the_majoritys() -> None:
+    connection = Connection("mongodb://127.0.0.1:1/", "run", 0.2)
+    assert connection.client.write_concern.document == {"w": "majority", "j": True}
+    assert connection.collection("Task").read_concern.level == "majority"
+    await connection.close()
