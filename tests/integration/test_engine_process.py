@@ -18,11 +18,18 @@ from agentrl.inference.engines.process import EngineCommand, EngineProcess, free
 
 pytestmark = pytest.mark.integration
 
-PARENT = """
+SERVER = """
+import subprocess, sys, time
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(worker.pid, flush=True)
+time.sleep(600)
+"""
+
+PARENT = f"""
 import subprocess, sys
 from pathlib import Path
 from agentrl.inference.engines.process import EngineCommand, EngineProcess
-command = EngineCommand([sys.executable, "-c", "import time; time.sleep(600)"])
+command = EngineCommand([sys.executable, "-c", {SERVER!r}])
 process = EngineProcess(command, Path(sys.argv[1]))
 print(process.pid, flush=True)
 sys.stdin.read()
@@ -39,6 +46,14 @@ def nobody() -> Iterator[EngineClient]:
     client = EngineClient(f"http://127.0.0.1:{free_port('127.0.0.1')}", 5.0)
     yield client
     asyncio.run(client.close())
+
+
+def first_line(log: Path) -> str:
+    deadline = time.monotonic() + 20
+    while not log.exists() or "\n" not in log.read_text(encoding="utf-8"):
+        assert time.monotonic() < deadline, f"nothing was written to {log}"
+        time.sleep(0.05)
+    return log.read_text(encoding="utf-8").splitlines()[0]
 
 
 def wait_gone(pid: int) -> None:
@@ -74,17 +89,13 @@ def test_stop_ends_a_server_that_ignores_sigterm_and_its_children(tmp_path: Path
         "time.sleep(600)\n"
     )
     process = EngineProcess(python(code), tmp_path / "engine.log")
-    deadline = time.monotonic() + 20
-    while not process.log_tail():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    child = int(process.log_tail())
+    child = int(first_line(tmp_path / "engine.log"))
     asyncio.run(process.stop(seconds=0.2))
     assert process.returncode == -signal.SIGKILL
     wait_gone(child)
 
 
-def test_a_server_dies_with_its_parent(tmp_path: Path) -> None:
+def test_a_server_and_its_workers_die_with_its_parent(tmp_path: Path) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(tmp_path / "engine.log")],
         stdin=subprocess.PIPE,
@@ -94,9 +105,11 @@ def test_a_server_dies_with_its_parent(tmp_path: Path) -> None:
     assert parent.stdout is not None
     assert parent.stdin is not None
     pid = int(parent.stdout.readline())
+    worker = int(first_line(tmp_path / "engine.log"))
     assert psutil.pid_exists(pid)
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait(10)
     parent.stdin.close()
     parent.stdout.close()
     wait_gone(pid)
+    wait_gone(worker)

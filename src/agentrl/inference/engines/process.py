@@ -21,6 +21,17 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _POLL_SECONDS = 0.25
 _TAIL_LINES = 15
+# Runs the server and ends with its exit code. vLLM's workers outlive a server that is killed, so the kernel
+# tells this shell when the parent is gone (SIGHUP), and it kills the whole process group, itself included.
+_GUARD = """
+trap 'kill -KILL 0' HUP
+trap : TERM
+"$@" &
+while :; do
+    wait $!; code=$?
+    kill -0 $! 2>/dev/null || exit $code
+done
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +51,18 @@ class EngineProcess:
         self.log_file = log_file
         with log_file.open("ab") as output:
             self._child = subprocess.Popen(
-                list(command.argv),
+                ["/bin/sh", "-c", _GUARD, "engine", *command.argv],
                 env={**os.environ, **command.env},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=_tell_when_parent_ends,
             )
 
     @property
     def pid(self) -> int:
-        """The server's process id, which is its group's too."""
+        """The process group's id, which is its guard's process id too."""
         return self._child.pid
 
     @property
@@ -76,9 +87,9 @@ class EngineProcess:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def stop(self, seconds: float = 10.0) -> None:
-        """SIGTERM to the server, after ``seconds`` SIGKILL to its whole group."""
+        """SIGTERM to the whole group, after ``seconds`` SIGKILL."""
         if self.returncode is None:
-            self._child.terminate()
+            os.killpg(self.pid, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._child.wait, seconds)
         with contextlib.suppress(ProcessLookupError):  # nothing of the group is left
@@ -98,6 +109,6 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def _die_with_parent() -> None:
-    """In the child, before the server: have the kernel kill it when the parent is gone."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _tell_when_parent_ends() -> None:
+    """In the child, before the guard: have the kernel tell it when the parent is gone."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)

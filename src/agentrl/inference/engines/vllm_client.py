@@ -19,6 +19,7 @@ from agentrl.inference.engine import (
 )
 from agentrl.inference.sampling import SamplingParams
 
+_FLUSH_TRIES, _FLUSH_SECONDS = 10, 0.2
 _PAUSE = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 _RENAMED = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
 _UNTRUNCATED = SamplingParams()
@@ -58,10 +59,12 @@ class VllmClient(EngineClient):
         await self._post("/resume", {}, CONTROL_SECONDS)
 
     async def flush_cache(self) -> None:
-        """As of EngineClient."""
-        answer = await self._post("/reset_prefix_cache", {}, CONTROL_SECONDS)
-        if not answer.get("success", False):
-            raise EngineRefusedError(f"engine {self.url} did not flush its cache: requests run")
+        """As of EngineClient; vLLM frees the cache of a request a moment after it has ended."""
+        for _ in range(_FLUSH_TRIES):
+            if (await self._post("/reset_prefix_cache", {}, CONTROL_SECONDS)).get("success", False):
+                return
+            await asyncio.sleep(_FLUSH_SECONDS)
+        raise EngineRefusedError(f"engine {self.url} did not flush its cache: requests run")
 
     async def abort(self, rid: str | None) -> None:
         """As of EngineClient."""
