@@ -31,6 +31,7 @@ from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
 from agentrl.rollout.setup import open_renderer
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store
+from agentrl.store.openings import Room
 
 pytestmark = pytest.mark.integration
 
@@ -251,6 +252,30 @@ async def test_no_group_is_begun_beyond_the_limit(store: Store) -> None:
 
     await until(one_done)
     assert (await store.tasks.counts("train")).get(TaskStatus.CREATED) == 1
+    setting.stop.set()
+    await running
+
+
+async def test_groups_are_begun_soon_after_engines_have_loaded_what_nobody_announces(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler_module, "POLL_SECONDS", 600.0)
+    monkeypatch.setattr(sampler_module, "LAG_SECONDS", 0.05)
+    monkeypatch.setattr(sampler_module, "HOUSEKEEPING_SECONDS", 600.0)
+    await store.tasks.load([task("a")])
+    setting = Setting(store, right_then_wrong())
+    looks = iter(range(1000))
+
+    async def allowed() -> Room:
+        return Room(1) if next(looks) >= 20 else Room(0, engines_lag=True)
+
+    setting.sampler._groups_allowed = allowed
+    running = asyncio.create_task(setting.run())
+
+    async def begun() -> bool:
+        return (await store.tasks.counts("train")).get(TaskStatus.CREATED, 0) == 0
+
+    await until(begun)
     setting.stop.set()
     await running
 

@@ -40,6 +40,7 @@ class Admission:
         published = newest.id if newest is not None else 0
         is_unpublished = step is not None and (newest is None or newest.step < step.step)
         serving = published if engine_version is None else min(engine_version, published)
-        lag = published + int(is_unpublished) - serving
+        engines_lag = published - serving
+        lag = engines_lag + int(is_unpublished)
         groups = max(0, self.max_staleness + 1 - lag) * self.training.groups_per_step
-        return Room(groups, after_step=0 if step is None else step.step)
+        return Room(groups, after_step=0 if step is None else step.step, engines_lag=engines_lag > 0)

@@ -33,6 +33,9 @@ HOUSEKEEPING_SECONDS = 2.0
 _WATCHED = ("Task", "DBRecordData", "TrainStep", "PolicyVersion")
 _WATCH_SECONDS = 60.0
 _LOOK_POLLS = 3
+LAG_SECONDS = 1.0
+"""How soon new groups are looked for again while engines load a version."""
+
 _REST_SECONDS = 0.25
 """Changes that come within this time wake a sampler once."""
 
@@ -131,7 +134,8 @@ class Sampler:
     async def _claim(self, stop: asyncio.Event) -> Claim | None:
         """One slot. New groups are looked for after a change only, or where none came for a while.
 
-        Whatever makes room for a group tells of itself, but for engines that load a newer version.
+        Whatever makes room for a group tells of itself, but for engines that load a newer version: while they
+        do, it is looked for every ``LAG_SECONDS``.
         """
         opens = self._changed.is_set() or time.monotonic() >= self._look_at
         self._changed.clear()
@@ -143,7 +147,7 @@ class Sampler:
                 split=self._config.split,
                 owner=self._config.owner,
                 lease_seconds=self._config.claims.lease_seconds,
-                max_groups_open=await self._groups_allowed() if opens else 0,
+                max_groups_open=await self._room() if opens else 0,
                 max_attempts=self._config.claims.max_attempts,
             )
 
@@ -153,6 +157,12 @@ class Sampler:
             if stop.is_set():
                 return None
             raise
+
+    async def _room(self) -> Room | int | None:
+        room = await self._groups_allowed()
+        if isinstance(room, Room) and room.engines_lag:
+            self._look_at = min(self._look_at, time.monotonic() + LAG_SECONDS)
+        return room
 
     def _start(self, claim: Claim) -> None:
         task = asyncio.create_task(self._worker.run(claim), name=claim.record_id)
@@ -181,11 +191,13 @@ class Sampler:
     async def _wait(self, stop: asyncio.Event) -> None:
         """Until a trajectory ends, a change may have made work, ``stop``, or ``POLL_SECONDS``."""
         signals: set[asyncio.Future[Any]] = {asyncio.ensure_future(stop.wait())}
+        timeout = POLL_SECONDS
         if len(self._running) < self._config.concurrency:
             signals.add(asyncio.ensure_future(self._changed.wait()))
+            timeout = min(timeout, max(0.0, self._look_at - time.monotonic()))
         try:
             await asyncio.wait(
-                {*signals, *self._running}, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                {*signals, *self._running}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
             )
         finally:
             for signal in signals:

@@ -25,10 +25,12 @@ class Room:
     """How many groups may be open; with ``after_step``, as long as that is the last committed step.
 
     A step that commits after the number was worked out has made room for another policy's groups.
+    ``engines_lag``: it grows as soon as the engines have loaded the newest version, which nothing announces.
     """
 
     groups: int
     after_step: int | None = None
+    engines_lag: bool = False
 
 
 class OpeningRacedError(Exception):

@@ -52,6 +52,12 @@ async def test_an_engine_that_lags_uses_up_the_allowance(state: Any, engine: int
     assert (await admission(sync=False).groups_allowed(state, engine)).groups == groups
 
 
+@pytest.mark.parametrize(("engine", "lags"), [(5, True), (6, False), (7, False), (None, False)])
+async def test_room_says_whether_it_grows_once_engines_have_loaded(engine: int | None, lags: bool) -> None:
+    room = await admission(sync=False).groups_allowed(store(6, 6, last_step=6), engine)
+    assert room.engines_lag is lags
+
+
 @pytest.mark.parametrize(
     ("state", "engine", "groups"),
     [
