@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
 _RESTART_SECONDS = 2.0
 _GONE_SECONDS = 20.0
+_STOPPED = (0, -signal.SIGTERM)
+"""Exit codes of a process that was told to stop; the second, of one that had only begun to start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class Actor:
         if process is None:
             return None
         code = await asyncio.to_thread(stop_child, process, seconds)
-        if code != 0:
+        if code not in _STOPPED:
             self.exits.append(Exit(self.name, code, tail(self.log)))
         return code
 
@@ -107,8 +109,9 @@ async def watch(actors: Sequence[Actor]) -> None:
         await asyncio.sleep(_POLL_SECONDS)
         for actor in actors:
             if not actor.busy.locked() and actor.note_exit():
-                await asyncio.sleep(_RESTART_SECONDS)
-                actor.start()
+                async with actor.busy:
+                    await asyncio.sleep(_RESTART_SECONDS)
+                    actor.start()
 
 
 def environment() -> dict[str, str]:

@@ -24,8 +24,8 @@ from pathlib import Path
 from agentrl.chaos.actors import Actor, watch
 from agentrl.chaos.database import Database, SingleServer, ThreeServers
 from agentrl.chaos.faults import Injector
-from agentrl.chaos.plan import TRAINER, Members, make_plan
-from agentrl.chaos.report import Report, examine, is_at_rest
+from agentrl.chaos.plan import Members, make_plan
+from agentrl.chaos.report import Report, examine
 from agentrl.chaos.scene import LEASE_SECONDS, RUN, Scene
 from agentrl.config.load import CommandParser
 from agentrl.config.schema import RunConfig
@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 READY_SECONDS = 300.0
 """How long the first optimizer step may take before anything goes wrong."""
 
-DRAIN_SECONDS = 180.0
-"""How long the groups that have begun may take once nothing goes wrong any more."""
+FINISH_SECONDS = 300.0
+"""How long the rest of the last epoch may take once nothing goes wrong any more."""
 
 _STOP_SECONDS = 60.0
 _POLL_SECONDS = 0.5
@@ -109,27 +109,36 @@ async def _run(
         await injector.run(plan)
         await asyncio.sleep(max(0.0, started + 60 * options.minutes - time.monotonic()))
         seconds = time.monotonic() - started
-        drained = await _drain(store, injector.actors)
+        watcher.cancel()
+        finished = await _finish(store, injector.actors)
     finally:
         watcher.cancel()
         await asyncio.gather(*(actor.stop(_STOP_SECONDS) for actor in actors))
     exits = [exit for actor in actors for exit in actor.exits]
-    report = Report(faults=injector.done, exits=exits, seconds=seconds, drained=drained)
+    report = Report(faults=injector.done, exits=exits, seconds=seconds, finished=finished)
     await examine(store, scene.logs, scene.check_command(uri), report)
     return report
 
 
-async def _drain(store: Store, actors: Mapping[str, Actor]) -> bool:
-    """Stop the trainer, so that soon no group may be begun, and let the samplers finish those that have."""
-    trainer = actors[TRAINER]
-    logger.info("nothing goes wrong any more; the trainer saves, and samplers finish what they have begun")
-    async with trainer.busy:
-        await trainer.stop(_STOP_SECONDS)
-    try:
-        await _reach(lambda: is_at_rest(store), DRAIN_SECONDS, "groups were left unfinished")
-    except AgentRLError as error:
-        logger.error("%s", error)
-        return False
+async def _finish(store: Store, actors: Mapping[str, Actor]) -> bool:
+    """Bring the run to its own end: stop samplers and trainer, and start them with the epochs begun so far.
+
+    They leave by themselves when every task is sampled and all that can be is trained; False if they do not.
+    """
+    workers = [actor for actor in actors.values() if actor.role != "engine"]
+    await asyncio.gather(*(actor.stop(_STOP_SECONDS) for actor in workers))
+    epochs = max(await store.tasks.epochs("train"), default=0) + 1
+    logger.info("nothing goes wrong any more; the run goes on to the end of its %d epochs", epochs)
+    for actor in actors.values():
+        if actor in workers:
+            actor.command = [*actor.command, "--num_train_epochs", str(epochs)]
+        if actor.pid is None:
+            actor.start()
+    deadline = time.monotonic() + FINISH_SECONDS
+    while any(actor.pid is not None for actor in workers):
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(_POLL_SECONDS)
     return True
 
 

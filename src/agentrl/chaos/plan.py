@@ -100,13 +100,14 @@ def _choices(members: Members, lease_seconds: float, replica_set: bool) -> list[
         _Choice(FaultKind.KILL, members.samplers, 4, restart),
         _Choice(FaultKind.KILL, members.engines, 2, restart),
         _Choice(FaultKind.KILL, (TRAINER,), 3, restart),
-        _Choice(FaultKind.KILL, (DATABASE,), 12 if replica_set else 3, (0.5, 12.0)),
+        _Choice(FaultKind.KILL, (DATABASE,), 12 if replica_set else 2, (0.5, 12.0)),
         _Choice(FaultKind.FREEZE, members.samplers, 2, (1.1 * lease_seconds, 1.6 * lease_seconds)),
         _Choice(FaultKind.FILL, (TRAINER,), 1, (8.0, 16.0)),
-        _Choice(FaultKind.CORRUPT, (WEIGHTS,), 1, (20.0, 30.0)),
+        _Choice(FaultKind.CORRUPT, (WEIGHTS,), 1, (4.0, 8.0)),
     ]
     if not replica_set:
         choices += [
+            _Choice(FaultKind.KILL, (DATABASE,), 1, (20.0, 45.0)),
             _Choice(FaultKind.CUT, members.clients, 4, (0.2, 10.0)),
             _Choice(FaultKind.STALL, members.clients, 2, (2.0, 20.0)),
             _Choice(FaultKind.DELAY, members.clients, 2, (4.0, 12.0)),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.chaos.actors import Exit
-from agentrl.documents.status import RecordStatus, TaskStatus
+from agentrl.documents.status import RecordStatus
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -37,7 +37,7 @@ class Report:
     faults: Counter[str]
     exits: Sequence[Exit]
     seconds: float
-    drained: bool
+    finished: bool
     scored: int = 0
     steps: int = 0
     versions: int = 0
@@ -48,7 +48,7 @@ class Report:
 
     def lines(self) -> Iterator[str]:
         """The report; its last line is ``N violations``."""
-        yield self.check.rstrip()
+        yield from (line for line in self.check.splitlines() if line[:1].isdigit() and "checked" in line)
         yield ""
         yield f"{'faults':<46} {sum(self.faults.values()):>6}"
         for name, count in sorted(self.faults.items()):
@@ -70,7 +70,7 @@ async def examine(store: Store, logs: Path, check_command: Sequence[str], report
     """Fill in the report: figures from the database and the logs, and the run's invariants.
 
     Beyond what ``agentrl db check`` finds, a violation is: a score that a sampler was told is stored and that
-    is not there; a process that ended by itself; a traceback; a run that did not come to rest.
+    is not there; a process that ended by itself; a traceback; a run that does not come to its end.
     """
     records = await store.records.counts("train")
     report.scored = sum(records[status] for status in _KEPT)
@@ -83,9 +83,9 @@ async def examine(store: Store, logs: Path, check_command: Sequence[str], report
         for exit in report.exits
     ]
     report.violations += [f"{key} was acknowledged, and is lost" for key in await _lost(store, acknowledged)]
-    if not report.drained:
-        left = {str(k): v for k, v in (await store.tasks.counts("train")).items() if v}
-        report.violations.append(f"the groups that had begun were not finished in time: {left}")
+    if not report.finished:
+        left = {str(status): count for status, count in (await store.tasks.counts("train")).items() if count}
+        report.violations.append(f"samplers and trainer did not come to their end in time; tasks: {left}")
     _check(check_command, report)
 
 
@@ -124,10 +124,6 @@ def _check(command: Sequence[str], report: Report) -> None:
             f"agentrl db check did not run (exit code {done.returncode}): {done.stderr[-500:]}"
         )
         return
-    report.violations += [f"agentrl db check, no. {number + 1}" for number in range(int(counted[-1]))]
-
-
-async def is_at_rest(store: Store) -> bool:
-    """Whether every group that was begun is finalised."""
-    counts = await store.tasks.counts("train")
-    return not counts.get(TaskStatus.RUNNING, 0) and not counts.get(TaskStatus.WAITING, 0)
+    found = [line for line in done.stdout.splitlines() if line.startswith("invariant ")]
+    more = [f"violation no. {number}" for number in range(len(found) + 1, int(counted[-1]) + 1)]
+    report.violations += [f"agentrl db check: {line}" for line in (*found, *more)]

@@ -18,12 +18,15 @@ from agentrl.errors import AgentRLError
 
 RUN = "chaos"
 LEASE_SECONDS = 12.0
-_TASKS = 48
+MANY_EPOCHS = 100_000
+"""More than are ever begun; the run is ended by starting its processes again with fewer."""
+
+_TASKS = 24
 _BUILD_SECONDS = 300.0
 _SCORER = "agentrl.chaos.trainer_kills:hashed_score"
 
 _FLAGS = {
-    "num_train_epochs": 1000,
+    "num_train_epochs": MANY_EPOCHS,
     "num_generations": 4,
     "groups_per_step": 2,
     "agent_name": "react",
