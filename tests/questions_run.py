@@ -96,7 +96,7 @@ async def _score(
     claim = await _claim(store)
     for index, version in enumerate(versions):
         runs = tool if index + 1 < len(versions) else None
-        await store.dispatches.add(claim, _call(claim, index, version, runs, engine))
+        await store.dispatches.add(claim, _call(claim, index, version, runs, tool is not None, engine))
     answer = "4" if value else "5"
     await store.records.advance(
         claim, RecordStatus.COMPLETED, final_answer=answer, stop_reason=StopReason.ANSWERED
@@ -106,9 +106,11 @@ async def _score(
 
 
 def _call(
-    claim: Claim, index: int, version: int, tool: ToolExecution | None, engine: str
+    claim: Claim, index: int, version: int, tool: ToolExecution | None, answered: bool, engine: str
 ) -> DispatchedSamplingTask:
-    read = {"role": "tool", "content": "4"} if index else {"role": "user", "content": "What is 2 + 2?"}
+    question = {"role": "user", "content": "What is 2 + 2?"}
+    more = {"role": "user", "content": "Go on."}
+    read = ({"role": "tool", "execution": 0} if answered else more) if index else question
     said = "<answer>4</answer>" if index else "Let me see."
     return DispatchedSamplingTask(
         id=f"{claim.record_id}/{index}", record=claim.record_id, index=index,

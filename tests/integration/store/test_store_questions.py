@@ -138,6 +138,7 @@ async def test_mongosh_shows_a_trajectory_turn_by_turn(shell: Shell) -> None:
         (0, "user", "Let me see."), (1, "tool", "<answer>4</answer>"),
     ]  # fmt: skip
     assert [(tool["name"], tool["result"]) for tool in turns[0]["tool_executions"]] == [("calculate", "4")]
+    assert [message["content"] for message in turns[1]["messages"]] == ["4"]
     across = await shell.ask("06-trajectories-of-two-versions.mongodb.js")
     assert [(row["_id"], row["min_version"], row["max_version"]) for row in across] == [
         ("train/1/task_002/0/1", 0, 1)

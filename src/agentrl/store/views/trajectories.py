@@ -35,7 +35,22 @@ TRAJECTORIES: list[Json] = [
     },
 ]  # fmt: skip
 
+
+def _whole(messages: str, executions: Json) -> Json:
+    """``messages`` with what a tool answered, where one names its place in ``executions``, as ``content``."""
+    answer: Json = {
+        "$let": {
+            "vars": {"ran": {"$arrayElemAt": [executions, "$$message.execution"]}},
+            "in": {"content": {"$concat": [{"$cond": ["$$ran.error", "Error: ", ""]}, "$$ran.result"]}},
+        }
+    }
+    whole = {"$mergeObjects": ["$$message", {"$cond": [{"$isNumber": "$$message.execution"}, answer, {}]}]}
+    return {"$map": {"input": messages, "as": "message", "in": whole}}
+
+
 TURNS: list[Json] = [
+    join(CALL, "parent", "_id", "before", {"$project": as_is("tool_executions")}),
+    {"$set": {"messages": _whole("$messages", {"$first": "$before.tool_executions"})}},
     {
         "$project": {
             **as_is("record", "index", "parent", "status"),
@@ -64,34 +79,12 @@ _CONTEXT: Json = {
 }  # fmt: skip
 """Which context ``$$call`` belongs to, from 1: one more with each reset."""
 
-_EXECUTION: Json = {
-    "$arrayElemAt": [
-        {
-            "$getField": {
-                "field": "tool_executions",
-                "input": {"$arrayElemAt": ["$calls", {"$subtract": ["$$call.index", 1]}]},
-            }
-        },
-        "$$message.execution",
-    ]
+_EXECUTIONS_BEFORE: Json = {
+    "$getField": {
+        "field": "tool_executions",
+        "input": {"$arrayElemAt": ["$calls", {"$subtract": ["$$call.index", 1]}]},
+    }
 }
-_ANSWER: Json = {
-    "$cond": [
-        {"$isNumber": "$$message.execution"},
-        {
-            "$let": {
-                "vars": {"ran": _EXECUTION},
-                "in": {
-                    "content": {
-                        "$concat": [{"$cond": ["$$ran.error", "Error: ", ""]}, "$$ran.result"],
-                    }
-                },
-            }
-        },
-        {},
-    ]
-}
-"""The ``content`` of a ``$$message`` that names an execution of the call before."""
 
 _SAID: Json = {
     "$let": {
@@ -100,8 +93,8 @@ _SAID: Json = {
             "$concatArrays": [
                 {
                     "$map": {
-                        "input": "$$call.messages", "as": "message",
-                        "in": {"$mergeObjects": ["$$place", "$$message", _ANSWER]},
+                        "input": _whole("$$call.messages", _EXECUTIONS_BEFORE), "as": "read",
+                        "in": {"$mergeObjects": ["$$place", "$$read"]},
                     }
                 },
                 [{"$mergeObjects": ["$$place", {"role": "assistant"}, "$$call.response"]}],
