@@ -35,7 +35,10 @@ class RecordsFlags:
     """Which records to list."""
 
     status: (
-        Literal["created", "running", "completed", "scoring", "scored", "ready", "abandoned", "failed"] | None
+        Literal[
+            "created", "running", "completed", "scoring", "scored", "ready", "abandoned", "failed", "released"
+        ]
+        | None
     ) = flag(None, "only records of this status")
     limit: int = flag(20, "how many records")
 

@@ -43,7 +43,10 @@ def mongosh() -> Path:
 
 def _install(npm: str, folder: Path) -> None:
     (folder / "package.json").write_text('{"private": true}', encoding="utf-8")
-    command = [npm, "install", "--ignore-scripts", "--no-audit", "--no-fund", "--save-exact", MONGOSH]
+    command = [
+        npm, "install", MONGOSH, "--save-exact", "--ignore-scripts", "--no-audit", "--no-fund",
+        "--fetch-retries=1",
+    ]  # fmt: skip
     try:
         done = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, timeout=_INSTALL_SECONDS, check=False
@@ -51,7 +54,7 @@ def _install(npm: str, folder: Path) -> None:
     except subprocess.TimeoutExpired:
         pytest.skip(f"npm did not install {MONGOSH} within {_INSTALL_SECONDS} s")
     if done.returncode:
-        pytest.skip(f"npm cannot install {MONGOSH}: {done.stderr.strip()[-300:]}")
+        pytest.skip(f"npm cannot install {MONGOSH}: {done.stderr.strip()[:300]}")
     (folder / "installed").touch()
 
 
