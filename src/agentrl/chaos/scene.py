@@ -23,7 +23,7 @@ MANY_EPOCHS = 100_000
 
 _TASKS = 24
 _BUILD_SECONDS = 300.0
-_SCORER = "agentrl.chaos.trainer_kills:hashed_score"
+_SCORER = "agentrl.chaos.scoring:slow_score"
 
 _FLAGS = {
     "num_train_epochs": MANY_EPOCHS,
