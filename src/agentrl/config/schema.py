@@ -211,14 +211,30 @@ class OptimConfig:
     """The optimizer and its schedule."""
 
     learning_rate: float = flag(1e-6, "peak learning rate")
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = flag("constant", "schedule after warm-up")
+    lr_scheduler_type: Literal[
+        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr",
+        "polynomial", "inverse_sqrt", "warmup_stable_decay",
+    ] = flag("constant", "schedule after warm-up, by its name in transformers")  # fmt: skip
+    lr_scheduler_kwargs: str = flag("{}", "JSON of the schedule's own arguments, e.g. '{\"num_cycles\": 2}'")
     warmup_steps: int = flag(0, "steps of linear warm-up")
+    warmup_ratio: float = flag(0.0, "steps of linear warm-up as a share of all; instead of --warmup_steps")
     weight_decay: float = flag(0.0, "AdamW weight decay; none on norms and biases")
     optim_args: str = flag("beta1=0.9,beta2=0.999,eps=1e-8", "AdamW's betas and eps")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
+    freeze: str | None = flag(None, "regular expression: parameters whose name it finds are not trained")
 
     def __post_init__(self) -> None:
         _require_positive(self, "learning_rate", "max_grad_norm")
+        _require(self.warmup_steps >= 0, f"--warmup_steps is {self.warmup_steps}", "0 has no warm-up")
+        _require(
+            0 <= self.warmup_ratio < 1, f"--warmup_ratio is {self.warmup_ratio}", "give a share in [0, 1)"
+        )
+        _require(
+            not (self.warmup_steps and self.warmup_ratio),
+            f"--warmup_steps {self.warmup_steps} and --warmup_ratio {self.warmup_ratio} say the same thing",
+            "leave one of them out",
+        )
+        _require(self.weight_decay >= 0, f"--weight_decay is {self.weight_decay}", "give 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from agentrl.losses.settings import LossSettings
 from agentrl.train.compute import StepComputer
 from agentrl.train.logprobs import DEFAULT_CHUNK
 from agentrl.train.model import load_policy
-from agentrl.train.optim import build_optimizer, build_scheduler
+from agentrl.train.optim import build_optimizer, freeze
+from agentrl.train.schedules import build_scheduler
 from agentrl.train.step import ForwardOptions, check_model, enable_checkpointing
 
 
@@ -51,6 +52,7 @@ def build_computer(recipe: Recipe, *, weights: Path | None, total_steps: int | N
     check_model(policy.model)
     if recipe.train.gradient_checkpointing:
         enable_checkpointing(policy.model)
+    freeze(policy.model, recipe.optim.freeze)
     optimizer = build_optimizer(policy.model, recipe.optim)
     return StepComputer(
         accelerator=accelerator,

@@ -1,17 +1,20 @@
-"""AdamW with its decay groups, and learning-rate schedules."""
+"""AdamW with its decay groups, and which parameters it trains."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from agentrl.config.schema import OptimConfig
 from agentrl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,27 +62,41 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     )
 
 
-def build_scheduler(
-    optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int | None
-) -> LambdaLR:
-    """Linear warm-up, then constant, or falling to 0 at ``total_steps``; ConfigError if that is unknown."""
-    if config.lr_scheduler_type != "constant" and total_steps is None:
+def freeze(model: nn.Module, pattern: str | None) -> int:
+    """Stop training the parameters in whose names ``pattern`` is found; returns how many numbers they hold.
+
+    A tied parameter is found by either of its names. Raises ConfigError for a pattern that is no regular
+    expression, that finds nothing, or that leaves nothing to train.
+    """
+    if pattern is None:
+        return 0
+    try:
+        finds = re.compile(pattern).search
+    except re.error as error:
         raise ConfigError(
-            f"--lr_scheduler_type {config.lr_scheduler_type} has no end to fall to", cure="give --max_steps"
+            f"--freeze {pattern!r} is no regular expression: {error}", cure="mend it"
+        ) from error
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    found = {name: model.get_parameter(name) for name in names if finds(name)}
+    if not found:
+        raise ConfigError(
+            f"--freeze {pattern!r} finds none of the model's {len(names)} parameters",
+            cure=f"match names such as {names[0]} and {names[-1]}",
         )
-    return LambdaLR(optimizer, _factor(config.lr_scheduler_type, config.warmup_steps, total_steps or 0))
-
-
-def _factor(kind: str, warmup_steps: int, total_steps: int) -> Callable[[int], float]:
-    def factor(step: int) -> float:
-        if step < warmup_steps:
-            return (step + 1) / (warmup_steps + 1)
-        if kind == "constant":
-            return 1.0
-        progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-        return 1.0 - progress if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-
-    return factor
+    for parameter in found.values():
+        parameter.requires_grad = False
+    left = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if left == 0:
+        raise ConfigError(f"--freeze {pattern!r} leaves nothing to train", cure="match fewer parameters")
+    frozen = sum(parameter.numel() for parameter in {id(p): p for p in found.values()}.values())
+    logger.info(
+        "%d parameters (%d numbers) are frozen by %r; %d numbers are trained",
+        len(found),
+        frozen,
+        pattern,
+        left,
+    )
+    return frozen
 
 
 def _of_rank(parameters: Iterable[nn.Parameter], *, matrices: bool) -> list[nn.Parameter]:

@@ -19,7 +19,8 @@ from agentrl.errors import ConfigError, ModelError, PublishError
 from agentrl.train import checkpoint
 from agentrl.train.checkpoint import Checkpoint, CheckpointState
 from agentrl.train.model import Policy, architecture, load_policy
-from agentrl.train.optim import build_optimizer, build_scheduler
+from agentrl.train.optim import build_optimizer
+from agentrl.train.schedules import build_scheduler
 
 Usage = namedtuple("Usage", "total used free")
 

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import nn
 
 from agentrl.config.schema import OptimConfig
 from agentrl.errors import ConfigError
-from agentrl.train.optim import AdamArguments, build_optimizer, build_scheduler, parse_optim_args
+from agentrl.train.optim import AdamArguments, build_optimizer, freeze, parse_optim_args
 
 
 def test_optim_args_are_read() -> None:
@@ -40,25 +39,26 @@ def test_norms_and_biases_are_not_decayed() -> None:
     assert len(spared["params"]) == 3
 
 
-def rates(kind: str, total: int | None, steps: int, warmup: int = 0) -> list[float]:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    config = OptimConfig(lr_scheduler_type=kind, warmup_steps=warmup)  # type: ignore[arg-type]
-    scheduler = build_scheduler(optimizer, config, total)
-    seen = []
-    for _ in range(steps):
-        seen.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    return seen
+def attention_model() -> nn.Module:
+    model = nn.Module()
+    model.embed, model.head, model.proj = nn.Embedding(7, 3), nn.Linear(3, 7, bias=False), nn.Linear(3, 3)
+    model.head.weight = model.embed.weight
+    return model
 
 
-def test_schedules() -> None:
-    assert rates("constant", None, 3) == [1.0, 1.0, 1.0]
-    assert rates("constant", None, 3, warmup=1) == pytest.approx([0.5, 1.0, 1.0])
-    assert rates("linear", 4, 5) == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
-    assert rates("cosine", 4, 5) == pytest.approx([1.0, 0.8535534, 0.5, 0.1464466, 0.0])
+def test_frozen_parameters_are_counted_and_left_out_of_the_optimizer() -> None:
+    model = attention_model()
+    assert freeze(model, None) == 0
+    assert freeze(model, r"^head\.|bias$") == 7 * 3 + 3
+    assert not model.embed.weight.requires_grad
+    optimizer = build_optimizer(model, OptimConfig())
+    assert [p for group in optimizer.param_groups for p in group["params"]] == [model.proj.weight]
 
 
-def test_a_falling_schedule_needs_an_end() -> None:
-    with pytest.raises(ConfigError, match="cosine has no end"):
-        rates("cosine", None, 1)
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [("layers", "finds none of the model's 4"), ("(", "no regular expression"), (".", "nothing to train")],
+)
+def test_wrong_patterns_are_told(pattern: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        freeze(attention_model(), pattern)
