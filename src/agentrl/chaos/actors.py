@@ -54,6 +54,11 @@ class Actor:
         process = self.process
         return process.pid if process is not None and process.poll() is None else None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended by itself with an error."""
+        return self.process is not None and self.process.poll() not in (None, 0)
+
     def start(self) -> None:
         """Start it. Call from the main thread: the process ends with the thread that started it."""
         self.process = start_child(self.command, log=self.log, env=self.env)

@@ -123,7 +123,8 @@ async def _run(
 async def _finish(store: Store, actors: Mapping[str, Actor]) -> bool:
     """Bring the run to its own end: stop samplers and trainer, and start them with the epochs begun so far.
 
-    They leave by themselves when every task is sampled and all that can be is trained; False if they do not.
+    They leave by themselves when every task is sampled and all that can be is trained; False if one does not,
+    or fails.
     """
     workers = [actor for actor in actors.values() if actor.role != "engine"]
     await asyncio.gather(*(actor.stop(_STOP_SECONDS) for actor in workers))
@@ -136,7 +137,7 @@ async def _finish(store: Store, actors: Mapping[str, Actor]) -> bool:
             actor.start()
     deadline = time.monotonic() + FINISH_SECONDS
     while any(actor.pid is not None for actor in workers):
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or any(actor.has_failed for actor in workers):
             return False
         await asyncio.sleep(_POLL_SECONDS)
     return True
