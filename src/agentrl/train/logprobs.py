@@ -1,16 +1,23 @@
-"""Logprobs of chosen tokens from hidden states, a chunk at a time; the [T, V] logits are never held."""
+"""Logprobs of chosen tokens from hidden states, a block at a time; the [T, V] logits are never held."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from agentrl.errors import ModelError
 
 DEFAULT_CHUNK = 1024
+"""Tokens per chunk of the projection."""
+DEFAULT_VOCAB_CHUNK = 8192
+"""Vocabulary entries per chunk."""
+
+_LOWEST = -1e30
+_STRIPES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +30,10 @@ class OutputHead:
     """[V]."""
     scale: float = 1.0
     softcap: float | None = None
+    group: distributed.ProcessGroup | None = None
+    """Ranks that hold the vocabulary together, each a slice of it as ``weight`` and ``bias``."""
+    first: int = 0
+    """The id of the slice's first entry."""
 
 
 def output_head(model: nn.Module) -> OutputHead:
@@ -49,7 +60,8 @@ def check_output_head(model: nn.Module, hidden: Tensor, logits: Tensor, *, toler
 
     Raises ModelError: its head does something that its config does not declare.
     """
-    ours = _logits(output_head(model), hidden.float())
+    head = output_head(model)
+    ours = torch.cat([logits for _, logits in _Projection(head, 1.0, DEFAULT_VOCAB_CHUNK).blocks(hidden)], -1)
     error = float((ours - logits.float()).abs().max())
     if not error <= tolerance * max(1.0, float(logits.abs().max())):
         raise ModelError(
@@ -66,35 +78,112 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     chunk_size: int = DEFAULT_CHUNK,
+    vocab_chunk_size: int = DEFAULT_VOCAB_CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(logits/temperature) of each target, and the entropy of that softmax, in nats.
 
     hidden [N, H] with gradient; parent int64[T], the position whose logits predict each target; target_ids
     int64[T]. Returns (logprobs float32[T] with gradient to hidden, weight and bias; entropy float32[T]
     without). Logits are float32 whatever the weights and any autocast are. Only the T positions are
-    projected, ``chunk_size`` at a time, and again in the backward, so that no more than [chunk_size, V]
-    logits exist at once.
+    projected, a block of [chunk_size, vocab_chunk_size] logits at a time with a running log-sum-exp (as in
+    arXiv 1805.02867), and again in the backward: beside the gradients of hidden, weight and bias, memory
+    holds one such block, an eighth of one, and a few numbers per token.
+
+    With ``head.group``, every rank gives the same hidden, parent and target_ids and gets the same results;
+    the gradient of hidden is summed over the ranks, that of weight is the rank's own.
     """
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}, and logprobs need one above 0")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}")
+    for name, size in (("chunk_size", chunk_size), ("vocab_chunk_size", vocab_chunk_size)):
+        if size < 1:
+            raise ValueError(f"{name} is {size}")
     logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden[parent], head.weight, head.bias, target_ids, head.scale, head.softcap, temperature, chunk_size
+        hidden, head.weight, head.bias, parent, target_ids, head, temperature, (chunk_size, vocab_chunk_size)
     )
     return logprobs, entropy
 
 
-def _logits(head: OutputHead, hidden: Tensor) -> Tensor:
-    """float32[n, V] of float32[n, H]."""
-    logits = hidden @ head.weight.float().T
-    if head.bias is not None:
-        logits += head.bias.float()
-    if head.scale != 1.0:
-        logits *= head.scale
-    if head.softcap is not None:
-        logits = head.softcap * torch.tanh(logits / head.softcap)
-    return logits
+class _Projection:
+    """Blocks of float32 logits / temperature in one buffer, which the next block overwrites."""
+
+    def __init__(self, head: OutputHead, temperature: float, width: int) -> None:
+        self._head, self._temperature = head, temperature
+        self._width = min(width, len(head.weight))
+        self._buffer: Tensor | None = None
+
+    def blocks(self, states: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """(vocabulary slice, float32[n, width]) for ``states`` [n, H]."""
+        for start in range(0, len(self._head.weight), self._width):
+            here = slice(start, min(start + self._width, len(self._head.weight)))
+            yield here, self._block(states, here)
+
+    def _block(self, states: Tensor, here: slice) -> Tensor:
+        head, weight = self._head, self._head.weight[here]
+        if states.is_cuda and states.dtype == weight.dtype != torch.float32:
+            logits = torch.mm(states, weight.T, out_dtype=torch.float32)
+        else:
+            logits = torch.mm(states.float(), weight.float().T, out=self._room(states, here))
+        if head.bias is not None:
+            logits += head.bias[here].float()
+        if head.softcap is not None:
+            logits.mul_(head.scale / head.softcap).tanh_().mul_(head.softcap / self._temperature)
+        elif head.scale != self._temperature:
+            logits.mul_(head.scale / self._temperature)
+        return logits
+
+    def _room(self, states: Tensor, here: slice) -> Tensor:
+        rows, width = len(states), here.stop - here.start
+        if self._buffer is None or len(self._buffer) < rows * width:
+            self._buffer = states.new_empty(rows * width, dtype=torch.float32)
+        return self._buffer[: rows * width].view(rows, width)
+
+
+@dataclass(slots=True)
+class _RunningSoftmax:
+    """Of n rows seen a block at a time: the largest logit, Σ eˣ and Σ x·eˣ with x = logit − largest."""
+
+    largest: Tensor
+    total: Tensor
+    weighted: Tensor
+    chosen: Tensor
+    """The target's logit."""
+
+    @classmethod
+    def start(cls, like: Tensor) -> _RunningSoftmax:
+        zeros = [like.new_zeros(len(like), dtype=torch.float32) for _ in range(3)]
+        return cls(torch.full_like(zeros[0], _LOWEST), *zeros)
+
+    def add(self, logits: Tensor, target: Tensor) -> None:
+        """Take in a block, overwriting it; ``target`` counts from its first column, and may lie outside."""
+        column, is_here = _column(target, logits.shape[1])
+        self.chosen += torch.where(is_here, logits.gather(1, column[:, None])[:, 0], 0.0)
+        self._raise_to(torch.maximum(self.largest, logits.amax(1)))
+        logits.sub_(self.largest[:, None])
+        for rows in _stripes(len(logits)):
+            weights = logits[rows].exp()
+            self.total[rows] += weights.sum(1)
+            self.weighted[rows] += weights.mul_(logits[rows]).sum(1)
+
+    def join(self, group: distributed.ProcessGroup) -> None:
+        """Make it that of all the ranks' columns."""
+        largest = self.largest.clone()
+        distributed.all_reduce(largest, distributed.ReduceOp.MAX, group)
+        self._raise_to(largest)
+        for part in (self.total, self.weighted, self.chosen):
+            distributed.all_reduce(part, distributed.ReduceOp.SUM, group)
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(logprob, entropy, log-normaliser), float32[n] each."""
+        log_total = self.total.log()
+        normaliser = self.largest + log_total
+        return self.chosen - normaliser, log_total - self.weighted / self.total, normaliser
+
+    def _raise_to(self, largest: Tensor) -> None:
+        shift = self.largest - largest
+        decay = shift.exp()
+        self.weighted.add_(self.total * shift).mul_(decay)
+        self.total.mul_(decay)
+        self.largest = largest
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -106,59 +195,98 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        parent: Tensor,
         target_ids: Tensor,
-        scale: float,
-        softcap: float | None,
+        head: OutputHead,
         temperature: float,
-        chunk_size: int,
+        sizes: tuple[int, int],
     ) -> tuple[Tensor, Tensor]:
-        count = len(target_ids)
-        logprobs = hidden.new_empty(count, dtype=torch.float32)
+        logprobs = hidden.new_empty(len(target_ids), dtype=torch.float32)
         entropy, normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
         with torch.autocast(hidden.device.type, enabled=False):
-            head = OutputHead(weight.float(), bias, scale, softcap)
-            for start in range(0, count, chunk_size):
-                here = slice(start, start + chunk_size)
-                logits = _logits(head, hidden[here].float()).div_(temperature)
-                normaliser[here] = torch.logsumexp(logits, -1)
-                logits.sub_(normaliser[here, None])
-                logprobs[here] = logits.gather(-1, target_ids[here, None])[:, 0]
-                entropy[here] = -torch.einsum("tv,tv->t", logits.exp(), logits)
-        ctx.save_for_backward(hidden, weight, bias, target_ids, normaliser)
-        ctx.numbers = (scale, softcap, temperature, chunk_size)
+            projection = _Projection(head, temperature, sizes[1])
+            for here in _chunks(len(target_ids), sizes[0]):
+                softmax = _RunningSoftmax.start(target_ids[here])
+                for columns, logits in projection.blocks(hidden[parent[here]]):
+                    softmax.add(logits, target_ids[here] - head.first - columns.start)
+                if head.group is not None:
+                    softmax.join(head.group)
+                logprobs[here], entropy[here], normaliser[here] = softmax.results()
+        ctx.save_for_backward(hidden, weight, bias, parent, target_ids, normaliser)
+        ctx.others = (head.scale, head.softcap, head.group, head.first, temperature, sizes)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, target_ids, normaliser = ctx.saved_tensors
-        scale, softcap, temperature, chunk_size = ctx.numbers
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        hidden, weight, bias, parent, target_ids, normaliser = ctx.saved_tensors
+        scale, softcap, group, first, temperature, sizes = ctx.others
+        head = OutputHead(weight, bias, scale, softcap, group, first)
+        needs = ctx.needs_input_grad
+        grad_hidden = torch.zeros_like(hidden) if needs[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs[2] else None
         with torch.autocast(hidden.device.type, enabled=False):
-            head = OutputHead(weight.float(), bias, scale, softcap)
-            for start in range(0, len(target_ids), chunk_size):
-                here = slice(start, start + chunk_size)
-                states = hidden[here].float()
-                logits = _logits(head, states)
-                slope = scale / temperature
-                capped = None if softcap is None else 1 - (logits / softcap).square()
-                grad_logits = torch.exp(logits.div_(temperature) - normaliser[here, None]).neg_()
-                grad_logits.scatter_add_(-1, target_ids[here, None], torch.ones_like(normaliser[here, None]))
-                grad_logits.mul_(grads[0][here, None] * slope)
-                if capped is not None:
-                    grad_logits.mul_(capped)
+            projection = _Projection(head, temperature, sizes[1])
+            for here in _chunks(len(target_ids), sizes[0]):
+                states = hidden[parent[here]]
+                grad_states = torch.zeros_like(states, dtype=torch.float32)
+                for columns, logits in projection.blocks(states):
+                    target = target_ids[here] - first - columns.start
+                    _to_gradient(logits, head, temperature, normaliser[here], target, grads[0][here])
+                    if grad_hidden is not None:
+                        _add_product(grad_states, logits, weight[columns])
+                    if grad_weight is not None:
+                        _add_product(grad_weight[columns], logits.T, states)
+                    if grad_bias is not None:
+                        grad_bias[columns] += logits.sum(0)
                 if grad_hidden is not None:
-                    grad_hidden[here] = (grad_logits @ head.weight).to(hidden.dtype)
-                if grad_weight is not None:
-                    grad_weight.addmm_(grad_logits.T, states)
-                if grad_bias is not None:
-                    grad_bias.add_(grad_logits.sum(0))
+                    grad_hidden.index_put_((parent[here],), grad_states.to(hidden.dtype), accumulate=True)
+        if grad_hidden is not None and group is not None:
+            distributed.all_reduce(grad_hidden, distributed.ReduceOp.SUM, group)
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
             None, None, None, None, None,
         )  # fmt: skip
+
+
+def _to_gradient(
+    logits: Tensor, head: OutputHead, temperature: float, normaliser: Tensor, target: Tensor, grad: Tensor
+) -> None:
+    """Turn a block of logits / temperature, in place, into the gradient of the linear layer's output."""
+    column, is_here = _column(target, logits.shape[1])
+    for rows in _stripes(len(logits)):
+        stripe = logits[rows]
+        capped = None
+        if head.softcap is not None:
+            capped = 1 - (stripe * (temperature / head.softcap)).square()
+        stripe.sub_(normaliser[rows, None]).exp_().neg_()
+        stripe.scatter_add_(1, column[rows, None], is_here[rows, None].float())
+        stripe.mul_(grad[rows, None] * (head.scale / temperature))
+        if capped is not None:
+            stripe.mul_(capped)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right; on an accelerator in the dtype of 16-bit operands, else in float32."""
+    if right.is_cuda and right.dtype != torch.float32:
+        total += torch.mm(left.to(right.dtype), right, out_dtype=torch.float32)
+    else:
+        total.addmm_(left, right.float())
+
+
+def _column(target: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """A column for each target within a block of ``width``, and whether the target really is there."""
+    return target.clamp(0, width - 1), (target >= 0) & (target < width)
+
+
+def _chunks(count: int, size: int) -> Iterator[slice]:
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
+
+
+def _stripes(rows: int) -> Iterator[slice]:
+    """Slices of an eighth of the rows: what a block needs beside itself is made a stripe at a time."""
+    return _chunks(rows, max(1, -(-rows // _STRIPES)))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from allocations import peak_allocated
 from tiny_models import tiny_model
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from agentrl.errors import ModelError
 from agentrl.train.logprobs import OutputHead, output_head, token_logprobs
@@ -38,18 +35,19 @@ def reference(
     return logprobs.gather(-1, t["target"][:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 8, 29, 1000])
+@pytest.mark.parametrize(("chunk_size", "vocab_chunk_size"), [(1, 53), (8, 7), (29, 1), (1000, 1000)])
 @pytest.mark.parametrize(
     ("temperature", "scale", "softcap"), [(1.0, 1.0, None), (0.7, 1.0, None), (1.3, 0.5, 5.0)]
 )
 def test_values_and_gradients(
-    chunk_size: int, temperature: float, scale: float, softcap: float | None
+    chunk_size: int, vocab_chunk_size: int, temperature: float, scale: float, softcap: float | None
 ) -> None:
     t = tensors()
     head = OutputHead(t["weight"], t["bias"], scale, softcap)
     logprobs, entropy = token_logprobs(
-        t["hidden"], head, t["parent"], t["target"], temperature=temperature, chunk_size=chunk_size
-    )
+        t["hidden"], head, t["parent"], t["target"],
+        temperature=temperature, chunk_size=chunk_size, vocab_chunk_size=vocab_chunk_size,
+    )  # fmt: skip
     expected, expected_entropy = reference(t, temperature, scale, softcap)
     torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy, expected_entropy, rtol=1e-5, atol=1e-5)
@@ -81,33 +79,53 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     assert t["weight"].grad is None
 
 
-class LargestTensor(TorchDispatchMode):
-    """Remembers the largest number of elements that any operation returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.elements = max(self.elements, leaf.numel())
-        return result
+def test_logits_far_apart_neither_overflow_nor_lose_the_entropy() -> None:
+    t = tensors()
+    scaled = t["weight"].detach() * 100
+    logprobs, entropy = token_logprobs(
+        t["hidden"], OutputHead(scaled), t["parent"], t["target"], vocab_chunk_size=5
+    )
+    exact = torch.log_softmax(t["hidden"].double()[t["parent"]] @ scaled.double().T, -1)
+    chosen = exact.gather(-1, t["target"][:, None])[:, 0]
+    torch.testing.assert_close(logprobs, chosen.float(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(entropy, -(exact.exp() * exact).sum(-1).float(), rtol=1e-4, atol=1e-4)
 
 
-def test_no_tensor_grows_with_tokens_times_vocabulary() -> None:
-    tokens, vocabulary, chunk_size = 400, 501, 16
-    hidden = torch.randn(tokens, H, requires_grad=True)
-    head = OutputHead(torch.randn(vocabulary, H, requires_grad=True))
+def test_logits_that_are_not_finite_are_not_hidden() -> None:
+    t = tensors()
+    weight = t["weight"].detach().clone()
+    weight[50, 0] = float("nan")
+    logprobs, _ = token_logprobs(t["hidden"], OutputHead(weight), t["parent"], t["target"])
+    assert bool(logprobs.isnan().all())
+
+
+def test_no_targets() -> None:
+    t = tensors()
+    none = torch.zeros(0, dtype=torch.int64)
+    logprobs, entropy = token_logprobs(t["hidden"], OutputHead(t["weight"]), none, none)
+    assert logprobs.shape == entropy.shape == (0,)
+    logprobs.sum().backward()
+    assert t["hidden"].grad is not None
+    assert not t["hidden"].grad.any()
+
+
+def test_memory_is_that_of_the_gradients_and_one_block_of_logits() -> None:
+    tokens, vocabulary, hidden_size, chunk, vocab_chunk = 4096, 6000, 64, 256, 1024
+    hidden = torch.randn(tokens, hidden_size, requires_grad=True)
+    head = OutputHead(torch.randn(vocabulary, hidden_size, requires_grad=True))
     target = torch.randint(0, vocabulary, (tokens,))
-    with LargestTensor() as largest:
-        logprobs, _ = token_logprobs(hidden, head, torch.arange(tokens), target, chunk_size=chunk_size)
+    every = torch.arange(tokens)
+
+    def run() -> None:
+        logprobs, _ = token_logprobs(
+            hidden, head, every, target, chunk_size=chunk, vocab_chunk_size=vocab_chunk
+        )
         logprobs.sum().backward()
-    assert largest.elements <= vocabulary * H
-    assert largest.elements < tokens * vocabulary / 20
+
+    gradients = 4 * hidden_size * (tokens + vocabulary)
+    block = 4 * chunk * vocab_chunk
+    assert gradients + block < peak_allocated(run) <= gradients + 1.2 * block + 32 * tokens
+    assert 4 * tokens * vocabulary > 20 * (gradients + block)
 
 
 def test_numbers_that_mean_nothing_are_refused() -> None:
