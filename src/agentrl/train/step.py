@@ -35,6 +35,16 @@ class ForwardOptions:
     """Matrix products in this dtype; the logits stay float32."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """How one process of several computes its share of a step."""
+
+    logprobs: Callable[[TokenForest, ForwardOptions], tuple[Tensor, Tensor]]
+    """``forest_logprobs`` of the model that the processes hold together."""
+    join: Callable[[float, TokenMetrics], tuple[float, TokenMetrics]]
+    """Sums the loss and the metrics of all processes."""
+
+
 def forest_logprobs(
     model: Any, forest: TokenForest, options: ForwardOptions | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -71,14 +81,15 @@ def forward_backward(
     current_version: int,
     options: ForwardOptions | None = None,
     denominators: Denominators | None = None,
+    ranks: Ranks | None = None,
     backward: Callable[[Tensor], object] = Tensor.backward,
 ) -> dict[str, Any]:
     """Add the gradients of one step's loss to ``model``, a micro-batch at a time, and report the step.
 
     The loss and the gradients are those of all ``forests`` in one batch, however they are split.
     ``current_version`` is the policy version that the step starts from. ``denominators`` are those of the
-    whole step where ``forests`` are one rank's share. ``backward`` is called with each micro-batch's share of
-    the loss.
+    whole step where ``forests`` are one rank's share, and with ``ranks`` every forest is run, trainable or
+    not, since other processes wait for it. ``backward`` is called with each micro-batch's share of the loss.
 
     Returns ``loss``, ``tokens``, ``trainable_tokens``, ``trajectories`` and everything in
     ``TokenMetrics.report``. Raises ForestError where no token of the step is trainable, ConfigError for a
@@ -89,15 +100,20 @@ def forward_backward(
         raise ForestError("a step without a trainable token", cure="leave out data without trainable spans")
     loss, metrics = 0.0, TokenMetrics()
     for forest in forests:
-        if forest.trainable_tokens == 0:
+        if forest.trainable_tokens == 0 and ranks is None:
             continue
-        logprobs, entropy = forest_logprobs(model, forest, options)
+        if ranks is None:
+            logprobs, entropy = forest_logprobs(model, forest, options)
+        else:
+            logprobs, entropy = ranks.logprobs(forest, options or ForwardOptions())
         batch = token_batch(forest, logprobs, settings, current_version)
         result = token_losses(batch, settings)
         share = reduce_losses(result.losses, batch.mask, batch.row, batch.trajectories, whole, settings)
         backward(share)
         loss += float(share.detach())
         metrics = metrics + TokenMetrics.of(batch, result, entropy)
+    if ranks is not None:
+        loss, metrics = ranks.join(loss, metrics)
     return {
         "loss": loss,
         "tokens": sum(forest.tokens for forest in forests),
