@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import re
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from agentrl.errors import ConfigError
+from agentrl.config.fields import flag, require, require_positive
+from agentrl.config.learning import AdapterConfig, LossConfig, OptimConfig
 
-
-def flag(default: Any, help: str, *, repr: bool = True, **metadata: Any) -> Any:
-    """A dataclass field with a default and the line that ``--help`` prints. ``repr`` False: a secret."""
-    return field(default=default, repr=repr, metadata={"help": help, **metadata})
-
-
-def _require(condition: bool, message: str, cure: str) -> None:
-    if not condition:
-        raise ConfigError(message, cure=cure)
-
-
-def _require_positive(owner: object, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        _require(
-            value is None or (math.isfinite(value) and value > 0),
-            f"--{name} is {value}",
-            f"give --{name} a value above 0",
-        )
+__all__ = [
+    "GROUPS", "AdapterConfig", "AgentConfig", "ClaimConfig", "EngineConfig", "GroupConfig", "LossConfig",
+    "ModelConfig", "OptimConfig", "RunConfig", "SamplingConfig", "TaskConfig", "TrainConfig", "flag",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +35,9 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
-        _require_positive(self, "db_timeout_seconds")
-        _require(self.db_wait_seconds >= 0, f"--db_wait_seconds is {self.db_wait_seconds}", "0 does not wait")
-        _require(
+        require_positive(self, "db_timeout_seconds")
+        require(self.db_wait_seconds >= 0, f"--db_wait_seconds is {self.db_wait_seconds}", "0 does not wait")
+        require(
             bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,47}", self.run_name)),
             f"--run_name is {self.run_name!r}",
             "use up to 48 letters, digits, '_' and '-': it names the database and the folders",
@@ -87,7 +72,7 @@ class TaskConfig:
     shuffle_tasks: bool = flag(True, "shuffle each epoch's tasks by --seed")
 
     def __post_init__(self) -> None:
-        _require_positive(self, "num_train_epochs", "num_generations")
+        require_positive(self, "num_train_epochs", "num_generations")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +84,7 @@ class ClaimConfig:
     retry_backoff_seconds: float = flag(2.0, "wait before the second attempt; doubles with each further one")
 
     def __post_init__(self) -> None:
-        _require_positive(self, "lease_seconds", "max_attempts", "retry_backoff_seconds")
+        require_positive(self, "lease_seconds", "max_attempts", "retry_backoff_seconds")
 
     @property
     def heartbeat_seconds(self) -> float:
@@ -132,11 +117,11 @@ class AgentConfig:
     trajectory_timeout_seconds: float = flag(3600.0, "how long one trajectory may take")
 
     def __post_init__(self) -> None:
-        _require_positive(
+        require_positive(
             self, "max_turns", "max_prompt_tokens", "tool_timeout_seconds", "trajectory_timeout_seconds",
             "max_tool_result_chars",
         )  # fmt: skip
-        _require(
+        require(
             self.max_prompt_tokens > self.prompt_reserve_tokens >= 0,
             f"--max_prompt_tokens {self.max_prompt_tokens} leaves nothing beside"
             f" --prompt_reserve_tokens {self.prompt_reserve_tokens}",
@@ -164,11 +149,11 @@ class SamplingConfig:
     resample_error_records: bool = flag(False, "re-open failed slots when the sampler starts")
 
     def __post_init__(self) -> None:
-        _require_positive(
+        require_positive(
             self, "max_new_tokens", "max_concurrent_samples_per_process", "target_concurrency",
             "engine_timeout_seconds", "engine_wait_seconds", "scorer_timeout_seconds", "idle_exit_seconds",
         )  # fmt: skip
-        _require(self.max_staleness >= 0, f"--max_staleness is {self.max_staleness}", "0 is fully on-policy")
+        require(self.max_staleness >= 0, f"--max_staleness is {self.max_staleness}", "0 is fully on-policy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,56 +170,6 @@ class GroupConfig:
     efficient_rewarding: bool = flag(False, "adjust scores by rank of turns within right and wrong answers")
     reserve_context_error_count: int = flag(-1, "context errors kept per group (-1: all)")
     min_score_spread: float = flag(0.1, "a group whose scores differ by less is abandoned")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossConfig:
-    """The loss (docs/losses.md)."""
-
-    loss_calculater: Literal["GRPO", "GSPO", "CISPO", "MINIRL", "CrossEntropy"] = flag("GRPO", "the loss")
-    token_level_loss: bool = flag(True, "mean over the step's tokens; else over its trajectories")
-    skip_length_normalization: bool = flag(False, "a trajectory's loss is its sum, not its mean")
-    strict_in_bound: bool = flag(False, "mask tokens outside [1-epsilon, 1+epsilon+epsilon_higher]")
-    epsilon: float = flag(0.2, "lower clip: 1 - epsilon")
-    epsilon_higher: float = flag(0.1, "upper clip: 1 + epsilon + epsilon_higher")
-    importance_weight_cap_ratio: float = flag(4.0, "widens the bounds when strict_in_bound is off")
-    out_of_date_decay: float | None = flag(None, "narrows the bounds by exp(-decay) per version of staleness")
-    importance_correction: str = flag("", "tis, icepop, seq_mask, token_mask; e.g. 'tis:2.0,seq_mask'")
-    dual_clip: float | None = flag(None, "GRPO: lower bound c·A of the objective for A < 0")
-    ce_grpo_beta_1: float | None = flag(None, "GRPO: gradient kept below the clip interval")
-    ce_grpo_beta_2: float | None = flag(None, "GRPO: gradient kept above the clip interval")
-    old_logprobs: Literal["behavior", "recompute", "loglinear"] = flag("behavior", "where π_old comes from")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-    """The optimizer and its schedule."""
-
-    learning_rate: float = flag(1e-6, "peak learning rate")
-    lr_scheduler_type: Literal[
-        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr",
-        "polynomial", "inverse_sqrt", "warmup_stable_decay",
-    ] = flag("constant", "schedule after warm-up, by its name in transformers")  # fmt: skip
-    lr_scheduler_kwargs: str = flag("{}", "JSON of the schedule's own arguments, e.g. '{\"num_cycles\": 2}'")
-    warmup_steps: int = flag(0, "steps of linear warm-up")
-    warmup_ratio: float = flag(0.0, "steps of linear warm-up as a share of all; instead of --warmup_steps")
-    weight_decay: float = flag(0.0, "AdamW weight decay; none on norms and biases")
-    optim_args: str = flag("beta1=0.9,beta2=0.999,eps=1e-8", "AdamW's betas and eps")
-    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
-    freeze: str | None = flag(None, "regular expression: parameters whose name it finds are not trained")
-
-    def __post_init__(self) -> None:
-        _require_positive(self, "learning_rate", "max_grad_norm")
-        _require(self.warmup_steps >= 0, f"--warmup_steps is {self.warmup_steps}", "0 has no warm-up")
-        _require(
-            0 <= self.warmup_ratio < 1, f"--warmup_ratio is {self.warmup_ratio}", "give a share in [0, 1)"
-        )
-        _require(
-            not (self.warmup_steps and self.warmup_ratio),
-            f"--warmup_steps {self.warmup_steps} and --warmup_ratio {self.warmup_ratio} say the same thing",
-            "leave one of them out",
-        )
-        _require(self.weight_decay >= 0, f"--weight_decay is {self.weight_decay}", "give 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,17 +212,17 @@ class TrainConfig:
     gradient_accumulation_steps: int = flag(1, "accepted from the original's scripts: see --groups_per_step")
 
     def __post_init__(self) -> None:
-        _require_positive(
+        require_positive(
             self, "groups_per_step", "max_tokens", "max_trained_count", "save_steps", "save_total_limit",
             "publish_steps", "published_versions_kept", "loss_seq_chunk_size", "data_wait_seconds",
         )  # fmt: skip
-        _require(
+        require(
             self.published_versions_kept >= 2,
             f"--published_versions_kept is {self.published_versions_kept}",
             "keep at least 2: engines may still be loading the version before the newest",
         )
         for name in ("tp_size", "pp_size", "cp_size", "ep_size"):
-            _require(
+            require(
                 getattr(self, name) == 1,
                 f"--{name} is {getattr(self, name)}, and this trainer runs in a single process",
                 f"set --{name} 1",
@@ -310,7 +245,7 @@ class EngineConfig:
     engine_args: str = flag("", "further arguments for the SGLang or vLLM server, as one string")
 
     def __post_init__(self) -> None:
-        _require_positive(
+        require_positive(
             self, "inf_tp_size", "inf_mem_ratio", "max_running_requests", "max_total_tokens",
             "heartbeat_seconds", "engine_start_seconds",
         )  # fmt: skip
@@ -318,6 +253,6 @@ class EngineConfig:
 
 GROUPS: tuple[type, ...] = (
     RunConfig, ModelConfig, TaskConfig, ClaimConfig, AgentConfig, SamplingConfig, GroupConfig, LossConfig,
-    OptimConfig, TrainConfig, EngineConfig,
+    OptimConfig, AdapterConfig, TrainConfig, EngineConfig,
 )  # fmt: skip
 """All groups. A run has one set of flags: every process accepts all of them and reads those it needs."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from agentrl.config.schema import LossConfig, ModelConfig, OptimConfig, TrainConfig
+from agentrl.config.schema import AdapterConfig, LossConfig, ModelConfig, OptimConfig, TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.losses.settings import LossSettings
 from agentrl.train.compute import StepComputer
@@ -30,6 +30,7 @@ class Recipe:
     optim: OptimConfig
     train: TrainConfig
     seed: int
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     temperature: float = 1.0
     """Of sampling."""
 
@@ -47,7 +48,7 @@ def build_computer(recipe: Recipe, *, weights: Path | None, total_steps: int | N
             cure="launch it with --num_processes 1",
         )
     set_seed(recipe.seed)
-    policy = load_policy(recipe.model, weights)
+    policy = load_policy(recipe.model, weights, recipe.adapter)
     policy.model.to(accelerator.device)
     check_model(policy.model)
     if recipe.train.gradient_checkpointing:

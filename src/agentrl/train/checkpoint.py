@@ -67,7 +67,7 @@ class Resumable(Protocol):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk; ``folder/model`` is a Hugging Face folder."""
+    """A complete checkpoint on disk; ``folder/model`` is a Hugging Face folder, or peft's adapter folder."""
 
     folder: Path
     state: CheckpointState
@@ -91,9 +91,9 @@ def save(
     """
     policy = trained.policy
     target = root / f"{_PREFIX}{state.step:06d}"
-    with atomic_folder(target, weight_bytes(policy.model) * _ADAM_COPIES) as temporary:
+    with atomic_folder(target, weight_bytes(policy.kept) * _ADAM_COPIES) as temporary:
         (temporary / "model").mkdir()
-        save_model_files(policy.model, policy.base, temporary / "model", policy.chat_template)
+        save_model_files(policy.kept, policy.base, temporary / "model", policy.chat_template)
         torch.save(
             {
                 "optimizer": trained.optimizer.state_dict(),

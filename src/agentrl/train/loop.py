@@ -182,7 +182,7 @@ class Trainer:
         policy = self.computer.policy
         published = await publish(
             self.store,
-            policy.model,
+            policy.published,
             tokenizer_files_from=policy.base,
             folder_root=self.output / "weights",
             step=self.progress.step,

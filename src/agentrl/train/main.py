@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import (
+    AdapterConfig,
     ClaimConfig,
     GroupConfig,
     LossConfig,
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SHOWN = (
-    RunConfig, ModelConfig, TaskConfig, SamplingConfig, ClaimConfig, LossConfig, OptimConfig, TrainConfig,
+    RunConfig, ModelConfig, TaskConfig, SamplingConfig, ClaimConfig, LossConfig, OptimConfig, AdapterConfig,
+    TrainConfig,
 )  # fmt: skip
 
 
@@ -132,6 +134,7 @@ def _prepare(
         model=model,
         loss=configs[LossConfig],
         optim=configs[OptimConfig],
+        adapter=configs[AdapterConfig],
         train=train,
         seed=run.seed,
         temperature=_temperature(configs[SamplingConfig].preferred_sampling_params),
@@ -186,7 +189,7 @@ async def _total_steps(store: Store, configs: Configs) -> int | None:
 
 def _parameters(configs: Configs) -> dict[str, Any]:
     parameters: dict[str, Any] = {}
-    for group in (ModelConfig, GroupConfig, LossConfig, OptimConfig, TrainConfig):
+    for group in (ModelConfig, GroupConfig, LossConfig, OptimConfig, AdapterConfig, TrainConfig):
         parameters |= vars(configs[group])
     return parameters
 

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from agentrl.config.schema import ModelConfig
+from agentrl.config.schema import AdapterConfig, ModelConfig
 from agentrl.errors import ModelError
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from agentrl.train.lora import Adapter
+    from agentrl.weights.folder import SavableModel
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _ARCHITECTURE_KEYS = (
@@ -31,6 +34,18 @@ class Policy:
     base: Path
     chat_template: str | None
     """The run's own template, where ``--chat_template`` names one."""
+    adapter: Adapter | None = None
+    """What is trained in place of the model's own weights, with ``--lora_rank``."""
+
+    @property
+    def kept(self) -> SavableModel:
+        """What a checkpoint holds: the adapter alone, where there is one."""
+        return self.adapter or self.model
+
+    @property
+    def published(self) -> SavableModel:
+        """What engines load: whole weights, with the adapter in them."""
+        return self.adapter.merged if self.adapter else self.model
 
 
 def base_folder(config: ModelConfig) -> Path:
@@ -50,18 +65,29 @@ def base_folder(config: ModelConfig) -> Path:
             f"{folder} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})",
             cure="copy the tokenizer's files into the folder",
         )
+    if (folder / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{folder} holds an adapter, not a model",
+            cure="give the folder of published weights, …/weights/v…",
+        )
     return folder
 
 
-def load_policy(config: ModelConfig, weights: Path | None = None) -> Policy:
+def load_policy(
+    config: ModelConfig, weights: Path | None = None, adapter: AdapterConfig | None = None
+) -> Policy:
     """Load the policy for training: weights from ``weights`` (a checkpoint's) or from the base folder.
 
-    Dropout is off, so that the trainer's logprobs are those of an engine. Raises ModelError where the
-    folder has no tokenizer, chat template or known architecture.
+    With ``adapter`` of a rank above 0, ``weights`` are the adapter's. Dropout is off, so that the trainer's
+    logprobs are those of an engine. Raises ModelError where the folder has no tokenizer, chat template or
+    known architecture.
     """
     base = base_folder(config)
     tokenizer, template = load_tokenizer(config, base)
-    model = _load_model(weights or base, config)
+    is_adapted = adapter is not None and adapter.lora_rank > 0
+    if weights is not None and not is_adapted and (weights / "adapter_config.json").is_file():
+        raise ModelError(f"{weights} holds an adapter", cure="give the --lora_rank that it was made with")
+    model = _load_model(base if is_adapted else weights or base, config)
     embedded = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
     if len(tokenizer) > embedded:
         raise ModelError(
@@ -69,7 +95,11 @@ def load_policy(config: ModelConfig, weights: Path | None = None) -> Policy:
             cure="resize the model's embeddings, or use the tokenizer that belongs to it",
         )
     disable_dropout(model)
-    return Policy(model, tokenizer, base, template)
+    if adapter is None or not is_adapted:
+        return Policy(model, tokenizer, base, template)
+    from agentrl.train.lora import add_adapter
+
+    return Policy(model, tokenizer, base, template, add_adapter(model, adapter, base, weights))
 
 
 def load_tokenizer(config: ModelConfig, folder: Path) -> tuple[PreTrainedTokenizerBase, str | None]:

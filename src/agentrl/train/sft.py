@@ -18,6 +18,7 @@ import numpy as np
 
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import (
+    AdapterConfig,
     LossConfig,
     ModelConfig,
     OptimConfig,
@@ -57,7 +58,7 @@ def main(argv: list[str]) -> int:
         argv,
         command="agentrl sft",
         description='Supervised fine-tuning on a JSONL file of {"messages": […], "tools": […]}.',
-        shown=(RunConfig, ModelConfig, TaskConfig, OptimConfig, TrainConfig),
+        shown=(RunConfig, ModelConfig, TaskConfig, OptimConfig, AdapterConfig, TrainConfig),
         extra=(SFTConfig,),
     )
     from agentrl.observe.logging import setup
@@ -89,6 +90,7 @@ def _fine_tune(configs: Configs) -> None:
         model=model,
         loss=dataclasses.replace(configs[LossConfig], loss_calculater="CrossEntropy"),
         optim=configs[OptimConfig],
+        adapter=configs[AdapterConfig],
         train=train,
         seed=configs[RunConfig].seed,
     )
@@ -147,5 +149,5 @@ def _save(computer: StepComputer, output: Path) -> None:
     from agentrl.weights.folder import atomic_folder, save_model_files, weight_bytes
 
     policy = computer.policy
-    with atomic_folder(output, weight_bytes(policy.model)) as temporary:
-        save_model_files(policy.model, policy.base, temporary, policy.chat_template)
+    with atomic_folder(output, weight_bytes(policy.published)) as temporary:
+        save_model_files(policy.published, policy.base, temporary, policy.chat_template)

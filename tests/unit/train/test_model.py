@@ -7,9 +7,10 @@ import pytest
 from tiny_policy import write_tiny_policy
 from torch import nn
 
-from agentrl.config.schema import ModelConfig
+from agentrl.config.schema import AdapterConfig, ModelConfig
 from agentrl.errors import ModelError
 from agentrl.train.model import architecture, base_folder, load_policy
+from agentrl.weights.folder import save_model_files, weight_bytes
 
 
 @pytest.fixture
@@ -88,3 +89,21 @@ def test_the_architecture_is_told_by_type_and_sizes(folder: Path) -> None:
     told = architecture(folder)
     assert told["model_type"] == "qwen3"
     assert told["hidden_size"] == 32
+
+
+def test_an_adapter_folder_is_no_model_and_no_whole_weights(tmp_path: Path) -> None:
+    base = write_tiny_policy(tmp_path / "base")
+    config = ModelConfig(model_name_or_path=str(base))
+    policy = load_policy(config, adapter=AdapterConfig(lora_rank=2))
+    assert policy.adapter is not None
+    assert (
+        weight_bytes(policy.kept) < weight_bytes(policy.published) == weight_bytes(load_policy(config).kept)
+    )
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    save_model_files(policy.kept, base, saved)
+    assert load_policy(config, saved, AdapterConfig(lora_rank=2)).adapter is not None
+    with pytest.raises(ModelError, match="holds an adapter"):
+        load_policy(config, saved)
+    with pytest.raises(ModelError, match="holds an adapter, not a model"):
+        load_policy(ModelConfig(model_name_or_path=str(saved)))

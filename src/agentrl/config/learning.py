@@ -1,0 +1,80 @@
+"""Flags of what a step learns: the loss, the optimizer, and which weights it moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from agentrl.config.fields import flag, require, require_positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """The loss (docs/losses.md)."""
+
+    loss_calculater: Literal["GRPO", "GSPO", "CISPO", "MINIRL", "CrossEntropy"] = flag("GRPO", "the loss")
+    token_level_loss: bool = flag(True, "mean over the step's tokens; else over its trajectories")
+    skip_length_normalization: bool = flag(False, "a trajectory's loss is its sum, not its mean")
+    strict_in_bound: bool = flag(False, "mask tokens outside [1-epsilon, 1+epsilon+epsilon_higher]")
+    epsilon: float = flag(0.2, "lower clip: 1 - epsilon")
+    epsilon_higher: float = flag(0.1, "upper clip: 1 + epsilon + epsilon_higher")
+    importance_weight_cap_ratio: float = flag(4.0, "widens the bounds when strict_in_bound is off")
+    out_of_date_decay: float | None = flag(None, "narrows the bounds by exp(-decay) per version of staleness")
+    importance_correction: str = flag("", "tis, icepop, seq_mask, token_mask; e.g. 'tis:2.0,seq_mask'")
+    dual_clip: float | None = flag(None, "GRPO: lower bound c·A of the objective for A < 0")
+    ce_grpo_beta_1: float | None = flag(None, "GRPO: gradient kept below the clip interval")
+    ce_grpo_beta_2: float | None = flag(None, "GRPO: gradient kept above the clip interval")
+    old_logprobs: Literal["behavior", "recompute", "loglinear"] = flag("behavior", "where π_old comes from")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The optimizer and its schedule."""
+
+    learning_rate: float = flag(1e-6, "peak learning rate")
+    lr_scheduler_type: Literal[
+        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr",
+        "polynomial", "inverse_sqrt", "warmup_stable_decay",
+    ] = flag("constant", "schedule after warm-up, by its name in transformers")  # fmt: skip
+    lr_scheduler_kwargs: str = flag("{}", "JSON of the schedule's own arguments, e.g. '{\"num_cycles\": 2}'")
+    warmup_steps: int = flag(0, "steps of linear warm-up")
+    warmup_ratio: float = flag(0.0, "steps of linear warm-up as a share of all; instead of --warmup_steps")
+    weight_decay: float = flag(0.0, "AdamW weight decay; none on norms and biases")
+    optim_args: str = flag("beta1=0.9,beta2=0.999,eps=1e-8", "AdamW's betas and eps")
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
+    freeze: str | None = flag(None, "regular expression: parameters whose name it finds are not trained")
+
+    def __post_init__(self) -> None:
+        require_positive(self, "learning_rate", "max_grad_norm")
+        require(self.warmup_steps >= 0, f"--warmup_steps is {self.warmup_steps}", "0 has no warm-up")
+        require(
+            0 <= self.warmup_ratio < 1, f"--warmup_ratio is {self.warmup_ratio}", "give a share in [0, 1)"
+        )
+        require(
+            not (self.warmup_steps and self.warmup_ratio),
+            f"--warmup_steps {self.warmup_steps} and --warmup_ratio {self.warmup_ratio} say the same thing",
+            "leave one of them out",
+        )
+        require(self.weight_decay >= 0, f"--weight_decay is {self.weight_decay}", "give 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """Low-rank adapters (LoRA, arXiv 2106.09685), trained in place of the model's weights."""
+
+    lora_rank: int = flag(0, "rank of the adapters (0: train the weights themselves)")
+    lora_alpha: int = flag(32, "an adapter adds lora_alpha / lora_rank times its product")
+    lora_target_modules: str = flag(
+        "all-linear", "layers with an adapter: all-linear (but the head), or names, comma-separated"
+    )
+
+    def __post_init__(self) -> None:
+        require(self.lora_rank >= 0, f"--lora_rank is {self.lora_rank}", "0 trains without adapters")
+        require_positive(self, "lora_alpha")
+        require(bool(self.target_modules), "--lora_target_modules names no layer", "give all-linear")
+
+    @property
+    def target_modules(self) -> str | list[str]:
+        """``lora_target_modules`` as peft takes them."""
+        names = [name.strip() for name in self.lora_target_modules.split(",") if name.strip()]
+        return names[0] if names == ["all-linear"] else names

@@ -1,0 +1,195 @@
+"""Low-rank adapters through peft: injected in the model, kept by checkpoints, merged where published."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.config.learning import AdapterConfig
+from agentrl.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+NAME = "default"
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_BASE = ".base_layer."
+_SIZES = ("r", "lora_alpha")
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether ``folder`` holds an adapter in place of a model's weights."""
+    return (folder / CONFIG_FILE).is_file()
+
+
+def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: Path, saved: Path | None) -> Adapter:
+    """Give ``model`` adapters, whose weights alone are trained from now on; ``saved`` is a checkpoint's.
+
+    The model computes what it did until they are trained. Raises ConfigError without peft, for layers that do
+    not exist, and for a checkpoint that holds another adapter or none.
+    """
+    peft = _peft()
+    settings = peft.LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=0.0,
+        target_modules=config.target_modules,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(base),
+    )
+    try:
+        peft.inject_adapter_in_model(settings, model, adapter_name=NAME)
+    except ValueError as error:
+        raise ConfigError(
+            f"--lora_target_modules {config.lora_target_modules} fits no layer of the model: {error}",
+            cure="give all-linear, or names such as q_proj,v_proj",
+        ) from error
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if not isinstance(head, nn.Linear):
+        raise ConfigError(
+            f"--lora_target_modules {config.lora_target_modules} has the model's output head",
+            cure="leave lm_head out: logprobs are computed from its weight",
+        )
+    adapter = Adapter(model, settings)
+    if saved is not None:
+        adapter.load(saved)
+    trained = sum(parameter.numel() for _, parameter in adapter.named_parameters())
+    logger.info("%d adapters of rank %d: %d numbers are trained", len(adapter.layers), settings.r, trained)
+    return adapter
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapters of ``model``. As a SavableModel it is what a checkpoint holds, in peft's own files."""
+
+    model: PreTrainedModel
+    settings: Any
+    """peft's LoraConfig."""
+
+    @property
+    def layers(self) -> dict[str, Any]:
+        """Module name → the layer with an adapter."""
+        layer_type = _peft().tuners.lora.LoraLayer
+        return {name: layer for name, layer in self.model.named_modules() if isinstance(layer, layer_type)}
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapters' own parameters."""
+        return ((name, value) for name, value in self.model.named_parameters() if ".lora_" in name)
+
+    def save_pretrained(self, save_directory: str) -> None:
+        """Write ``adapter_model.safetensors`` and ``adapter_config.json``."""
+        from safetensors.torch import save_file
+
+        content = {name: value.detach().contiguous() for name, value in self._weights().items()}
+        save_file(content, str(Path(save_directory) / WEIGHTS_FILE), metadata={"format": "pt"})
+        self.settings.save_pretrained(save_directory)
+
+    def load(self, folder: Path) -> None:
+        """Take the weights that ``save_pretrained`` wrote; ConfigError for another adapter, or for none."""
+        from safetensors.torch import load_file
+
+        if not is_adapter(folder):
+            raise ConfigError(
+                f"{folder} holds whole weights, and --lora_rank {self.settings.r} trains an adapter",
+                cure="leave --lora_rank out, or start another run from these weights",
+            )
+        found = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        differing = [key for key in _SIZES if found.get(key) != getattr(self.settings, key)]
+        if differing:
+            told = ", ".join(
+                f"{key} {found.get(key)}, not {getattr(self.settings, key)}" for key in differing
+            )
+            raise ConfigError(
+                f"the adapter in {folder} has {told}", cure="give the flags that it was made with"
+            )
+        weights = load_file(folder / WEIGHTS_FILE)
+        expected = self._weights()
+        if weights.keys() != expected.keys():
+            raise ModelError(
+                f"the adapter in {folder} has {len(weights)} tensors for other layers than these"
+                f" {len(expected)}",
+                cure="give the --lora_target_modules and the --model_name_or_path that it was made with",
+            )
+        _peft().set_peft_model_state_dict(self.model, weights, adapter_name=NAME)
+
+    def _weights(self) -> dict[str, Tensor]:
+        """By the names that peft's files have."""
+        weights: dict[str, Tensor] = _peft().get_peft_model_state_dict(
+            self.model, adapter_name=NAME, save_embedding_layers=False
+        )
+        return weights
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """The model without its adapters: the one that training started from."""
+        layers = list(self.layers.values())
+        for layer in layers:
+            layer._disable_adapters = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer._disable_adapters = False
+
+    @property
+    def merged(self) -> MergedModel:
+        """The model with its adapters added in, to be written."""
+        return MergedModel(self)
+
+
+@dataclass(frozen=True)
+class MergedModel:
+    """The whole weights, adapters added into copies of those that have one; the model stays as it is."""
+
+    adapter: Adapter
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's parameters, before merging: names and sizes are those of the merged ones."""
+        return (
+            (name.replace(_BASE, "."), value)
+            for name, value in self.adapter.model.named_parameters()
+            if ".lora_" not in name
+        )
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Tensor]:
+        """The merged weights under the names of the plain model."""
+        layers = self.adapter.layers
+        merged = {}
+        for name, value in self.adapter.model.state_dict().items():
+            if ".lora_" in name:
+                continue
+            owner, _, kind = name.partition(_BASE)
+            if kind == "weight" and owner in layers:
+                delta = layers[owner].get_delta_weight(NAME)
+                value = (value.float() + delta.float()).to(value.dtype)
+            merged[name.replace(_BASE, ".")] = value
+        return merged
+
+    def save_pretrained(self, save_directory: str) -> None:
+        """Write config and merged safetensors, as the plain model would."""
+        self.adapter.model.save_pretrained(save_directory, state_dict=self.state_dict())
+
+
+def _peft() -> ModuleType:
+    try:
+        import peft
+        import peft.tuners.lora
+    except ImportError as error:
+        raise ConfigError(
+            f"--lora_rank needs the package peft: {error}", cure="pip install peft  (or agentrl[lora])"
+        ) from error
+    module: ModuleType = peft
+    return module
