@@ -170,6 +170,18 @@ class GroupConfig:
     efficient_rewarding: bool = flag(False, "adjust scores by rank of turns within right and wrong answers")
     reserve_context_error_count: int = flag(-1, "context errors kept per group (-1: all)")
     min_score_spread: float = flag(0.1, "a group whose scores differ by less is abandoned")
+    overlong_limit: int = flag(0, "generated tokens from which a trajectory's reward is lowered most")
+    overlong_buffer: int = flag(0, "tokens before --overlong_limit over which the penalty grows (0: none)")
+    overlong_penalty: float = flag(1.0, "what is taken from the reward of a trajectory at --overlong_limit")
+
+    def __post_init__(self) -> None:
+        require(self.overlong_buffer >= 0, f"--overlong_buffer is {self.overlong_buffer}", "0 turns it off")
+        require(
+            self.overlong_buffer == 0 or self.overlong_limit >= self.overlong_buffer,
+            f"--overlong_buffer {self.overlong_buffer} is longer than --overlong_limit {self.overlong_limit}",
+            "give --overlong_limit, the generated tokens of a whole trajectory that are too many",
+        )
+        require_positive(self, "overlong_penalty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +213,7 @@ class TrainConfig:
     autocast_bf16: bool = flag(False, "float32 weights, bfloat16 matrix products")
     data_wait_seconds: float = flag(3600.0, "give up when no step's worth of data comes for this long")
     report_to: str = flag("none", "trackers: none, tensorboard, wandb, mlflow; comma-separated")
+    dp_replicate_size: int = flag(1, "copies of the model; each is sharded over the ranks that are left")
     tp_size: int = flag(1, "tensor-parallel ranks")
     pp_size: int = flag(1, "pipeline-parallel ranks")
     cp_size: int = flag(1, "context-parallel ranks")
@@ -215,17 +228,18 @@ class TrainConfig:
         require_positive(
             self, "groups_per_step", "max_tokens", "max_trained_count", "save_steps", "save_total_limit",
             "publish_steps", "published_versions_kept", "loss_seq_chunk_size", "data_wait_seconds",
+            "dp_replicate_size", "tp_size",
         )  # fmt: skip
         require(
             self.published_versions_kept >= 2,
             f"--published_versions_kept is {self.published_versions_kept}",
             "keep at least 2: engines may still be loading the version before the newest",
         )
-        for name in ("tp_size", "pp_size", "cp_size", "ep_size"):
+        for name in ("pp_size", "cp_size", "ep_size"):
             require(
                 getattr(self, name) == 1,
-                f"--{name} is {getattr(self, name)}, and this trainer runs in a single process",
-                f"set --{name} 1",
+                f"--{name} is {getattr(self, name)}, and this trainer has data and tensor parallelism only",
+                f"set --{name} 1; see --tp_size and --dp_replicate_size",
             )
 
 

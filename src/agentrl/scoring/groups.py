@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from agentrl.config.schema import GroupConfig
 from agentrl.documents.record import Record
 from agentrl.documents.status import StopReason
+from agentrl.scoring.shaping import overlong_penalty
 
 PASS_SCORE = 0.5
 """A score above this is a pass; ``clamp_advantage_by_score`` divides at the same place."""
@@ -33,7 +34,9 @@ def decide_group(records: Sequence[Record], config: GroupConfig, rng: random.Ran
     """Decide every scored Record of a group; ``records`` without a score take no part.
 
     In this order: a group without spread is abandoned whole; ``balance_sample`` evens right and wrong out, or
-    else the filters apply; what is left is given advantages, the baseline taken over what is left.
+    else the filters apply; what is left is given advantages, the baseline taken over what is left. Spread and
+    filters look at the scores; ``efficient_rewarding`` and the overlong penalty shape the rewards that
+    advantages come from, never a score.
     """
     scored = [record for record in records if record.score is not None]
     if not scored:
@@ -109,7 +112,9 @@ def _filter(records: Sequence[Record], config: GroupConfig, rng: random.Random) 
 
 
 def _advantages(records: Sequence[Record], config: GroupConfig) -> dict[str, float]:
-    scores = {record.id: _score(record) for record in records}
+    scores = {
+        record.id: _score(record) - overlong_penalty(record.generated_tokens, config) for record in records
+    }
     if config.efficient_rewarding:
         adjustments = _efficiency(records)
         scores = {key: score + adjustments[key] for key, score in scores.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from agentrl.config.schema import GroupConfig
 from agentrl.documents.record import Record
 from agentrl.documents.status import StopReason
+from agentrl.errors import ConfigError
 from agentrl.scoring.groups import Decision, decide_group, summarise
 
 
@@ -106,6 +108,29 @@ def test_efficiency_prefers_short_right_and_long_wrong_ones() -> None:
     assert result[3] > result[2]
     assert result[3] == result[4]
     assert sum(result) == pytest.approx(0.0)
+
+
+def test_overlong_answers_earn_less_and_keep_their_score() -> None:
+    flags = {"overlong_limit": 100, "overlong_buffer": 40, "overlong_penalty": 0.5, "advantage": "dr_grpo"}
+    records = [
+        replace(record(place, 1.0 if place else 0.0), generated_tokens=tokens)
+        for place, tokens in enumerate((200, 60, 80, 100, 500))
+    ]
+    shaped = [-0.5, 1.0, 0.75, 0.5, 0.5]
+    expected = [value - sum(shaped) / 5 for value in shaped]
+    assert advantages(records, **flags) == pytest.approx(expected)
+    assert advantages(records, advantage="dr_grpo")[1:] == pytest.approx([0.2] * 4)
+    assert [r.score for r in records] == [0.0, 1.0, 1.0, 1.0, 1.0]
+    same = [replace(record(place, 1.0), generated_tokens=100 * place) for place in range(3)]
+    assert set(advantages(same, **flags)) == {None}
+
+
+@pytest.mark.parametrize(
+    "flags", [{"overlong_buffer": 8}, {"overlong_buffer": -1}, {"overlong_limit": 9, "overlong_penalty": 0.0}]
+)
+def test_wrong_shaping_is_told(flags: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="overlong"):
+        GroupConfig(**flags)
 
 
 def test_the_last_one_left_is_abandoned() -> None:

@@ -20,7 +20,7 @@ from agentrl.store.connection import Json
 _TOLERANCE = 1e-9
 _DECIDING = (
     "_id", "task", "traj_id", "attempt", "split", "epoch", "score", "stop_reason", "turns", "min_version",
-    "max_version",
+    "max_version", "generated_tokens",
 )  # fmt: skip
 
 

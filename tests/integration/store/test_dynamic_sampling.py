@@ -1,0 +1,75 @@
+"""Dynamic sampling on a real server: a group without spread frees its room at once; shaped ones check out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import small_run as run
+
+from agentrl.commands import db
+from agentrl.commands.db_check import options_of
+from agentrl.config.schema import GroupConfig
+from agentrl.documents.status import RecordStatus
+from agentrl.documents.task import Claim, task_key
+from agentrl.rollout.finalise import Finaliser
+from agentrl.store.check.run import Checks
+from agentrl.store.client import Store
+
+pytestmark = pytest.mark.integration
+
+ROOM = 1
+"""Groups that may be open."""
+
+
+async def take(store: Store) -> Claim | None:
+    claimed = await store.claims.claim(split="train", owner="s", lease_seconds=60.0, max_groups_open=ROOM)
+    if claimed is not None:
+        await store.records.create(claimed)
+        await store.records.advance(claimed, RecordStatus.RUNNING)
+    return claimed
+
+
+async def test_a_group_whose_rewards_are_equal_is_dropped_and_sampling_refills(store: Store) -> None:
+    for order in range(4):
+        await run.add_task(store, task_key("train", 0, str(order)), order)
+    finaliser = Finaliser(store, GroupConfig(), split="train", seed=0)
+    told = []
+    for order, scores in enumerate(((1.0, 1.0), (0.0, 0.0), (0.0, 1.0))):
+        for value in scores:
+            claimed = await take(store)
+            assert claimed is not None
+            assert claimed.task.order == order
+            await run.score(store, claimed, value)
+        assert await finaliser.run_waiting() == 1
+        told.append(await store.training.open_groups("train"))
+    assert told == [0, 0, 1]
+    assert await take(store) is None
+    assert {item.task for item in await store.training.ready("train")} == {task_key("train", 0, "2")}
+
+
+async def test_shaped_rewards_keep_the_scores_and_check_out(store: Store) -> None:
+    key = task_key("train", 0, "long")
+    await run.add_task(store, key, 0, generations=3)
+    config = GroupConfig(overlong_limit=8, overlong_buffer=4, overlong_penalty=0.5)
+    for value in (1.0, 0.0, 1.0):
+        claimed = await take(store)
+        assert claimed is not None
+        if claimed.traj_id == 2:
+            await store.dispatches.add(claimed, run.call(claimed, 0, 0, 2))
+            await store.records.advance(claimed, RecordStatus.COMPLETED, final_answer="4")
+            await store.records.advance(claimed, RecordStatus.SCORING)
+            await store.claims.score(claimed, value, {"scorer": "exact"})
+        else:
+            await run.score(store, claimed, value)
+    assert await Finaliser(store, config, split="train", seed=0).run_waiting() == 1
+    records = sorted(await store.records.of_task(key), key=lambda record: record.traj_id)
+    assert [(r.score, r.generated_tokens) for r in records] == [(1.0, 8), (0.0, 8), (1.0, 4)]
+    assert [r.advantage for r in records] == pytest.approx([0.25, -1.25, 1.0])
+    options = replace(options_of(db.parser().parse_args(["check", "--run_name", "x"])), settle_seconds=0.0)
+    report = await Checks(store.connection).run(options)
+    named = [str(item.problem) for item in report.violations if "advantage" in str(item.problem)]
+    assert named == []
+    await store.database["Record"].update_one({"_id": records[2].id}, {"$set": {"advantage": 0.5}})
+    report = await Checks(store.connection).run(options)
+    assert any("advantage that its group gives" in str(item.problem) for item in report.violations)
