@@ -19,7 +19,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenForest:
-    """N tokens laid out depth-first, of which T are trainable, from R trajectories.
+    """N tokens laid out depth-first, of which T are trainable, from R trajectories or parts of them.
 
     Labels belong to edges: the logits at ``parent[target[j]]`` predict token ``target[j]``. A token of a
     shared prefix may be the target of several rows.
@@ -43,8 +43,23 @@ class TokenForest:
     """float32[T]."""
     version: Ints
     """int64[T]."""
-    trajectories: int
-    """R."""
+    owner: Ints
+    """int64[N], the trajectory that generated the token or one before it; −1 at context to share."""
+    trajectory: Ints
+    """int64[R], each row's number in the step: forests with the same number hold parts of one trajectory."""
+    row_tokens: Ints
+    """int64[R], trainable tokens of each row's whole trajectory, over all forests of the step."""
+
+    @property
+    def trajectories(self) -> int:
+        """R."""
+        return len(self.trajectory)
+
+    @property
+    def holds_parts(self) -> bool:
+        """True where a trajectory has trainable tokens in another forest of the step."""
+        here = np.bincount(self.row, minlength=self.trajectories)
+        return bool(np.any(here != self.row_tokens))
 
     @property
     def tokens(self) -> int:
@@ -79,7 +94,7 @@ class TokenForest:
 
 
 def concatenate(forests: Sequence[TokenForest]) -> TokenForest:
-    """One forest of all the trees, in order; rows are numbered on. At least one forest."""
+    """One forest of all the trees, in order; rows and trajectories are numbered on. At least one forest."""
     tokens = np.cumsum([0] + [forest.tokens for forest in forests])
     rows = np.cumsum([0] + [forest.trajectories for forest in forests])
     placed = list(zip(forests, tokens, rows, strict=False))
@@ -95,8 +110,20 @@ def concatenate(forests: Sequence[TokenForest]) -> TokenForest:
         advantage=np.concatenate([forest.advantage for forest in forests]),
         behavior_logprob=np.concatenate([forest.behavior_logprob for forest in forests]),
         version=np.concatenate([forest.version for forest in forests]),
-        trajectories=int(rows[-1]),
+        owner=np.concatenate(
+            [np.where(forest.owner < 0, -1, forest.owner + first) for forest, _, first in placed]
+        ),
+        trajectory=np.concatenate([forest.trajectory + first for forest, _, first in placed]),
+        row_tokens=np.concatenate([forest.row_tokens for forest in forests]),
     )
+
+
+def at_or_below(chosen: Ints, subtree_end: Ints) -> NDArray[np.bool_]:
+    """bool[N]: tokens that are in ``chosen`` or have an ancestor there."""
+    change = np.zeros(len(subtree_end) + 1, np.int64)
+    np.add.at(change, chosen, 1)
+    np.add.at(change, subtree_end[chosen], -1)
+    return np.cumsum(change[:-1]) > 0
 
 
 _MISMATCH = "the document was written by another version or altered: convert its Record again"
@@ -160,17 +187,20 @@ def _one_sequence(name: str, ids: Ints, mask: NDArray[np.bool_], vocab_size: int
     _require(not mask[0], name, "its first token is trainable, and nothing predicts it", cure)
     _check_vocabulary(name, ids, vocab_size)
     target = np.flatnonzero(mask)
+    subtree_end = np.full(length, length)
     return TokenForest(
         input_ids=ids,
         position_ids=np.arange(length),
         parent=np.arange(length) - 1,
-        subtree_end=np.full(length, length),
+        subtree_end=subtree_end,
         row=np.zeros(len(target), np.int64),
         target=target,
         advantage=np.ones(len(target), np.float32),
         behavior_logprob=np.zeros(len(target), np.float32),
         version=np.zeros(len(target), np.int64),
-        trajectories=1,
+        owner=at_or_below(target, subtree_end) - 1,
+        trajectory=np.zeros(1, np.int64),
+        row_tokens=np.array([len(target)]),
     )
 
 
@@ -206,7 +236,9 @@ def _one_trajectory(data: DBRecordData, vocab_size: int | None) -> TokenForest:
         advantage=advantage,
         behavior_logprob=behavior,
         version=np.repeat(np.array([span.version for span in data.spans], np.int64), per_span),
-        trajectories=1,
+        owner=at_or_below(placed, layout.subtree_end) - 1,
+        trajectory=np.zeros(1, np.int64),
+        row_tokens=np.array([len(target)]),
     )
 
 

@@ -1,16 +1,75 @@
-"""Which trajectories share a micro-batch, under a token budget."""
+"""Which tokens share a micro-batch: a step's trees, cut and packed under a budget, balanced over ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
-from agentrl.batching.forest import TokenForest, forest_from_data
-from agentrl.batching.sharing import common_prefix, share_prefixes
-from agentrl.documents.packing import unpack_ids
+from agentrl.batching.forest import TokenForest, forest_from_data, forest_from_sequences
+from agentrl.batching.parts import cut, join, restrict
+from agentrl.batching.sharing import share_prefixes
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError
+
+PrefixMerging = Literal["off", "trajectory", "group"]
+
+
+def build_micro_batches(
+    data: Sequence[DBRecordData],
+    max_tokens: int,
+    *,
+    vocab_size: int,
+    merging: PrefixMerging = "group",
+    ranks: int = 1,
+) -> list[TokenForest]:
+    """The micro-batches of one optimizer step, each of at most ``max_tokens`` tokens.
+
+    ``merging``: ``off`` makes every model call a sequence of its own, ``trajectory`` a tree per trajectory (a
+    chain, unless its context was reset), ``group`` a tree per group; trees of one micro-batch then also share
+    the context that groups have in common. A tree above ``max_tokens`` is cut at branch points, so that a
+    trajectory may be spread over micro-batches and ranks (``TokenForest.holds_parts``).
+
+    The plan depends on nothing but the arguments. Rank r of ``ranks`` runs ``[r::ranks]``: all run equally
+    many, with nearly the same number of tokens in each round and in all; where there is too little work for
+    all of them, some are one token that trains nothing.
+
+    Raises ConfigError, naming the trajectory, for a sequence above ``max_tokens``; ForestError for data that
+    are no forest.
+    """
+    names = [item.id for item in data]
+    trees = step_trees(data, vocab_size=vocab_size, merging=merging)
+    limit = max_tokens if ranks == 1 else _even_limit(trees, max_tokens, ranks)
+    parts = [part for tree in trees for part in cut(tree, limit, names)]
+    plan = balance([part.tokens for part in parts], max_tokens, ranks)
+    return [_micro_batch([parts[index] for index in chosen], merging) for chosen in plan]
+
+
+def step_trees(data: Sequence[DBRecordData], *, vocab_size: int, merging: PrefixMerging) -> list[TokenForest]:
+    """The forests that a plan packs: one for each model call, trajectory or group. Trajectory i is data[i].
+
+    Tokens that no trainable token follows are left out, for no loss depends on them.
+    """
+    made: list[TokenForest] = []
+    groups: dict[str, list[TokenForest]] = {}
+    for index, item in enumerate(data):
+        tree = _numbered(forest_from_data([item], vocab_size=vocab_size), index)
+        if tree.trainable_tokens == 0:
+            continue
+        if merging == "off":
+            calls = np.repeat(
+                [span.call for span in item.spans], [span.end - span.start for span in item.spans]
+            )
+            made += [restrict(tree, calls == call) for call in np.unique(calls)]
+            continue
+        tree = share_prefixes(restrict(tree, np.ones(tree.trainable_tokens, np.bool_)))
+        if merging == "trajectory":
+            made.append(tree)
+        else:
+            groups.setdefault(item.task, []).append(tree)
+    return made or [share_prefixes(join(trees)) for trees in groups.values()]
 
 
 def pack(sizes: Sequence[int], budget: int) -> list[list[int]]:
@@ -21,7 +80,7 @@ def pack(sizes: Sequence[int], budget: int) -> list[list[int]]:
     """
     groups: list[list[int]] = []
     room: list[int] = []
-    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+    for index in _decreasing(sizes):
         size = sizes[index]
         _require_fits(size, budget)
         fitting = next((group for group, left in enumerate(room) if left >= size), None)
@@ -34,54 +93,66 @@ def pack(sizes: Sequence[int], budget: int) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
-def plan_micro_batches(data: Sequence[DBRecordData], max_tokens: int) -> list[list[DBRecordData]]:
-    """Split one step's trajectories into micro-batches of at most ``max_tokens`` tokens.
+def balance(sizes: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
+    """``pack`` for ``ranks`` ranks: group g is rank g % ranks's; their number is a multiple of ``ranks``.
 
-    A trajectory is whole in its micro-batch. Raises ConfigError for one that does not fit.
+    The groups of one round are near in size, and the ranks in their sums. A group may be empty where there
+    are fewer sizes than ranks.
     """
-    groups = pack([item.tokens for item in data], max_tokens)
-    return [[data[index] for index in group] for group in groups]
+    groups = pack(sizes, budget)
+    if ranks == 1:
+        return groups
+    count = -(-len(groups) // ranks) * ranks
+    spread = _spread(sizes, count)
+    if all(sum(sizes[index] for index in group) <= budget for group in spread):
+        groups = spread
+    else:
+        groups += [[] for _ in range(count - len(groups))]
+    groups.sort(key=lambda group: -sum(sizes[index] for index in group))
+    rounds = [groups[start : start + ranks] for start in range(0, count, ranks)]
+    return [group for place, round_ in enumerate(rounds) for group in round_[:: -1 if place % 2 else 1]]
 
 
-def plan_shared(data: Sequence[DBRecordData], max_tokens: int) -> list[list[DBRecordData]]:
-    """Like ``plan_micro_batches``, for micro-batches whose equal prefixes are kept once (``share_prefixes``).
-
-    Trajectories are taken in the order of their ids, so that those with a common prompt are neighbours, and
-    each counts with the tokens that it adds to the one before it. Raises ConfigError for one too long.
-    """
-    openings = [unpack_ids(item.input_ids)[: item.nodes[0].end].astype(np.int64) for item in data]
-    batches: list[list[DBRecordData]] = []
-    room, before = 0, np.zeros(0, np.int64)
-    for index in sorted(range(len(data)), key=lambda i: openings[i].tolist()):
-        item, opening = data[index], openings[index]
-        _require_fits(item.tokens, max_tokens)
-        added = item.tokens - common_prefix(opening, before)
-        if not batches or added > room:
-            batches.append([])
-            room, added = max_tokens, item.tokens
-        batches[-1].append(item)
-        room -= added
-        before = opening
-    return batches
+def _spread(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """``count`` groups of nearly equal sums: each size, decreasing, goes to the smallest group."""
+    groups: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for index in _decreasing(sizes):
+        smallest = loads.index(min(loads))
+        groups[smallest].append(index)
+        loads[smallest] += sizes[index]
+    return [sorted(group) for group in groups]
 
 
-def build_micro_batches(
-    data: Sequence[DBRecordData], max_tokens: int, *, vocab_size: int, share: bool = True
-) -> list[TokenForest]:
-    """One optimizer step's micro-batches of at most ``max_tokens`` tokens each, prefixes shared or not.
+def _decreasing(sizes: Sequence[int]) -> list[int]:
+    return sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
 
-    Raises ConfigError for a trajectory above ``max_tokens``, ForestError for data that are no forest.
-    """
-    if share:
-        batches = plan_shared(data, max_tokens)
-        return [share_prefixes(forest_from_data(batch, vocab_size=vocab_size)) for batch in batches]
-    batches = plan_micro_batches(data, max_tokens)
-    return [forest_from_data(batch, vocab_size=vocab_size) for batch in batches]
+
+def _even_limit(trees: Sequence[TokenForest], max_tokens: int, ranks: int) -> int:
+    """The size above which a tree is cut: a rank's even share of the step, or the longest path in it."""
+    share = -(-sum(tree.tokens for tree in trees) // ranks)
+    return min(max_tokens, max([share, *(tree.depth for tree in trees)]))
+
+
+def _numbered(forest: TokenForest, number: int) -> TokenForest:
+    """A forest of one trajectory, as trajectory ``number`` of its step."""
+    return replace(
+        forest,
+        trajectory=np.array([number]),
+        owner=np.where(forest.owner < 0, -1, number),
+    )
+
+
+def _micro_batch(parts: Sequence[TokenForest], merging: PrefixMerging) -> TokenForest:
+    if not parts:
+        return forest_from_sequences([[0]], [[False]])
+    forest = join(parts)
+    return share_prefixes(forest) if merging == "group" and len(parts) > 1 else forest
 
 
 def _require_fits(size: int, budget: int) -> None:
     if size > budget:
         raise ConfigError(
-            f"a trajectory of {size} tokens is longer than a micro-batch of --max_tokens {budget}",
+            f"a sequence of {size} tokens is longer than a micro-batch of --max_tokens {budget}",
             cure=f"raise --max_tokens to {size} or more, or lower --max_prompt_tokens when sampling",
         )

@@ -191,8 +191,8 @@ class TrainConfig:
     max_steps: int = flag(-1, "optimizer steps of the whole run (-1: until the tasks are used up)")
     groups_per_step: int = flag(4, "groups that one optimizer step trains")
     max_tokens: int = flag(65536, "tokens per micro-batch")
-    prefix_merging: Literal["trajectory", "group"] = flag(
-        "group", "compute a prefix once per trajectory, or once for all trajectories of a micro-batch"
+    prefix_merging: Literal["off", "trajectory", "group"] = flag(
+        "group", "off: every model call a row of its own; otherwise a tree per trajectory, or per group"
     )
     staleness_policy: Literal["drop", "decay", "mask"] = flag(
         "drop",

@@ -27,9 +27,19 @@ def trajectory_mean(values: Tensor, mask: Tensor, row: Tensor, trajectories: int
     return (totals / counts.clamp(min=1.0))[row]
 
 
+@dataclass(frozen=True, slots=True)
+class TrajectoryMeans:
+    """Means over whole trajectories, for micro-batches that hold parts of some."""
+
+    log_ratio: Tensor
+    """float32[R], of log πθ − log π_old."""
+    log_weight: Tensor
+    """float32[R], of log π_old − log μ."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """The trainable tokens of one micro-batch. T tokens, R trajectories, each whole in its micro-batch.
+    """The trainable tokens of one micro-batch: T tokens of R trajectories, whole where not said otherwise.
 
     ``logprobs`` carries the gradient; every other tensor is data.
     """
@@ -52,6 +62,10 @@ class TokenBatch:
     """The version that the optimizer step starts from."""
     trajectories: int
     """R."""
+    lengths: Tensor | None = None
+    """int64[R], tokens in the loss mask of each whole trajectory; None: what the micro-batch holds of it."""
+    means: TrajectoryMeans | None = None
+    """None: those of what the micro-batch holds."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -62,6 +76,20 @@ class TokenBatch:
     def log_weight(self) -> Tensor:
         """log w = log π_old − log μ, float32[T]."""
         return self.old_logprobs.float() - self.behavior_logprobs.float()
+
+    @property
+    def mean_log_ratio(self) -> Tensor:
+        """The mean of log r over each token's trajectory, float32[T], detached."""
+        if self.means is not None:
+            return self.means.log_ratio[self.row]
+        return trajectory_mean(self.log_ratio.detach(), self.mask, self.row, self.trajectories)
+
+    @property
+    def mean_log_weight(self) -> Tensor:
+        """The mean of log w over each token's trajectory, float32[T]."""
+        if self.means is not None:
+            return self.means.log_weight[self.row]
+        return trajectory_mean(self.log_weight, self.mask, self.row, self.trajectories)
 
     @property
     def staleness(self) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.losses.batch import TokenBatch, bounded_exp, trajectory_mean
+from agentrl.losses.batch import TokenBatch, bounded_exp
 from agentrl.losses.correction_spec import Correction
 from agentrl.losses.settings import LossSettings
 
@@ -44,7 +44,7 @@ def _token_outside(batch: TokenBatch, raw: Tensor, correction: Correction) -> Te
 
 
 def _trajectory_outside(batch: TokenBatch, raw: Tensor, correction: Correction) -> Tensor:
-    mean = bounded_exp(trajectory_mean(batch.log_weight, batch.mask, batch.row, batch.trajectories))
+    mean = bounded_exp(batch.mean_log_weight)
     return (mean < correction.low) | (mean > correction.high)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.losses.batch import TokenBatch, TokenLosses, bounded_exp, trajectory_mean
+from agentrl.losses.batch import TokenBatch, TokenLosses, bounded_exp
 from agentrl.losses.grpo import clipped_surrogate
 from agentrl.losses.settings import LossSettings
 
@@ -13,7 +13,5 @@ def gspo(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
     Each token's ratio is s in value, while its gradient is s·∇log πθ of that token alone, so that tokens of
     one trajectory may have advantages of their own.
     """
-    log_ratio = batch.log_ratio.detach()
-    log_s = trajectory_mean(log_ratio, batch.mask, batch.row, batch.trajectories)
     per_token = batch.logprobs.float() - batch.logprobs.detach().float()
-    return clipped_surrogate(bounded_exp(per_token + log_s), batch.advantages, settings)
+    return clipped_surrogate(bounded_exp(per_token + batch.mean_log_ratio), batch.advantages, settings)

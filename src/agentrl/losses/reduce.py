@@ -16,11 +16,12 @@ class Denominators:
     """What a step's loss is divided by, counted before any bound or correction masks a token.
 
     ``tokens`` is Σ m, ``trajectories`` the number of trajectories with at least one token in the mask.
-    Sums over micro-batches and ranks are those of the whole step.
+    Sums over micro-batches and ranks are those of the whole step; a part of a trajectory counts as the share
+    of its tokens that it holds.
     """
 
     tokens: int
-    trajectories: int
+    trajectories: float
 
     @classmethod
     def of(cls, mask: Tensor, row: Tensor) -> Self:
@@ -32,7 +33,13 @@ class Denominators:
 
 
 def reduce_losses(
-    losses: Tensor, mask: Tensor, row: Tensor, trajectories: int, whole: Denominators, settings: LossSettings
+    losses: Tensor,
+    mask: Tensor,
+    row: Tensor,
+    trajectories: int,
+    whole: Denominators,
+    settings: LossSettings,
+    lengths: Tensor | None = None,
 ) -> Tensor:
     """A micro-batch's share of the step's loss, a float32 scalar.
 
@@ -40,15 +47,17 @@ def reduce_losses(
     ``token_level_loss`` Σ m·loss / Σ m; without, the mean over trajectories of a trajectory's mean, or of its
     sum with ``skip_length_normalization`` (which says nothing under ``token_level_loss``).
 
-    losses float32[T]; mask bool[T]; row int64[T] in [0, ``trajectories``); a trajectory is whole in its
-    micro-batch. ``whole`` counts the step over all micro-batches and ranks.
+    losses float32[T]; mask bool[T]; row int64[T] in [0, ``trajectories``). ``lengths`` [``trajectories``] are
+    the masked-in tokens of the whole trajectories; without it, a trajectory is whole in its micro-batch.
+    ``whole`` counts the step over all micro-batches and ranks.
     """
     weights = mask.to(losses.dtype)
     if settings.token_level_loss:
         weights = weights / max(whole.tokens, 1)
     else:
         if not settings.skip_length_normalization:
-            lengths = weights.new_zeros(trajectories).index_add(0, row, weights)
-            weights = weights / lengths.clamp(min=1.0)[row]
-        weights = weights / max(whole.trajectories, 1)
+            if lengths is None:
+                lengths = weights.new_zeros(trajectories).index_add(0, row, weights)
+            weights = weights / lengths.to(weights.dtype).clamp(min=1.0)[row]
+        weights = weights / (whole.trajectories or 1.0)
     return (losses * weights).sum()

@@ -28,13 +28,15 @@ class Loss:
     function: LossFunction
     weighted_by_default: bool = False
     """True where w = π_old/μ is a factor of the loss itself."""
+    reads_trajectory: bool = False
+    """True where a token's loss depends on the other tokens of its trajectory."""
     from_policy: bool = True
     """True where a policy sampled the tokens, so that bounds and corrections apply."""
 
 
 LOSSES: dict[str, Loss] = {
     "GRPO": Loss(grpo),
-    "GSPO": Loss(gspo),
+    "GSPO": Loss(gspo, reads_trajectory=True),
     "CISPO": Loss(cispo),
     "MINIRL": Loss(minirl, weighted_by_default=True),
     "CrossEntropy": Loss(cross_entropy, from_policy=False),
@@ -51,6 +53,13 @@ def get_loss(name: str) -> Loss:
         f"--loss_calculater is {name!r}, which is none of {', '.join(LOSSES)}",
         cure=f"did you mean {by_lower[nearest]!r}?",
     )
+
+
+def reads_trajectory(settings: LossSettings) -> bool:
+    """True where a token's loss depends on its whole trajectory (``TokenBatch.means``)."""
+    loss = get_loss(settings.loss_calculater)
+    masks = any(correction.name == "seq_mask" for correction in settings.corrections)
+    return loss.reads_trajectory or (loss.from_policy and masks)
 
 
 def token_losses(batch: TokenBatch, settings: LossSettings) -> TokenLosses:

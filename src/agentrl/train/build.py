@@ -67,6 +67,6 @@ def build_computer(recipe: Recipe, *, weights: Path | None, total_steps: int | N
             autocast_dtype=torch.bfloat16 if recipe.train.autocast_bf16 else None,
         ),
         max_tokens=recipe.train.max_tokens,
-        share_prefixes=recipe.train.prefix_merging == "group",
+        prefix_merging=recipe.train.prefix_merging,
         max_grad_norm=recipe.optim.max_grad_norm,
     )

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch.optim.lr_scheduler import LRScheduler
 
 from agentrl.batching.forest import TokenForest
-from agentrl.batching.planner import build_micro_batches
+from agentrl.batching.planner import PrefixMerging, build_micro_batches
 from agentrl.documents.training import DBRecordData
 from agentrl.losses.settings import LossSettings
 from agentrl.train.model import Policy
@@ -39,13 +39,15 @@ class StepComputer:
     settings: LossSettings
     options: ForwardOptions
     max_tokens: int
-    share_prefixes: bool
+    prefix_merging: PrefixMerging
     max_grad_norm: float
 
     def train(self, data: Sequence[DBRecordData], version: int) -> StepResult:
         """Pack ``data`` into forests and step on them; blocking, made for a worker thread."""
         vocabulary = self.policy.model.config.get_text_config().vocab_size
-        forests = build_micro_batches(data, self.max_tokens, vocab_size=vocabulary, share=self.share_prefixes)
+        forests = build_micro_batches(
+            data, self.max_tokens, vocab_size=vocabulary, merging=self.prefix_merging
+        )
         return self.train_forests(forests, version)
 
     def train_forests(self, forests: Sequence[TokenForest], version: int) -> StepResult:

@@ -6,18 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from agentrl.batching.forest import TokenForest, forest_from_sequences
+from agentrl.batching.sharing import share_prefixes
 from agentrl.errors import ConfigError, ForestError
-from agentrl.losses.batch import TokenBatch
+from agentrl.losses.batch import TokenBatch, TrajectoryMeans
 from agentrl.losses.metrics import TokenMetrics
 from agentrl.losses.old_policy import old_logprobs
 from agentrl.losses.reduce import Denominators, reduce_losses
-from agentrl.losses.registry import get_loss, token_losses
+from agentrl.losses.registry import get_loss, reads_trajectory, token_losses
 from agentrl.losses.settings import LossSettings
-from agentrl.train.attention import run_forest
+from agentrl.train.attention import run_forest, usable_executors
 from agentrl.train.attention.implementation import use_attention
 from agentrl.train.logprobs import DEFAULT_CHUNK, check_output_head, output_head, token_logprobs
 
@@ -43,6 +45,8 @@ class Ranks:
     """``forest_logprobs`` of the model that the processes hold together."""
     join: Callable[[float, TokenMetrics], tuple[float, TokenMetrics]]
     """Sums the loss and the metrics of all processes."""
+    total: Callable[[Tensor], Tensor]
+    """The sum of a tensor over all processes that train different data."""
 
 
 def forest_logprobs(
@@ -68,9 +72,70 @@ def count_step(forests: Sequence[TokenForest]) -> Denominators:
     """The denominators of a step; over several ranks, their sum."""
     total = Denominators(0, 0)
     for forest in forests:
-        row = torch.from_numpy(forest.row)
-        total = total + Denominators.of(torch.ones_like(row, dtype=torch.bool), row)
+        whole = forest.row_tokens[forest.row]
+        total = total + Denominators(forest.trainable_tokens, float((1.0 / whole).sum()))
     return total
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectorySums:
+    """Sums over the trainable tokens of each trajectory of a step; float64[trajectories] or longer."""
+
+    log_ratio: Tensor
+    """Σ log πθ/π_old."""
+    log_weight: Tensor
+    """Σ log π_old/μ."""
+
+    def means(self, forest: TokenForest) -> TrajectoryMeans:
+        """The means of ``forest``'s rows."""
+        device = self.log_ratio.device
+        number = torch.from_numpy(forest.trajectory).to(device)
+        count = torch.from_numpy(np.maximum(forest.row_tokens, 1)).to(device)
+        return TrajectoryMeans(
+            (self.log_ratio[number] / count).float(), (self.log_weight[number] / count).float()
+        )
+
+
+@torch.no_grad()
+def trajectory_sums(
+    model: Any,
+    forests: Sequence[TokenForest],
+    settings: LossSettings,
+    *,
+    current_version: int,
+    options: ForwardOptions | None = None,
+    ranks: Ranks | None = None,
+) -> TrajectorySums | None:
+    """What a loss reads of whole trajectories, by one more forward over each forest; None where not needed.
+
+    It is needed where the loss of a token depends on its whole trajectory (GSPO, ``seq_mask``) and a forest
+    of any process holds a part of one.
+    """
+    if not reads_trajectory(settings):
+        return None
+    numbers = 1 + max((int(forest.trajectory.max(initial=-1)) for forest in forests), default=-1)
+    found = torch.tensor([any(forest.holds_parts for forest in forests), numbers], device=model.device)
+    if ranks is not None:
+        found = ranks.total(found)
+    if not found[0]:
+        return None
+    sums = torch.zeros(2, int(found[1]), dtype=torch.float64, device=model.device)
+    for forest in forests:
+        logprobs, _ = _logprobs(model, forest, options, ranks)
+        batch = token_batch(forest, logprobs, settings, current_version)
+        number = torch.from_numpy(forest.trajectory[forest.row]).to(model.device)
+        sums.index_add_(1, number, torch.stack([batch.log_ratio, batch.log_weight]).double())
+    if ranks is not None:
+        sums = ranks.total(sums)
+    return TrajectorySums(sums[0], sums[1])
+
+
+def _logprobs(
+    model: Any, forest: TokenForest, options: ForwardOptions | None, ranks: Ranks | None
+) -> tuple[Tensor, Tensor]:
+    if ranks is None:
+        return forest_logprobs(model, forest, options)
+    return ranks.logprobs(forest, options or ForwardOptions())
 
 
 def forward_backward(
@@ -86,10 +151,11 @@ def forward_backward(
 ) -> dict[str, Any]:
     """Add the gradients of one step's loss to ``model``, a micro-batch at a time, and report the step.
 
-    The loss and the gradients are those of all ``forests`` in one batch, however they are split.
-    ``current_version`` is the policy version that the step starts from. ``denominators`` are those of the
-    whole step where ``forests`` are one rank's share, and with ``ranks`` every forest is run, trainable or
-    not, since other processes wait for it. ``backward`` is called with each micro-batch's share of the loss.
+    The loss and the gradients are those of all ``forests`` in one batch, however they are split, and also
+    where they hold parts of trajectories. ``current_version`` is the policy version that the step starts
+    from. ``denominators`` are those of the whole step where ``forests`` are one rank's share, and with
+    ``ranks`` every forest is run, trainable or not, since other processes wait for it. ``backward`` is called
+    with each micro-batch's share of the loss.
 
     Returns ``loss``, ``tokens``, ``trainable_tokens``, ``trajectories`` and everything in
     ``TokenMetrics.report``. Raises ForestError where no token of the step is trainable, ConfigError for a
@@ -98,39 +164,54 @@ def forward_backward(
     whole = denominators or count_step(forests)
     if whole.tokens == 0:
         raise ForestError("a step without a trainable token", cure="leave out data without trainable spans")
+    sums = trajectory_sums(
+        model, forests, settings, current_version=current_version, options=options, ranks=ranks
+    )
     loss, metrics = 0.0, TokenMetrics()
     for forest in forests:
         if forest.trainable_tokens == 0 and ranks is None:
             continue
-        if ranks is None:
-            logprobs, entropy = forest_logprobs(model, forest, options)
-        else:
-            logprobs, entropy = ranks.logprobs(forest, options or ForwardOptions())
-        batch = token_batch(forest, logprobs, settings, current_version)
+        logprobs, entropy = _logprobs(model, forest, options, ranks)
+        means = None if sums is None else sums.means(forest)
+        batch = token_batch(forest, logprobs, settings, current_version, means)
         result = token_losses(batch, settings)
-        share = reduce_losses(result.losses, batch.mask, batch.row, batch.trajectories, whole, settings)
+        share = reduce_losses(
+            result.losses, batch.mask, batch.row, batch.trajectories, whole, settings, batch.lengths
+        )
         backward(share)
         loss += float(share.detach())
         metrics = metrics + TokenMetrics.of(batch, result, entropy)
     if ranks is not None:
         loss, metrics = ranks.join(loss, metrics)
+    return {"loss": loss, **count_tokens(forests), **metrics.report()}
+
+
+def count_tokens(forests: Sequence[TokenForest]) -> dict[str, int]:
+    """``tokens``, ``trainable_tokens`` and ``trajectories`` of a step's forests."""
     return {
-        "loss": loss,
         "tokens": sum(forest.tokens for forest in forests),
         "trainable_tokens": sum(forest.trainable_tokens for forest in forests),
-        "trajectories": sum(forest.trajectories for forest in forests),
-        **metrics.report(),
+        "trajectories": round(count_step(forests).trajectories),
     }
 
 
 def token_batch(
-    forest: TokenForest, logprobs: Tensor, settings: LossSettings, current_version: int
+    forest: TokenForest,
+    logprobs: Tensor,
+    settings: LossSettings,
+    current_version: int,
+    means: TrajectoryMeans | None = None,
 ) -> TokenBatch:
-    """A forest's trainable tokens as losses take them. Supervised data have no behavior policy: μ = πθ."""
-    row, version, advantages, behavior = (
+    """A forest's trainable tokens as losses take them. Supervised data have no behavior policy: μ = πθ.
+
+    ``means`` are needed where the forest holds parts of trajectories and the loss reads whole ones.
+    """
+    row, version, advantages, behavior, lengths = (
         torch.from_numpy(array).to(logprobs.device)
-        for array in (forest.row, forest.version, forest.advantage, forest.behavior_logprob)
-    )
+        for array in (
+            forest.row, forest.version, forest.advantage, forest.behavior_logprob, forest.row_tokens
+        )
+    )  # fmt: skip
     if not get_loss(settings.loss_calculater).from_policy:
         behavior = logprobs.detach()
     return TokenBatch(
@@ -143,6 +224,8 @@ def token_batch(
         mask=torch.ones_like(row, dtype=torch.bool),
         current_version=current_version,
         trajectories=forest.trajectories,
+        lengths=lengths,
+        means=means,
     )
 
 
@@ -160,11 +243,17 @@ def enable_checkpointing(model: Any) -> None:
 def check_model(model: Any) -> None:
     """Refuse, before training, a model that executors or ``output_head`` do not reproduce; ModelError.
 
-    Runs the model as it is and through each executor on a few tokens.
+    Runs the model as it is and through each executor that may run it on two sequences with a common prefix.
     """
-    ids = list(range(min(8, model.config.get_text_config().vocab_size)))
-    forest = forest_from_sequences([ids], [[False] * len(ids)])
+    vocabulary = model.config.get_text_config().vocab_size
+    common = [index % vocabulary for index in range(8)]
+    sequences = [[*common, 2 % vocabulary, 0, 1], [*common, 3 % vocabulary, 1]]
+    forest = share_prefixes(forest_from_sequences(sequences, [[False] * len(ids) for ids in sequences]))
     use_attention(model, "sdpa")
-    logits = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0]
-    for executor in ("sdpa", "varlen"):
+    alone = [
+        model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0]
+        for ids in sequences
+    ]
+    logits = torch.cat([alone[0], alone[1][len(common) :]])
+    for executor in usable_executors(model, forest):
         check_output_head(model, run_forest(model, forest, executor), logits)

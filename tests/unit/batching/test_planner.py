@@ -1,4 +1,4 @@
-"""Packing trajectories into micro-batches."""
+"""Packing and balancing sizes under a budget."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.batching.planner import pack, plan_micro_batches
-from agentrl.documents.training import DBRecordData, Node
+from agentrl.batching.planner import balance, pack
 from agentrl.errors import ConfigError
 
+SIZES = st.lists(st.integers(1, 50), max_size=60)
 
-@given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 120))
+
+@given(SIZES, st.integers(50, 120))
 def test_every_size_is_packed_once_within_the_budget(sizes: list[int], budget: int) -> None:
     groups = pack(sizes, budget)
     assert sorted(index for group in groups for index in group) == list(range(len(sizes)))
@@ -27,14 +28,22 @@ def test_a_size_above_the_budget_names_the_knob() -> None:
         pack([3, 11], 10)
 
 
-def test_trajectories_keep_their_order_within_a_micro_batch() -> None:
-    data = [
-        DBRecordData(
-            id=str(tokens), record="r", task="t", split="train", score=0.0, advantage=0.0, min_version=0,
-            max_version=0, tokens=tokens, trainable_tokens=0, turns=0, nodes=(Node(start=0, end=tokens),),
-            spans=(), input_ids=b"", behavior_logprobs=b"",
-        )
-        for tokens in (3, 9, 1, 6)
-    ]  # fmt: skip
-    plan = plan_micro_batches(data, 10)
-    assert [[item.tokens for item in batch] for batch in plan] == [[9, 1], [3, 6]]
+def test_sizes_keep_their_order_within_a_micro_batch() -> None:
+    assert pack([3, 9, 1, 6], 10) == [[1, 2], [0, 3]]
+
+
+@given(SIZES, st.integers(50, 120), st.integers(2, 5))
+def test_ranks_have_equally_many_groups_within_the_budget(sizes: list[int], budget: int, ranks: int) -> None:
+    groups = balance(sizes, budget, ranks)
+    assert sorted(index for group in groups for index in group) == list(range(len(sizes)))
+    assert len(groups) == -(-len(pack(sizes, budget)) // ranks) * ranks
+    assert all(sum(sizes[index] for index in group) <= budget for group in groups)
+    assert groups == balance(sizes, budget, ranks)
+
+
+def test_ranks_have_nearly_equal_work() -> None:
+    sizes = [90, 10, 50, 50, 30, 70, 40, 60, 20, 80]
+    loads = [sum(sizes[index] for index in group) for group in balance(sizes, 160, 2)]
+    assert sum(loads[0::2]) == sum(loads[1::2]) == 250
+    assert max(loads) - min(loads) <= 10
+    assert balance([7], 10, 3) == [[0], [], []]

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from agentrl.batching.forest import TokenForest, forest_from_sequences
 from agentrl.batching.sharing import share_prefixes
 
-SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=8), min_size=1, max_size=8)
+SEQUENCES = st.lists(
+    st.lists(st.integers(0, 2), min_size=2, max_size=8).flatmap(
+        lambda ids: st.tuples(st.just(ids), st.integers(1, len(ids)))
+    ),
+    min_size=1,
+    max_size=8,
+)
 
 
 def ids_to(forest: TokenForest, index: int) -> tuple[int, ...]:
@@ -21,11 +27,17 @@ def ids_to(forest: TokenForest, index: int) -> tuple[int, ...]:
 
 
 @given(SEQUENCES)
-def test_every_prefix_is_kept_once_and_labels_keep_their_paths(sequences: list[list[int]]) -> None:
-    forest = forest_from_sequences(sequences, [[False] + [True] * (len(ids) - 1) for ids in sequences])
+def test_context_is_kept_once_generated_tokens_per_trajectory(sequences: list[tuple[list[int], int]]) -> None:
+    forest = forest_from_sequences(
+        [ids for ids, _ in sequences], [[i >= first for i in range(len(ids))] for ids, first in sequences]
+    )
     shared = share_prefixes(forest)
-    prefixes = {tuple(ids[:end]) for ids in sequences for end in range(1, len(ids) + 1)}
-    assert sorted(ids_to(shared, i) for i in range(shared.tokens)) == sorted(prefixes)
+    prefixes = {
+        (tuple(ids[:end]), number if end > first and len(sequences) > 1 else -1)
+        for number, (ids, first) in enumerate(sequences)
+        for end in range(1, len(ids) + 1)
+    }
+    assert sorted(ids_to(shared, i) for i in range(shared.tokens)) == sorted(ids for ids, _ in prefixes)
     assert shared.row.tolist() == forest.row.tolist()
     assert shared.trajectories == len(sequences)
     for old, new in zip(forest.target, shared.target, strict=True):
@@ -37,3 +49,10 @@ def test_every_prefix_is_kept_once_and_labels_keep_their_paths(sequences: list[l
         assert shared.position_ids[query] == len(seen) - 1
     again = share_prefixes(shared)
     assert again.input_ids.tolist() == shared.input_ids.tolist()
+
+
+def test_one_trajectory_shares_what_it_generated_too() -> None:
+    whole = forest_from_sequences([[1, 2, 3, 4]], [[False, False, True, True]])
+    assert share_prefixes(whole).owner.tolist() == [-1, -1, 0, 0]
+    twice = forest_from_sequences([[1, 2, 3]] * 2, [[False, True, True]] * 2)
+    assert share_prefixes(twice).tokens == 5

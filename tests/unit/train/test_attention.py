@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import chains, packed, paths, plain_logprobs, tiny_model, tree
-from transformers import PreTrainedModel
+from transformers import Lfm2Config, Lfm2ForCausalLM, PreTrainedModel
 
 from agentrl.batching.forest import TokenForest, forest_from_sequences
 from agentrl.errors import ConfigError, ModelError
@@ -51,7 +51,7 @@ def test_packed_chains_equal_each_chain_alone(kind: str, executor: str, tied: bo
 
 @pytest.mark.exactness
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize("executor", ["varlen", "sdpa"])
+@pytest.mark.parametrize("executor", ["varlen", "sdpa", "paths"])
 def test_a_tree_equals_each_of_its_branches_alone(kind: str, executor: str) -> None:
     forest = packed([tree(0), *chains(1, 2), tree(2)])
     assert len(paths(forest)) == 8
@@ -93,10 +93,17 @@ def test_a_model_called_around_the_executor_is_refused() -> None:
 
 
 def test_the_choice_of_executor() -> None:
-    accelerated, plain = (SimpleNamespace(device=torch.device(kind)) for kind in ("cuda", "cpu"))
-    assert choose_executor(plain, packed([tree()])) == "varlen"
-    assert choose_executor(accelerated, packed(chains())) == "varlen"
-    assert choose_executor(accelerated, packed([tree()])) == "sdpa"
+    model = tiny_model("llama")
+    wide, narrow = (
+        SimpleNamespace(device=torch.device("cuda"), config=tiny_model("llama", hidden_size=4 * width).config)
+        for width in (16, 8)
+    )
+    many = [tree(seed) for seed in range(30)]
+    assert choose_executor(model, packed([tree()])) == "sdpa"
+    assert choose_executor(model, packed(many)) == "varlen"
+    assert choose_executor(model, packed(chains())) == "varlen"
+    assert choose_executor(wide, packed(chains())) == choose_executor(wide, packed(many)) == "flex"
+    assert choose_executor(narrow, packed(many)) == "varlen"
     with pytest.raises(ConfigError, match="attention executor 'flash'"):
         run_forest(tiny_model("llama"), packed([tree()]), "flash")
 
@@ -108,11 +115,30 @@ def test_dropout_is_refused_in_training_only() -> None:
     run_forest(model.eval(), packed(chains()))
 
 
-def test_a_window_shorter_than_a_trajectory_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("attribute", "value", "message"),
+    [
+        ("output_router_logits", True, "auxiliary loss of its router"),
+        ("router_jitter_noise", 0.1, r"router_jitter_noise 0\.1"),
+        ("expert_capacity", 64, "drops tokens beyond 64 per expert"),
+        ("attn_logit_softcapping", 50.0, r"caps its attention scores at 50\.0"),
+    ],
+)
+def test_what_depends_on_its_neighbours_is_refused(attribute: str, value: object, message: str) -> None:
+    model = tiny_model("llama")
+    setattr(model.config, attribute, value)
+    with pytest.raises(ModelError, match=message):
+        run_forest(model, packed(chains()))
+
+
+def test_a_window_shorter_than_a_trajectory_runs_each_path_alone(caplog: pytest.LogCaptureFixture) -> None:
     windowed = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
     model = tiny_model("qwen3", **windowed)
-    with pytest.raises(ModelError, match="see 8 tokens back, and a trajectory has 20"):
-        run_forest(model, forest_from_sequences([list(range(20))], [[False] * 20]))
+    assert choose_executor(model, packed([tree()])) == "paths"
+    assert "layers that see 8 tokens back" in caplog.text
+    assert_same(model, packed([tree(), *chains()]), "auto")
+    with pytest.raises(ModelError, match="'varlen' would not be exact"):
+        run_forest(model, packed([tree()]), "varlen")
     short = forest_from_sequences([list(range(8))], [[False] * 8])
     packed_states = run_forest(model, short)
     model.set_attn_implementation("sdpa")
@@ -120,15 +146,28 @@ def test_a_window_shorter_than_a_trajectory_is_refused() -> None:
     torch.testing.assert_close(packed_states, alone, rtol=1e-5, atol=1e-5)
 
 
-def test_layers_that_cannot_be_masked_are_refused() -> None:
+def test_layers_that_cannot_be_masked_run_each_path_alone() -> None:
     model = tiny_model("qwen3")
     model.config.layer_types = ["linear_attention", "full_attention"]
     with pytest.raises(ModelError, match="linear_attention"):
-        run_forest(model, packed(chains()))
+        run_forest(model, packed(chains()), "sdpa")
     recurrent = tiny_model("llama")
     recurrent._is_stateful = True
     with pytest.raises(ModelError, match="a recurrent state"):
-        run_forest(recurrent, packed(chains()))
+        run_forest(recurrent, packed(chains()), "sdpa")
+    assert_same(recurrent, packed([tree()]), "auto")
+
+
+def test_a_model_with_convolutions_runs_each_path_alone() -> None:
+    torch.manual_seed(0)
+    config = Lfm2Config(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, layer_types=["conv", "full_attention"], initializer_range=0.3,
+    )  # fmt: skip
+    model = Lfm2ForCausalLM(config).train()
+    check_model(model)
+    assert choose_executor(model, packed([tree()])) == "paths"
+    assert_same(model, packed([tree(), *chains()]), "auto")
 
 
 def test_check_model_accepts_a_plain_model_and_refuses_another_head() -> None:

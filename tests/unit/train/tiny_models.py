@@ -23,7 +23,7 @@ def tiny_model(kind: str, *, tied: bool = False, seed: int = 0, **overrides: obj
     } | overrides  # fmt: skip
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(**numbers)).train()
-    return Qwen3ForCausalLM(Qwen3Config(head_dim=8, **numbers)).train()
+    return Qwen3ForCausalLM(Qwen3Config(**({"head_dim": 8} | numbers))).train()
 
 
 def trajectory(

@@ -1,32 +1,67 @@
 """Run a Hugging Face causal LM over a TokenForest: the same hidden states whatever the executor.
 
-Executors, each for any forest: ``varlen`` (segment by segment, without padding) and ``sdpa`` (a dense mask).
+Executors, each for any forest: ``sdpa`` (one dense mask), ``varlen`` (segment by segment, without padding),
+``flex`` (FlexAttention under a block mask; GPU) and ``paths`` (each path alone; any causal model).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
 
 from agentrl.batching.forest import TokenForest
-from agentrl.errors import ConfigError
-from agentrl.train.attention.limits import check_forest_limits
+from agentrl.errors import ConfigError, ModelError
+from agentrl.train.attention.flex import MIN_HEAD_DIM, run_flex
+from agentrl.train.attention.limits import check_limits, unmaskable
+from agentrl.train.attention.paths import run_paths
 from agentrl.train.attention.sdpa import run_sdpa
 from agentrl.train.attention.varlen import run_varlen
 
-EXECUTORS: dict[str, Callable[[Any, TokenForest], Tensor]] = {"sdpa": run_sdpa, "varlen": run_varlen}
+logger = logging.getLogger(__name__)
 
+EXECUTORS: dict[str, Callable[[Any, TokenForest], Tensor]] = {
+    "sdpa": run_sdpa,
+    "varlen": run_varlen,
+    "flex": run_flex,
+    "paths": run_paths,
+}
 
-DENSE_TOKENS = 4096
-"""Up to this many tokens an accelerator runs a branching forest under one dense mask."""
+DENSE_TOKENS = 512
+"""Up to this many tokens a CPU runs a branching forest under one dense mask: fewer, larger calls."""
 
 
 def choose_executor(model: Any, forest: TokenForest) -> str:
-    """``varlen``; on an accelerator, slow at many small calls, ``sdpa`` for small branching forests."""
-    small_tree = not forest.is_chains and forest.tokens <= DENSE_TOKENS
-    return "sdpa" if small_tree and model.device.type != "cpu" else "varlen"
+    """``flex`` on a GPU; elsewhere ``varlen``, and ``sdpa`` for small branching forests.
+
+    A model that no mask makes exact runs each path alone, and a warning says so once.
+    """
+    reason = unmaskable(model, forest)
+    if reason is not None:
+        _tell(f"{type(model).__name__} has {reason}: each sequence runs alone, and no prefix is shared")
+        return "paths"
+    if has_flex(model):
+        return "flex"
+    return "varlen" if forest.is_chains or forest.tokens > DENSE_TOKENS else "sdpa"
+
+
+def has_flex(model: Any) -> bool:
+    """True where FlexAttention has a kernel for the model, backward included: on CUDA."""
+    if model.device.type != "cuda":
+        return False
+    config = model.config.get_text_config()
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return bool(width >= MIN_HEAD_DIM)
+
+
+def usable_executors(model: Any, forest: TokenForest) -> list[str]:
+    """The executors that ``choose_executor`` may take for forests such as ``forest``."""
+    if unmaskable(model, forest) is not None:
+        return ["paths"]
+    return ["flex"] if has_flex(model) else ["sdpa", "varlen"]
 
 
 def run_forest(model: nn.Module, forest: TokenForest, executor: str = "auto") -> Tensor:
@@ -38,8 +73,19 @@ def run_forest(model: nn.Module, forest: TokenForest, executor: str = "auto") ->
 
     Raises ConfigError for an unknown executor, ModelError for a model that would not be exact on this forest.
     """
+    check_limits(model)
     name = choose_executor(model, forest) if executor == "auto" else executor
     if name not in EXECUTORS:
         raise ConfigError(f"attention executor {name!r}", cure=f"use auto, {' or '.join(EXECUTORS)}")
-    check_forest_limits(model, forest)
+    reason = None if name == "paths" else unmaskable(model, forest)
+    if reason is not None:
+        raise ModelError(
+            f"{type(model).__name__} has {reason}: {name!r} would not be exact",
+            cure="use executor 'auto' or 'paths', which run each sequence alone",
+        )
     return EXECUTORS[name](model, forest)
+
+
+@cache
+def _tell(message: str) -> None:
+    logger.warning("%s", message)
