@@ -8,10 +8,12 @@ from typing import Literal
 
 from agentrl.config.fields import flag, require, require_positive
 from agentrl.config.learning import AdapterConfig, LossConfig, OptimConfig
+from agentrl.config.memory import MemoryConfig
 
 __all__ = [
     "GROUPS", "AdapterConfig", "AgentConfig", "ClaimConfig", "EngineConfig", "GroupConfig", "LossConfig",
-    "ModelConfig", "OptimConfig", "RunConfig", "SamplingConfig", "TaskConfig", "TrainConfig", "flag",
+    "MemoryConfig", "ModelConfig", "OptimConfig", "RunConfig", "SamplingConfig", "TaskConfig",
+    "TrainConfig", "flag",
 ]  # fmt: skip
 
 
@@ -205,6 +207,7 @@ class TrainConfig:
     save_total_limit: int = flag(2, "checkpoints kept")
     publish_steps: int = flag(1, "publish weights every so many steps")
     published_versions_kept: int = flag(4, "published weight folders kept on disk")
+    max_bad_steps: int = flag(3, "steps in a row without a finite loss and gradient that end the training")
     resume_from_checkpoint: str | None = flag(
         "auto", "'auto' (the newest one whose steps have not been undone), a checkpoint folder, or 'none'"
     )
@@ -228,6 +231,7 @@ class TrainConfig:
         require_positive(
             self, "groups_per_step", "max_tokens", "max_trained_count", "save_steps", "save_total_limit",
             "publish_steps", "published_versions_kept", "loss_seq_chunk_size", "data_wait_seconds",
+            "max_bad_steps",
             "dp_replicate_size", "tp_size",
         )  # fmt: skip
         require(
@@ -267,6 +271,6 @@ class EngineConfig:
 
 GROUPS: tuple[type, ...] = (
     RunConfig, ModelConfig, TaskConfig, ClaimConfig, AgentConfig, SamplingConfig, GroupConfig, LossConfig,
-    OptimConfig, AdapterConfig, TrainConfig, EngineConfig,
+    OptimConfig, AdapterConfig, MemoryConfig, TrainConfig, EngineConfig,
 )  # fmt: skip
 """All groups. A run has one set of flags: every process accepts all of them and reads those it needs."""

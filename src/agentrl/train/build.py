@@ -10,15 +10,23 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from agentrl.config.schema import AdapterConfig, LossConfig, ModelConfig, OptimConfig, TrainConfig
+from agentrl.config.schema import (
+    AdapterConfig,
+    LossConfig,
+    MemoryConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from agentrl.errors import ConfigError
 from agentrl.losses.settings import LossSettings
 from agentrl.train.compute import StepComputer
-from agentrl.train.logprobs import DEFAULT_CHUNK
+from agentrl.train.logprobs import DEFAULT_CHUNK, DEFAULT_VOCAB_CHUNK
+from agentrl.train.memory import checkpointing_mode, compile_layers, enable_checkpointing
 from agentrl.train.model import load_policy
 from agentrl.train.optim import build_optimizer, freeze
 from agentrl.train.schedules import build_scheduler
-from agentrl.train.step import ForwardOptions, check_model, enable_checkpointing
+from agentrl.train.step import ForwardOptions, check_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +39,7 @@ class Recipe:
     train: TrainConfig
     seed: int
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     temperature: float = 1.0
     """Of sampling."""
 
@@ -51,10 +60,12 @@ def build_computer(recipe: Recipe, *, weights: Path | None, total_steps: int | N
     policy = load_policy(recipe.model, weights, recipe.adapter)
     policy.model.to(accelerator.device)
     check_model(policy.model)
-    if recipe.train.gradient_checkpointing:
-        enable_checkpointing(policy.model)
+    mode = checkpointing_mode(recipe.memory, recipe.train.gradient_checkpointing)
+    enable_checkpointing(policy.model, mode, offload=recipe.memory.activation_offload)
+    if recipe.memory.torch_compile:
+        compile_layers(policy.model)
     freeze(policy.model, recipe.optim.freeze)
-    optimizer = build_optimizer(policy.model, recipe.optim)
+    optimizer = build_optimizer(policy.model, recipe.optim, recipe.memory)
     return StepComputer(
         accelerator=accelerator,
         policy=policy,
@@ -64,6 +75,7 @@ def build_computer(recipe: Recipe, *, weights: Path | None, total_steps: int | N
         options=ForwardOptions(
             temperature=recipe.temperature,
             chunk_size=recipe.train.loss_seq_chunk_size or DEFAULT_CHUNK,
+            vocab_chunk_size=recipe.memory.loss_vocab_chunk_size or DEFAULT_VOCAB_CHUNK,
             autocast_dtype=torch.bfloat16 if recipe.train.autocast_bf16 else None,
         ),
         max_tokens=recipe.train.max_tokens,

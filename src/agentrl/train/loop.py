@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SKIPS_BEFORE_GIVING_UP = 3
-
 
 @dataclass(kw_only=True)
 class Trainer:
@@ -161,7 +159,7 @@ class Trainer:
         await self.stream.close()
         await self.store.training.revert_after(self.progress.step, attempt=self.progress.attempt)
         self.stream.avoid(frozenset(plan.data))
-        if self.skipped >= SKIPS_BEFORE_GIVING_UP:
+        if self.skipped >= self.config.max_bad_steps:
             raise TrainingError(
                 f"loss or gradient were not finite {self.skipped} times in a row (at step {plan.step})",
                 cure="lower --learning_rate, or train in float32 (--dtype float32 --autocast_bf16 false);"

@@ -21,6 +21,7 @@ from agentrl.config.schema import (
     ClaimConfig,
     GroupConfig,
     LossConfig,
+    MemoryConfig,
     ModelConfig,
     OptimConfig,
     RunConfig,
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 _SHOWN = (
     RunConfig, ModelConfig, TaskConfig, SamplingConfig, ClaimConfig, LossConfig, OptimConfig, AdapterConfig,
-    TrainConfig,
+    MemoryConfig, TrainConfig,
 )  # fmt: skip
 
 
@@ -135,6 +136,7 @@ def _prepare(
         loss=configs[LossConfig],
         optim=configs[OptimConfig],
         adapter=configs[AdapterConfig],
+        memory=configs[MemoryConfig],
         train=train,
         seed=run.seed,
         temperature=_temperature(configs[SamplingConfig].preferred_sampling_params),
@@ -189,7 +191,8 @@ async def _total_steps(store: Store, configs: Configs) -> int | None:
 
 def _parameters(configs: Configs) -> dict[str, Any]:
     parameters: dict[str, Any] = {}
-    for group in (ModelConfig, GroupConfig, LossConfig, OptimConfig, AdapterConfig, TrainConfig):
+    groups = (ModelConfig, GroupConfig, LossConfig, OptimConfig, AdapterConfig, MemoryConfig, TrainConfig)
+    for group in groups:
         parameters |= vars(configs[group])
     return parameters
 

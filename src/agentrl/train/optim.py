@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from agentrl.config.schema import OptimConfig
+from agentrl.config.schema import MemoryConfig, OptimConfig
 from agentrl.errors import ConfigError
+from agentrl.train.memory import OffloadedAdamW
 
 logger = logging.getLogger(__name__)
 
@@ -46,19 +48,25 @@ def parse_optim_args(text: str) -> AdamArguments:
     return arguments
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+def build_optimizer(
+    model: nn.Module, config: OptimConfig, memory: MemoryConfig | None = None
+) -> torch.optim.AdamW:
     """AdamW over the trainable parameters; those of fewer than two dimensions are never decayed."""
+    memory = memory or MemoryConfig()
     arguments = parse_optim_args(config.optim_args)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": _of_rank(trainable, matrices=True), "weight_decay": config.weight_decay},
         {"params": _of_rank(trainable, matrices=False), "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in trainable)
+    kind = OffloadedAdamW if memory.optimizer_offload else torch.optim.AdamW
+    return kind(
         [group for group in groups if group["params"]],
         lr=config.learning_rate,
         betas=(arguments.beta1, arguments.beta2),
         eps=arguments.eps,
+        fused=True if memory.fused_adamw and not is_sharded else None,
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from agentrl.batching.forest import TokenForest, forest_from_sequences
 from agentrl.batching.sharing import share_prefixes
-from agentrl.errors import ConfigError, ForestError
+from agentrl.errors import ForestError
 from agentrl.losses.batch import TokenBatch, TrajectoryMeans
 from agentrl.losses.metrics import TokenMetrics
 from agentrl.losses.old_policy import old_logprobs
@@ -21,7 +21,14 @@ from agentrl.losses.registry import get_loss, reads_trajectory, token_losses
 from agentrl.losses.settings import LossSettings
 from agentrl.train.attention import run_forest, usable_executors
 from agentrl.train.attention.implementation import use_attention
-from agentrl.train.logprobs import DEFAULT_CHUNK, check_output_head, output_head, token_logprobs
+from agentrl.train.clock import Stopwatch
+from agentrl.train.logprobs import (
+    DEFAULT_CHUNK,
+    DEFAULT_VOCAB_CHUNK,
+    check_output_head,
+    output_head,
+    token_logprobs,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +40,8 @@ class ForwardOptions:
     """Of sampling: logprobs are those of logits/temperature, as engines report them."""
     chunk_size: int = DEFAULT_CHUNK
     """Tokens per chunk of the projection onto the vocabulary."""
+    vocab_chunk_size: int = DEFAULT_VOCAB_CHUNK
+    """Vocabulary entries per chunk of it."""
     autocast_dtype: torch.dtype | None = None
     """Matrix products in this dtype; the logits stay float32."""
 
@@ -65,6 +74,7 @@ def forest_logprobs(
         torch.from_numpy(forest.input_ids[forest.target]).to(device),
         temperature=options.temperature,
         chunk_size=options.chunk_size,
+        vocab_chunk_size=options.vocab_chunk_size,
     )
 
 
@@ -148,6 +158,7 @@ def forward_backward(
     denominators: Denominators | None = None,
     ranks: Ranks | None = None,
     backward: Callable[[Tensor], object] = Tensor.backward,
+    watch: Stopwatch | None = None,
 ) -> dict[str, Any]:
     """Add the gradients of one step's loss to ``model``, a micro-batch at a time, and report the step.
 
@@ -155,7 +166,7 @@ def forward_backward(
     where they hold parts of trajectories. ``current_version`` is the policy version that the step starts
     from. ``denominators`` are those of the whole step where ``forests`` are one rank's share, and with
     ``ranks`` every forest is run, trainable or not, since other processes wait for it. ``backward`` is called
-    with each micro-batch's share of the loss.
+    with each micro-batch's share of the loss. ``watch`` gets the seconds of ``forward`` and ``backward``.
 
     Returns ``loss``, ``tokens``, ``trainable_tokens``, ``trajectories`` and everything in
     ``TokenMetrics.report``. Raises ForestError where no token of the step is trainable, ConfigError for a
@@ -167,6 +178,7 @@ def forward_backward(
     sums = trajectory_sums(
         model, forests, settings, current_version=current_version, options=options, ranks=ranks
     )
+    watch = watch or Stopwatch(model.device)
     loss, metrics = 0.0, TokenMetrics()
     for forest in forests:
         if forest.trainable_tokens == 0 and ranks is None:
@@ -178,8 +190,10 @@ def forward_backward(
         share = reduce_losses(
             result.losses, batch.mask, batch.row, batch.trajectories, whole, settings, batch.lengths
         )
+        watch.lap("forward")
         backward(share)
         loss += float(share.detach())
+        watch.lap("backward")
         metrics = metrics + TokenMetrics.of(batch, result, entropy)
     if ranks is not None:
         loss, metrics = ranks.join(loss, metrics)
@@ -227,16 +241,6 @@ def token_batch(
         lengths=lengths,
         means=means,
     )
-
-
-def enable_checkpointing(model: Any) -> None:
-    """Recompute activations in the backward instead of keeping them; ConfigError where a model cannot."""
-    if not model.supports_gradient_checkpointing:
-        raise ConfigError(
-            f"{type(model).__name__} cannot recompute its activations",
-            cure="leave out --gradient_checkpointing",
-        )
-    model.activation_checkpointing_enable({"use_reentrant": False})
 
 
 @torch.no_grad()

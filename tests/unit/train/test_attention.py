@@ -15,7 +15,8 @@ from agentrl.errors import ConfigError, ModelError
 from agentrl.train.attention import choose_executor, run_forest
 from agentrl.train.attention.sdpa import forest_mask
 from agentrl.train.attention.varlen import Segment, split_segments
-from agentrl.train.step import ForwardOptions, check_model, enable_checkpointing, forest_logprobs
+from agentrl.train.memory import enable_checkpointing
+from agentrl.train.step import ForwardOptions, check_model, forest_logprobs
 
 
 def loss_and_gradients(

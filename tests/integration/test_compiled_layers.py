@@ -1,0 +1,38 @@
+"""Compiled decoder layers against plain ones; compiling takes a minute or two on a CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_STEPS = """
+import sys
+import torch
+sys.path.insert(0, sys.argv[1])
+from tiny_models import chains, packed, tiny_model
+from agentrl.losses.settings import LossSettings
+from agentrl.train.memory import compile_layers
+from agentrl.train.step import forward_backward
+
+plain, compiled = (tiny_model("llama", num_hidden_layers=1) for _ in range(2))
+compile_layers(compiled)
+for seed in range(3):
+    found = []
+    for model in (plain, compiled):
+        loss = forward_backward(model, [packed(chains(seed))], LossSettings(), current_version=1)["loss"]
+        found.append((loss, [parameter.grad for parameter in model.parameters()]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(600)
+def test_compiled_layers_agree() -> None:
+    models = Path(__file__).parents[1] / "unit" / "train"
+    ran = subprocess.run(
+        [sys.executable, "-c", _STEPS, str(models)], capture_output=True, text=True, timeout=500, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
