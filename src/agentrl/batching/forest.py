@@ -49,6 +49,10 @@ class TokenForest:
     """int64[R], each row's number in the step: forests with the same number hold parts of one trajectory."""
     row_tokens: Ints
     """int64[R], trainable tokens of each row's whole trajectory, over all forests of the step."""
+    start_logprob: Floats | None = None
+    """float32[T], the trainer's own at the start of a step that makes several updates."""
+    reference_logprob: Floats | None = None
+    """float32[T], of the model that the policy is kept near."""
 
     @property
     def trajectories(self) -> int:

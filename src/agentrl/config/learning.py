@@ -25,6 +25,8 @@ class LossConfig:
     ce_grpo_beta_1: float | None = flag(None, "GRPO: gradient kept below the clip interval")
     ce_grpo_beta_2: float | None = flag(None, "GRPO: gradient kept above the clip interval")
     old_logprobs: Literal["behavior", "recompute", "loglinear"] = flag("behavior", "where π_old comes from")
+    kl_coef: float = flag(0.0, "weight of the KL to a reference model in the loss (0: none)")
+    kl_estimator: Literal["k1", "k3"] = flag("k3", "how that KL is estimated from a sampled token")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +44,12 @@ class OptimConfig:
     weight_decay: float = flag(0.0, "AdamW weight decay; none on norms and biases")
     optim_args: str = flag("beta1=0.9,beta2=0.999,eps=1e-8", "AdamW's betas and eps")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
+    num_epochs_per_batch: int = flag(1, "passes over a step's data, the old logprobs kept")
+    mini_batches: int = flag(1, "optimizer updates that a pass is split into, by groups")
     freeze: str | None = flag(None, "regular expression: parameters whose name it finds are not trained")
 
     def __post_init__(self) -> None:
-        require_positive(self, "learning_rate", "max_grad_norm")
+        require_positive(self, "learning_rate", "max_grad_norm", "num_epochs_per_batch", "mini_batches")
         require(self.warmup_steps >= 0, f"--warmup_steps is {self.warmup_steps}", "0 has no warm-up")
         require(
             0 <= self.warmup_ratio < 1, f"--warmup_ratio is {self.warmup_ratio}", "give a share in [0, 1)"

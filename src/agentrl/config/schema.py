@@ -57,6 +57,9 @@ class ModelConfig:
 
     model_name_or_path: str | None = flag(None, "Hugging Face folder of the model that the run starts from")
     model_name: str = flag("train-model", "name under which engines serve the policy")
+    reference_model: str | None = flag(
+        None, "Hugging Face folder that --kl_coef keeps the policy near (default: --model_name_or_path)"
+    )
     dtype: Literal["float32", "bfloat16"] = flag("float32", "dtype of weights and activations")
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
     chat_template: str | None = flag(None, "file of a chat template that replaces the model's own")

@@ -62,6 +62,8 @@ class TokenBatch:
     """The version that the optimizer step starts from."""
     trajectories: int
     """R."""
+    reference_logprobs: Tensor | None = None
+    """float32[T], log π_ref of the model that the policy is kept near."""
     lengths: Tensor | None = None
     """int64[R], tokens in the loss mask of each whole trajectory; None: what the micro-batch holds of it."""
     means: TrajectoryMeans | None = None

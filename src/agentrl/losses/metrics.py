@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from agentrl.losses.batch import TokenBatch, TokenLosses, bounded_exp
+from agentrl.losses.reference import reference_kl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class TokenMetrics:
     kl_k1: float = 0.0
     kl_k3: float = 0.0
     entropy: float = 0.0
+    kl_reference: float | None = None
+    """Σ of the k3 estimate of KL(πθ‖π_ref); None without a reference."""
     weight: float = 0.0
     """Σ πθ/μ."""
     weight_squared: float = 0.0
@@ -52,6 +55,7 @@ class TokenMetrics:
         }
         return cls(
             tokens=int(mask.sum()),
+            kl_reference=_kl_reference(batch),
             **dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)),
             staleness=_count(batch.staleness[mask]),
             versions=_count(batch.version[mask]),
@@ -67,6 +71,7 @@ class TokenMetrics:
             kl_k1=self.kl_k1 + other.kl_k1,
             kl_k3=self.kl_k3 + other.kl_k3,
             entropy=self.entropy + other.entropy,
+            kl_reference=_sum(self.kl_reference, other.kl_reference),
             weight=self.weight + other.weight,
             weight_squared=self.weight_squared + other.weight_squared,
             staleness=self.staleness + other.staleness,
@@ -77,6 +82,7 @@ class TokenMetrics:
         """The step's metrics, per token.
 
         ``kl_k1`` and ``kl_k3`` estimate KL(μ‖πθ) in nats (k1: log μ/πθ; k3: πθ/μ − 1 − log πθ/μ).
+        ``kl_reference``, where there is a reference model, is the k3 estimate of KL(πθ‖π_ref).
         ``effective_sample_size`` is (Σω)²/(n·Σω²) of ω = πθ/μ, in (0, 1]. ``staleness_histogram`` maps
         staleness to tokens and ``version_fractions`` a policy version to its share of the tokens; both have
         text keys, as documents need them. Empty without a token.
@@ -92,12 +98,23 @@ class TokenMetrics:
             "kl_k1": self.kl_k1 / count,
             "kl_k3": self.kl_k3 / count,
             "entropy": self.entropy / count,
+            **({} if self.kl_reference is None else {"kl_reference": self.kl_reference / count}),
             "effective_sample_size": self.weight**2 / (count * self.weight_squared),
             "staleness_mean": sum(age * tokens for age, tokens in self.staleness.items()) / count,
             "staleness_max": float(max(self.staleness)),
             "staleness_histogram": {str(age): float(n) for age, n in sorted(self.staleness.items())},
             "version_fractions": {str(version): n / count for version, n in sorted(self.versions.items())},
         }
+
+
+def _kl_reference(batch: TokenBatch) -> float | None:
+    if batch.reference_logprobs is None:
+        return None
+    return float(reference_kl(batch, "k3").detach()[batch.mask].double().sum())
+
+
+def _sum(one: float | None, other: float | None) -> float | None:
+    return other if one is None else one if other is None else one + other
 
 
 def _count(values: Tensor) -> Counter[int]:

@@ -13,8 +13,8 @@ def old_logprobs(
 ) -> Tensor:
     """log π_old, float32[T], detached, by ``--old_logprobs``.
 
-    ``behavior``: log μ. ``recompute``: the trainer's own logprob at the start of the step, which is
-    ``logprobs`` itself while a step is one optimizer update over all its micro-batches. ``loglinear``:
+    ``logprobs`` are the trainer's own at the start of the step: where a step is one optimizer update over all
+    its micro-batches, those of the update itself. ``behavior``: log μ. ``recompute``: them. ``loglinear``:
     log μ + α·(log πθ − log μ) with α = (c − v)/(c + 1 − v) for a token of version v in a step that turns
     version c into c + 1 (the interpolation of AReaL, arXiv 2505.24298, and A-3PO, arXiv 2512.06547).
     """

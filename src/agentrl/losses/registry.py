@@ -15,6 +15,7 @@ from agentrl.losses.correction import out_of_bound, weigh
 from agentrl.losses.grpo import grpo
 from agentrl.losses.gspo import gspo
 from agentrl.losses.minirl import minirl
+from agentrl.losses.reference import reference_kl
 from agentrl.losses.settings import LossSettings
 from agentrl.losses.sft import cross_entropy
 
@@ -63,7 +64,10 @@ def reads_trajectory(settings: LossSettings) -> bool:
 
 
 def token_losses(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
-    """Per-token losses [T] of a micro-batch, with corrections and bounds applied, not yet reduced."""
+    """Per-token losses [T] of a micro-batch, with corrections and bounds applied, not yet reduced.
+
+    The pull towards a reference model (``kl_coef``) is on every token, also where a bound or mask holds.
+    """
     loss = get_loss(settings.loss_calculater)
     result = loss.function(batch, settings)
     if not loss.from_policy:
@@ -71,4 +75,6 @@ def token_losses(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
     weighting = weigh(batch, settings.corrections, weighted_by_default=loss.weighted_by_default)
     masked = weighting.masked | out_of_bound(result.ratio, batch, settings)
     losses = torch.where(masked, 0.0, result.losses * weighting.weight)
+    if settings.kl_coef:
+        losses = losses + settings.kl_coef * reference_kl(batch, settings.kl_estimator)
     return replace(result, losses=losses, masked=masked)

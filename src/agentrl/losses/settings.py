@@ -9,6 +9,7 @@ from agentrl.errors import ConfigError
 from agentrl.losses.correction_spec import Correction, parse_corrections
 
 OLD_LOGPROBS = ("behavior", "recompute", "loglinear")
+KL_ESTIMATORS = ("k1", "k3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,9 @@ class LossSettings:
     ce_grpo_beta_1: float | None = None
     ce_grpo_beta_2: float | None = None
     old_logprobs: str = "behavior"
+    kl_coef: float = 0.0
+    """Weight of the KL to a reference model."""
+    kl_estimator: str = "k3"
 
     def __post_init__(self) -> None:
         parse_corrections(self.importance_correction)
@@ -44,6 +48,12 @@ class LossSettings:
         self._require(clip is None or clip > 1, "dual_clip", clip, "give a value above 1, such as 3")
         old = self.old_logprobs
         self._require(old in OLD_LOGPROBS, "old_logprobs", old, f"use one of {', '.join(OLD_LOGPROBS)}")
+        kl = self.kl_coef
+        self._require(math.isfinite(kl) and kl >= 0, "kl_coef", kl, "give a finite value of 0 or more")
+        kind = self.kl_estimator
+        self._require(kind in KL_ESTIMATORS, "kl_estimator", kind, f"use one of {', '.join(KL_ESTIMATORS)}")
+        supervised = self.loss_calculater == "CrossEntropy"
+        self._require(not (kl and supervised), "kl_coef", kl, "leave it out: CrossEntropy samples no policy")
         self._require(
             not (self.keeps_gradient and self.strict_in_bound),
             "strict_in_bound",

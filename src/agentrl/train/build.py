@@ -25,6 +25,7 @@ from agentrl.train.logprobs import DEFAULT_CHUNK, DEFAULT_VOCAB_CHUNK
 from agentrl.train.memory import checkpointing_mode, compile_layers, enable_checkpointing
 from agentrl.train.model import load_policy
 from agentrl.train.optim import build_optimizer, freeze
+from agentrl.train.reference import Anchors, build_reference
 from agentrl.train.schedules import build_scheduler
 from agentrl.train.step import ForwardOptions, check_model
 
@@ -66,6 +67,7 @@ def build_computer(recipe: Recipe, *, weights: Path | None, total_steps: int | N
         compile_layers(policy.model)
     freeze(policy.model, recipe.optim.freeze)
     optimizer = build_optimizer(policy.model, recipe.optim, recipe.memory)
+    updates = recipe.optim.num_epochs_per_batch * recipe.optim.mini_batches
     return StepComputer(
         accelerator=accelerator,
         policy=policy,
@@ -81,4 +83,10 @@ def build_computer(recipe: Recipe, *, weights: Path | None, total_steps: int | N
         max_tokens=recipe.train.max_tokens,
         prefix_merging=recipe.train.prefix_merging,
         max_grad_norm=recipe.optim.max_grad_norm,
+        anchors=Anchors(
+            start=updates > 1 and recipe.loss.old_logprobs != "behavior",
+            reference=build_reference(recipe.loss, recipe.model, policy, policy.model.device),
+        ),
+        epochs=recipe.optim.num_epochs_per_batch,
+        mini_batches=recipe.optim.mini_batches,
     )

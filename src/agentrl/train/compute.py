@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +19,11 @@ from agentrl.batching.planner import PrefixMerging, build_micro_batches
 from agentrl.documents.training import DBRecordData
 from agentrl.losses.settings import LossSettings
 from agentrl.train.model import Policy
-from agentrl.train.step import ForwardOptions, forward_backward
+from agentrl.train.reference import Anchors
+from agentrl.train.step import ForwardOptions, forest_logprobs, forward_backward
+from agentrl.train.updates import join_metrics, split_updates
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,17 +47,51 @@ class StepComputer:
     max_tokens: int
     prefix_merging: PrefixMerging
     max_grad_norm: float
+    anchors: Anchors = field(default_factory=Anchors)
+    epochs: int = 1
+    """Passes over a step's data."""
+    mini_batches: int = 1
+    """Updates a pass."""
 
     def train(self, data: Sequence[DBRecordData], version: int) -> StepResult:
-        """Pack ``data`` into forests and step on them; blocking, made for a worker thread."""
+        """Make a step's updates on ``data``; blocking, made for a worker thread.
+
+        Every update is over whole groups, with old and reference logprobs from before the first. Where an
+        update is not finite, the step is what was made before it; without one, weights stay as they are.
+        """
+        parts = split_updates(data, self.mini_batches)
+        passes = [self._anchored(self._pack(part)) for part in parts]
+        made: list[dict[str, Any]] = []
+        for forests in passes * self.epochs:
+            result = self._update(forests, version)
+            if not result.is_finite and not made:
+                return result
+            if not result.is_finite:
+                logger.error("update %d of a step is not finite: the step ends before it", len(made) + 1)
+                break
+            made.append(result.metrics)
+        self.scheduler.step()
+        if len(parts) * self.epochs == 1:
+            return StepResult(made[0], is_finite=True)
+        return StepResult(join_metrics(made, len(parts)) | {"updates": len(made)}, is_finite=True)
+
+    def _anchored(self, forests: Sequence[TokenForest]) -> Sequence[TokenForest]:
+        return self.anchors.attach(forests, partial(forest_logprobs, self.policy.model), self.options)
+
+    def _pack(self, data: Sequence[DBRecordData]) -> list[TokenForest]:
+        """The micro-batches of ``data``."""
         vocabulary = self.policy.model.config.get_text_config().vocab_size
-        forests = build_micro_batches(
-            data, self.max_tokens, vocab_size=vocabulary, merging=self.prefix_merging
-        )
-        return self.train_forests(forests, version)
+        return build_micro_batches(data, self.max_tokens, vocab_size=vocabulary, merging=self.prefix_merging)
 
     def train_forests(self, forests: Sequence[TokenForest], version: int) -> StepResult:
-        """One step over all ``forests``; weights stay as they are where loss or gradient is not finite."""
+        """A step of one update over all ``forests``; nothing moves where loss or gradient is not finite."""
+        result = self._update(forests, version)
+        if result.is_finite:
+            self.scheduler.step()
+        return result
+
+    def _update(self, forests: Sequence[TokenForest], version: int) -> StepResult:
+        """One optimizer update; the schedule stays where it is."""
         started = time.perf_counter()
         model = self.policy.model
         model.train()
@@ -69,7 +109,6 @@ class StepComputer:
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         if is_finite:
             self.optimizer.step()
-            self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         ended = time.perf_counter()
         metrics |= {

@@ -87,7 +87,7 @@ def load_policy(
     is_adapted = adapter is not None and adapter.lora_rank > 0
     if weights is not None and not is_adapted and (weights / "adapter_config.json").is_file():
         raise ModelError(f"{weights} holds an adapter", cure="give the --lora_rank that it was made with")
-    model = _load_model(base if is_adapted else weights or base, config)
+    model = load_model(base if is_adapted else weights or base, config)
     embedded = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
     if len(tokenizer) > embedded:
         raise ModelError(
@@ -145,7 +145,8 @@ def disable_dropout(model: PreTrainedModel) -> None:
                 setattr(module, name, 0.0)
 
 
-def _load_model(folder: Path, config: ModelConfig) -> PreTrainedModel:
+def load_model(folder: Path, config: ModelConfig) -> PreTrainedModel:
+    """The model in ``folder`` by the dtype of ``config``; ModelError where it cannot be loaded."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging

@@ -226,11 +226,18 @@ def token_batch(
             forest.row, forest.version, forest.advantage, forest.behavior_logprob, forest.row_tokens
         )
     )  # fmt: skip
+    start, reference = (
+        None if array is None else torch.from_numpy(array).to(logprobs.device)
+        for array in (forest.start_logprob, forest.reference_logprob)
+    )
     if not get_loss(settings.loss_calculater).from_policy:
         behavior = logprobs.detach()
     return TokenBatch(
         logprobs=logprobs,
-        old_logprobs=old_logprobs(settings.old_logprobs, logprobs, behavior, version, current_version),
+        old_logprobs=old_logprobs(
+            settings.old_logprobs, logprobs if start is None else start, behavior, version, current_version
+        ),
+        reference_logprobs=reference,
         behavior_logprobs=behavior,
         advantages=advantages,
         row=row,

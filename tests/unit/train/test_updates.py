@@ -1,0 +1,170 @@
+"""Several updates on one step's data: splitting, anchored logprobs, clipping as in PPO, what is reported."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_policy import write_tiny_policy
+from training_data import group
+
+from agentrl.config.schema import AdapterConfig, LossConfig, ModelConfig, OptimConfig, TrainConfig
+from agentrl.documents.packing import pack_floats
+from agentrl.documents.training import DBRecordData
+from agentrl.errors import ModelError
+from agentrl.train import compute as compute_module
+from agentrl.train.build import Recipe, build_computer
+from agentrl.train.compute import StepComputer
+from agentrl.train.step import forest_logprobs
+from agentrl.train.updates import join_metrics, split_updates
+
+DATA = [*group("a"), *group("b", size=4), *group("c")]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_policy(tmp_path_factory.mktemp("updates") / "base")
+
+
+def computer(base: Path, *, rank: int = 0, model: dict[str, Any] | None = None, rate: float = 1e-3,
+             **flags: Any) -> StepComputer:  # fmt: skip
+    loss = {name: flags.pop(name) for name in list(flags) if name in LossConfig.__dataclass_fields__}
+    recipe = Recipe(
+        model=ModelConfig(model_name_or_path=str(base), **(model or {})), loss=LossConfig(**loss),
+        optim=OptimConfig(learning_rate=rate, **flags), train=TrainConfig(), seed=0,
+        adapter=AdapterConfig(lora_rank=rank),
+    )  # fmt: skip
+    return build_computer(recipe, weights=None, total_steps=None)
+
+
+def sampled(policy: StepComputer) -> list[DBRecordData]:
+    """DATA whose behavior logprobs are the policy's own."""
+    made = []
+    for item in DATA:
+        (forest,) = policy._pack([item])
+        own = forest_logprobs(policy.policy.model, forest)[0].detach()
+        made.append(replace(item, behavior_logprobs=pack_floats(own.tolist())))
+    return made
+
+
+def test_groups_stay_together_and_tokens_are_balanced() -> None:
+    parts = split_updates(DATA, 2)
+    assert [[item.task for item in part] for part in parts] == [["b"] * 4, ["a", "a", "c", "c"]]
+    assert split_updates(DATA, 1) == [DATA]
+    assert [len(part) for part in split_updates(DATA, 9)] == [4, 2, 2]
+
+
+def test_metrics_of_updates_are_joined() -> None:
+    one = {
+        "loss": 1.0, "tokens": 10, "trainable_tokens": 4, "trajectories": 2, "ratio_max": 1.5, "lr": 0.1,
+        "seconds_optimizer": 1.0, "staleness_histogram": {"0": 4.0}, "version_fractions": {"3": 1.0},
+    }  # fmt: skip
+    two = {
+        **one, "loss": 4.0, "trainable_tokens": 8, "ratio_max": 1.2,
+        "staleness_histogram": {"0": 2.0, "1": 6.0}, "version_fractions": {"2": 0.5, "3": 0.5},
+    }  # fmt: skip
+    joined = join_metrics([one, two, one, two], 2)
+    assert joined["loss"] == pytest.approx(3.0)
+    assert (joined["tokens"], joined["trainable_tokens"], joined["trajectories"]) == (20, 12, 4)
+    assert (joined["ratio_max"], joined["seconds_optimizer"], joined["lr"]) == (1.5, 4.0, pytest.approx(0.1))
+    assert joined["staleness_histogram"] == {"0": 6.0, "1": 6.0}
+    assert joined["version_fractions"] == pytest.approx({"2": 1 / 3, "3": 2 / 3})
+
+
+def test_two_passes_are_two_updates_with_the_old_logprobs_kept(base: Path) -> None:
+    """Epochs and mini-batches equal the same updates made by hand, and the second pass clips."""
+    twice, by_hand = computer(base, num_epochs_per_batch=2, mini_batches=2), computer(base)
+    data = sampled(by_hand)
+    result = twice.train(data, 0)
+    reports = [by_hand.train(part, 0).metrics for part in split_updates(data, 2) * 2]
+    assert result.metrics["updates"] == 4
+    assert result.metrics["trainable_tokens"] == 32
+    assert result.metrics["loss"] == pytest.approx(np.mean([report["loss"] for report in reports]))
+    for ours, theirs in zip(twice.policy.model.parameters(), by_hand.policy.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert reports[0]["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    moved = computer(base, num_epochs_per_batch=3, rate=0.05).train(data, 0).metrics
+    assert moved["ratio_max"] > 1.3
+    assert moved["clipped_fraction"] > 0.1
+
+
+@pytest.mark.parametrize("method", ["recompute", "loglinear"])
+def test_recomputed_logprobs_are_those_of_the_start_of_the_step(base: Path, method: str) -> None:
+    data = [replace(item, behavior_logprobs=pack_floats([-3.0] * 4)) for item in DATA]
+    many = computer(base, num_epochs_per_batch=3, rate=0.05, old_logprobs=method)
+    seen = []
+    update = many._update
+
+    def watch(forests: Any, version: int) -> Any:
+        seen.append(forests[0].start_logprob)
+        return update(forests, version)
+
+    object.__setattr__(many, "_update", watch)
+    with torch.no_grad():
+        expected = forest_logprobs(many.policy.model, many._pack(data)[0])[0].numpy()
+    metrics = many.train(data, 0).metrics
+    assert all(np.array_equal(start, expected) for start in seen)
+    assert len(seen) == 3
+    assert metrics["ratio_max"] > 1.3
+    once = computer(base, old_logprobs=method).train(data, 0).metrics
+    if method == "recompute":
+        assert once["ratio_max"] == once["ratio_mean"] == 1.0
+
+
+def test_an_update_that_is_not_finite_ends_the_step_and_keeps_what_was_made(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, once = computer(base, num_epochs_per_batch=3), computer(base)
+    once.train(DATA, 0)
+    plain, calls = compute_module.forward_backward, []
+
+    def breaks(*arguments: Any, **named: Any) -> dict[str, Any]:
+        calls.append(1)
+        return plain(*arguments, **named) | ({"loss": math.nan} if len(calls) == 2 else {})
+
+    monkeypatch.setattr(compute_module, "forward_backward", breaks)
+    result = ours.train(DATA, 0)
+    assert (result.is_finite, result.metrics["updates"], len(calls)) == (True, 1, 2)
+    for mine, theirs in zip(ours.policy.model.parameters(), once.policy.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_reference_is_where_training_started(base: Path, rank: int) -> None:
+    """A frozen copy, or the adapted policy without its adapter: the same numbers, once for all epochs."""
+    ours = computer(base, rank=rank, kl_coef=0.1, num_epochs_per_batch=2, rate=0.05)
+    plain = computer(base)
+    (forest,) = ours._pack(DATA)
+    with torch.no_grad():
+        expected = forest_logprobs(plain.policy.model, forest)[0].numpy()
+    first = ours.train(DATA, 0).metrics["kl_reference"]
+    (anchored,) = ours._anchored([forest])
+    assert np.abs(anchored.reference_logprob - expected).max() < 1e-5
+    assert ours.train(DATA, 0).metrics["kl_reference"] > first > 0.0
+    assert (ours.anchors.reference.model is None) is (rank > 0)
+
+
+def test_the_pull_keeps_the_policy_near(base: Path) -> None:
+    drift = []
+    for coefficient in (0.0, 10.0):
+        ours = computer(base, kl_coef=coefficient or 1e-9, rate=0.01)
+        drift.append([ours.train(DATA, 0).metrics["kl_reference"] for _ in range(6)][-1])
+    assert drift[1] < 0.5 * drift[0]
+
+
+def test_a_reference_with_another_vocabulary_is_refused(base: Path, tmp_path: Path) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    other = write_tiny_policy(tmp_path / "other")
+    config = Qwen3Config.from_pretrained(other)
+    config.vocab_size = 300
+    Qwen3ForCausalLM(config).save_pretrained(other)
+    with pytest.raises(ModelError, match="300 token ids, and the policy"):
+        computer(base, kl_coef=0.1, model={"reference_model": str(other)})
+    with pytest.raises(ModelError, match="no folder"):
+        computer(base, kl_coef=0.1, model={"reference_model": str(tmp_path / "none")})
