@@ -150,12 +150,14 @@ class Connection:
         delay = _FIRST_DELAY
         while True:
             try:
-                return await operation()
+                result = await operation()
+                _raise_if_cancelled()
+                return result
             except (PyMongoError, StoreAwayError) as error:
+                _raise_if_cancelled()
                 failed = error if isinstance(error, StoreAwayError) else self.error(doing, error)
                 if not isinstance(failed, StoreAwayError) or time.monotonic() + delay > deadline:
                     raise failed from error
-                _raise_if_cancelled()
             left = deadline - time.monotonic()
             logger.warning("%s; trying again for up to %.0f s", failed.message, left)
             await asyncio.sleep(delay)
@@ -199,7 +201,10 @@ def database_call(
 
 
 def _raise_if_cancelled() -> None:
-    """The driver may report a cancelled operation as a network error: the cancellation still counts."""
+    """The driver may report a cancelled operation as a network error, or as done: the cancellation counts.
+
+    A task that went on would not end, and whoever cancelled it would wait for ever.
+    """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -114,6 +115,31 @@ async def test_a_refusal_is_not_waited_for(flaky: Callable[..., Flaky]) -> None:
         await part.read()
     assert part.calls == 1
     assert not isinstance(caught.value, StoreAwayError)
+
+
+@pytest.mark.parametrize("seconds", [0, 30])
+@pytest.mark.parametrize("reported", [AutoReconnect("cancelled"), None])
+async def test_a_cancellation_that_the_driver_swallows_still_counts(
+    flaky: Callable[..., Flaky], seconds: float, reported: PyMongoError | None
+) -> None:
+    part = flaky()
+    begun = asyncio.Event()
+
+    @database_call
+    async def read(self: Flaky) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if reported is not None:
+                raise reported from None
+
+    with patient(seconds):
+        reading = asyncio.create_task(read(part))
+    await begun.wait()
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
 
 
 async def test_what_is_read_and_written_is_the_majoritys() -> None:
