@@ -15,6 +15,8 @@ from agentrl.store.embedded import EmbeddedMongo
 from agentrl.store.replica_set import ReplicaSet
 
 _GONE_SECONDS = 20.0
+_ALONE_SECONDS = 1.0
+_LONG_SECONDS = 6.0
 
 
 class Database(Protocol):
@@ -94,8 +96,12 @@ class ThreeServers:
         return self.uri
 
     async def kill(self, seconds: float) -> None:
-        """SIGKILL the primary; it comes back as a secondary. The others elect a new one meanwhile."""
-        killed = await asyncio.to_thread(self._set.kill_primary)
+        """SIGKILL the primary; it comes back as a secondary.
+
+        Where it is long away, the others are killed first, so that it has writes that none of them has.
+        """
+        alone = _ALONE_SECONDS if seconds > _LONG_SECONDS else 0.0
+        killed = await asyncio.to_thread(self._set.kill_primary, alone)
         await asyncio.sleep(seconds)
         await asyncio.to_thread(self._set.start_member, killed)
 

@@ -24,6 +24,8 @@ FULL_BYTES = 1 << 20
 _POLL_SECONDS = 0.01
 _REFUSE_SECONDS = 4.0
 _FLIPPED = 0x40
+_BREATH_SECONDS = 5.0
+"""How long the database is there at least between two kills: it is away no longer than processes wait."""
 
 
 @dataclass
@@ -54,6 +56,7 @@ class Injector:
         elif fault.target == DATABASE:
             async with self._database_busy:
                 await self.database.kill(fault.seconds)
+                await asyncio.sleep(_BREATH_SECONDS)
             self.done[f"kill {DATABASE}"] += 1
         elif fault.kind in (FaultKind.CUT, FaultKind.STALL, FaultKind.DELAY):
             await self._disturb(fault, self.proxies[fault.target])

@@ -109,10 +109,21 @@ class ReplicaSet:
             time.sleep(0.1)
         raise StoreError(f"the replica set elected no primary within {_PRIMARY_SECONDS:.0f} s")
 
-    def kill_primary(self) -> int:
-        """SIGKILL the primary; returns its number."""
+    def kill_primary(self, alone_seconds: float = 0.0) -> int:
+        """SIGKILL the primary; returns its number.
+
+        With ``alone_seconds``, less than an election takes, the others are killed that long before, and
+        started again after it: what it wrote meanwhile is on no other member, and undone when it comes back.
+        """
         number = self.primary()
+        others = [member for other, member in enumerate(self._members) if other != number]
+        if alone_seconds:
+            for member in others:
+                member.kill()
+            time.sleep(alone_seconds)
         self._members[number].kill()
+        for member in others:
+            member.start()
         return number
 
     def start_member(self, number: int) -> None:
