@@ -104,6 +104,13 @@ class Records(Part):
         return [Record.from_document(document) async for document in cursor]
 
     @database_call
+    async def scored(self, split: str, min_score: float) -> list[Record]:
+        """The scored Records with ``min_score`` or more whose model calls are kept, by id."""
+        query: Json = {"split": split, "score": {"$gte": min_score}, "pruned_at": None}
+        cursor = self._collection(RECORD).find(query, sort=[("_id", ASCENDING)])
+        return [Record.from_document(document) async for document in cursor]
+
+    @database_call
     async def counts(self, split: str) -> dict[RecordStatus, int]:
         """How many Records are in each state; every state is a key."""
         counts = dict.fromkeys(RecordStatus, 0)

@@ -2,15 +2,17 @@
 
     agentrl sft --model_name_or_path BASE --train_file conversations.jsonl --output_dir OUT \\
         --max_steps 240 --batch_size 64 --learning_rate 2e-3
+    agentrl sft --model_name_or_path BASE --sft_from_records RUN --sft_min_score 1 --output_dir OUT
 """
 
 from __future__ import annotations
 
-import dataclasses
+import asyncio
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,9 +32,8 @@ from agentrl.config.schema import (
 from agentrl.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
-    from agentrl.batching.forest import TokenForest
+    from agentrl.documents.training import DBRecordData
     from agentrl.train.compute import StepComputer
-    from agentrl.train.conversations import Conversation
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +46,18 @@ class SFTConfig:
 
     batch_size: int = flag(64, "conversations that one optimizer step trains")
     log_steps: int = flag(20, "a line of progress every so many steps")
+    sft_from_records: str | None = flag(
+        None, "train the scored Records of this run, ids as they were sampled, instead of --train_file"
+    )
+    sft_split: str = flag("train", "split of those Records")
+    sft_min_score: float = flag(1.0, "lowest score of those Records")
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "log_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name} is {getattr(self, name)}", cure=f"give --{name} 1 or more")
+        if not math.isfinite(self.sft_min_score):
+            raise ConfigError(f"--sft_min_score is {self.sft_min_score}", cure="give a number")
 
 
 def main(argv: list[str]) -> int:
@@ -57,7 +65,7 @@ def main(argv: list[str]) -> int:
     configs = parse(
         argv,
         command="agentrl sft",
-        description='Supervised fine-tuning on a JSONL file of {"messages": […], "tools": […]}.',
+        description='Supervised fine-tuning on JSONL lines {"messages": […], "tools": […]}, or on Records.',
         shown=(RunConfig, ModelConfig, TaskConfig, OptimConfig, AdapterConfig, TrainConfig),
         extra=(SFTConfig,),
     )
@@ -66,8 +74,12 @@ def main(argv: list[str]) -> int:
 
     setup(configs[RunConfig], "sft")
     base_folder(configs[ModelConfig])
-    if configs[TaskConfig].train_file is None:
-        raise ConfigError("no conversations are given", cure="give --train_file FILE.jsonl")
+    sources = (configs[TaskConfig].train_file, configs[SFTConfig].sft_from_records)
+    if sum(source is not None for source in sources) != 1:
+        raise ConfigError(
+            "no conversations are given" if sources == (None, None) else "two kinds of data are given",
+            cure="give --train_file FILE.jsonl, or --sft_from_records RUN",
+        )
     if configs[RunConfig].output_dir is None:
         raise ConfigError("no folder for the trained model is given", cure="give --output_dir FOLDER")
     _fine_tune(configs)
@@ -76,31 +88,26 @@ def main(argv: list[str]) -> int:
 
 def _fine_tune(configs: Configs) -> None:
     from agentrl.train.build import Recipe, build_computer
-    from agentrl.train.conversations import read_conversations
-    from agentrl.train.model import base_folder, load_tokenizer
 
-    settings, model, train = configs[SFTConfig], configs[ModelConfig], configs[TrainConfig]
-    output, started = Path(configs[RunConfig].output), time.perf_counter()
-    tokenizer, _ = load_tokenizer(model, base_folder(model))
-    conversations = read_conversations(Path(str(configs[TaskConfig].train_file)), tokenizer)
+    settings, train, seed = configs[SFTConfig], configs[TrainConfig], configs[RunConfig].seed
+    started = time.perf_counter()
+    data = _read(configs)
     steps = train.max_steps
     if steps <= 0:
-        steps = -(-len(conversations) * configs[TaskConfig].num_train_epochs // settings.batch_size)
+        steps = -(-len(data) * configs[TaskConfig].num_train_epochs // settings.batch_size)
     recipe = Recipe(
-        model=model,
-        loss=dataclasses.replace(configs[LossConfig], loss_calculater="CrossEntropy"),
-        optim=configs[OptimConfig],
+        model=configs[ModelConfig],
+        loss=replace(configs[LossConfig], loss_calculater="CrossEntropy", kl_coef=0.0),
+        optim=replace(configs[OptimConfig], num_epochs_per_batch=1, mini_batches=1),
         adapter=configs[AdapterConfig],
-        train=train,
-        seed=configs[RunConfig].seed,
+        train=replace(train, max_tokens=_token_budget(data, train.max_tokens)),
+        seed=seed,
     )
     computer = build_computer(recipe, weights=None, total_steps=steps)
-    logger.info("%d conversations, %d steps of %d", len(conversations), steps, settings.batch_size)
-    budget = _token_budget(conversations, train.max_tokens, computer.accelerator.device.type)
-    batches = _batches(len(conversations), settings.batch_size, configs[RunConfig].seed)
+    logger.info("%d trajectories, %d steps of %d", len(data), steps, settings.batch_size)
+    batches = _batches(len(data), settings.batch_size, seed)
     for step, chosen in zip(range(1, steps + 1), batches, strict=False):
-        forests = _forests([conversations[index] for index in chosen], budget)
-        result = computer.train_forests(forests, version=0)
+        result = computer.train([data[index] for index in chosen], version=0)
         if not result.is_finite:
             raise TrainingError(f"the loss of step {step} is not finite", cure="lower --learning_rate")
         if step % settings.log_steps == 0 or step in (1, steps):
@@ -109,16 +116,30 @@ def _fine_tune(configs: Configs) -> None:
                 step, steps, result.metrics["loss"], result.metrics["grad_norm"], result.metrics["lr"],
                 time.perf_counter() - started,
             )  # fmt: skip
+    output = Path(configs[RunConfig].output)
     _save(computer, output)
     logger.info("saved %s", output)
 
 
-def _token_budget(conversations: Sequence[Conversation], max_tokens: int, device: str) -> int:
+def _read(configs: Configs) -> list[DBRecordData]:
+    from agentrl.train.model import base_folder, load_tokenizer
+    from agentrl.train.sft_data import from_conversations, from_records
+
+    run, settings, base = configs[RunConfig], configs[SFTConfig], base_folder(configs[ModelConfig])
+    if settings.sft_from_records is not None:
+        source = replace(run, run_name=settings.sft_from_records)
+        return asyncio.run(from_records(source, settings.sft_split, settings.sft_min_score, base))
+    tokenizer, _ = load_tokenizer(configs[ModelConfig], base)
+    return from_conversations(Path(str(configs[TaskConfig].train_file)), tokenizer)
+
+
+def _token_budget(data: Sequence[DBRecordData], max_tokens: int) -> int:
     """Tokens per micro-batch: on a CPU few, so that activations stay in its cache."""
-    if device != "cpu":
+    import torch
+
+    if torch.accelerator.is_available():
         return max_tokens
-    longest = max(len(item.input_ids) for item in conversations)
-    return min(max_tokens, max(longest, CPU_MICRO_BATCH_TOKENS))
+    return min(max_tokens, max(CPU_MICRO_BATCH_TOKENS, *(item.tokens for item in data)))
 
 
 def _batches(count: int, size: int, seed: int) -> Iterator[Sequence[int]]:
@@ -130,19 +151,6 @@ def _batches(count: int, size: int, seed: int) -> Iterator[Sequence[int]]:
             left = np.concatenate([left, generator.permutation(count)])
         yield left[:size].tolist()
         left = left[size:]
-
-
-def _forests(conversations: Sequence[Conversation], max_tokens: int) -> list[TokenForest]:
-    from agentrl.batching.forest import forest_from_sequences
-    from agentrl.batching.planner import pack
-
-    groups = pack([len(item.input_ids) for item in conversations], max_tokens)
-    return [
-        forest_from_sequences(
-            [conversations[i].input_ids for i in group], [conversations[i].is_trainable for i in group]
-        )
-        for group in groups
-    ]
 
 
 def _save(computer: StepComputer, output: Path) -> None:

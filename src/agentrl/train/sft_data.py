@@ -1,0 +1,106 @@
+"""What supervised fine-tuning trains, as training data: conversations of a file, or the Records of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from agentrl.config.schema import GroupConfig, RunConfig
+from agentrl.conversion.convert import to_training_data
+from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.record import Record
+from agentrl.documents.task import Task
+from agentrl.documents.training import DBRecordData, Node, TrainableSpan
+from agentrl.errors import ConfigError, TaskFileError
+from agentrl.train.conversations import Conversation, read_conversations
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from agentrl.store.client import Store
+
+logger = logging.getLogger(__name__)
+
+_TOKENIZER = "tokenizer.json"
+_ADVANTAGE = 1.0
+
+
+def from_conversations(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[DBRecordData]:
+    """The conversations of a JSONL file, a chain each; TaskFileError names a line that is none."""
+    return [
+        _one_chain(f"{path.name}:{number}", conversation)
+        for number, conversation in enumerate(read_conversations(path, tokenizer), 1)
+    ]
+
+
+async def from_records(run: RunConfig, split: str, min_score: float, base: Path) -> list[DBRecordData]:
+    """The trajectories of a run whose score is ``min_score`` or more, with the ids as they were sampled.
+
+    Every generated token of a call that was well-formed is trained. Raises ConfigError where there is none,
+    and where the run's model had another tokenizer than the one in ``base``.
+    """
+    from agentrl.store.client import open_existing
+
+    async with await open_existing(run) as store:
+        await _check_tokenizer(store, run.run_name, base)
+        records = await store.records.scored(split, min_score)
+        found = [await _one_record(store, record) for record in records]
+    data = [item for item in found if item is not None]
+    if not data:
+        raise ConfigError(
+            f"run {run.run_name} has {len(records)} Records of split {split} with a score of {min_score:g} or"
+            " more, and none of them can be trained",
+            cure="lower --sft_min_score, or see `agentrl audit records` for the run's scores",
+        )
+    logger.info("%d of %d Records of run %s are trained", len(data), len(records), run.run_name)
+    return data
+
+
+def _one_chain(name: str, conversation: Conversation) -> DBRecordData:
+    length = len(conversation.input_ids)
+    edges = np.flatnonzero(np.diff(conversation.is_trainable.astype(np.int8), prepend=0, append=0))
+    if length == 0 or len(edges) == 0:
+        raise TaskFileError(f"{name}: nothing of it is the assistant's", cure="check the chat template")
+    spans = tuple(
+        TrainableSpan(start=start, end=end, call=index, version=0, advantage=_ADVANTAGE)
+        for index, (start, end) in enumerate(edges.reshape(-1, 2).tolist())
+    )
+    trainable = int(conversation.is_trainable.sum())
+    return DBRecordData(
+        id=name, record=name, task=name, split="sft", score=1.0, advantage=_ADVANTAGE, min_version=0,
+        max_version=0, tokens=length, trainable_tokens=trainable, turns=len(spans),
+        nodes=(Node(start=0, end=length),), spans=spans,
+        input_ids=pack_ids(conversation.input_ids.tolist()), behavior_logprobs=pack_floats([0.0] * trainable),
+    )  # fmt: skip
+
+
+async def _one_record(store: Store, record: Record) -> DBRecordData | None:
+    calls = await store.dispatches.of_record(record.id)
+    task = Task(
+        id=record.task,
+        task_id=record.task,
+        split=record.split,
+        epoch=record.epoch,
+        order=0,
+        query=record.query,
+    )
+    return to_training_data(task, record, calls, _ADVANTAGE, GroupConfig())
+
+
+async def _check_tokenizer(store: Store, run_name: str, base: Path) -> None:
+    first = await store.policies.get(0)
+    files: Sequence[tuple[str, str]] = [] if first is None else [(f.name, f.sha256) for f in first.files]
+    sampled = dict(files).get(_TOKENIZER)
+    own = base / _TOKENIZER
+    if sampled is None or not own.is_file():
+        return
+    if hashlib.sha256(own.read_bytes()).hexdigest() != sampled:
+        raise ConfigError(
+            f"run {run_name} sampled with another {_TOKENIZER} than that of {base}: its ids mean other words",
+            cure="give a model with the tokenizer of the run",
+        )
