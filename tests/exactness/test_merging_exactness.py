@@ -1,0 +1,116 @@
+"""Merged and packed steps against each model call run by itself: loss and every gradient, within 1e-5."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from agentrl.batching.planner import PrefixMerging
+from agentrl.documents.training import DBRecordData
+from agentrl.losses.registry import LOSSES
+from agentrl.losses.settings import LossSettings
+from agentrl.train.exactness.models import MODELS, tiny_model
+from agentrl.train.exactness.reference import longest_sequence, plain_step, trainer_step
+from agentrl.train.exactness.steps import Shape, Turn, make_step
+from agentrl.train.step import ForwardOptions
+
+pytestmark = [pytest.mark.exactness, pytest.mark.timeout(300)]
+
+LIMIT = 1e-5
+
+TURNS = st.builds(
+    Turn,
+    context=st.integers(0, 6),
+    output=st.integers(1, 6),
+    reset=st.booleans(),
+    is_failed=st.sampled_from([False, False, False, True]),
+)
+SHAPES = st.builds(
+    Shape,
+    groups=st.lists(
+        st.lists(st.lists(TURNS, min_size=1, max_size=4), min_size=1, max_size=3), min_size=1, max_size=3
+    ),
+    system=st.integers(1, 6),
+    question=st.integers(0, 6),
+    kinds=st.sampled_from([2, 61]),
+)
+STEPS = st.builds(make_step, SHAPES, st.integers(0, 2**16)).filter(bool)
+MERGING = st.sampled_from(["off", "trajectory", "group"])
+EXECUTORS = st.sampled_from(["auto", "sdpa", "varlen", "paths"])
+
+
+@st.composite
+def loss_settings(draw: st.DrawFn, loss: str) -> LossSettings:
+    """Any reduction, old policy and correction; bounds may mask tokens or not."""
+    old = draw(st.sampled_from(["behavior", "recompute", "loglinear"]))
+    corrections = ["", "tis", "icepop:0.3:8", "seq_mask:0.2:5", "token_mask:0.1:10", "tis:3,seq_mask:0.2:5"]
+    keeps = draw(st.booleans())
+    return LossSettings(
+        loss_calculater=loss,
+        token_level_loss=draw(st.booleans()),
+        skip_length_normalization=draw(st.booleans()),
+        old_logprobs=old,
+        importance_correction="" if old == "behavior" else draw(st.sampled_from(corrections)),
+        importance_weight_cap_ratio=draw(st.sampled_from([4.0, math.inf])),
+        out_of_date_decay=draw(st.sampled_from([None, 0.3])),
+        dual_clip=draw(st.sampled_from([None, 3.0])),
+        ce_grpo_beta_1=0.5 if keeps else None,
+        ce_grpo_beta_2=0.7 if keeps else None,
+    )
+
+
+@cache
+def model_called(name: str) -> PreTrainedModel:
+    return tiny_model(name)
+
+
+def budget_of(data: list[DBRecordData], room: float) -> int:
+    """``max_tokens`` between the smallest that can be and one that holds the step."""
+    least = longest_sequence(data)
+    return least + int(room * sum(item.tokens for item in data))
+
+
+_TURNS = [Turn(context=2, output=3), Turn(context=3, output=2, reset=True), Turn(context=1, output=4)]
+SPLIT = make_step(Shape(groups=[[_TURNS] * 2]), 5)
+"""Two trajectories with a reset: at the smallest budget, each is spread over micro-batches."""
+
+
+@pytest.mark.parametrize("model_name", MODELS)
+@pytest.mark.parametrize("loss", LOSSES)
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(data=STEPS, choice=st.data(), merging=MERGING, room=st.floats(0, 1), executor=EXECUTORS)
+def test_a_step_equals_one_call_at_a_time(
+    loss: str,
+    model_name: str,
+    data: list[DBRecordData],
+    choice: st.DataObject,
+    merging: PrefixMerging,
+    room: float,
+    executor: str,
+) -> None:
+    model, options = model_called(model_name), choice.draw(loss_settings(loss))
+    forward = ForwardOptions(executor=executor, temperature=0.8, chunk_size=5)
+    expected = plain_step(model, data, options, temperature=0.8)
+    computed = trainer_step(
+        model, data, options, merging=merging, max_tokens=budget_of(data, room), options=forward
+    )
+    assert computed.deviation(expected) <= LIMIT
+
+
+@pytest.mark.parametrize("merging", ["off", "trajectory", "group"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_trajectories_spread_over_micro_batches_equal_whole_ones(loss: str, merging: PrefixMerging) -> None:
+    model = model_called("qwen3 gqa, tied")
+    options = LossSettings(
+        loss_calculater=loss, token_level_loss=False, old_logprobs="loglinear",
+        importance_correction="seq_mask:0.05:20", importance_weight_cap_ratio=math.inf,
+    )  # fmt: skip
+    least = longest_sequence(SPLIT)
+    expected = plain_step(model, SPLIT, options)
+    computed = trainer_step(model, SPLIT, options, merging=merging, max_tokens=least)
+    assert computed.deviation(expected) <= LIMIT

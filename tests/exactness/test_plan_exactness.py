@@ -1,0 +1,118 @@
+"""How a step is split and ordered, and over how many ranks, changes neither its loss nor a gradient."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.batching.forest import TokenForest
+from agentrl.batching.planner import build_micro_batches
+from agentrl.losses.metrics import TokenMetrics
+from agentrl.losses.reduce import Denominators
+from agentrl.losses.registry import LOSSES
+from agentrl.losses.settings import LossSettings
+from agentrl.train.exactness.models import VOCABULARY, tiny_model
+from agentrl.train.exactness.reference import CURRENT_VERSION, Computed, longest_sequence, plain_step
+from agentrl.train.exactness.steps import make_step, random_shape
+from agentrl.train.step import Ranks, count_step, forest_logprobs, forward_backward
+
+pytestmark = [pytest.mark.exactness, pytest.mark.timeout(300)]
+
+LIMIT = 1e-5
+
+
+class Meeting:
+    """Sums what simulated ranks bring, each from its own thread."""
+
+    def __init__(self, ranks: int) -> None:
+        self._barrier = threading.Barrier(ranks, timeout=60)
+        self._brought: list[Any] = [None] * ranks
+
+    def total(self, rank: int, value: Any, start: Any) -> Any:
+        self._brought[rank] = value
+        self._barrier.wait()
+        total = sum(self._brought, start)
+        self._barrier.wait()
+        return total
+
+
+def run_rank(
+    meeting: Meeting, rank: int, model: Any, forests: list[TokenForest], options: LossSettings
+) -> dict[str, Any]:
+    def join(loss: float, metrics: TokenMetrics) -> tuple[float, TokenMetrics]:
+        return meeting.total(rank, loss, 0.0), meeting.total(rank, metrics, TokenMetrics())
+
+    ranks = Ranks(
+        logprobs=lambda forest, forward: forest_logprobs(model, forest, forward),
+        join=join,
+        total=lambda values: meeting.total(rank, values, torch.zeros_like(values)),
+    )
+    return forward_backward(
+        model, forests, options, current_version=CURRENT_VERSION, ranks=ranks,
+        denominators=meeting.total(rank, count_step(forests), Denominators(0, 0)),
+    )  # fmt: skip
+
+
+def in_threads(work: Callable[[int], Any], count: int) -> list[Any]:
+    """``work(rank)`` for every rank at once."""
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(work, range(count)))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**16),
+    ranks=st.integers(2, 4),
+    merging=st.sampled_from(["off", "trajectory", "group"]),
+    room=st.integers(0, 60),
+    token_level=st.booleans(),
+)
+def test_ranks_add_up_to_the_plain_step(
+    loss: str, seed: int, ranks: int, merging: Any, room: int, token_level: bool
+) -> None:
+    model = tiny_model("llama gqa, tied")
+    options = LossSettings(loss_calculater=loss, token_level_loss=token_level)
+    data = make_step(random_shape(seed), seed)
+    forests = build_micro_batches(
+        data, longest_sequence(data) + room, vocab_size=VOCABULARY, merging=merging, ranks=ranks
+    )
+    meeting = Meeting(ranks)
+    models = [copy.deepcopy(model) for _ in range(ranks)]
+    reports = in_threads(
+        lambda rank: run_rank(meeting, rank, models[rank], forests[rank::ranks], options), ranks
+    )
+    parameters = [dict(each.named_parameters()) for each in models]
+    gradients = {
+        name: sum(each[name].grad for each in parameters if each[name].grad is not None)
+        for name in parameters[0]
+    }
+    assert len({report["loss"] for report in reports}) == 1
+    assert Computed(reports[0]["loss"], gradients).deviation(plain_step(model, data, options)) <= LIMIT
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**16), room=st.integers(0, 60), random=st.randoms(use_true_random=False))
+def test_the_order_of_data_and_of_micro_batches_changes_nothing(
+    loss: str, seed: int, room: int, random: Any
+) -> None:
+    model = tiny_model("qwen3 gqa, tied")
+    options = LossSettings(loss_calculater=loss, token_level_loss=False)
+    data = make_step(random_shape(seed), seed)
+    expected = plain_step(model, data, options)
+    random.shuffle(data)
+    forests = build_micro_batches(data, longest_sequence(data) + room, vocab_size=VOCABULARY)
+    random.shuffle(forests)
+    report = forward_backward(model, forests, options, current_version=CURRENT_VERSION)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert Computed(report["loss"], gradients).deviation(expected) <= LIMIT
+    assert report["trajectories"] == len(data)
