@@ -37,12 +37,17 @@ class Injector:
     database: Database
     weights: Path
     done: Counter[str] = field(default_factory=Counter)
+    _ends: float = float("inf")
     _database_busy: asyncio.Lock = field(default_factory=asyncio.Lock)
     _weights_busy: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def run(self, plan: list[Fault]) -> None:
-        """Every fault of the plan at its time, each undone when its seconds are over."""
+    async def run(self, plan: list[Fault], seconds: float) -> None:
+        """Every fault of the plan at its time, each undone when its seconds are over.
+
+        One that has to wait for another is left out where that takes longer than ``seconds`` in all.
+        """
         started = time.monotonic()
+        self._ends = started + seconds
         async with asyncio.TaskGroup() as tasks:
             for fault in plan:
                 await asyncio.sleep(max(0.0, started + fault.at - time.monotonic()))
@@ -55,9 +60,11 @@ class Injector:
             await self._corrupt(fault)
         elif fault.target == DATABASE:
             async with self._database_busy:
+                if time.monotonic() > self._ends:
+                    return
                 await self.database.kill(fault.seconds)
+                self.done[f"kill {DATABASE}"] += 1
                 await asyncio.sleep(_BREATH_SECONDS)
-            self.done[f"kill {DATABASE}"] += 1
         elif fault.kind in (FaultKind.CUT, FaultKind.STALL, FaultKind.DELAY):
             await self._disturb(fault, self.proxies[fault.target])
         else:
@@ -65,6 +72,8 @@ class Injector:
 
     async def _strike(self, fault: Fault, actor: Actor) -> None:
         async with actor.busy:
+            if time.monotonic() > self._ends:
+                return
             if fault.kind is FaultKind.KILL:
                 hit = await actor.kill()
                 await asyncio.sleep(fault.seconds)

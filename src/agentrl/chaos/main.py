@@ -106,7 +106,7 @@ async def _run(
         await _reach(lambda: _has_trained(store), READY_SECONDS, "no step was trained")
         logger.info("the first step is trained; %d faults in %g minutes", len(plan), options.minutes)
         started = time.monotonic()
-        await injector.run(plan)
+        await injector.run(plan, 60 * options.minutes)
         await asyncio.sleep(max(0.0, started + 60 * options.minutes - time.monotonic()))
         seconds = time.monotonic() - started
         watcher.cancel()
