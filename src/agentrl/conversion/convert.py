@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from agentrl.config.schema import GroupConfig
-from agentrl.conversion.token_tree import build_tree
+from agentrl.conversion.prefix_tree import build_tree
 from agentrl.documents.dispatch import DispatchedSamplingTask, VersionSpan
 from agentrl.documents.packing import pack_floats, pack_ids, unpack_floats
 from agentrl.documents.record import Record
