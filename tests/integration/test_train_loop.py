@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from tiny_policy import write_tiny_policy
 from training_data import group
 
@@ -245,3 +246,24 @@ async def test_a_database_that_is_not_there_is_told(run: Run) -> None:
     code, output = unreachable.train("--db_timeout_seconds", "1", "--db_wait_seconds", "1")
     assert code == 1
     assert "127.0.0.1:1" in output
+
+
+async def test_adapters_a_reference_and_several_updates_a_step(run: Run) -> None:
+    await run.fill()
+    flags = (
+        "--lora_rank", "4", "--kl_coef", "0.05", "--num_epochs_per_batch", "2", "--mini_batches", "2",
+        "--old_logprobs", "recompute", "--warmup_ratio", "0.5",
+    )  # fmt: skip
+    code, output = run.train("--max_steps", "3", *flags)
+    assert code == 0, output
+    committed = await steps_of(run)
+    assert [step.metrics["updates"] for step in committed] == [4, 4, 4]
+    assert all(step.metrics["kl_reference"] > 0 for step in committed[1:])
+    kept = {path.name for path in (run.output / "checkpoint-000003" / "model").iterdir()}
+    assert "adapter_model.safetensors" in kept
+    assert "model.safetensors" not in kept
+    plain, newest = load_file(run.base / "model.safetensors"), run.output / "weights" / "v000003"
+    published = load_file(newest / "model.safetensors")
+    assert published.keys() == plain.keys()
+    assert any(not published[name].equal(plain[name]) for name in plain)
+    assert not (newest / "adapter_config.json").exists()
