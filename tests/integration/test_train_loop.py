@@ -267,3 +267,27 @@ async def test_adapters_a_reference_and_several_updates_a_step(run: Run) -> None
     assert published.keys() == plain.keys()
     assert any(not published[name].equal(plain[name]) for name in plain)
     assert not (newest / "adapter_config.json").exists()
+
+
+@pytest.mark.timeout(240)
+async def test_two_processes_train_as_one_does_and_one_goes_on_from_them(run: Run) -> None:
+    await run.fill()
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "agentrl.train")
+    code, output = run.train("--max_steps", "2", program=torchrun)
+    assert code == 0, output
+    code, output = run.train()
+    assert code == 0, output
+    alone = Run(f"{run.name}_alone", run.uri, run.base, run.folder)
+    await alone.fill()
+    assert alone.train()[0] == 0
+    together, expected = told(await steps_of(run)), told(await steps_of(alone))
+    async with await alone.open() as store:
+        await store.database.client.drop_database(alone.name)
+    assert [step[:2] for step in together] == [step[:2] for step in expected]
+    assert [step[2] for step in together] == pytest.approx([step[2] for step in expected], rel=1e-4)
+
+
+def test_a_mesh_that_does_not_divide_the_processes_is_told_with_its_equation(run: Run) -> None:
+    code, output = run.train("--tp_size", "2")
+    assert code == 2
+    assert "dp_replicate 1 × dp_shard × tp 2 = 1" in output

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from agentrl.config.schema import (
@@ -25,9 +26,15 @@ from agentrl.train.logprobs import DEFAULT_CHUNK, DEFAULT_VOCAB_CHUNK
 from agentrl.train.memory import checkpointing_mode, compile_layers, enable_checkpointing
 from agentrl.train.model import load_policy
 from agentrl.train.optim import build_optimizer, freeze
+from agentrl.train.parallel.gradients import split_by_mesh
+from agentrl.train.parallel.mesh import Layout, build_mesh, parallelize, plan_layout
 from agentrl.train.reference import Anchors, build_reference
 from agentrl.train.schedules import build_scheduler
 from agentrl.train.step import ForwardOptions, check_model
+
+if TYPE_CHECKING:
+    from agentrl.train.parallel.data import Parallel
+    from agentrl.train.parallel.team import Team
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,31 +52,34 @@ class Recipe:
     """Of sampling."""
 
 
-def build_computer(recipe: Recipe, *, weights: Path | None, total_steps: int | None) -> StepComputer:
+def build_computer(
+    recipe: Recipe, *, weights: Path | None, total_steps: int | None, team: Team | None = None
+) -> StepComputer:
     """Load the model (``weights``: a checkpoint's instead of the base's) and set up what trains it.
 
-    ``total_steps`` is where a falling schedule ends. Raises ModelError and ConfigError.
+    ``total_steps`` is where a falling schedule ends. ``team``: the processes that train together; each of
+    them calls this. Raises ModelError and ConfigError.
     """
     settings = LossSettings(**dataclasses.asdict(recipe.loss))
-    accelerator = Accelerator(mixed_precision="no")
-    if accelerator.num_processes > 1:
-        raise ConfigError(
-            f"{accelerator.num_processes} processes were launched, and this trainer runs in a single one",
-            cure="launch it with --num_processes 1",
-        )
+    _check_processes(recipe, team)
+    layout = plan_layout(recipe.train, team.world if team else 1)
+    device = team.device if team else _own_device()
     set_seed(recipe.seed)
     policy = load_policy(recipe.model, weights, recipe.adapter)
-    policy.model.to(accelerator.device)
+    policy.model.to(device)  # type: ignore[arg-type]
     check_model(policy.model)
     mode = checkpointing_mode(recipe.memory, recipe.train.gradient_checkpointing)
     enable_checkpointing(policy.model, mode, offload=recipe.memory.activation_offload)
     if recipe.memory.torch_compile:
         compile_layers(policy.model)
+    parallel = _spread(policy.model, layout, device, recipe.train) if team else None
     freeze(policy.model, recipe.optim.freeze)
     optimizer = build_optimizer(policy.model, recipe.optim, recipe.memory)
+    if parallel is not None:
+        optimizer.param_groups[:] = split_by_mesh(optimizer.param_groups)
     updates = recipe.optim.num_epochs_per_batch * recipe.optim.mini_batches
     return StepComputer(
-        accelerator=accelerator,
+        device=device,
         policy=policy,
         optimizer=optimizer,
         scheduler=build_scheduler(optimizer, recipe.optim, total_steps),
@@ -89,4 +99,43 @@ def build_computer(recipe: Recipe, *, weights: Path | None, total_steps: int | N
         ),
         epochs=recipe.optim.num_epochs_per_batch,
         mini_batches=recipe.optim.mini_batches,
+        parallel=parallel,
     )
+
+
+def _own_device() -> torch.device:
+    """The machine's accelerator, or its CPU."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found or torch.device("cpu")
+
+
+def _spread(model: Any, layout: Layout, device: torch.device, config: TrainConfig) -> Parallel:
+    from agentrl.train.parallel.data import Parallel, RankedModel
+
+    mesh = build_mesh(layout, device.type)
+    parallelize(model, mesh, config)
+    return Parallel(mesh, RankedModel(model, mesh))
+
+
+def _check_processes(recipe: Recipe, team: Team | None) -> None:
+    """Refuse what one process can do and several cannot."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if team is None and launched > 1:
+        raise ConfigError(
+            f"{launched} processes were launched, and this command runs in a single one",
+            cure="launch it with one process; `agentrl train` takes several",
+        )
+    if team is None:
+        return
+    memory, adapter = recipe.memory, recipe.adapter
+    for name, value in (
+        ("torch_compile", memory.torch_compile),
+        ("optimizer_offload", memory.optimizer_offload),
+        ("activation_offload", memory.activation_offload),
+        ("lora_rank", adapter.lora_rank),
+    ):
+        if value:
+            raise ConfigError(
+                f"--{name} {value}: several processes do not train together with it",
+                cure=f"leave out --{name}, or train in one process",
+            )

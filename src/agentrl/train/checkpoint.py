@@ -22,12 +22,14 @@ from agentrl.documents.status import StepStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, ModelError
 from agentrl.train.model import Policy, architecture
-from agentrl.weights.folder import atomic_folder, save_model_files, weight_bytes
+from agentrl.train.shards import load_optimizer
+from agentrl.weights.folder import SavableModel, atomic_folder, save_model_files, weight_bytes
 
 logger = logging.getLogger(__name__)
 
 STATE = "state.json"
 _TRAINER = "trainer.pt"
+_OPTIMIZER = "optimizer"
 _PREFIX = "checkpoint-"
 _ADAM_COPIES = 3
 _UNREADABLE = (
@@ -58,11 +60,17 @@ class Resumable(Protocol):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer."""
+        """The optimizer, or this process's part of it."""
 
     @property
     def scheduler(self) -> LRScheduler:
         """The learning-rate schedule."""
+
+    def kept(self) -> SavableModel:
+        """What of the model is written: the adapter alone, where there is one."""
+
+    def save_optimizer(self, folder: Path) -> None:
+        """Write the optimizer's state as ``shards.save_optimizer`` does."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +97,14 @@ def save(
 
     Raises PublishError, with nothing left behind, when the disk is full.
     """
-    policy = trained.policy
+    policy, kept = trained.policy, trained.kept()
     target = root / f"{_PREFIX}{state.step:06d}"
-    with atomic_folder(target, weight_bytes(policy.kept) * _ADAM_COPIES) as temporary:
+    with atomic_folder(target, weight_bytes(kept) * _ADAM_COPIES) as temporary:
         (temporary / "model").mkdir()
-        save_model_files(policy.kept, policy.base, temporary / "model", policy.chat_template)
+        save_model_files(kept, policy.base, temporary / "model", policy.chat_template)
+        trained.save_optimizer(temporary / _OPTIMIZER)
         torch.save(
             {
-                "optimizer": trained.optimizer.state_dict(),
                 "scheduler": trained.scheduler.state_dict(),
                 "random": _random_states(),
             },
@@ -162,13 +170,14 @@ def restore(checkpoint: Checkpoint, trained: Resumable) -> None:
     """Load optimizer, schedule and random states; the model is loaded from ``checkpoint.model``."""
     path = checkpoint.folder / _TRAINER
     try:
+        load_optimizer(checkpoint.folder / _OPTIMIZER, trained.policy.model, trained.optimizer)
         content = torch.load(path, map_location="cpu", weights_only=True)
-        trained.optimizer.load_state_dict(content["optimizer"])
         trained.scheduler.load_state_dict(content["scheduler"])
         _restore_random_states(content["random"])
     except _UNREADABLE as error:
         raise ModelError(
-            f"{path} cannot be restored: {error}", cure="resume from another checkpoint, or start with 'none'"
+            f"{checkpoint.folder} cannot be restored: {error}",
+            cure="resume from another checkpoint, or start with 'none'",
         ) from error
 
 

@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
 from torch.optim.lr_scheduler import LRScheduler
 
 from agentrl.batching.forest import TokenForest
@@ -20,8 +20,13 @@ from agentrl.documents.training import DBRecordData
 from agentrl.losses.settings import LossSettings
 from agentrl.train.model import Policy
 from agentrl.train.reference import Anchors
-from agentrl.train.step import ForwardOptions, forest_logprobs, forward_backward
+from agentrl.train.shards import save_optimizer
+from agentrl.train.step import ForwardOptions, count_tokens, forest_logprobs, forward_backward
 from agentrl.train.updates import join_metrics, split_updates
+from agentrl.weights.folder import SavableModel
+
+if TYPE_CHECKING:
+    from agentrl.train.parallel.data import Parallel
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +43,7 @@ class StepResult:
 class StepComputer:
     """Everything that computes; it knows neither the database nor the disk."""
 
-    accelerator: Accelerator
+    device: torch.device
     policy: Policy
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler
@@ -52,6 +57,8 @@ class StepComputer:
     """Passes over a step's data."""
     mini_batches: int = 1
     """Updates a pass."""
+    parallel: Parallel | None = None
+    """The other processes of this step, where there are any."""
 
     def train(self, data: Sequence[DBRecordData], version: int) -> StepResult:
         """Make a step's updates on ``data``; blocking, made for a worker thread.
@@ -76,35 +83,34 @@ class StepComputer:
         return StepResult(join_metrics(made, len(parts)) | {"updates": len(made)}, is_finite=True)
 
     def _anchored(self, forests: Sequence[TokenForest]) -> Sequence[TokenForest]:
+        if self.parallel is not None:
+            return self.anchors.attach(forests, self.parallel.ranks.logprobs, self.options)
         return self.anchors.attach(forests, partial(forest_logprobs, self.policy.model), self.options)
 
     def _pack(self, data: Sequence[DBRecordData]) -> list[TokenForest]:
-        """The micro-batches of ``data``."""
+        """This process's micro-batches of ``data``."""
         vocabulary = self.policy.model.config.get_text_config().vocab_size
-        return build_micro_batches(data, self.max_tokens, vocab_size=vocabulary, merging=self.prefix_merging)
+        ranks, rank = (1, 0) if self.parallel is None else self.parallel.place
+        planned = build_micro_batches(
+            data, self.max_tokens, vocab_size=vocabulary, merging=self.prefix_merging, ranks=ranks
+        )
+        return planned[rank::ranks]
 
     def train_forests(self, forests: Sequence[TokenForest], version: int) -> StepResult:
         """A step of one update over all ``forests``; nothing moves where loss or gradient is not finite."""
-        result = self._update(forests, version)
+        share = forests if self.parallel is None else self.parallel.share(forests)
+        result = self._update(share, version)
         if result.is_finite:
             self.scheduler.step()
         return result
 
     def _update(self, forests: Sequence[TokenForest], version: int) -> StepResult:
-        """One optimizer update; the schedule stays where it is."""
+        """One optimizer update on this process's ``forests``; the schedule stays where it is."""
         started = time.perf_counter()
-        model = self.policy.model
-        model.train()
-        metrics = forward_backward(
-            model,
-            forests,
-            self.settings,
-            current_version=version,
-            options=self.options,
-            backward=self.accelerator.backward,
-        )
+        self.policy.model.train()
+        metrics = self._forward_backward(forests, version)
         computed = time.perf_counter()
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), self.max_grad_norm))
+        grad_norm = self._clip()
         is_finite = math.isfinite(metrics["loss"]) and math.isfinite(grad_norm)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         if is_finite:
@@ -119,3 +125,31 @@ class StepComputer:
             "tokens_per_second": metrics["tokens"] / max(ended - started, 1e-9),
         }
         return StepResult(metrics, is_finite)
+
+    def kept(self) -> SavableModel:
+        """What a checkpoint holds of the model."""
+        return self.policy.kept
+
+    def published(self) -> SavableModel:
+        """What engines load."""
+        return self.policy.published
+
+    def save_optimizer(self, folder: Path) -> None:
+        """Write the optimizer's state."""
+        save_optimizer(folder, self.policy.model, self.optimizer)
+
+    def _forward_backward(self, forests: Sequence[TokenForest], version: int) -> dict[str, Any]:
+        """The update's gradients, and what it reports, over all processes."""
+        run = partial(
+            forward_backward, self.policy.model, settings=self.settings, current_version=version,
+            options=self.options,
+        )  # fmt: skip
+        if self.parallel is None:
+            return run(forests)
+        metrics = run(forests, denominators=self.parallel.count(forests), ranks=self.parallel.ranks)
+        return metrics | self.parallel.add(count_tokens(forests))
+
+    def _clip(self) -> float:
+        if self.parallel is not None:
+            return self.parallel.clip(self.max_grad_norm)
+        return float(torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self.max_grad_norm))

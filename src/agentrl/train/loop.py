@@ -17,7 +17,6 @@ from agentrl.errors import PublishError, TrainingError
 from agentrl.observe.live import StepView
 from agentrl.observe.trackers import Tracker
 from agentrl.train import checkpoint
-from agentrl.train.compute import StepComputer
 from agentrl.train.lease import TrainerLease
 from agentrl.train.model import architecture
 from agentrl.train.resume import Progress
@@ -26,6 +25,8 @@ from agentrl.weights.publish import publish
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
+    from agentrl.train.compute import StepComputer
+    from agentrl.train.parallel.together import Leader
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Trainer:
     store: Store
     run_name: str
     config: TrainConfig
-    computer: StepComputer
+    computer: StepComputer | Leader
     stream: DataStream
     progress: Progress
     lease: TrainerLease
@@ -180,7 +181,7 @@ class Trainer:
         policy = self.computer.policy
         published = await publish(
             self.store,
-            policy.published,
+            await asyncio.to_thread(self.computer.published),
             tokenizer_files_from=policy.base,
             folder_root=self.output / "weights",
             step=self.progress.step,

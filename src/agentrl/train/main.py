@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from agentrl.store.client import Store
     from agentrl.train.checkpoint import Checkpoint
     from agentrl.train.compute import StepComputer
+    from agentrl.train.parallel.team import Team
+    from agentrl.train.parallel.together import Leader
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +63,44 @@ def main(argv: list[str]) -> int:
 
     setup(configs[RunConfig], "train")
     base_folder(configs[ModelConfig])
-    with patient(configs[RunConfig].db_wait_seconds):
-        asyncio.run(_train(configs))
+    team = _join_team()
+    try:
+        if team is not None and team.rank > 0:
+            _follow(configs, team)
+        else:
+            with patient(configs[RunConfig].db_wait_seconds):
+                asyncio.run(_train(configs, team))
+    finally:
+        _leave(team)
     return 0
 
 
-async def _train(configs: Configs) -> None:
+def _join_team() -> Team | None:
+    """The processes that a launcher started; None where this one is alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    from agentrl.train.parallel.team import join_team
+
+    return join_team()
+
+
+def _leave(team: Team | None) -> None:
+    if team is not None:
+        team.leave()
+
+
+def _follow(configs: Configs, team: Team) -> None:
+    """What every rank but 0 does: set up what rank 0 says, and compute what it says until it ends."""
+    from agentrl.train.parallel.together import follow
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    order = team.hear()
+    if order.name == "build":
+        follow(_build(configs, team, *order.arguments), team)
+
+
+async def _train(configs: Configs, team: Team | None) -> None:
     from agentrl.observe.live import StepView
     from agentrl.observe.logging import describe_process_id
     from agentrl.observe.trackers import open_trackers
@@ -87,7 +122,7 @@ async def _train(configs: Configs) -> None:
             await asyncio.to_thread(remove_leftovers, folder)
         steps = await store.training.steps(status=None)
         total_steps = await _total_steps(store, configs)
-        computer, found = await asyncio.to_thread(_prepare, configs, output, total_steps, steps)
+        computer, found = await asyncio.to_thread(_prepare, configs, output, total_steps, steps, team)
         replays = config.resume_from_checkpoint == "auto"
         progress = await resume.begin(
             store, computer.policy.base, found, steps, attempt=lease.attempt, replays=replays
@@ -117,34 +152,56 @@ async def _train(configs: Configs) -> None:
             await trainer.run()
         finally:
             tracker.close()
+    if team is not None:
+        team.tell("end")
 
 
 def _prepare(
-    configs: Configs, output: Path, total_steps: int | None, steps: Sequence[TrainStep]
-) -> tuple[StepComputer, Checkpoint | None]:
-    """What computes, as the checkpoint to resume from left it."""
+    configs: Configs, output: Path, total_steps: int | None, steps: Sequence[TrainStep], team: Team | None
+) -> tuple[StepComputer | Leader, Checkpoint | None]:
+    """What computes, as the checkpoint to resume from left it; on rank 0 of several, what leads them."""
     from agentrl.train import checkpoint
-    from agentrl.train.build import Recipe, build_computer
     from agentrl.train.model import base_folder
 
-    run, model, train = configs[RunConfig], configs[ModelConfig], configs[TrainConfig]
     found = checkpoint.find(
-        output, train.resume_from_checkpoint, steps, run_name=run.run_name, base=base_folder(model)
+        output,
+        configs[TrainConfig].resume_from_checkpoint,
+        steps,
+        run_name=configs[RunConfig].run_name,
+        base=base_folder(configs[ModelConfig]),
     )
+    if team is None:
+        return _build(configs, None, found, total_steps), found
+    from agentrl.train.parallel.together import Leader
+
+    team.tell("build", found, total_steps)
+    return Leader(_build(configs, team, found, total_steps), team), found
+
+
+def _build(
+    configs: Configs, team: Team | None, found: Checkpoint | None, total_steps: int | None
+) -> StepComputer:
+    from agentrl.train import checkpoint
+    from agentrl.train.build import Recipe, build_computer
+
+    if team is not None:
+        team.use_device()
     recipe = Recipe(
-        model=model,
+        model=configs[ModelConfig],
         loss=configs[LossConfig],
         optim=configs[OptimConfig],
+        train=configs[TrainConfig],
+        seed=configs[RunConfig].seed,
         adapter=configs[AdapterConfig],
         memory=configs[MemoryConfig],
-        train=train,
-        seed=run.seed,
         temperature=_temperature(configs[SamplingConfig].preferred_sampling_params),
     )
-    computer = build_computer(recipe, weights=found.model if found else None, total_steps=total_steps)
+    computer = build_computer(
+        recipe, weights=found.model if found else None, total_steps=total_steps, team=team
+    )
     if found:
         checkpoint.restore(found, computer)
-    return computer, found
+    return computer
 
 
 def _temperature(sampling_params: str) -> float:

@@ -21,6 +21,8 @@ from agentrl.train.checkpoint import Checkpoint, CheckpointState
 from agentrl.train.model import Policy, architecture, load_policy
 from agentrl.train.optim import build_optimizer
 from agentrl.train.schedules import build_scheduler
+from agentrl.train.shards import save_optimizer
+from agentrl.weights.folder import SavableModel
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -37,6 +39,12 @@ class Trained:
         config = OptimConfig(learning_rate=1e-2, lr_scheduler_type="linear")
         optimizer = build_optimizer(policy.model, config)
         return cls(policy, optimizer, build_scheduler(optimizer, config, 10))
+
+    def kept(self) -> SavableModel:
+        return self.policy.kept
+
+    def save_optimizer(self, folder: Path) -> None:
+        save_optimizer(folder, self.policy.model, self.optimizer)
 
     def step(self) -> float:
         ids = torch.randint(0, 250, (1, 12))
@@ -176,9 +184,10 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, base: Path) -> None:
     folder = checkpoint.save(tmp_path, state(base), trained, limit=2)
     found = find(tmp_path, "auto", run_name="run", base=base)
     assert found is not None
-    (folder / "trainer.pt").write_bytes(b"junk")
-    with pytest.raises(ModelError, match=r"trainer\.pt cannot be restored"):
-        checkpoint.restore(found, trained)
+    for name in ("trainer.pt", "optimizer/.metadata"):
+        (folder / name).write_bytes(b"junk")
+        with pytest.raises(ModelError, match="checkpoint-000001 cannot be restored"):
+            checkpoint.restore(found, trained)
     (folder / "state.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"state\.json cannot be read"):
         find(tmp_path, "auto", run_name="run", base=base)

@@ -1,0 +1,148 @@
+"""Data parallelism: each process trains its share of a step's forests on a model sharded by FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from agentrl.batching.forest import TokenForest, forest_from_sequences
+from agentrl.losses.metrics import TokenMetrics
+from agentrl.losses.reduce import Denominators
+from agentrl.train.attention import run_forest
+from agentrl.train.logprobs import OutputHead, output_head, token_logprobs
+from agentrl.train.parallel.gradients import clip_gradients, sum_partial_gradients
+from agentrl.train.parallel.mesh import Mesh
+from agentrl.train.step import ForwardOptions, Ranks, count_step
+
+
+def shard_layers(model: Any, mesh: Mesh) -> None:
+    """Shard each decoder layer over ``dp_shard``, copied over ``dp_replicate``; gradients are sums."""
+    layers: Sequence[nn.Module] = model.get_decoder().layers
+    for layer in layers:
+        fully_shard(layer, mesh=mesh.devices["dp_replicate", "dp_shard"])
+
+
+class RankedModel(nn.Module):
+    """A parallelized causal LM on one process: logprobs of the forests that fall to it."""
+
+    def __init__(self, model: Any, mesh: Mesh) -> None:
+        super().__init__()
+        self.model = model
+        self._mesh = mesh
+        if mesh.layout.data > 1:
+            fully_shard(self, mesh=mesh.devices["dp_replicate", "dp_shard"], reshard_after_forward=False)
+            for module in self.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(True)
+                    module.set_gradient_divide_factor(1.0)
+
+    def forward(self, forest: TokenForest, options: ForwardOptions) -> tuple[Tensor, Tensor]:
+        """Logprob (float32[T], with gradient) and entropy (float32[T]) of each trainable token."""
+        device = self.model.device
+        with torch.autocast(device.type, options.autocast_dtype, options.autocast_dtype is not None):
+            hidden = run_forest(self.model, forest, options.executor)
+        parent = torch.from_numpy(forest.parent[forest.target]).to(device)
+        ids = torch.from_numpy(forest.input_ids[forest.target]).to(device)
+        return token_logprobs(
+            hidden,
+            self._head(),
+            parent,
+            ids,
+            temperature=options.temperature,
+            chunk_size=options.chunk_size,
+            vocab_chunk_size=options.vocab_chunk_size,
+        )
+
+    def _head(self) -> OutputHead:
+        """The output head, or this process's rows of it."""
+        head = output_head(self.model)
+        if not isinstance(head.weight, DTensor):
+            return head
+        weight, group = head.weight.to_local(), self._mesh.group("tp")
+        bias = head.bias.to_local() if isinstance(head.bias, DTensor) else head.bias
+        return replace(head, weight=weight, bias=bias, group=group, first=dist.get_rank(group) * len(weight))
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How this process works with the others on one step; every process calls the same methods."""
+
+    mesh: Mesh
+    ranked: RankedModel
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """How many shares a step's data have, and which of them is this process's."""
+        return self.mesh.layout.data, self.mesh.data_rank
+
+    @property
+    def ranks(self) -> Ranks:
+        """What ``forward_backward`` needs."""
+        return Ranks(logprobs=self.ranked, join=self._join, total=self.total)
+
+    def count(self, forests: Sequence[TokenForest]) -> Denominators:
+        """The denominators of the step of which ``forests`` are this process's share."""
+        own = count_step(forests)
+        counts = torch.tensor([own.tokens, own.trajectories], dtype=torch.float64)
+        tokens, trajectories = self.total(counts.to(self.ranked.model.device)).tolist()
+        return Denominators(round(tokens), trajectories)
+
+    def add(self, counts: Mapping[str, int]) -> dict[str, int]:
+        """Each count summed over the processes that train different data."""
+        values = torch.tensor(list(counts.values()), device=self.ranked.model.device)
+        return dict(zip(counts, self.total(values).tolist(), strict=True))
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum of ``tensor`` over the processes that train different data."""
+        tensor = tensor.clone()
+        for group in self._data_groups():
+            dist.all_reduce(tensor, dist.ReduceOp.SUM, group)
+        return tensor
+
+    def clip(self, max_norm: float) -> float:
+        """Complete the gradients and clip them; returns the norm that they had."""
+        if self.mesh.layout.tp > 1:
+            sum_partial_gradients(self.ranked, self.mesh.group("tp"))
+        return clip_gradients(self.ranked.parameters(), max_norm)
+
+    def share(self, forests: Sequence[TokenForest]) -> list[TokenForest]:
+        """This process's share of a whole step's ``forests``; see ``share_of``."""
+        return share_of(forests, *self.place)
+
+    def _join(self, loss: float, metrics: TokenMetrics) -> tuple[float, TokenMetrics]:
+        for group in self._data_groups():
+            found: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(found, (loss, metrics), group=group)
+            pairs = cast("list[tuple[float, TokenMetrics]]", found)
+            loss = sum(pair[0] for pair in pairs)
+            metrics = sum((pair[1] for pair in pairs), TokenMetrics())
+        return loss, metrics
+
+    def _data_groups(self) -> list[ProcessGroup]:
+        return [self.mesh.group(name) for name in ("dp_shard", "dp_replicate")]
+
+
+def share_of(forests: Sequence[TokenForest], ranks: int, rank: int) -> list[TokenForest]:
+    """The forests of ``rank``: as many as every other rank's, the tokens balanced.
+
+    Where there are too few, the rest is one token that nothing is trained on: processes that shard a model
+    run it equally often.
+    """
+    shares: list[list[TokenForest]] = [[] for _ in range(ranks)]
+    work = [0] * ranks
+    rounds = -(-len(forests) // ranks)
+    for forest in sorted(forests, key=lambda item: -item.tokens):
+        open_ranks = (place for place, share in enumerate(shares) if len(share) < rounds)
+        lightest = min(open_ranks, key=lambda place: work[place])
+        shares[lightest].append(forest)
+        work[lightest] += forest.tokens
+    mine = shares[rank]
+    return mine + [forest_from_sequences([[0]], [[False]])] * (rounds - len(mine))

@@ -1,0 +1,99 @@
+"""A StepComputer on every process: rank 0's passes each call on, the others' carry out what they hear."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from agentrl.documents.training import DBRecordData
+from agentrl.train.compute import StepComputer, StepResult
+from agentrl.train.model import Policy
+from agentrl.train.parallel.state import gather_weights
+from agentrl.train.parallel.team import Team
+from agentrl.weights.folder import SavableModel
+
+
+@dataclass(frozen=True)
+class GatheredModel:
+    """The whole weights of a model that several processes hold, on one CPU, ready to be written."""
+
+    model: Any
+    weights: dict[str, Tensor]
+
+    def save_pretrained(self, save_directory: str) -> Any:
+        """Write config and safetensors into the folder, a file at a time."""
+        return self.model.save_pretrained(save_directory, state_dict=dict(self.weights))
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors; tied tensors once."""
+        seen: set[int] = set()
+        for name, tensor in self.weights.items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor
+
+
+@dataclass(frozen=True)
+class Leader:
+    """Rank 0's side: used like a StepComputer that runs alone."""
+
+    computer: StepComputer
+    team: Team
+
+    @property
+    def policy(self) -> Policy:
+        """The model, of which this process holds a part, and the folder of its tokenizer."""
+        return self.computer.policy
+
+    @property
+    def optimizer(self) -> Any:
+        """This process's part of the optimizer."""
+        return self.computer.optimizer
+
+    @property
+    def scheduler(self) -> LRScheduler:
+        """The learning-rate schedule, equal on all."""
+        return self.computer.scheduler
+
+    def train(self, data: Sequence[DBRecordData], version: int) -> StepResult:
+        """``StepComputer.train`` on all processes."""
+        self.team.use_device()
+        self.team.tell("train", tuple(data), version)
+        return self.computer.train(data, version)
+
+    def published(self) -> SavableModel:
+        """The whole weights, gathered from all processes."""
+        self.team.use_device()
+        self.team.tell("gather")
+        return GatheredModel(self.policy.model, gather_weights(self.policy.model))
+
+    def kept(self) -> SavableModel:
+        """What a checkpoint holds of the model: all of it."""
+        return self.published()
+
+    def save_optimizer(self, folder: Path) -> None:
+        """Write the optimizer's state, each process its shards."""
+        self.team.use_device()
+        self.team.tell("save_optimizer", folder)
+        self.computer.save_optimizer(folder)
+
+
+def follow(computer: StepComputer, team: Team) -> None:
+    """On every process but rank 0: carry out orders until the last one."""
+    team.use_device()
+    while (order := team.hear()).name != "end":
+        if order.name == "train":
+            data, version = order.arguments
+            computer.train(data, version)
+        elif order.name == "gather":
+            gather_weights(computer.policy.model)
+        elif order.name == "save_optimizer":
+            (folder,) = order.arguments
+            computer.save_optimizer(folder)
+        else:
+            raise ValueError(f"order {order.name!r}")

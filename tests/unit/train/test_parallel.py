@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import chains, packed, tiny_model
+from torch import nn
+
+from agentrl.config.schema import TrainConfig
+from agentrl.errors import ConfigError
+from agentrl.train.parallel.data import share_of
+from agentrl.train.parallel.gradients import clip_gradients
+from agentrl.train.parallel.mesh import Layout, plan_layout
+from agentrl.train.parallel.tensor import check_divides
+
+
+def test_dp_shard_is_what_the_others_leave() -> None:
+    config = TrainConfig(dp_replicate_size=2, tp_size=2)
+    assert plan_layout(config, 8) == Layout(dp_replicate=2, dp_shard=2, tp=2)
+    assert plan_layout(TrainConfig(), 1) == Layout()
+
+
+def test_an_equation_that_does_not_hold_is_stated() -> None:
+    with pytest.raises(ConfigError, match="dp_replicate 1 × dp_shard × tp 4 = 6"):
+        plan_layout(TrainConfig(tp_size=4), 6)
+
+
+@pytest.mark.parametrize("name", ["pp_size", "cp_size", "ep_size"])
+def test_a_dimension_that_the_trainer_has_not_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{name} is 2"):
+        TrainConfig(**{name: 2})  # type: ignore[arg-type]
+
+
+def test_shares_are_equally_many_and_balanced_and_lose_nothing() -> None:
+    forests = [packed(chains(seed, 1 + seed % 3)) for seed in range(7)]
+    shares = [share_of(forests, 4, rank) for rank in range(4)]
+    assert {len(share) for share in shares} == {2}
+    trained = [forest for share in shares for forest in share if forest.trainable_tokens]
+    assert sorted(map(id, trained)) == sorted(map(id, forests))
+
+
+@pytest.mark.parametrize(("size", "what"), [(3, "4 attention heads"), (4, "2 key-value heads")])
+def test_heads_that_do_not_split_are_refused(size: int, what: str) -> None:
+    config = tiny_model("llama", vocab_size=60).config
+    with pytest.raises(ConfigError, match=f"{what}, which --tp_size {size} does not divide"):
+        check_divides("Llama", config, size)
+
+
+def test_a_vocabulary_that_does_not_split_names_the_size_that_would() -> None:
+    with pytest.raises(ConfigError, match=r"61 ids of vocabulary[\s\S]*to 62"):
+        check_divides("Llama", tiny_model("llama").config, 2)
+
+
+def test_clipping_without_meshes_is_that_of_torch() -> None:
+    torch.manual_seed(0)
+    ours, theirs = ([nn.Parameter(torch.zeros(n)) for n in (3, 5)] for _ in range(2))
+    for mine, other in zip(ours, theirs, strict=True):
+        mine.grad = torch.randn_like(mine)
+        other.grad = mine.grad.clone()
+    expected = float(torch.nn.utils.clip_grad_norm_(theirs, 0.5))
+    assert clip_gradients(ours, 0.5) == pytest.approx(expected)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
