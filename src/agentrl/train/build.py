@@ -99,6 +99,7 @@ def build_computer(
         ),
         epochs=recipe.optim.num_epochs_per_batch,
         mini_batches=recipe.optim.mini_batches,
+        memory=dataclasses.replace(recipe.memory, activation_checkpointing=mode),
         parallel=parallel,
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,12 +15,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from agentrl.batching.forest import TokenForest
 from agentrl.batching.planner import PrefixMerging, build_micro_batches
+from agentrl.config.memory import MemoryConfig
 from agentrl.documents.training import DBRecordData
 from agentrl.losses.settings import LossSettings
+from agentrl.train.clock import Stopwatch, peak_flops
+from agentrl.train.memory import naming_the_knobs
 from agentrl.train.model import Policy
 from agentrl.train.reference import Anchors
 from agentrl.train.shards import save_optimizer
 from agentrl.train.step import ForwardOptions, count_tokens, forest_logprobs, forward_backward
+from agentrl.train.throughput import ModelShape, StepSeconds, call_tokens, sharing_metrics, step_metrics
 from agentrl.train.updates import join_metrics, split_updates
 from agentrl.weights.folder import SavableModel
 
@@ -57,6 +60,8 @@ class StepComputer:
     """Passes over a step's data."""
     mini_batches: int = 1
     """Updates a pass."""
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    """What is recomputed and what the host keeps."""
     parallel: Parallel | None = None
     """The other processes of this step, where there are any."""
 
@@ -66,8 +71,10 @@ class StepComputer:
         Every update is over whole groups, with old and reference logprobs from before the first. Where an
         update is not finite, the step is what was made before it; without one, weights stay as they are.
         """
+        watch = Stopwatch(self.policy.model.device)
         parts = split_updates(data, self.mini_batches)
         passes = [self._anchored(self._pack(part)) for part in parts]
+        watch.lap("pack")
         made: list[dict[str, Any]] = []
         for forests in passes * self.epochs:
             result = self._update(forests, version)
@@ -78,9 +85,11 @@ class StepComputer:
                 break
             made.append(result.metrics)
         self.scheduler.step()
-        if len(parts) * self.epochs == 1:
-            return StepResult(made[0], is_finite=True)
-        return StepResult(join_metrics(made, len(parts)) | {"updates": len(made)}, is_finite=True)
+        metrics = made[0]
+        if len(parts) * self.epochs > 1:
+            metrics = join_metrics(made, len(parts)) | {"updates": len(made)}
+        metrics |= {"seconds_pack": watch.seconds["pack"]}
+        return StepResult(metrics | sharing_metrics(metrics, call_tokens(data)), is_finite=True)
 
     def _anchored(self, forests: Sequence[TokenForest]) -> Sequence[TokenForest]:
         if self.parallel is not None:
@@ -106,25 +115,36 @@ class StepComputer:
 
     def _update(self, forests: Sequence[TokenForest], version: int) -> StepResult:
         """One optimizer update on this process's ``forests``; the schedule stays where it is."""
-        started = time.perf_counter()
+        watch = Stopwatch(self.policy.model.device)
         self.policy.model.train()
-        metrics = self._forward_backward(forests, version)
-        computed = time.perf_counter()
+        with naming_the_knobs(self.memory, self.max_tokens):
+            metrics = self._forward_backward(forests, version, watch)
+        watch.lap("forward")
         grad_norm = self._clip()
         is_finite = math.isfinite(metrics["loss"]) and math.isfinite(grad_norm)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         if is_finite:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        ended = time.perf_counter()
-        metrics |= {
-            "grad_norm": grad_norm,
-            "lr": learning_rate,
-            "seconds_forward_backward": computed - started,
-            "seconds_optimizer": ended - computed,
-            "tokens_per_second": metrics["tokens"] / max(ended - started, 1e-9),
-        }
-        return StepResult(metrics, is_finite)
+        watch.lap("optimizer")
+        metrics |= {"grad_norm": grad_norm, "lr": learning_rate}
+        return StepResult(metrics | self._speed(forests, metrics["tokens"], watch.seconds), is_finite)
+
+    def _speed(
+        self, forests: Sequence[TokenForest], tokens: int, seconds: dict[str, float]
+    ) -> dict[str, float]:
+        model = self.policy.model
+        return step_metrics(
+            forests,
+            StepSeconds(
+                forward=seconds["forward"],
+                backward=seconds.get("backward", 0.0),
+                optimizer=seconds["optimizer"],
+            ),
+            ModelShape.of(model.config),
+            peak_flops(model.device, self.options.autocast_dtype or model.dtype),
+            step_tokens=tokens,
+        )
 
     def kept(self) -> SavableModel:
         """What a checkpoint holds of the model."""
@@ -138,11 +158,13 @@ class StepComputer:
         """Write the optimizer's state."""
         save_optimizer(folder, self.policy.model, self.optimizer)
 
-    def _forward_backward(self, forests: Sequence[TokenForest], version: int) -> dict[str, Any]:
+    def _forward_backward(
+        self, forests: Sequence[TokenForest], version: int, watch: Stopwatch
+    ) -> dict[str, Any]:
         """The update's gradients, and what it reports, over all processes."""
         run = partial(
             forward_backward, self.policy.model, settings=self.settings, current_version=version,
-            options=self.options,
+            options=self.options, watch=watch,
         )  # fmt: skip
         if self.parallel is None:
             return run(forests)

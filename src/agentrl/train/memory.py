@@ -127,7 +127,7 @@ _FULL = ("can't allocate memory", "not enough memory", "CUDA out of memory", "ou
 
 
 @contextmanager
-def naming_the_knobs(config: MemoryConfig, mode: Checkpointing, max_tokens: int) -> Iterator[None]:
+def naming_the_knobs(config: MemoryConfig, max_tokens: int) -> Iterator[None]:
     """Turn running out of memory into a TrainingError that names the flags that would have helped."""
     try:
         yield
@@ -136,12 +136,12 @@ def naming_the_knobs(config: MemoryConfig, mode: Checkpointing, max_tokens: int)
             raise
         raise TrainingError(
             f"out of memory with micro-batches of --max_tokens {max_tokens}: {_first_line(error)}",
-            cure="; or ".join(_knobs(config, mode, max_tokens)),
+            cure="; or ".join(_knobs(config, max_tokens)),
         ) from error
 
 
-def _knobs(config: MemoryConfig, mode: Checkpointing, max_tokens: int) -> Sequence[str]:
-    knobs = []
+def _knobs(config: MemoryConfig, max_tokens: int) -> Sequence[str]:
+    knobs, mode = [], config.activation_checkpointing
     if mode == "none":
         knobs.append("set --activation_checkpointing selective, or full, which keeps less")
     elif mode == "selective":

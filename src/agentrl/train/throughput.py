@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,17 +107,16 @@ def _of_calls(item: DBRecordData) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSeconds:
-    """Wall-clock seconds of one step's parts on this rank."""
+    """Wall-clock seconds of one update's parts on this rank."""
 
-    pack: float
     forward: float
     backward: float
     optimizer: float
 
     @property
     def total(self) -> float:
-        """From the data in memory to new weights."""
-        return self.pack + self.forward + self.backward + self.optimizer
+        """From packed data to new weights."""
+        return self.forward + self.backward + self.optimizer
 
 
 def step_metrics(
@@ -126,16 +125,15 @@ def step_metrics(
     shape: ModelShape,
     peak_flops: float,
     *,
-    total_tokens: int | None = None,
+    step_tokens: int | None = None,
     positions: int | None = None,
 ) -> dict[str, float]:
-    """The speed of a step on one rank whose device does ``peak_flops`` FLOP/s.
+    """The speed of one update of a rank whose device does ``peak_flops`` FLOP/s and that ran ``forests``.
 
-    ``total_tokens`` are those of every model call as a row of its own (``call_tokens``), ``positions`` what
-    the executor ran, padding included; both are the tokens of ``forests`` where they are not given.
+    ``step_tokens`` are those of all ranks, ``positions`` what the executor ran, padding included; both are
+    the tokens of ``forests`` where they are not given.
     """
     tokens = sum(forest.tokens for forest in forests)
-    total, ran = total_tokens or tokens, positions or tokens
     flops = shape.step_flops(
         tokens,
         sum(forest.trainable_tokens for forest in forests),
@@ -143,18 +141,28 @@ def step_metrics(
     )
     elapsed = max(seconds.total, 1e-9)
     return {
-        "tokens_per_second": tokens / elapsed,
-        "unique_tokens": tokens,
-        "total_tokens": total,
-        "total_tokens_per_second": total / elapsed,
-        "sharing_ratio": total / max(tokens, 1),
-        "padding_efficiency": tokens / max(ran, 1),
+        "tokens_per_second": (step_tokens or tokens) / elapsed,
+        "padding_efficiency": tokens / max(positions or tokens, 1),
         "micro_batches": len(forests),
         "mfu": flops / elapsed / peak_flops,
         "tflops_per_second": flops / elapsed / 1e12,
-        "seconds_pack": seconds.pack,
         "seconds_forward": seconds.forward,
         "seconds_backward": seconds.backward,
         "seconds_forward_backward": seconds.forward + seconds.backward,
         "seconds_optimizer": seconds.optimizer,
+    }
+
+
+def sharing_metrics(metrics: Mapping[str, Any], total_tokens: int) -> dict[str, float]:
+    """What sharing prefixes saved in a step that reports ``metrics``.
+
+    ``total_tokens`` are those of every model call as a row of its own (``call_tokens``); the step computed
+    ``metrics["tokens"]`` of them.
+    """
+    ratio = total_tokens / max(metrics["tokens"], 1)
+    return {
+        "unique_tokens": metrics["tokens"],
+        "total_tokens": total_tokens,
+        "sharing_ratio": ratio,
+        "total_tokens_per_second": metrics["tokens_per_second"] * ratio,
     }

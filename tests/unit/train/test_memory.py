@@ -113,7 +113,7 @@ def test_a_model_that_cannot_recompute_is_refused() -> None:
 def test_out_of_memory_names_the_knobs(error: Exception, mode: Checkpointing, first: str) -> None:
     with (
         pytest.raises(TrainingError, match="out of memory") as raised,
-        naming_the_knobs(MemoryConfig(), mode, 8192),
+        naming_the_knobs(MemoryConfig(activation_checkpointing=mode), 8192),
     ):
         raise error
     assert raised.value.cure is not None
@@ -122,5 +122,5 @@ def test_out_of_memory_names_the_knobs(error: Exception, mode: Checkpointing, fi
 
 
 def test_other_errors_pass() -> None:
-    with pytest.raises(RuntimeError, match="shape"), naming_the_knobs(MemoryConfig(), "none", 8192):
+    with pytest.raises(RuntimeError, match="shape"), naming_the_knobs(MemoryConfig(), 8192):
         raise RuntimeError("shape mismatch")

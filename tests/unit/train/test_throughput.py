@@ -19,11 +19,12 @@ from agentrl.train.throughput import (
     StepSeconds,
     attention_pairs,
     call_tokens,
+    sharing_metrics,
     step_metrics,
     table_peak,
 )
 
-SECONDS = StepSeconds(pack=0.5, forward=1.0, backward=2.0, optimizer=0.5)
+SECONDS = StepSeconds(forward=1.0, backward=2.0, optimizer=1.0)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
@@ -78,18 +79,17 @@ def test_a_step() -> None:
     data = [tree(0), tree(0)]
     shared = share_prefixes(packed(data))
     shape = ModelShape.of(tiny_model("llama").config)
-    metrics = step_metrics(
-        [shared], SECONDS, shape, 1e9, total_tokens=call_tokens(data), positions=2 * shared.tokens
-    )
-    assert metrics["unique_tokens"] == 26
-    assert metrics["total_tokens"] == 96
-    assert metrics["sharing_ratio"] == pytest.approx(96 / 26)
-    assert metrics["tokens_per_second"] == pytest.approx(26 / 4)
-    assert metrics["total_tokens_per_second"] == pytest.approx(24)
+    metrics = step_metrics([shared], SECONDS, shape, 1e9, positions=2 * shared.tokens)
+    assert metrics["tokens_per_second"] == pytest.approx(shared.tokens / 4)
     assert metrics["padding_efficiency"] == 0.5
-    flops = shape.step_flops(26, shared.trainable_tokens, attention_pairs(shared))
+    flops = shape.step_flops(shared.tokens, shared.trainable_tokens, attention_pairs(shared))
     assert metrics["mfu"] == pytest.approx(flops / 4 / 1e9)
     assert metrics["seconds_forward_backward"] == 3.0
+    saved = sharing_metrics(metrics | {"tokens": shared.tokens}, call_tokens(data))
+    assert saved["unique_tokens"] == shared.tokens < 52
+    assert saved["total_tokens"] == 96
+    assert saved["sharing_ratio"] == pytest.approx(96 / shared.tokens)
+    assert saved["total_tokens_per_second"] == pytest.approx(24)
 
 
 def test_devices() -> None:
