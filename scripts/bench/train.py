@@ -1,0 +1,262 @@
+"""Measure a training step: merged against unmerged prefixes, against TRL, and the memory of logprobs.
+
+    python scripts/bench/train.py [--quick] [--only NAME ...] [--models NAME ...] [--trl FOLDER] [--json FILE]
+
+Every figure comes from a process of its own (train_child.py), and a ratio from two of them, started one after
+the other in this run. Seconds are the process's CPU seconds, which other work on the machine disturbs less;
+the wall-clock ratio stands beside them. Where FOLDER (default: .agentrl/trl) has no TRL:
+
+    pip install --no-deps --target .agentrl/trl trl datasets pyarrow pandas xxhash \\
+        dill==0.4.0 multiprocess==0.70.18
+
+Exits with 1 if a ratio misses its target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from train_work import SMOLLM, Group
+
+CHILD = Path(__file__).with_name("train_child.py")
+TIMEOUT_SECONDS = 3600.0
+
+TURNS = {
+    "tiny": Group(trajectories=8, turns=12, prompt=1536, output=32, observation=32),
+    "135M": Group(trajectories=4, turns=4, prompt=384, output=32, observation=32),
+}
+QUICK_TURNS = {
+    "tiny": Group(trajectories=8, turns=6, prompt=512, output=16, observation=16),
+    "135M": Group(trajectories=3, turns=3, prompt=128, output=16, observation=16),
+}
+UNEVEN = Group(trajectories=8, turns=1, prompt=256, output=64, observation=1, uneven=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One ratio beside its target; less is better where ``more`` is False. No target: to be read."""
+
+    what: str
+    ours: str
+    baseline: str
+    ratio: float
+    target: float | None = None
+    more: bool = True
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether the ratio meets its target; None where there is none."""
+        if self.target is None:
+            return None
+        return self.ratio >= self.target if self.more else self.ratio <= self.target
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What the command line asked for."""
+
+    quick: bool
+    threads: int
+    models: dict[str, str]
+    """Models by their name in the table: a shape of ``train_work.SHAPES``, or a folder."""
+    trl: Path
+    raw: dict[str, Any]
+    """Every child's answer, by name."""
+
+    def child(self, name: str, **wanted: Any) -> dict[str, Any]:
+        """Run one measurement in a process of its own."""
+        print(f"measuring {name} …", file=sys.stderr, flush=True)
+        ran = subprocess.run(
+            [sys.executable, str(CHILD), json.dumps(wanted)],
+            env=os.environ | {
+                "OMP_NUM_THREADS": str(self.threads), "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1",
+                "AGENTRL_BENCH_TRL": str(self.trl),
+            },
+            stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_SECONDS, check=True,
+        )  # fmt: skip
+        result: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+        self.raw[name] = {"wanted": wanted, **result}
+        return result
+
+
+def merging(bench: Bench) -> list[Row]:
+    """``group`` and ``trajectory`` against ``off`` on a group of multi-turn trajectories, per model."""
+    rows = []
+    for model, folder in bench.models.items():
+        group = (QUICK_TURNS if bench.quick else TURNS)[model]
+        found = {
+            way: bench.child(
+                f"merging {model} {way}", way=way, model=folder,
+                group=group.plain(), max_tokens=_budget(group), steps=1 if model == "135M" else 2,
+            )
+            for way in ("off", "trajectory", "group")
+        }  # fmt: skip
+        rows += _merged_rows(model, found)
+    return rows
+
+
+def _budget(group: Group) -> int:
+    """Tokens per micro-batch: the same for every way, and room for the merged group."""
+    data = group.data(1000)
+    return group.prompt + sum(item.tokens - group.prompt for item in data)
+
+
+def _merged_rows(model: str, found: dict[str, dict[str, Any]]) -> list[Row]:
+    off, group = found["off"], found["group"]
+    bound = off["tokens"] / group["tokens"]
+    rows = []
+    for way in ("trajectory", "group"):
+        speedup = off["cpu_seconds"] / found[way]["cpu_seconds"]
+        rows.append(Row(
+            what=f"{model}: {way} against off, CPU seconds",
+            ours=f"{found[way]['cpu_seconds']:.2f} s, {found[way]['tokens']} tokens",
+            baseline=f"{off['cpu_seconds']:.2f} s, {off['tokens']} tokens", ratio=speedup,
+        ))  # fmt: skip
+    rows.append(_ratio(f"{model}: the same for group, wall clock", off, group, "seconds", "s"))
+    speedup = off["cpu_seconds"] / group["cpu_seconds"]
+    rows += [
+        Row(
+            what=f"{model}: share of the bound, tokens computed once", ours=f"{speedup:.2f} x",
+            baseline=f"{bound:.2f} x", ratio=speedup / bound, target=0.8,
+        ),
+        Row(
+            what=f"{model}: share of the bound in FLOPs (attention on the mask, the head)",
+            ours=f"{speedup:.2f} x", baseline=f"{off['flops'] / group['flops']:.2f} x",
+            ratio=speedup / (off["flops"] / group["flops"]),
+        ),
+        Row(
+            what=f"{model}: peak memory above the model, group : off",
+            ours=_mib(group["peak_bytes"]), baseline=_mib(off["peak_bytes"]),
+            ratio=group["peak_bytes"] / off["peak_bytes"], more=False,
+        ),
+    ]  # fmt: skip
+    return rows
+
+
+def trl(bench: Bench) -> list[Row]:
+    """A step on uneven rows against TRL's: padded rows there, packed chains and shared prompts here."""
+    if not (bench.trl / "trl").is_dir():
+        print(f"{bench.trl} has no TRL; see --help for how to install it", file=sys.stderr)
+        return []
+    return [row for name, model in bench.models.items() for row in _against_trl(bench, name, model)]
+
+
+def _against_trl(bench: Bench, name: str, model: str) -> list[Row]:
+    common = {"model": model, "group": UNEVEN.plain(), "steps": 3 if name == "tiny" else 1}
+    theirs = bench.child(f"trl {name}", way="trl", rows=UNEVEN.trajectories, **common)
+    tokens = sum(item.tokens for item in UNEVEN.data(1000))
+    rows = []
+    for way, target in (("trajectory", 2.0), ("group", 4.0)):
+        ours = bench.child(f"trl {name} {way}", way=way, max_tokens=65536, **common)
+        rows += [
+            Row(
+                what=f"{name}: {way} against TRL, tokens/s", ours=f"{tokens / ours['cpu_seconds']:.0f}",
+                baseline=f"{tokens / theirs['cpu_seconds']:.0f}",
+                ratio=theirs["cpu_seconds"] / ours["cpu_seconds"], target=target,
+            ),
+            _ratio(f"{name}: the same, wall clock", theirs, ours, "seconds", "s"),
+            Row(
+                what=f"{name}: {way} against TRL, peak memory above the model",
+                ours=_mib(ours["peak_bytes"]), baseline=_mib(theirs["peak_bytes"]),
+                ratio=ours["peak_bytes"] / theirs["peak_bytes"], target=0.5, more=False,
+            ),
+            Row(
+                what=f"{name}: gradient norm, {way} : TRL", ours=f"{ours['grad_norm']:.6g}",
+                baseline=f"{theirs['grad_norm']:.6g}", ratio=ours["grad_norm"] / theirs["grad_norm"],
+            ),
+        ]  # fmt: skip
+    return rows
+
+
+def logprobs(bench: Bench) -> list[Row]:
+    """Peak memory of the projection onto 151,936 entries, beside hidden states, head and its gradient.
+
+    Against the size of the hidden states (that of their gradient) and of one chunk; as torch allocates it.
+    """
+    sizes = {
+        "tokens": 2048 if bench.quick else 32768, "vocabulary": 151936, "hidden": 64, "chunk": 1024,
+        "vocab_chunk": 8192,
+    }  # fmt: skip
+    found = bench.child("logprobs", way="logprobs", sizes=sizes)
+    ours = found["peak_bytes"] - found["weight_gradient_bytes"]
+    bound = found["hidden_bytes"] + found["chunk_bytes"]
+    return [
+        Row(
+            what=f"logprobs of {sizes['tokens']} tokens : hidden states + one chunk", ours=_mib(ours),
+            baseline=_mib(bound), ratio=ours / bound, target=1.2, more=False,
+        ),
+        Row(
+            what="the same : all the logits", ours=_mib(ours), baseline=_mib(found["logits_bytes"]),
+            ratio=ours / found["logits_bytes"], more=False,
+        ),
+    ]  # fmt: skip
+
+
+def _ratio(what: str, baseline: dict[str, Any], ours: dict[str, Any], key: str, unit: str) -> Row:
+    return Row(
+        what=what, ours=f"{ours[key]:.2f} {unit}", baseline=f"{baseline[key]:.2f} {unit}",
+        ratio=baseline[key] / ours[key],
+    )  # fmt: skip
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.0f} MiB"
+
+
+MEASURES: dict[str, Callable[[Bench], list[Row]]] = {"merging": merging, "trl": trl, "logprobs": logprobs}
+
+
+def main() -> int:
+    """Measure, print, and say by the exit code whether every target is met."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="smaller groups and models: a minute or two")
+    parser.add_argument(
+        "--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="measure only these"
+    )
+    parser.add_argument("--models", nargs="+", choices=TURNS, default=list(TURNS), help="train only these")
+    parser.add_argument("--trl", type=Path, default=Path(".agentrl/trl"), help="folder that has TRL")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each measurement")
+    parser.add_argument("--json", type=Path, help="also write the rows and every measurement to this file")
+    arguments = parser.parse_args()
+    known = {"tiny": "tiny"} | ({"135M": str(SMOLLM)} if SMOLLM.is_dir() else {})
+    if "135M" not in known:
+        print(f"{SMOLLM} is missing: `agentrl quickstart` fetches it", file=sys.stderr)
+    models = {name: known[name] for name in arguments.models if name in known}
+    bench = Bench(arguments.quick, arguments.threads, models, arguments.trl, {})
+    rows = [row for name in arguments.only for row in MEASURES[name](bench)]
+    where = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[1]:.1f}"
+    _print(f"A training step, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {where}", rows)
+    if arguments.json:
+        content = {"rows": [asdict(row) | {"passed": row.passed} for row in rows], "measured": bench.raw}
+        arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return int(any(row.passed is False for row in rows))
+
+
+def _print(title: str, rows: list[Row]) -> None:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("measured", "ours", "baseline", "ratio", "target", ""):
+        table.add_column(name, justify="left" if name in ("measured", "") else "right")
+    verdicts = {True: "pass", False: "FAIL", None: ""}
+    for row in rows:
+        limit = "–" if row.target is None else f"{'≥' if row.more else '≤'} {row.target:g}"
+        table.add_row(row.what, row.ours, row.baseline, f"{row.ratio:.3g}", limit, verdicts[row.passed])
+    Console(width=150, markup=False, highlight=False).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""One measurement in a process of its own, so that its peak memory is its own; prints a line of JSON.
+
+    python scripts/bench/train_child.py '{"way": "group", "model": "tiny", "group": {…}, …}'
+
+``way``: off, trajectory or group (prefix merging), trl, or logprobs. ``train.py`` starts it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from train_work import Group, load_model
+
+
+def main() -> int:
+    """Measure what the argument asks for."""
+    wanted = json.loads(sys.argv[1])
+    way = wanted["way"]
+    if way == "logprobs":
+        result = _logprobs(**wanted["sizes"])
+    elif way == "trl":
+        sys.path.append(os.environ["AGENTRL_BENCH_TRL"])
+        from train_trl import trl_step
+
+        model = load_model(wanted["model"])
+        data = Group(**wanted["group"]).data(_vocabulary(model))
+        result = _measured(model, trl_step(model, data, wanted["rows"]), wanted["steps"])
+    else:
+        result = _ours(way, wanted)
+    print(json.dumps(result))
+    return 0
+
+
+def _ours(way: str, wanted: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    from agentrl.batching.planner import build_micro_batches
+    from agentrl.config.schema import OptimConfig
+    from agentrl.losses.settings import LossSettings
+    from agentrl.train.optim import build_optimizer
+    from agentrl.train.step import forward_backward
+    from agentrl.train.throughput import ModelShape, attention_pairs
+
+    model = load_model(wanted["model"])
+    data = Group(**wanted["group"]).data(_vocabulary(model))
+    optimizer = build_optimizer(model, OptimConfig())
+    forests: list[Any] = []
+
+    def step() -> float:
+        forests[:] = build_micro_batches(
+            data, wanted["max_tokens"], vocab_size=_vocabulary(model), merging=way
+        )
+        forward_backward(model, forests, LossSettings(old_logprobs="recompute"), current_version=0)
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    result = _measured(model, step, wanted["steps"])
+    tokens = sum(forest.tokens for forest in forests)
+    flops = ModelShape.of(model.config).step_flops(
+        tokens,
+        sum(forest.trainable_tokens for forest in forests),
+        sum(attention_pairs(forest) for forest in forests),
+    )
+    return result | {"tokens": tokens, "micro_batches": len(forests), "flops": flops}
+
+
+def _measured(model: Any, step: Callable[[], float], steps: int) -> dict[str, Any]:
+    """The fastest of ``steps`` steps, the first one's gradient norm, and the peak above the loaded model."""
+    gc.collect()
+    before = _resident()
+    norms, wall, cpu = [], [], []
+    for _ in range(steps):
+        started = time.perf_counter(), time.process_time()
+        norms.append(step())
+        _wait()
+        wall.append(time.perf_counter() - started[0])
+        cpu.append(time.process_time() - started[1])
+    return {
+        "grad_norm": norms[0],
+        "seconds": min(wall),
+        "cpu_seconds": min(cpu),
+        "peak_bytes": _peak() - before,
+        "model_bytes": sum(4 * parameter.numel() for parameter in model.parameters()),
+    }
+
+
+def _wait() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _resident() -> int:
+    """Bytes in memory now: on the GPU where there is one, else of this process."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return int(torch.cuda.memory_allocated())
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def _peak() -> int:
+    import torch
+
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _vocabulary(model: Any) -> int:
+    return int(model.config.get_text_config().vocab_size)
+
+
+def _logprobs(tokens: int, vocabulary: int, hidden: int, chunk: int, vocab_chunk: int) -> dict[str, Any]:
+    """The most that torch holds at once in forward and backward of the projection, inputs apart."""
+    import torch
+
+    from agentrl.train.logprobs import OutputHead, token_logprobs
+
+    torch.manual_seed(0)
+    states = torch.randn(tokens, hidden, requires_grad=True)
+    weight = (torch.randn(vocabulary, hidden) * hidden**-0.5).requires_grad_()
+    parent, target = torch.arange(tokens), torch.randint(0, vocabulary, (tokens,))
+
+    def run() -> None:
+        logprobs, _ = token_logprobs(
+            states, OutputHead(weight), parent, target, chunk_size=chunk, vocab_chunk_size=vocab_chunk
+        )
+        logprobs.sum().backward()
+
+    return {
+        "peak_bytes": _peak_allocated(run),
+        "weight_gradient_bytes": 4 * vocabulary * hidden,
+        "hidden_bytes": 4 * tokens * hidden,
+        "chunk_bytes": 4 * chunk * vocab_chunk,
+        "logits_bytes": 4 * tokens * vocabulary,
+    }
+
+
+def _peak_allocated(run: Callable[[], object]) -> int:
+    """Bytes of tensors alive at once, at most, of those that ``run`` makes on the CPU."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    pending: list[Any] = list(recorded.profiler.kineto_results.experimental_event_tree())
+    changes: list[tuple[int, int]] = []
+    while pending:
+        event = pending.pop()
+        pending.extend(event.children)
+        if event.name == "[memory]":
+            changes.append((event.start_time_ns, event.extra_fields.alloc_size))
+    alive = peak = 0
+    for _, size in sorted(changes, key=lambda change: change[0]):
+        alive += size
+        peak = max(peak, alive)
+    return peak
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""What the training benchmark trains: models by name, groups of multi-turn trajectories, uneven rows."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.training import DBRecordData, Node, TrainableSpan
+
+SMOLLM = Path(".agentrl/models/SmolLM2-135M-Instruct")
+"""What `agentrl quickstart` fetches."""
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    },
+    "4b": {
+        "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    },
+}  # fmt: skip
+"""Qwen3 shapes with random weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Trajectories with a common prompt. Lengths are drawn between half and one and a half of the mean."""
+
+    trajectories: int
+    turns: int
+    prompt: int
+    output: int
+    """Mean tokens of a model call's output."""
+    observation: int
+    """Mean tokens of what comes between two calls."""
+    uneven: bool = False
+    """Output lengths are drawn from an exponential distribution, cut at four times the mean."""
+
+    def plain(self) -> dict[str, Any]:
+        """For the JSON file."""
+        return asdict(self)
+
+    def data(self, vocabulary: int, seed: int = 0) -> list[DBRecordData]:
+        """The group as the trainer gets it: a chain per trajectory, behavior logprobs near the policy's."""
+        rng = np.random.default_rng(seed)
+        prompt = rng.integers(0, vocabulary, self.prompt)
+        return [self._trajectory(rng, prompt, vocabulary, index) for index in range(self.trajectories)]
+
+    def _trajectory(
+        self, rng: np.random.Generator, prompt: np.ndarray[Any, Any], vocabulary: int, index: int
+    ) -> DBRecordData:
+        advantage = 1.0 if index % 2 else -1.0
+        spans, end = [], self.prompt
+        for call in range(self.turns):
+            start = end if call == 0 else end + self._draw(rng, self.observation)
+            end = start + self._output(rng)
+            spans.append(TrainableSpan(start=start, end=end, call=call, version=0, advantage=advantage))
+        trainable = sum(span.end - span.start for span in spans)
+        ids = np.concatenate([prompt, rng.integers(0, vocabulary, end - self.prompt)])
+        name = f"bench/{index}"
+        return DBRecordData(
+            id=name, record=name, task="bench", split="train", score=float(advantage > 0),
+            advantage=advantage, min_version=0, max_version=0, tokens=end, trainable_tokens=trainable,
+            turns=self.turns, nodes=(Node(start=0, end=end),), spans=tuple(spans),
+            input_ids=pack_ids(ids.tolist()),
+            behavior_logprobs=pack_floats([-float(np.log(vocabulary))] * trainable),
+        )  # fmt: skip
+
+    def _draw(self, rng: np.random.Generator, mean: int) -> int:
+        return int(rng.integers(max(1, mean // 2), mean + mean // 2 + 1))
+
+    def _output(self, rng: np.random.Generator) -> int:
+        if not self.uneven:
+            return self._draw(rng, self.output)
+        return int(np.clip(rng.exponential(self.output), 4, 4 * self.output))
+
+
+def load_model(name: str) -> Any:
+    """A model in float32 and training mode: a shape of ``SHAPES``, or a folder."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    from agentrl.train.model import disable_dropout
+
+    torch.manual_seed(0)
+    if name in SHAPES:
+        config = Qwen3Config(
+            **SHAPES[name],
+            max_position_embeddings=65536,
+            tie_word_embeddings=True,
+            attn_implementation="sdpa",
+        )
+        model: Any = Qwen3ForCausalLM(config)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation="sdpa")
+    disable_dropout(model)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").train()
