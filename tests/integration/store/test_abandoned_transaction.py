@@ -1,0 +1,37 @@
+"""A process that is killed in a transaction does not keep others from what it wrote for long."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+
+from agentrl.store.connection import Connection, patient
+
+pytestmark = pytest.mark.integration
+
+KILLED_IN_A_TRANSACTION = """
+import asyncio, os, signal, sys
+from agentrl.store.connection import Connection
+async def main():
+    connection = Connection(sys.argv[1], "abandoned", 10.0)
+    async with connection.session() as session:
+        await connection.collection("items").update_one({"_id": 1}, {"$inc": {"n": 1}}, session=session)
+        os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+
+
+async def test_what_a_killed_process_held_is_free_soon(mongo_uri: str) -> None:
+    connection = Connection(mongo_uri, "abandoned", 5.0)
+    items = connection.collection("items")
+    await items.insert_one({"_id": 1, "n": 0})
+    command = [sys.executable, "-c", KILLED_IN_A_TRANSACTION, mongo_uri]
+    process = await asyncio.create_subprocess_exec(*command)
+    assert await asyncio.wait_for(process.wait(), 60) == -9
+    with patient(45):
+        await connection.patiently(lambda: items.update_one({"_id": 1}, {"$inc": {"n": 10}}), "writing")
+    assert await items.find_one({}) == {"_id": 1, "n": 10}
+    await connection.client.drop_database("abandoned")
+    await connection.close()
