@@ -23,6 +23,9 @@ FULL_BYTES = 1 << 20
 
 _POLL_SECONDS = 0.01
 _REFUSE_SECONDS = 4.0
+_ACTIVE_SECONDS = 20.0
+"""How long a version is waited for that shows that training goes on, so that another comes soon."""
+
 _FLIPPED = 0x40
 _BREATH_SECONDS = 5.0
 """How long the database is there at least between two kills: it is away no longer than processes wait."""
@@ -119,14 +122,14 @@ class Injector:
         self.done[f"{fault.kind} connections"] += 1
 
     async def _corrupt(self, fault: Fault) -> None:
-        """Hold the engines back until a new version is there, damage it, let them look, and mend it."""
+        """Hold the engines back while a new version is published, damage it, let them look, and mend it."""
         engines = [actor for actor in self.actors.values() if actor.role == "engine"]
         async with self._weights_busy, _All(engines):
-            known = self._newest()
+            await self._next_version(_ACTIVE_SECONDS)
             for engine in engines:
                 engine.freeze()
             try:
-                version = await self._next_version(known, fault.seconds)
+                version = await self._next_version(fault.seconds)
                 damaged = version is not None and _flip(version)
             finally:
                 for engine in engines:
@@ -140,7 +143,9 @@ class Injector:
                 _flip(version)
         self.done["corrupt weights"] += 1
 
-    async def _next_version(self, known: str, seconds: float) -> Path | None:
+    async def _next_version(self, seconds: float) -> Path | None:
+        """The file of the next version that is published; None where there is none within ``seconds``."""
+        known = self._newest()
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self._newest() > known:
