@@ -89,12 +89,12 @@ def load_model(name: str) -> Any:
 
     torch.manual_seed(0)
     if name in SHAPES:
-        config = Qwen3Config(
-            **SHAPES[name],
-            max_position_embeddings=65536,
-            tie_word_embeddings=True,
-            attn_implementation="sdpa",
-        )
+        others = {
+            "max_position_embeddings": 65536,
+            "tie_word_embeddings": True,
+            "attn_implementation": "sdpa",
+        }
+        config = Qwen3Config(**(SHAPES[name] | others))
         model: Any = Qwen3ForCausalLM(config)
     else:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation="sdpa")
