@@ -22,6 +22,7 @@ from agentrl.config.load import Configs, parse
 from agentrl.config.schema import (
     AdapterConfig,
     LossConfig,
+    MemoryConfig,
     ModelConfig,
     OptimConfig,
     RunConfig,
@@ -66,7 +67,7 @@ def main(argv: list[str]) -> int:
         argv,
         command="agentrl sft",
         description='Supervised fine-tuning on JSONL lines {"messages": […], "tools": […]}, or on Records.',
-        shown=(RunConfig, ModelConfig, TaskConfig, OptimConfig, AdapterConfig, TrainConfig),
+        shown=(RunConfig, ModelConfig, TaskConfig, OptimConfig, AdapterConfig, TrainConfig, MemoryConfig),
         extra=(SFTConfig,),
     )
     from agentrl.observe.logging import setup
@@ -100,6 +101,7 @@ def _fine_tune(configs: Configs) -> None:
         loss=replace(configs[LossConfig], loss_calculater="CrossEntropy", kl_coef=0.0),
         optim=replace(configs[OptimConfig], num_epochs_per_batch=1, mini_batches=1),
         adapter=configs[AdapterConfig],
+        memory=configs[MemoryConfig],
         train=replace(train, max_tokens=_token_budget(data, train.max_tokens)),
         seed=seed,
     )
