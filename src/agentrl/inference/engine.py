@@ -181,6 +181,11 @@ class EngineClient:
     async def _call(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float
     ) -> dict[str, Any]:
+        return _object(await self._respond(method, path, body, timeout))
+
+    async def _respond(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float
+    ) -> httpx.Response:
         limits = httpx.Timeout(CONTROL_SECONDS, connect=_CONNECT_SECONDS, read=timeout)
         try:
             response = await self._http.request(method, path, json=body, timeout=limits)
@@ -194,7 +199,7 @@ class EngineClient:
         if response.status_code != 200:
             kind = EngineRefusedError if 400 <= response.status_code < 500 else EngineError
             raise kind(f"engine {self.url}{path} answered {response.status_code}: {response.text[:_EXCERPT]}")
-        return _object(response)
+        return response
 
     async def _check_ids(self, input_ids: Sequence[int]) -> None:
         if not input_ids:

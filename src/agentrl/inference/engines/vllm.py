@@ -25,7 +25,7 @@ def vllm_command(model_path: str, config: EngineConfig, *, port: int, model_name
         *("--host", config.host, "--port", str(port)),
         *("--max-num-seqs", str(config.max_running_requests)),
         *("--logprobs-mode", "processed_logprobs"),
-        *("--enable-scale-out", "--enable-server-load-tracking", "--enable-prompt-tokens-details"),
+        *("--enable-scale-out", "--enable-prompt-tokens-details"),
         "--disable-uvicorn-access-log",
     ]
     env = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from agentrl.inference.engine import (
 from agentrl.inference.sampling import SamplingParams
 
 _FLUSH_TRIES, _FLUSH_SECONDS = 10, 0.2
+_REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} (\S+)$", re.MULTILINE)
 _PAUSE = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 _RENAMED = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
 _UNTRUNCATED = SamplingParams()
@@ -47,8 +49,9 @@ class VllmClient(EngineClient):
         return {**await super().server_info(), "model_path": (await self.model_info()).model_path}
 
     async def load(self) -> int:
-        """As of EngineClient."""
-        return int((await self._get("/load"))["server_load"])
+        """As of EngineClient, from the metrics: ``/load`` counts some aborted requests for ever."""
+        metrics = (await self._respond("GET", "/metrics", None, CONTROL_SECONDS)).text
+        return sum(int(float(count)) for count in _REQUESTS.findall(metrics))
 
     async def pause(self, mode: PauseMode) -> None:
         """As of EngineClient; ``retract`` keeps the KV cache until weights are loaded, which drops it."""
