@@ -16,8 +16,7 @@ if [ "${1:-}" = "--fast" ]; then
   set -- tests/unit "$@"
 elif [ $# -eq 0 ]; then
   bash scripts/setup_sglang.sh
-  bash scripts/setup_vllm.sh
-  export AGENTRL_REQUIRE_ENGINES=1
+  export AGENTRL_REQUIRE_ENGINES=sglang
 fi
 
 "$bin/ruff" check .
