@@ -61,7 +61,7 @@ def check_output_head(model: nn.Module, hidden: Tensor, logits: Tensor, *, toler
     Raises ModelError: its head does something that its config does not declare.
     """
     head = output_head(model)
-    blocks = _Projection(head, 1.0, DEFAULT_VOCAB_CHUNK).blocks(hidden)  # each in the buffer of the one before
+    blocks = _Projection(head, 1.0, DEFAULT_VOCAB_CHUNK).blocks(hidden)  # all in one buffer
     ours = torch.cat([block.clone() for _, block in blocks], -1)
     error = float((ours - logits.float()).abs().max())
     if not error <= tolerance * max(1.0, float(logits.abs().max())):

@@ -8,7 +8,8 @@ from allocations import peak_allocated
 from tiny_models import tiny_model
 
 from agentrl.errors import ModelError
-from agentrl.train.logprobs import OutputHead, output_head, token_logprobs
+from agentrl.train import logprobs
+from agentrl.train.logprobs import OutputHead, check_output_head, output_head, token_logprobs
 
 N, T, H, V = 40, 29, 16, 53
 
@@ -148,3 +149,13 @@ def test_the_head_of_a_model() -> None:
     model.lm_head = torch.nn.Identity()
     with pytest.raises(ModelError, match="ends in Identity"):
         output_head(model)
+
+
+def test_a_head_is_checked_over_several_blocks_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "DEFAULT_VOCAB_CHUNK", 7)
+    model = tiny_model("qwen3")
+    hidden = torch.randn(5, model.config.hidden_size)
+    logits = hidden @ output_head(model).weight.T.detach()
+    check_output_head(model, hidden, logits)
+    with pytest.raises(ModelError, match="linear head"):
+        check_output_head(model, hidden, logits + 1.0 + logits.abs().max())
