@@ -12,16 +12,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
 import sys
 from collections.abc import Callable, Coroutine
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rows import Row, print_rows
 from store_claims import claim_latency, claim_rate
-from store_measure import Row, print_rows, server
+from store_measure import server
 from store_whole import whole
 from store_writing import reading, size, writing
 
@@ -54,8 +52,7 @@ def main() -> int:
         for name in arguments.only:
             print(f"measuring {name} …", file=sys.stderr, flush=True)
             rows += asyncio.run(MEASURES[name](uri, arguments.quick))
-    where = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[1]:.1f}"
-    print_rows(f"The store, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {where}", rows)
+    print_rows("The store", rows)
     if arguments.json:
         arguments.json.write_text(
             json.dumps([row.plain() for row in rows], indent=2) + "\n", encoding="utf-8"

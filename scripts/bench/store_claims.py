@@ -8,8 +8,9 @@ from datetime import timedelta
 from typing import Any
 
 from pymongo import ReturnDocument, WriteConcern
+from rows import Row
 from store_data import GENERATIONS, SPLIT, make_tasks
-from store_measure import Row, in_turn, percentile, ratio, run_database, stopwatch
+from store_measure import in_turn, percentile, ratio, run_database, stopwatch
 
 from agentrl.documents.base import now
 from agentrl.documents.task import record_key

@@ -1,4 +1,4 @@
-"""How the store's benchmark measures: a server of its own, two ways in turn, ratios beside targets."""
+"""How the store's benchmark measures: a server of its own, two ways in turn."""
 
 from __future__ import annotations
 
@@ -8,12 +8,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from agentrl.config.schema import RunConfig
 from agentrl.store.client import Store, open_store
@@ -21,29 +15,6 @@ from agentrl.store.embedded import EmbeddedMongo
 
 Timed = Callable[[], Awaitable[float]]
 """Does a round of work and returns its cost: seconds, or seconds for each thing done."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One ratio beside its target; more is better, or less where ``more`` is False. No target: to be read."""
-
-    what: str
-    ours: str
-    baseline: str
-    ratio: float
-    target: float | None
-    more: bool = True
-
-    @property
-    def passed(self) -> bool | None:
-        """Whether the ratio meets its target; None where there is none."""
-        if self.target is None:
-            return None
-        return self.ratio >= self.target if self.more else self.ratio <= self.target
-
-    def plain(self) -> dict[str, Any]:
-        """The row for the JSON file."""
-        return {**asdict(self), "passed": self.passed}
 
 
 @contextmanager
@@ -96,15 +67,3 @@ def percentile(values: list[float], share: float) -> float:
     """The value below which ``share`` of them lie."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def print_rows(title: str, rows: list[Row]) -> None:
-    """The table, on stdout."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("measured", "ours", "baseline", "ratio", "target", ""):
-        table.add_column(name, justify="left" if name in ("measured", "") else "right")
-    verdicts = {True: "pass", False: "FAIL", None: ""}
-    for row in rows:
-        limit = "–" if row.target is None else f"{'≥' if row.more else '≤'} {row.target:g}"
-        table.add_row(row.what, row.ours, row.baseline, f"{row.ratio:.3g}", limit, verdicts[row.passed])
-    Console(width=130, markup=False, highlight=False).print(table)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
+from rows import Row
 from store_data import GENERATIONS, SPLIT, make_call, make_data, make_tasks
-from store_measure import Row, in_turn, ratio, run_database, stopwatch
+from store_measure import in_turn, ratio, run_database, stopwatch
 from store_original import Original
 
 from agentrl.documents.dispatch import DispatchedSamplingTask

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import bson
+from rows import Row
 from store_data import (
     SPLIT,
     make_data,
@@ -15,7 +16,7 @@ from store_data import (
     with_plain_arrays,
     with_whole_conversations,
 )  # fmt: skip
-from store_measure import Row, in_turn, ratio, run_database, stopwatch
+from store_measure import in_turn, ratio, run_database, stopwatch
 
 from agentrl.documents.dispatch import DispatchedSamplingTask
 from agentrl.documents.record import Record

@@ -17,18 +17,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from rows import Row, print_rows
 from train_work import SMOLLM, Group
 
 CHILD = Path(__file__).with_name("train_child.py")
@@ -43,25 +39,6 @@ QUICK_TURNS = {
     "135M": Group(trajectories=3, turns=3, prompt=128, output=16, observation=16),
 }
 UNEVEN = Group(trajectories=8, turns=1, prompt=256, output=64, observation=1, uneven=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One ratio beside its target; less is better where ``more`` is False. No target: to be read."""
-
-    what: str
-    ours: str
-    baseline: str
-    ratio: float
-    target: float | None = None
-    more: bool = True
-
-    @property
-    def passed(self) -> bool | None:
-        """Whether the ratio meets its target; None where there is none."""
-        if self.target is None:
-            return None
-        return self.ratio >= self.target if self.more else self.ratio <= self.target
 
 
 @dataclass(frozen=True)
@@ -239,23 +216,11 @@ def main() -> int:
     models = {name: known[name] for name in arguments.models if name in known}
     bench = Bench(arguments.quick, arguments.threads, models, arguments.trl, {})
     rows = [row for name in arguments.only for row in MEASURES[name](bench)]
-    where = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[1]:.1f}"
-    _print(f"A training step, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {where}", rows)
+    print_rows("A training step", rows)
     if arguments.json:
-        content = {"rows": [asdict(row) | {"passed": row.passed} for row in rows], "measured": bench.raw}
+        content = {"rows": [row.plain() for row in rows], "measured": bench.raw}
         arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return int(any(row.passed is False for row in rows))
-
-
-def _print(title: str, rows: list[Row]) -> None:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("measured", "ours", "baseline", "ratio", "target", ""):
-        table.add_column(name, justify="left" if name in ("measured", "") else "right")
-    verdicts = {True: "pass", False: "FAIL", None: ""}
-    for row in rows:
-        limit = "–" if row.target is None else f"{'≥' if row.more else '≤'} {row.target:g}"
-        table.add_row(row.what, row.ours, row.baseline, f"{row.ratio:.3g}", limit, verdicts[row.passed])
-    Console(width=150, markup=False, highlight=False).print(table)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ async def server_time(connection: Connection) -> datetime:
     return moment.replace(tzinfo=UTC)
 
 
-class Section:
+class Section(ABC):
     """Checks the documents of one collection, page by page; ``inspect`` says what is wrong with one."""
 
     collection: str
@@ -111,9 +112,9 @@ class Section:
         self.connection = connection
         self.options = options
 
+    @abstractmethod
     async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
         """Check the documents of ``page``, read at ``moment``."""
-        raise NotImplementedError
 
     async def _inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
         """As ``inspect``; a document that no rule can read is a violation and spoils no other's check."""
@@ -156,16 +157,16 @@ class Section:
                     await self._inspect(moment, page, findings)
 
 
-class Whole:
+class Whole(ABC):
     """Checks what only the collection as a whole shows, in one snapshot; looked at again as a whole too."""
 
     def __init__(self, connection: Connection, options: CheckOptions) -> None:
         self.connection = connection
         self.options = options
 
+    @abstractmethod
     async def inspect(self, moment: Snapshot, findings: Findings) -> None:
         """Check at ``moment``."""
-        raise NotImplementedError
 
     async def scan(self, findings: Findings) -> None:
         """Check everything."""
