@@ -54,6 +54,14 @@ PY
 
 if installed; then exit 0; fi
 
+# One installer at a time; a second one waits here and then finds the stamp.
+mkdir -p "$venv"
+if command -v flock >/dev/null; then
+  exec 9>"$venv/.install.lock"
+  flock --wait 900 9 || fail "another installation has held $venv/.install.lock for 15 minutes"
+  if installed; then exit 0; fi
+fi
+
 python=$(find_python)
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || fail "cannot make $venv: install the venv module (Debian: apt install python3-venv)"
 pip() { PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip --quiet "$@" 2> >(grep -v '^WARNING: Location' >&2); }

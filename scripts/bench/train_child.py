@@ -127,6 +127,7 @@ def _logprobs(tokens: int, vocabulary: int, hidden: int, chunk: int, vocab_chunk
     """The most that torch holds at once in forward and backward of the projection, inputs apart."""
     import torch
 
+    from agentrl.train.allocations import peak_allocated
     from agentrl.train.logprobs import OutputHead, token_logprobs
 
     torch.manual_seed(0)
@@ -141,32 +142,12 @@ def _logprobs(tokens: int, vocabulary: int, hidden: int, chunk: int, vocab_chunk
         logprobs.sum().backward()
 
     return {
-        "peak_bytes": _peak_allocated(run),
+        "peak_bytes": peak_allocated(run),
         "weight_gradient_bytes": 4 * vocabulary * hidden,
         "hidden_bytes": 4 * tokens * hidden,
         "chunk_bytes": 4 * chunk * vocab_chunk,
         "logits_bytes": 4 * tokens * vocabulary,
     }
-
-
-def _peak_allocated(run: Callable[[], object]) -> int:
-    """Bytes of tensors alive at once, at most, of those that ``run`` makes on the CPU."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        run()
-    pending: list[Any] = list(recorded.profiler.kineto_results.experimental_event_tree())
-    changes: list[tuple[int, int]] = []
-    while pending:
-        event = pending.pop()
-        pending.extend(event.children)
-        if event.name == "[memory]":
-            changes.append((event.start_time_ns, event.extra_fields.alloc_size))
-    alive = peak = 0
-    for _, size in sorted(changes, key=lambda change: change[0]):
-        alive += size
-        peak = max(peak, alive)
-    return peak
 
 
 if __name__ == "__main__":

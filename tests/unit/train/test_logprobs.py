@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from allocations import peak_allocated
 from tiny_models import tiny_model
 
 from agentrl.errors import ModelError
 from agentrl.train import logprobs
+from agentrl.train.allocations import peak_allocated
 from agentrl.train.logprobs import OutputHead, check_output_head, output_head, token_logprobs
 
 N, T, H, V = 40, 29, 16, 53

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from allocations import peak_allocated
 from tiny_models import chains, packed, tiny_model
 
 from agentrl.config.memory import MemoryConfig
 from agentrl.config.schema import OptimConfig
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.losses.settings import LossSettings
+from agentrl.train.allocations import peak_allocated
 from agentrl.train.memory import (
     Checkpointing,
     OffloadedAdamW,

@@ -12,7 +12,7 @@ def peak_allocated(run: Callable[[], object]) -> int:
     """Bytes of tensors alive at once, at most, of those that ``run`` makes on the CPU."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         run()
-    pending: list[Any] = list(recorded.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    pending: list[Any] = list(recorded.profiler.kineto_results.experimental_event_tree())
     changes: list[tuple[int, int]] = []
     while pending:
         event = pending.pop()
