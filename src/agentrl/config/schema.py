@@ -220,10 +220,10 @@ class TrainConfig:
     data_wait_seconds: float = flag(3600.0, "give up when no step's worth of data comes for this long")
     report_to: str = flag("none", "trackers: none, tensorboard, wandb, mlflow; comma-separated")
     dp_replicate_size: int = flag(1, "copies of the model; each is sharded over the ranks that are left")
-    tp_size: int = flag(1, "tensor-parallel ranks")
-    pp_size: int = flag(1, "pipeline-parallel ranks")
-    cp_size: int = flag(1, "context-parallel ranks")
-    ep_size: int = flag(1, "expert-parallel ranks")
+    tp_size: int = flag(1, "ranks that compute each layer between them (tensor parallelism)")
+    pp_size: int = flag(1, "ranks that hold the layers one after the other (pipeline parallelism)")
+    cp_size: int = flag(1, "ranks that share the tokens of each trajectory (context parallelism)")
+    ep_size: int = flag(1, "ranks that hold the experts of a mixture between them (expert parallelism)")
     enable_sampling: bool = flag(
         True, "accepted from the original's scripts: sampling is a process of its own"
     )
@@ -235,7 +235,7 @@ class TrainConfig:
             self, "groups_per_step", "max_tokens", "max_trained_count", "save_steps", "save_total_limit",
             "publish_steps", "published_versions_kept", "loss_seq_chunk_size", "data_wait_seconds",
             "max_bad_steps",
-            "dp_replicate_size", "tp_size",
+            "dp_replicate_size", "tp_size", "pp_size", "cp_size", "ep_size",
         )  # fmt: skip
         require(
             self.published_versions_kept >= 2,
@@ -245,7 +245,7 @@ class TrainConfig:
         for name in ("pp_size", "cp_size", "ep_size"):
             require(
                 getattr(self, name) == 1,
-                f"--{name} is {getattr(self, name)}, and this trainer has data and tensor parallelism only",
+                f"--{name} is {getattr(self, name)}, and this trainer does not split its work so",
                 f"set --{name} 1; see --tp_size and --dp_replicate_size",
             )
 

@@ -20,7 +20,7 @@ def test_dp_shard_is_what_the_others_leave() -> None:
 
 
 def test_an_equation_that_does_not_hold_is_stated() -> None:
-    with pytest.raises(ConfigError, match="dp_replicate 1 × dp_shard × tp 4 = 6"):
+    with pytest.raises(ConfigError, match="pp 1 × dp_replicate 1 × dp_shard × cp 1 × ep 1 × tp 4 = 6"):
         plan_layout(TrainConfig(tp_size=4), 6)
 
 

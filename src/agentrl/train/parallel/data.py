@@ -24,10 +24,10 @@ from agentrl.train.step import ForwardOptions, Ranks, count_step
 
 
 def shard_layers(model: Any, mesh: Mesh) -> None:
-    """Shard each decoder layer over ``dp_shard``, copied over ``dp_replicate``; gradients are sums."""
+    """Shard each decoder layer over ``Layout.shard``, copied over ``dp_replicate``; gradients are sums."""
     layers: Sequence[nn.Module] = model.get_decoder().layers
     for layer in layers:
-        fully_shard(layer, mesh=mesh.devices["dp_replicate", "dp_shard"])
+        fully_shard(layer, mesh=mesh.dense["dp_replicate", "shard"])
 
 
 class RankedModel(nn.Module):
@@ -37,8 +37,8 @@ class RankedModel(nn.Module):
         super().__init__()
         self.model = model
         self._mesh = mesh
-        if mesh.layout.data > 1:
-            fully_shard(self, mesh=mesh.devices["dp_replicate", "dp_shard"], reshard_after_forward=False)
+        if mesh.layout.shard * mesh.layout.dp_replicate > 1:
+            fully_shard(self, mesh=mesh.dense["dp_replicate", "shard"], reshard_after_forward=False)
             for module in self.modules():
                 if isinstance(module, FSDPModule):
                     module.set_force_sum_reduction_for_comms(True)
@@ -127,7 +127,7 @@ class Parallel:
         return loss, metrics
 
     def _data_groups(self) -> list[ProcessGroup]:
-        return [self.mesh.group(name) for name in ("dp_shard", "dp_replicate")]
+        return [self.mesh.group(name) for name in ("ep", "dp_shard", "dp_replicate")]
 
 
 def share_of(forests: Sequence[TokenForest], ranks: int, rank: int) -> list[TokenForest]:

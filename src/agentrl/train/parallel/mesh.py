@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-DIMENSIONS = ("dp_replicate", "dp_shard", "tp")
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
 """The mesh's dimensions, the slowest first: tensor-parallel ranks are neighbours."""
 
 
@@ -21,10 +21,16 @@ DIMENSIONS = ("dp_replicate", "dp_shard", "tp")
 class Layout:
     """How many processes share the work along each dimension."""
 
+    pp: int = 1
+    """Stages of layers that the same data pass one after the other."""
     dp_replicate: int = 1
     """Copies of the model, each training other data."""
     dp_shard: int = 1
     """Processes that hold one copy between them and train different data (FSDP2)."""
+    cp: int = 1
+    """Processes that share the tokens of the same data between them."""
+    ep: int = 1
+    """Processes that train different data and hold the experts of a mixture between them."""
     tp: int = 1
     """Processes that compute one layer between them, on the same data."""
 
@@ -41,7 +47,12 @@ class Layout:
     @property
     def data(self) -> int:
         """Processes, or groups of them, that train different data."""
-        return self.dp_replicate * self.dp_shard
+        return self.dp_replicate * self.dp_shard * self.ep
+
+    @property
+    def shard(self) -> int:
+        """Processes that hold between them what is no expert (FSDP2): each computes other tokens."""
+        return self.dp_shard * self.cp * self.ep
 
 
 def plan_layout(config: TrainConfig, world: int) -> Layout:
@@ -49,23 +60,30 @@ def plan_layout(config: TrainConfig, world: int) -> Layout:
 
     Raises ConfigError, with the equation, where they do not divide ``world``.
     """
-    replicate, tensor = config.dp_replicate_size, config.tp_size
-    taken = replicate * tensor
+    sizes = {name: getattr(config, f"{name}_size") for name in DIMENSIONS if name != "dp_shard"}
+    taken = math.prod(sizes.values())
     if world % taken:
+        product = " × ".join(f"{name} {sizes[name]}" if name in sizes else name for name in DIMENSIONS)
+        larger = [f"--{name}_size" for name, size in sizes.items() if size > 1]
         raise ConfigError(
-            f"the mesh does not divide the {world} processes: dp_replicate {replicate} × dp_shard ×"
-            f" tp {tensor} = {world} has no whole dp_shard ({world} / {taken})",
-            cure=f"start a multiple of {taken} processes, or lower --dp_replicate_size or --tp_size",
+            f"the mesh does not divide the {world} processes: {product} = {world} has no whole dp_shard"
+            f" ({world} / {taken})",
+            cure=f"start a multiple of {taken} processes, or lower {' or '.join(larger)}",
         )
-    return Layout(dp_replicate=replicate, dp_shard=world // taken, tp=tensor)
+    return Layout(**sizes, dp_shard=world // taken)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The processes of a run in their layout."""
+    """The processes of a run in their layout: one mesh, and two in which neighbouring dimensions are one."""
 
     layout: Layout
     devices: DeviceMesh
+    """Of all ``DIMENSIONS``."""
+    dense: DeviceMesh
+    """``pp``, ``dp_replicate``, ``shard`` (``Layout.shard``), ``tp``: of parameters that are no experts."""
+    sparse: DeviceMesh
+    """``pp``, ``dp_replicate``, ``shard`` (without ``ep``), ``ep``, ``tp``: of experts."""
 
     @property
     def rank(self) -> int:
@@ -75,7 +93,10 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """Which share of the data this process trains, in [0, ``layout.data``)."""
-        return self.coordinate("dp_replicate") * self.layout.dp_shard + self.coordinate("dp_shard")
+        rank = 0
+        for name in ("dp_replicate", "dp_shard", "ep"):
+            rank = rank * int(getattr(self.layout, name)) + self.coordinate(name)
+        return rank
 
     def coordinate(self, name: str) -> int:
         """This process's place along dimension ``name``."""
@@ -90,7 +111,20 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """Lay out the processes; every process of an initialised group calls it."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    return Mesh(layout, init_device_mesh(device_type, layout.sizes, mesh_dim_names=DIMENSIONS))
+    world = init_device_mesh(device_type, (layout.world,), mesh_dim_names=("world",))
+    pipeline, replicas = layout.pp, layout.dp_replicate
+    return Mesh(
+        layout,
+        devices=world._unflatten(0, layout.sizes, DIMENSIONS),
+        dense=world._unflatten(
+            0, (pipeline, replicas, layout.shard, layout.tp), ("pp", "dp_replicate", "shard", "tp")
+        ),
+        sparse=world._unflatten(
+            0,
+            (pipeline, replicas, layout.dp_shard * layout.cp, layout.ep, layout.tp),
+            ("pp", "dp_replicate", "shard", "ep", "tp"),
+        ),
+    )
 
 
 def parallelize(model: Any, mesh: Mesh, config: TrainConfig) -> None:
@@ -104,5 +138,5 @@ def parallelize(model: Any, mesh: Mesh, config: TrainConfig) -> None:
 
     if mesh.layout.tp > 1:
         split_layers(model, mesh)
-    if mesh.layout.data > 1:
+    if mesh.layout.shard * mesh.layout.dp_replicate > 1:
         shard_layers(model, mesh)

@@ -35,7 +35,7 @@ def split_layers(model: Any, mesh: Mesh) -> None:
     check_divides(type(model).__name__, config, size)
     decoder = model.get_decoder()
     styles = _layer_styles(decoder, config)
-    devices = mesh.devices["tp"]
+    devices = mesh.dense["tp"]
     parallelize_module(decoder, devices, styles)
     for name, module in decoder.named_modules():
         if _planned(name, config) == PARTIAL_GRADIENT:
