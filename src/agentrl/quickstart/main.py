@@ -34,6 +34,7 @@ class Options:
     engine: str
     samplers: int
     seed: int
+    prefix_merging: str
     run_name: str | None
 
 
@@ -76,6 +77,10 @@ def _parse(argv: list[str]) -> Options:
     parser.add_argument("--engine", choices=("local", "sglang", "vllm"), default="local")
     parser.add_argument("--samplers", type=int, default=2, help="sampler processes (default: 2)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--prefix_merging", choices=("off", "trajectory", "group"), default="group",
+        help="what the trainer computes once (default: what a group shares)",
+    )  # fmt: skip
     parser.add_argument("--run_name", help="name of the run (default: quickstart, or the next free number)")
     options = Options(**vars(parser.parse_args(argv)))
     for name in ("steps", "minutes", "samplers"):
@@ -115,7 +120,10 @@ def _train(run: QuickstartRun, options: Options, model: Path) -> int:
         )
         trainer = Member(
             "trainer",
-            _agentrl("train", [*common, "--max_steps", str(run.steps)]),
+            _agentrl(
+                "train",
+                [*common, "--max_steps", str(run.steps), "--prefix_merging", options.prefix_merging],
+            ),
             None,
             _environment(threads=run.trainer_threads),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import AgentRLError
@@ -16,9 +16,15 @@ ENDS = 3  # steps that the first and the last reward average over
 
 @dataclass(frozen=True)
 class Outcome:
-    """The committed steps' rewards, and one Record to look at."""
+    """The committed steps' rewards and cost, and one Record to look at."""
 
     rewards: list[float]
+    seconds: float
+    """Of forward, backward and optimizer in a step: the median."""
+    tokens: float
+    """That a step computed; the mean."""
+    call_tokens: float
+    """That it would have computed with every model call as a row of its own; the mean."""
     record_id: str | None
     plot: Path
 
@@ -46,8 +52,15 @@ async def read_outcome(run: QuickstartRun, mongo_dir: str) -> Outcome:
             )
         plot = run.output / "curve.png"
         plot_curve(run.name, steps, plot)
-        rewards = [float(step.metrics["reward"]) for step in steps]
-        return Outcome(rewards, steps[-1].data[0] if steps[-1].data else None, plot)
+        metrics = [step.metrics for step in steps]
+        return Outcome(
+            rewards=[float(item["reward"]) for item in metrics],
+            seconds=median(item["seconds_forward_backward"] + item["seconds_optimizer"] for item in metrics),
+            tokens=fmean(item["unique_tokens"] for item in metrics),
+            call_tokens=fmean(item["total_tokens"] for item in metrics),
+            record_id=steps[-1].data[0] if steps[-1].data else None,
+            plot=plot,
+        )
 
 
 def print_report(run: QuickstartRun, outcome: Outcome) -> None:
@@ -55,6 +68,8 @@ def print_report(run: QuickstartRun, outcome: Outcome) -> None:
     agentrl = ".venv/bin/agentrl"
     lines = [
         "",
+        f"a step      {outcome.seconds:.1f} s of training (median), {outcome.tokens:,.0f} tokens computed"
+        f" for model calls of {outcome.call_tokens:,.0f}",
         f"plot        {outcome.plot}",
         f"checkpoint  {_newest_checkpoint(run.output)}",
         f"database    {run.name} in .agentrl/mongo (the server is stopped; `{agentrl} mongo up` starts it)",
