@@ -95,9 +95,10 @@ def test_stop_ends_a_server_that_ignores_sigterm_and_its_children(tmp_path: Path
     wait_gone(child)
 
 
-def test_a_server_and_its_workers_die_with_its_parent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", [[], ["nohup"]])
+def test_a_server_and_its_workers_die_with_its_parent(tmp_path: Path, launcher: list[str]) -> None:
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(tmp_path / "engine.log")],
+        [*launcher, sys.executable, "-c", PARENT, str(tmp_path / "engine.log")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

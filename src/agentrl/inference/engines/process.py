@@ -110,5 +110,10 @@ def free_port(host: str) -> int:
 
 
 def _tell_when_parent_ends() -> None:
-    """In the child, before the guard: have the kernel tell it when the parent is gone."""
+    """In the child, before the guard: have the kernel tell it when the parent is gone.
+
+    A shell cannot trap what it was started to ignore, as everything under nohup is started to ignore SIGHUP.
+    """
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
