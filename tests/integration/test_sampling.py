@@ -221,6 +221,24 @@ async def test_two_samplers_share_a_split_and_open_the_next_epochs_once(store: S
     assert sum(setting.sampler.scored for setting in settings) == 12
 
 
+async def test_an_epoch_that_another_opens_meanwhile_is_sampled_too(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store.tasks.load([task("a")])
+    setting = Setting(store, right_then_wrong(), epochs=2)
+    look = store.tasks.any_in
+
+    async def look_just_before(split: str, *statuses: TaskStatus) -> bool:
+        found = await look(split, *statuses)
+        if not found and TaskStatus.RUNNING in statuses:
+            await store.tasks.open_epoch("train", 1, 0, 2)
+        return found
+
+    monkeypatch.setattr(store.tasks, "any_in", look_just_before)
+    await setting.run()
+    assert (await store.tasks.counts("train"))[TaskStatus.COMPLETED] == 2
+
+
 async def test_stopping_hands_back_what_is_held(store: Store) -> None:
     await store.tasks.load([task("a", agent_name="test_sampling:sleepy")])
     setting = Setting(store, "x")

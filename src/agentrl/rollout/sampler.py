@@ -210,11 +210,14 @@ class Sampler:
                 self._news = False
                 await self._finalise_waiting()
             tasks, split = self._store.tasks, self._config.split
+            following = await self._following_epoch()  # before the tasks: one that opens now has open ones
             if await tasks.any_in(split, TaskStatus.CREATED, TaskStatus.RUNNING, TaskStatus.WAITING):
                 return False
             if not await tasks.any_in(split, TaskStatus.COMPLETED):
                 return False
-            return not await self._open_next_epoch()
+            if following is not None:
+                await self._open_next_epoch()
+            return following is None
 
         try:
             return await persist(look, what="progress", stop=stop)
@@ -224,18 +227,24 @@ class Sampler:
             raise
 
     async def _open_next_epoch(self) -> bool:
-        """Open the next epoch once no task waits for its first claim; True if there is one to work on."""
+        """Open the next epoch once no task waits for its first claim; True if this did."""
         plan, split = self._config.plan, self._config.split
         if await self._store.tasks.any_in(split, TaskStatus.CREATED):
             return False
-        following = max(await self._store.tasks.epochs(split), default=plan.epochs) + 1
-        if following >= plan.epochs:
+        following = await self._following_epoch()
+        if following is None:
             return False
         opened = await self._store.tasks.open_epoch(
             split, following, plan.seed, plan.num_generations, plan.shuffle
         )
         logger.info("epoch opened", extra={"epoch": following, "tasks": opened})
         return True
+
+    async def _following_epoch(self) -> int | None:
+        """The next epoch to open; None where all of the plan are open."""
+        epochs = await self._store.tasks.epochs(self._config.split)
+        following = max(epochs, default=self._config.plan.epochs) + 1
+        return following if following < self._config.plan.epochs else None
 
     async def _finalise_waiting(self) -> None:
         async with self._finalising:
