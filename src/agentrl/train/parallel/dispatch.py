@@ -63,11 +63,11 @@ class Dispatch:
         ep, tp = self.devices.shape
         expert = index.reshape(-1)
         pairs = own_pairs(expert, self.count, tp, self.devices.get_local_rank("tp"))
-        held_here = expert.new_tensor(range(self.count))
         sent = _count(expert[pairs], self.count, tp, ep)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.devices.get_group("ep"))
-        experts = held_here.repeat(ep).repeat_interleave(received.view(-1))
+        own = torch.arange(self.count, device=index.device)
+        experts = own.repeat(ep).repeat_interleave(received.view(-1))
         return Routes(pairs, sent.sum(1).tolist(), received.sum(1).tolist(), experts)
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from agentrl.errors import ConfigError
 from agentrl.train.parallel.dispatch import Dispatch
@@ -60,13 +61,13 @@ def check_experts(model: nn.Module, layout: Layout) -> None:
 
 def share_experts(model: nn.Module, mesh: Mesh) -> None:
     """Give each process of (ep, tp) its experts, sharded over the others, and let tokens travel to them."""
+    holders = mesh.sparse["ep", "tp"]._flatten("experts")
     for module in find_experts(model).values():
-        _share(module, mesh)
+        _share(module, mesh, holders)
 
 
-def _share(module: Any, mesh: Mesh) -> None:
-    devices = mesh.sparse["ep", "tp"]
-    dispatch = Dispatch(devices, module.num_experts // devices.size())
+def _share(module: Any, mesh: Mesh, holders: DeviceMesh) -> None:
+    dispatch = Dispatch(mesh.sparse["ep", "tp"], module.num_experts // holders.size())
     local = _without_weights(module)
     local.num_experts = dispatch.count
 
@@ -77,7 +78,7 @@ def _share(module: Any, mesh: Mesh) -> None:
         )
 
     for name, parameter in list(module.named_parameters(recurse=False)):
-        whole = distribute_tensor(parameter.detach(), devices, [Shard(0), Shard(0)], src_data_rank=None)
+        whole = distribute_tensor(parameter.detach(), holders, [Shard(0)], src_data_rank=None)
         setattr(module, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
     module.forward = forward
     if mesh.layout.shard * mesh.layout.dp_replicate > 1:
@@ -99,7 +100,7 @@ def _even_shards(size: int) -> Any:
     """Along which dimension FSDP splits a parameter: within each expert, where ``size`` divides it."""
 
     def choose(parameter: nn.Parameter) -> Shard:
-        shape = parameter.shape if not isinstance(parameter, DTensor) else parameter.to_local().shape
-        return Shard(next((place for place in range(1, len(shape)) if shape[place] % size == 0), 0))
+        sizes = enumerate(parameter.shape)
+        return Shard(next((place for place, length in sizes if place > 0 and length % size == 0), 0))
 
     return choose
