@@ -1,4 +1,4 @@
-"""Tokens to the experts that they are routed to, and back: by all-to-all between processes that share them."""
+"""Tokens travel to the experts that they are routed to, and back: by all-to-all between processes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Dispatch:
 
 
 def own_pairs(expert: Tensor, count: int, tp: int, tp_rank: int) -> Tensor:
-    """int64[P]: the places in ``expert`` int64[T·k] whose expert has ``tp_rank``, by expert, else in order."""
+    """int64[P]: where in ``expert`` int64[T·k] the experts of ``tp_rank`` are, by expert, else in order."""
     pairs = (expert // count % tp == tp_rank).nonzero().flatten()
     return pairs[expert[pairs].argsort(stable=True)]
 

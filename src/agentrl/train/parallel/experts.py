@@ -43,7 +43,7 @@ def find_experts(model: nn.Module) -> dict[str, Any]:
 
 
 def check_experts(model: nn.Module, layout: Layout) -> None:
-    """Raise ConfigError for a dense model with ``ep``, and for experts that ``ep`` × ``tp`` does not divide."""
+    """Raise ConfigError for ``ep`` without experts, and for experts that ``ep`` × ``tp`` does not divide."""
     kind, found, processes = type(model).__name__, find_experts(model), layout.ep * layout.tp
     if layout.ep > 1 and not found:
         raise ConfigError(
@@ -73,9 +73,7 @@ def _share(module: Any, mesh: Mesh, holders: DeviceMesh) -> None:
 
     def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         held = {name: parameter.to_local() for name, parameter in module.named_parameters(recurse=False)}
-        return dispatch(
-            hidden, index, weights, lambda *rows: torch.func.functional_call(local, held, rows)
-        )
+        return dispatch(hidden, index, weights, lambda *rows: torch.func.functional_call(local, held, rows))
 
     for name, parameter in list(module.named_parameters(recurse=False)):
         whole = distribute_tensor(parameter.detach(), holders, [Shard(0)], src_data_rank=None)

@@ -1,6 +1,6 @@
 """A program for torchrun: experts that two processes share, against whole ones in one process.
 
-    torchrun --nproc_per_node 2 tests/integration/distributed/experts.py
+    torchrun --nproc_per_node 2 tests/integration/distributed/shared_experts.py
 
 Rank 0 prints a line for each: kinds of experts and what computes them, whatever the routing, over ep and
 over tp; and a step of a model whose activations are recomputed.
@@ -20,7 +20,14 @@ import torch.distributed as dist
 from layouts import compare_step, compare_weights, computer, spread
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import (
+    DeepseekV3Config,
+    GptOssConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -93,7 +100,8 @@ def run(module: Any, seed: int, routing: str) -> list[Tensor]:
 
 def deviation(mesh: Mesh, kind: str, implementation: str, routing: str) -> float:
     """The largest difference of a result or gradient; inf where a process holds more than its share."""
-    whole, shared = experts_of(kind, implementation), nn.ModuleDict({"experts": experts_of(kind, implementation)})
+    whole = experts_of(kind, implementation)
+    shared = nn.ModuleDict({"experts": copy.deepcopy(whole)})
     share_experts(shared, mesh)
     count = mesh.layout.data
     expected = [run(whole, seed, routing) for seed in range(count)][mesh.data_rank]
