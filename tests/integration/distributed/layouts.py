@@ -62,6 +62,12 @@ CASES = {
     "tp2": Case(2, TrainConfig(tp_size=2), resumed=TrainConfig(dp_replicate_size=2)),
     "tp2_tied": Case(2, TrainConfig(tp_size=2), model="llama", tied=True),
     "fsdp2×tp2": Case(4, TrainConfig(tp_size=2), tied=True, resumed=TrainConfig()),
+    "ep2": Case(2, TrainConfig(ep_size=2), model="qwen3_moe"),
+    "ep_resumed": Case(2, TrainConfig(), model="qwen3_moe", resumed=TrainConfig(ep_size=2)),
+    "ep2×fsdp2": Case(4, TrainConfig(ep_size=2), model="qwen3_moe", resumed=TrainConfig(tp_size=2)),
+    "dp_replicate2×ep2": Case(4, TrainConfig(dp_replicate_size=2, ep_size=2), model="qwen3_moe"),
+    "tp2_moe": Case(2, TrainConfig(tp_size=2), model="qwen3_moe", resumed=TrainConfig(ep_size=2)),
+    "ep2×tp2": Case(4, TrainConfig(ep_size=2, tp_size=2), model="qwen3_moe"),
 }
 
 

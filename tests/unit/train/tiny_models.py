@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from agentrl.batching.forest import TokenForest, forest_from_data
 from agentrl.documents.packing import pack_floats, pack_ids
@@ -14,7 +22,7 @@ VOCABULARY = 61
 
 
 def tiny_model(kind: str, *, tied: bool = False, seed: int = 0, **overrides: object) -> PreTrainedModel:
-    """``llama`` or ``qwen3``: 2 layers, 4 heads over 2 key-value heads, in training mode."""
+    """``llama``, ``qwen3`` or ``qwen3_moe`` (2 of 8 experts): 2 layers, 4 heads over 2, in training mode."""
     torch.manual_seed(seed)
     numbers = {
         "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -23,6 +31,9 @@ def tiny_model(kind: str, *, tied: bool = False, seed: int = 0, **overrides: obj
     } | overrides  # fmt: skip
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(**numbers)).train()
+    if kind == "qwen3_moe":
+        mixture = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(norm_topk_prob=True, **(mixture | numbers))).train()
     return Qwen3ForCausalLM(Qwen3Config(**({"head_dim": 8} | numbers))).train()
 
 

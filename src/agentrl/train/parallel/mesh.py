@@ -134,8 +134,12 @@ def parallelize(model: Any, mesh: Mesh, config: TrainConfig) -> None:
     it. Raises ConfigError for a model that the layout cannot split.
     """
     from agentrl.train.parallel.data import shard_layers
+    from agentrl.train.parallel.experts import check_experts, share_experts
     from agentrl.train.parallel.tensor import split_layers
 
+    check_experts(model, mesh.layout)
+    if mesh.layout.ep * mesh.layout.tp > 1:
+        share_experts(model, mesh)
     if mesh.layout.tp > 1:
         split_layers(model, mesh)
     if mesh.layout.shard * mesh.layout.dp_replicate > 1:

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from agentrl.errors import ConfigError
+from agentrl.train.parallel.experts import is_experts
 from agentrl.train.parallel.gradients import mark_partial
 from agentrl.train.parallel.mesh import Mesh
 
@@ -47,7 +48,7 @@ def _layer_styles(decoder: nn.Module, config: Any) -> dict[str, ParallelStyle]:
     styles: dict[str, ParallelStyle] = {}
     for name, module in decoder.named_modules():
         style = _planned(name, config)
-        if style in (None, PARTIAL_GRADIENT):
+        if style in (None, PARTIAL_GRADIENT) or is_experts(module):
             continue
         if style not in _LINEAR or not isinstance(module, nn.Linear):
             raise ConfigError(
