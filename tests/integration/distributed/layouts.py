@@ -63,7 +63,7 @@ CASES = {
     "tp2_tied": Case(2, TrainConfig(tp_size=2), model="llama", tied=True),
     "fsdp2×tp2": Case(4, TrainConfig(tp_size=2), tied=True, resumed=TrainConfig()),
     "cp2": Case(2, TrainConfig(cp_size=2), tied=True),
-    "cp2×fsdp2": Case(4, TrainConfig(cp_size=2), model="llama", resumed=TrainConfig(dp_replicate_size=2)),
+    "cp2×fsdp2": Case(4, TrainConfig(cp_size=2), resumed=TrainConfig(dp_replicate_size=2)),
     "cp2×tp2": Case(4, TrainConfig(cp_size=2, tp_size=2), resumed=TrainConfig(cp_size=4)),
 }
 
