@@ -68,6 +68,10 @@ CASES = {
     "dp_replicate2×ep2": Case(4, TrainConfig(dp_replicate_size=2, ep_size=2), model="qwen3_moe"),
     "tp2_moe": Case(2, TrainConfig(tp_size=2), model="qwen3_moe", resumed=TrainConfig(ep_size=2)),
     "ep2×tp2": Case(4, TrainConfig(ep_size=2, tp_size=2), model="qwen3_moe"),
+    "cp2": Case(2, TrainConfig(cp_size=2), tied=True),
+    "cp2×fsdp2": Case(4, TrainConfig(cp_size=2), resumed=TrainConfig(dp_replicate_size=2)),
+    "cp2×ep2": Case(4, TrainConfig(cp_size=2, ep_size=2), model="qwen3_moe"),
+    "cp2×tp2": Case(4, TrainConfig(cp_size=2, tp_size=2), resumed=TrainConfig(cp_size=4)),
 }
 
 

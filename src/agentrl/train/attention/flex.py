@@ -25,11 +25,15 @@ MIN_HEAD_DIM = 16
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def mask_function(subtree_end: Tensor) -> MaskFunction:
-    """mask_mod(batch, head, query, key): True where the query is the key or follows it on a path."""
+def mask_function(subtree_end: Tensor, tokens: Tensor | None = None) -> MaskFunction:
+    """mask_mod(batch, head, query, key): True where the query is the key or follows it on a path.
+
+    With ``tokens``, query q is token ``tokens[q]``.
+    """
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (query < subtree_end[key])
+        token = query if tokens is None else tokens[query]
+        return (key <= token) & (token < subtree_end[key])
 
     return sees
 
@@ -54,15 +58,22 @@ def block_kinds(subtree_end: Ints, block: int = BLOCK) -> tuple[NDArray[np.bool_
     return (touched & ~full) | np.eye(len(ends), dtype=np.bool_), full
 
 
-def forest_block_mask(subtree_end: Ints, device: torch.device | str) -> BlockMask:
-    """The BlockMask of a forest whose ``subtree_end`` is padded to whole blocks, without N² work."""
-    partial, full = (_indices(kind, device) for kind in block_kinds(subtree_end))
+def forest_block_mask(subtree_end: Ints, device: torch.device | str, tokens: Ints | None = None) -> BlockMask:
+    """The BlockMask of a forest whose ``subtree_end`` is padded to whole blocks, without N² work.
+
+    ``tokens``: the queries, where they are not all tokens; whole blocks of them, in order.
+    """
+    kinds = block_kinds(subtree_end)
+    places = None if tokens is None else torch.from_numpy(tokens).to(device)
+    if tokens is not None:
+        partial, full = (kind[tokens[::BLOCK] // BLOCK] for kind in kinds)
+        kinds = partial, full
     return BlockMask.from_kv_blocks(
-        *partial,
-        *full,
+        *_indices(kinds[0], device),
+        *_indices(kinds[1], device),
         BLOCK_SIZE=BLOCK,
-        mask_mod=mask_function(torch.from_numpy(subtree_end).to(device)),
-        seq_lengths=(len(subtree_end), len(subtree_end)),
+        mask_mod=mask_function(torch.from_numpy(subtree_end).to(device), places),
+        seq_lengths=(len(subtree_end) if tokens is None else len(tokens), len(subtree_end)),
     )
 
 

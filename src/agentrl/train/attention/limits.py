@@ -48,13 +48,18 @@ def unmaskable(model: Any, forest: TokenForest) -> str | None:
     Layers that carry a state along the row (linear attention, convolutions, recurrences) read whatever was
     packed before; windows are measured along the row, and not in depth. Both are exact on a path alone.
     """
+    return unmaskable_at(model, forest.depth)
+
+
+def unmaskable_at(model: Any, depth: int) -> str | None:
+    """``unmaskable`` for all forests of up to ``depth`` tokens on a path."""
     config = model.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or ())
     stateful = sorted(layers - _FULL - set(_WINDOWED))
     if stateful or getattr(model, "_is_stateful", False):
         return f"{', '.join(stateful) or 'a recurrent state'}, which goes on from one sequence into the next"
     window = attention_window(config)
-    if window is not None and forest.depth > window:
+    if window is not None and depth > window:
         return f"layers that see {window} tokens back, fewer than a sequence has"
     return None
 

@@ -36,6 +36,16 @@ class Segment:
         """Tokens before the segment."""
         return sum(end - start for start, end in self.ancestors)
 
+    @property
+    def path(self) -> list[tuple[int, int]]:
+        """Token ranges from the root to the segment's end, adjacent ones in one."""
+        joined: list[tuple[int, int]] = []
+        for start, end in (*self.ancestors, (self.start, self.end)):
+            if joined and joined[-1][1] == start:
+                start = joined.pop()[0]
+            joined.append((start, end))
+        return joined
+
 
 def split_segments(forest: TokenForest) -> list[Segment]:
     """The segments of ``forest``, in order; they tile its tokens."""
@@ -113,8 +123,8 @@ def segment_attention(
     outputs = [
         scaled_dot_product_attention(
             query[:, :, segment.start : segment.end],
-            _along_path(key, segment),
-            _along_path(value, segment),
+            along_path(key, segment),
+            along_path(value, segment),
             attn_mask=mask,
             dropout_p=dropout,
             is_causal=mask is None,
@@ -126,12 +136,10 @@ def segment_attention(
     return torch.cat(outputs, 2).transpose(1, 2), None
 
 
-def _along_path(states: Tensor, segment: Segment) -> Tensor:
-    """[1, heads, ancestors + m, d]: the states of a segment's ancestors and its own."""
-    own = states[:, :, segment.start : segment.end]
-    if not segment.ancestors:
-        return own
-    return torch.cat([*(states[:, :, start:end] for start, end in segment.ancestors), own], 2)
+def along_path(states: Tensor, segment: Segment) -> Tensor:
+    """[1, heads, ancestors + m, d]: the states of a segment's ancestors and its own; a view if adjacent."""
+    pieces = [states[:, :, start:end] for start, end in segment.path]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
 
 
 AttentionInterface.register(IMPLEMENTATION, segment_attention)

@@ -18,6 +18,7 @@ from agentrl.losses.metrics import TokenMetrics
 from agentrl.losses.reduce import Denominators
 from agentrl.train.attention import run_forest
 from agentrl.train.logprobs import OutputHead, output_head, token_logprobs
+from agentrl.train.parallel.context import context_logprobs
 from agentrl.train.parallel.gradients import clip_gradients, sum_partial_gradients
 from agentrl.train.parallel.mesh import Mesh
 from agentrl.train.step import ForwardOptions, Ranks, count_step
@@ -46,6 +47,8 @@ class RankedModel(nn.Module):
 
     def forward(self, forest: TokenForest, options: ForwardOptions) -> tuple[Tensor, Tensor]:
         """Logprob (float32[T], with gradient) and entropy (float32[T]) of each trainable token."""
+        if self._mesh.layout.cp > 1:
+            return context_logprobs(self.model, forest, options, self._head(), self._mesh.group("cp"))
         device = self.model.device
         with torch.autocast(device.type, options.autocast_dtype, options.autocast_dtype is not None):
             hidden = run_forest(self.model, forest, options.executor)

@@ -133,10 +133,13 @@ def parallelize(model: Any, mesh: Mesh, config: TrainConfig) -> None:
     Its parameters become DTensors, of which each process holds its part; ``parallel.data.RankedModel`` runs
     it. Raises ConfigError for a model that the layout cannot split.
     """
+    from agentrl.train.parallel.context import check_context
     from agentrl.train.parallel.data import shard_layers
     from agentrl.train.parallel.experts import check_experts, share_experts
     from agentrl.train.parallel.tensor import split_layers
 
+    if mesh.layout.cp > 1:
+        check_context(model, config.max_tokens)
     check_experts(model, mesh.layout)
     if mesh.layout.ep * mesh.layout.tp > 1:
         share_experts(model, mesh)
