@@ -242,7 +242,7 @@ class TrainConfig:
             f"--published_versions_kept is {self.published_versions_kept}",
             "keep at least 2: engines may still be loading the version before the newest",
         )
-        for name in ("pp_size", "cp_size", "ep_size"):
+        for name in ("cp_size", "ep_size"):
             require(
                 getattr(self, name) == 1,
                 f"--{name} is {getattr(self, name)}, and this trainer does not split its work so",

@@ -53,6 +53,7 @@ class Case:
     model: str = "qwen3"
     tied: bool = False
     resumed: TrainConfig = ALL_SHARDED
+    layers: int = 2
 
 
 CASES = {
@@ -62,6 +63,12 @@ CASES = {
     "tp2": Case(2, TrainConfig(tp_size=2), resumed=TrainConfig(dp_replicate_size=2)),
     "tp2_tied": Case(2, TrainConfig(tp_size=2), model="llama", tied=True),
     "fsdp2×tp2": Case(4, TrainConfig(tp_size=2), tied=True, resumed=TrainConfig()),
+    "pp2": Case(2, TrainConfig(pp_size=2)),
+    "pp2_tied": Case(2, TrainConfig(pp_size=2), model="llama", tied=True),
+    "fsdp2_to_pp2": Case(2, TrainConfig(), tied=True, resumed=TrainConfig(pp_size=2)),
+    "pp3": Case(3, TrainConfig(pp_size=3), layers=4),
+    "pp2×fsdp2": Case(4, TrainConfig(pp_size=2), tied=True, resumed=TrainConfig(tp_size=2)),
+    "pp2×tp2": Case(4, TrainConfig(pp_size=2, tp_size=2), tied=True, resumed=TrainConfig(pp_size=2)),
 }
 
 
@@ -112,7 +119,7 @@ def resume(saved: StepComputer, config: TrainConfig, folder: Path) -> StepComput
 
 def largest_deviations(case: Case, folder: Path) -> dict[str, float]:
     """Train alone and together for some steps, and go on from a checkpoint in another layout."""
-    model = tiny_model(case.model, tied=case.tied, vocab_size=64)
+    model = tiny_model(case.model, tied=case.tied, vocab_size=64, num_hidden_layers=case.layers)
     alone = computer(copy.deepcopy(model))
     together = spread(model, case.config)
     worst = {"loss": 0.0, "grad_norm": 0.0, "weights": 0.0, "resumed": 0.0}

@@ -98,6 +98,11 @@ class Mesh:
             rank = rank * int(getattr(self.layout, name)) + self.coordinate(name)
         return rank
 
+    @property
+    def is_last_stage(self) -> bool:
+        """True where hidden states become logprobs."""
+        return self.coordinate("pp") == self.layout.pp - 1
+
     def coordinate(self, name: str) -> int:
         """This process's place along dimension ``name``."""
         return int(self.devices.get_local_rank(name))
@@ -131,12 +136,19 @@ def parallelize(model: Any, mesh: Mesh, config: TrainConfig) -> None:
     """Spread ``model``, whole and equal on every process, over ``mesh``, in place.
 
     Its parameters become DTensors, of which each process holds its part; ``parallel.data.RankedModel`` runs
-    it. Raises ConfigError for a model that the layout cannot split.
+    it. With stages of layers, those of the others leave it. Raises ConfigError for a model that the layout
+    cannot split, ModelError for one that is not its layers one after the other.
     """
     from agentrl.train.parallel.data import shard_layers
+    from agentrl.train.parallel.stages import check_stages, deal_model, keep_stage
     from agentrl.train.parallel.tensor import split_layers
 
+    shares = deal_model(model, mesh.layout.pp) if mesh.layout.pp > 1 else []
+    if shares:
+        check_stages(model, shares)
     if mesh.layout.tp > 1:
         split_layers(model, mesh)
+    if shares:
+        keep_stage(model, mesh.coordinate("pp"), shares)
     if mesh.layout.shard * mesh.layout.dp_replicate > 1:
         shard_layers(model, mesh)
