@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
@@ -23,9 +23,7 @@ def sum_tied_gradients(model: Any, stages: ProcessGroup) -> nn.Parameter | None:
     weight = tied_weight(model)
     if stage not in (0, last) or weight is None or not weight.requires_grad:
         return None
-    if weight.grad is None:
-        weight.grad = torch.zeros_like(weight)
-    own = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+    own = _placed_gradient(weight)
     sent, other = own.contiguous(), torch.empty_like(own, memory_format=torch.contiguous_format)
     peer = last - stage
     operations = [
@@ -36,3 +34,15 @@ def sum_tied_gradients(model: Any, stages: ProcessGroup) -> nn.Parameter | None:
         work.wait()
     own.add_(other)
     return weight if stage == last else None
+
+
+def _placed_gradient(weight: nn.Parameter) -> Tensor:
+    """This process's part of the gradient of ``weight``, which is split as ``weight`` is from here on.
+
+    A tensor-parallel embedding's is whole on every process.
+    """
+    gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    if isinstance(gradient, DTensor) and isinstance(weight, DTensor):
+        gradient = gradient.redistribute(weight.device_mesh, weight.placements)
+    weight.grad = gradient
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
