@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "train"))
 from tiny_models import chains, packed, tiny_model, tree
@@ -31,6 +32,7 @@ from agentrl.train.optim import build_optimizer
 from agentrl.train.parallel.data import Parallel, RankedModel
 from agentrl.train.parallel.gradients import split_by_mesh
 from agentrl.train.parallel.mesh import build_mesh, parallelize, plan_layout
+from agentrl.train.parallel.stages import tied_weight
 from agentrl.train.parallel.state import gather_weights
 from agentrl.train.parallel.together import GatheredModel
 from agentrl.train.reference import Anchors
@@ -147,6 +149,7 @@ def largest_deviations(case: Case, folder: Path) -> dict[str, float]:
         for key, value in compare_step(alone, together, case, step).items():
             worst[key] = max(worst[key], value)
     worst["weights"] = compare_weights(alone, together)
+    check_copies(together)
     resumed = resume(together, case, folder)
     for step in range(STEPS, STEPS + 2):
         worst["resumed"] = max(worst["resumed"], *compare_step(alone, resumed, case, step).values())
@@ -171,6 +174,16 @@ def compare_weights(alone: StepComputer, together: StepComputer) -> float:
         return 0.0
     assert weights.keys() == plain.keys()
     return max(float((weights[key] - plain[key]).abs().max()) for key in plain)
+
+
+def check_copies(together: StepComputer) -> None:
+    """A tied embedding that two stages hold is equal on both, bit by bit."""
+    parallel, weight = cast("Parallel", together.parallel), tied_weight(together.policy.model)
+    own = weight.to_local() if isinstance(weight, DTensor) else weight
+    copies: list[Any] = [None] * parallel.mesh.layout.pp
+    dist.all_gather_object(copies, own, group=parallel.mesh.group("pp"))
+    first, last = copies[0], copies[-1]
+    assert (first is None and last is None) or torch.equal(first, last)
 
 
 def main() -> int:

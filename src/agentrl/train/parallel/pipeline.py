@@ -26,7 +26,7 @@ from agentrl.train.step_loss import StepLoss
 
 
 @dataclass(frozen=True, slots=True)
-class _UnderWay:
+class UnderWay:
     """A forest between its forward and its backward on this stage."""
 
     forest: TokenForest
@@ -74,7 +74,7 @@ class Pipeline:
 
         A stage runs as many forests ahead as stages follow it, then a forward and a backward in turn.
         """
-        under_way: deque[_UnderWay] = deque()
+        under_way: deque[UnderWay] = deque()
         ahead = min(len(forests), self._stages - 1 - self._stage)
         for forest in forests[:ahead]:
             received, _ = self._exchange(states_of=forest)
@@ -101,16 +101,16 @@ class Pipeline:
         received: Tensor | None,
         loss: StepLoss,
         watch: Stopwatch,
-    ) -> _UnderWay:
+    ) -> UnderWay:
         if received is not None:
             received.requires_grad_()
         output = self.ranked(forest, options, received)
         output = loss.add(forest, *output) if self._is_last else output
         watch.lap("forward")
-        return _UnderWay(forest, received, output, self.model.config._attn_implementation)
+        return UnderWay(forest, received, output, self.model.config._attn_implementation)
 
     def _backward(
-        self, item: _UnderWay, gradient: Tensor | None, watch: Stopwatch, *, is_final: bool
+        self, item: UnderWay, gradient: Tensor | None, watch: Stopwatch, *, is_final: bool
     ) -> Tensor | None:
         """Add up this stage's gradients (reduced over sharding processes once, in the end); returns that of
         what it received."""
