@@ -242,12 +242,6 @@ class TrainConfig:
             f"--published_versions_kept is {self.published_versions_kept}",
             "keep at least 2: engines may still be loading the version before the newest",
         )
-        for name in ("pp_size",):
-            require(
-                getattr(self, name) == 1,
-                f"--{name} is {getattr(self, name)}, and this trainer does not split its work so",
-                f"set --{name} 1; see --tp_size and --dp_replicate_size",
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

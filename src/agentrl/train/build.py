@@ -72,8 +72,8 @@ def build_computer(
     enable_checkpointing(policy.model, mode, offload=recipe.memory.activation_offload)
     if recipe.memory.torch_compile:
         compile_layers(policy.model)
-    parallel = _spread(policy.model, layout, device, recipe.train) if team else None
     freeze(policy.model, recipe.optim.freeze)
+    parallel = _spread(policy.model, layout, device, recipe.train) if team else None
     optimizer = build_optimizer(policy.model, recipe.optim, recipe.memory)
     if parallel is not None:
         optimizer.param_groups[:] = split_by_mesh(optimizer.param_groups)

@@ -23,7 +23,7 @@ from agentrl.train.memory import naming_the_knobs
 from agentrl.train.model import Policy
 from agentrl.train.reference import Anchors
 from agentrl.train.shards import save_optimizer
-from agentrl.train.step import ForwardOptions, count_tokens, forest_logprobs, forward_backward
+from agentrl.train.step import ForwardOptions, count_tokens, each_logprobs, forward_backward
 from agentrl.train.throughput import ModelShape, StepSeconds, call_tokens, sharing_metrics, step_metrics
 from agentrl.train.updates import join_metrics, split_updates
 from agentrl.weights.folder import SavableModel
@@ -92,9 +92,9 @@ class StepComputer:
         return StepResult(metrics | sharing_metrics(metrics, call_tokens(data)), is_finite=True)
 
     def _anchored(self, forests: Sequence[TokenForest]) -> Sequence[TokenForest]:
-        if self.parallel is not None:
-            return self.anchors.attach(forests, self.parallel.ranks.logprobs, self.options)
-        return self.anchors.attach(forests, partial(forest_logprobs, self.policy.model), self.options)
+        ranks = None if self.parallel is None else self.parallel.ranks
+        policy = partial(each_logprobs, self.policy.model, ranks=ranks)
+        return self.anchors.attach(forests, policy, self.options)
 
     def _pack(self, data: Sequence[DBRecordData]) -> list[TokenForest]:
         """This process's micro-batches of ``data``."""

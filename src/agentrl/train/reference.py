@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -16,15 +16,15 @@ from agentrl.config.schema import LossConfig, ModelConfig
 from agentrl.errors import ModelError
 from agentrl.train.lora import Adapter
 from agentrl.train.model import Policy, base_folder, disable_dropout, load_model
-from agentrl.train.step import ForwardOptions, forest_logprobs
+from agentrl.train.step import ForwardOptions, each_logprobs
 
 if TYPE_CHECKING:
     from torch import nn
 
 logger = logging.getLogger(__name__)
 
-Logprobs = Callable[[TokenForest, ForwardOptions], tuple[Tensor, Tensor]]
-"""``forest_logprobs`` of some model."""
+Logprobs = Callable[[Sequence[TokenForest], ForwardOptions], Iterable[tuple[Tensor, Tensor]]]
+"""``each_logprobs`` of some model."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,19 @@ class Anchors:
         self, forests: Sequence[TokenForest], policy: Logprobs, options: ForwardOptions
     ) -> list[TokenForest]:
         """The forests with what is asked for, computed once each and kept in the CPU's memory."""
-        anchored = []
-        for forest in forests:
-            if self.start:
-                forest = replace(forest, start_logprob=_numbers(policy(forest, options)))
-            if self.reference is not None:
-                found = self.reference.logprobs(forest, policy, options)
-                forest = replace(forest, reference_logprob=_numbers(found))
-            anchored.append(forest)
+        anchored = list(forests)
+        if self.start:
+            computed = policy(anchored, options)
+            anchored = [
+                replace(forest, start_logprob=_numbers(found))
+                for forest, found in zip(anchored, computed, strict=True)
+            ]
+        if self.reference is not None:
+            computed = self.reference.logprobs(anchored, policy, options)
+            anchored = [
+                replace(forest, reference_logprob=_numbers(found))
+                for forest, found in zip(anchored, computed, strict=True)
+            ]
         return anchored
 
 
@@ -58,13 +63,14 @@ class Reference:
     adapter: Adapter | None = None
 
     def logprobs(
-        self, forest: TokenForest, policy: Logprobs, options: ForwardOptions
-    ) -> tuple[Tensor, Tensor]:
-        """Logprob and entropy of each trainable token."""
+        self, forests: Sequence[TokenForest], policy: Logprobs, options: ForwardOptions
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logprob and entropy of each trainable token, of each forest in turn."""
         if self.adapter is None:
-            return forest_logprobs(self.model, forest, options)
+            yield from each_logprobs(self.model, forests, options)
+            return
         with self.adapter.disabled():
-            return policy(forest, options)
+            yield from policy(forests, options)
 
 
 def build_reference(

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from agentrl.batching.forest import TokenForest, forest_from_sequences
 from agentrl.batching.sharing import share_prefixes
 from agentrl.errors import ForestError
-from agentrl.losses.batch import TokenBatch, TrajectoryMeans
 from agentrl.losses.metrics import TokenMetrics
-from agentrl.losses.old_policy import old_logprobs
-from agentrl.losses.reduce import Denominators, reduce_losses
-from agentrl.losses.registry import get_loss, reads_trajectory, token_losses
+from agentrl.losses.reduce import Denominators
+from agentrl.losses.registry import reads_trajectory
 from agentrl.losses.settings import LossSettings
 from agentrl.train.attention import run_forest, usable_executors
 from agentrl.train.attention.implementation import use_attention
@@ -29,6 +26,7 @@ from agentrl.train.logprobs import (
     output_head,
     token_logprobs,
 )
+from agentrl.train.step_loss import StepLoss, TrajectorySums, token_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +44,20 @@ class ForwardOptions:
     """Matrix products in this dtype; the logits stay float32."""
 
 
+class Stages(Protocol):
+    """Stages of layers that every forest passes; this process computes one of them."""
+
+    def logprobs(
+        self, forests: Sequence[TokenForest], options: ForwardOptions
+    ) -> Iterable[tuple[Tensor, Tensor]]:
+        """``forest_logprobs`` of each, without gradient, on every stage."""
+
+    def train(
+        self, forests: Sequence[TokenForest], options: ForwardOptions, loss: StepLoss, watch: Stopwatch
+    ) -> None:
+        """Forward and backward of all; the last stage adds to ``loss``, which stays 0 on the others."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
     """How one process of several computes its share of a step."""
@@ -56,6 +68,8 @@ class Ranks:
     """Sums the loss and the metrics of all processes."""
     total: Callable[[Tensor], Tensor]
     """The sum of a tensor over all processes that train different data."""
+    stages: Stages | None = None
+    """What runs the forests in place of ``logprobs`` where the layers are spread over processes."""
 
 
 def forest_logprobs(
@@ -87,25 +101,6 @@ def count_step(forests: Sequence[TokenForest]) -> Denominators:
     return total
 
 
-@dataclass(frozen=True, slots=True)
-class TrajectorySums:
-    """Sums over the trainable tokens of each trajectory of a step; float64[trajectories] or longer."""
-
-    log_ratio: Tensor
-    """Σ log πθ/π_old."""
-    log_weight: Tensor
-    """Σ log π_old/μ."""
-
-    def means(self, forest: TokenForest) -> TrajectoryMeans:
-        """The means of ``forest``'s rows."""
-        device = self.log_ratio.device
-        number = torch.from_numpy(forest.trajectory).to(device)
-        count = torch.from_numpy(np.maximum(forest.row_tokens, 1)).to(device)
-        return TrajectoryMeans(
-            (self.log_ratio[number] / count).float(), (self.log_weight[number] / count).float()
-        )
-
-
 @torch.no_grad()
 def trajectory_sums(
     model: Any,
@@ -130,14 +125,28 @@ def trajectory_sums(
     if not found[0]:
         return None
     sums = torch.zeros(2, int(found[1]), dtype=torch.float64, device=model.device)
-    for forest in forests:
-        logprobs, _ = _logprobs(model, forest, options, ranks)
+    computed = each_logprobs(model, forests, options or ForwardOptions(), ranks)
+    for forest, (logprobs, _) in zip(forests, computed, strict=True):
         batch = token_batch(forest, logprobs, settings, current_version)
         number = torch.from_numpy(forest.trajectory[forest.row]).to(model.device)
         sums.index_add_(1, number, torch.stack([batch.log_ratio, batch.log_weight]).double())
     if ranks is not None:
         sums = ranks.total(sums)
     return TrajectorySums(sums[0], sums[1])
+
+
+def each_logprobs(
+    model: Any, forests: Sequence[TokenForest], options: ForwardOptions, ranks: Ranks | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """``forest_logprobs`` of each forest in turn; with ``ranks``, of the model that they hold together.
+
+    Called under ``no_grad``: stages of layers keep nothing to go back through.
+    """
+    if ranks is not None and ranks.stages is not None:
+        yield from ranks.stages.logprobs(forests, options)
+        return
+    for forest in forests:
+        yield _logprobs(model, forest, options, ranks)
 
 
 def _logprobs(
@@ -179,22 +188,18 @@ def forward_backward(
         model, forests, settings, current_version=current_version, options=options, ranks=ranks
     )
     watch = watch or Stopwatch(model.device)
-    loss, metrics = 0.0, TokenMetrics()
-    for forest in forests:
-        if forest.trainable_tokens == 0 and ranks is None:
-            continue
-        logprobs, entropy = _logprobs(model, forest, options, ranks)
-        means = None if sums is None else sums.means(forest)
-        batch = token_batch(forest, logprobs, settings, current_version, means)
-        result = token_losses(batch, settings)
-        share = reduce_losses(
-            result.losses, batch.mask, batch.row, batch.trajectories, whole, settings, batch.lengths
-        )
-        watch.lap("forward")
-        backward(share)
-        loss += float(share.detach())
-        watch.lap("backward")
-        metrics = metrics + TokenMetrics.of(batch, result, entropy)
+    found = StepLoss(settings=settings, current_version=current_version, whole=whole, sums=sums)
+    if ranks is not None and ranks.stages is not None:
+        ranks.stages.train(forests, options or ForwardOptions(), found, watch)
+    else:
+        for forest in forests:
+            if forest.trainable_tokens == 0 and ranks is None:
+                continue
+            share = found.add(forest, *_logprobs(model, forest, options, ranks))
+            watch.lap("forward")
+            backward(share)
+            watch.lap("backward")
+    loss, metrics = found.loss, found.metrics
     if ranks is not None:
         loss, metrics = ranks.join(loss, metrics)
     return {"loss": loss, **count_tokens(forests), **metrics.report()}
@@ -207,47 +212,6 @@ def count_tokens(forests: Sequence[TokenForest]) -> dict[str, int]:
         "trainable_tokens": sum(forest.trainable_tokens for forest in forests),
         "trajectories": round(count_step(forests).trajectories),
     }
-
-
-def token_batch(
-    forest: TokenForest,
-    logprobs: Tensor,
-    settings: LossSettings,
-    current_version: int,
-    means: TrajectoryMeans | None = None,
-) -> TokenBatch:
-    """A forest's trainable tokens as losses take them. Supervised data have no behavior policy: μ = πθ.
-
-    ``means`` are needed where the forest holds parts of trajectories and the loss reads whole ones.
-    """
-    row, version, advantages, behavior, lengths = (
-        torch.from_numpy(array).to(logprobs.device)
-        for array in (
-            forest.row, forest.version, forest.advantage, forest.behavior_logprob, forest.row_tokens
-        )
-    )  # fmt: skip
-    start, reference = (
-        None if array is None else torch.from_numpy(array).to(logprobs.device)
-        for array in (forest.start_logprob, forest.reference_logprob)
-    )
-    if not get_loss(settings.loss_calculater).from_policy:
-        behavior = logprobs.detach()
-    return TokenBatch(
-        logprobs=logprobs,
-        old_logprobs=old_logprobs(
-            settings.old_logprobs, logprobs if start is None else start, behavior, version, current_version
-        ),
-        reference_logprobs=reference,
-        behavior_logprobs=behavior,
-        advantages=advantages,
-        row=row,
-        version=version,
-        mask=torch.ones_like(row, dtype=torch.bool),
-        current_version=current_version,
-        trajectories=forest.trajectories,
-        lengths=lengths,
-        means=means,
-    )
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "train"))
 from tiny_models import chains, packed, tiny_model, tree
@@ -25,13 +26,16 @@ from tiny_models import chains, packed, tiny_model, tree
 from agentrl.config.schema import OptimConfig, TrainConfig
 from agentrl.losses.settings import LossSettings
 from agentrl.train.compute import StepComputer
+from agentrl.train.memory import enable_checkpointing
 from agentrl.train.model import Policy
 from agentrl.train.optim import build_optimizer
 from agentrl.train.parallel.data import Parallel, RankedModel
 from agentrl.train.parallel.gradients import split_by_mesh
 from agentrl.train.parallel.mesh import build_mesh, parallelize, plan_layout
+from agentrl.train.parallel.stages import tied_weight
 from agentrl.train.parallel.state import gather_weights
 from agentrl.train.parallel.together import GatheredModel
+from agentrl.train.reference import Anchors
 from agentrl.train.shards import load_optimizer
 from agentrl.train.step import ForwardOptions
 
@@ -53,6 +57,11 @@ class Case:
     model: str = "qwen3"
     tied: bool = False
     resumed: TrainConfig = ALL_SHARDED
+    layers: int = 2
+    recomputes: bool = False
+    """Activations, in the layout alone."""
+    whole_steps: bool = False
+    """Two passes of GSPO against recomputed logprobs, over a tree that is cut into parts."""
 
 
 CASES = {
@@ -72,11 +81,21 @@ CASES = {
     "cp2×fsdp2": Case(4, TrainConfig(cp_size=2), resumed=TrainConfig(dp_replicate_size=2)),
     "cp2×ep2": Case(4, TrainConfig(cp_size=2, ep_size=2), model="qwen3_moe"),
     "cp2×tp2": Case(4, TrainConfig(cp_size=2, tp_size=2), resumed=TrainConfig(cp_size=4)),
+    "pp2": Case(2, TrainConfig(pp_size=2)),
+    "pp2_tied": Case(2, TrainConfig(pp_size=2), model="llama", tied=True),
+    "fsdp2_to_pp2": Case(2, TrainConfig(), tied=True, resumed=TrainConfig(pp_size=2)),
+    "pp3": Case(3, TrainConfig(pp_size=3), layers=4, recomputes=True),
+    "pp2_gspo": Case(2, TrainConfig(pp_size=2), resumed=TrainConfig(pp_size=2), whole_steps=True),
+    "pp2×fsdp2": Case(4, TrainConfig(pp_size=2), tied=True, resumed=TrainConfig(tp_size=2)),
+    "pp2×ep2": Case(4, TrainConfig(pp_size=2, ep_size=2), model="qwen3_moe"),
+    "pp2×cp2": Case(4, TrainConfig(pp_size=2, cp_size=2), tied=True),
+    "pp2×tp2": Case(4, TrainConfig(pp_size=2, tp_size=2), tied=True, resumed=TrainConfig(pp_size=2)),
 }
 
 
-def computer(model: Any, parallel: Parallel | None = None) -> StepComputer:
+def computer(model: Any, case: Case, parallel: Parallel | None = None) -> StepComputer:
     """What trains ``model``, alone or together with other processes."""
+    loss = {"loss_calculater": "GSPO", "old_logprobs": "recompute"} if case.whole_steps else {}
     optimizer = build_optimizer(model, OPTIM)
     if parallel is not None:
         optimizer = torch.optim.AdamW(split_by_mesh(optimizer.param_groups))
@@ -85,12 +104,14 @@ def computer(model: Any, parallel: Parallel | None = None) -> StepComputer:
         policy=Policy(model, cast("Any", None), Path(), None),
         optimizer=optimizer,
         scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
-        settings=LossSettings(importance_weight_cap_ratio=math.inf),
+        settings=LossSettings(importance_weight_cap_ratio=math.inf, **cast("Any", loss)),
         options=ForwardOptions(),
-        max_tokens=64,
+        max_tokens=24 if case.whole_steps else 64,
         prefix_merging="group",
         max_grad_norm=OPTIM.max_grad_norm,
         parallel=parallel,
+        anchors=Anchors(start=case.whole_steps),
+        epochs=2 if case.whole_steps else 1,
     )
 
 
@@ -100,47 +121,58 @@ def step_data(step: int) -> list[Any]:
     return [packed(part) for part in (data[:2], data[2:3], data[3:4], data[4:6], data[6:])]
 
 
-def spread(model: Any, config: TrainConfig) -> StepComputer:
+def run_step(trained: StepComputer, case: Case, step: int) -> dict[str, Any]:
+    """The metrics of one step."""
+    if not case.whole_steps:
+        return trained.train_forests(step_data(step), 1).metrics
+    data = [*chains(step, 6), tree(step)]
+    assert any(forest.holds_parts for forest in trained._pack(data))
+    return trained.train(data, 1).metrics
+
+
+def spread(model: Any, case: Case, config: TrainConfig) -> StepComputer:
     """What trains ``model`` in a layout."""
+    enable_checkpointing(model, "full" if case.recomputes else "none")
     mesh = build_mesh(plan_layout(config, dist.get_world_size()), "cpu")
     parallelize(model, mesh, config)
-    return computer(model, Parallel(mesh, RankedModel(model, mesh)))
+    return computer(model, case, Parallel(mesh, RankedModel(model, mesh)))
 
 
-def resume(saved: StepComputer, config: TrainConfig, folder: Path) -> StepComputer:
-    """Save model and optimizer, and load them in another layout."""
+def resume(saved: StepComputer, case: Case, folder: Path) -> StepComputer:
+    """Save model and optimizer, and load them in the other layout."""
     weights = gather_weights(saved.policy.model)
     if dist.get_rank() == 0:
         GatheredModel(saved.policy.model, weights).save_pretrained(str(folder / "model"))
     saved.save_optimizer(folder / "optimizer")
     dist.barrier()
     model = type(saved.policy.model).from_pretrained(folder / "model", attn_implementation="sdpa").train()
-    resumed = spread(model, config)
+    resumed = spread(model, case, case.resumed)
     load_optimizer(folder / "optimizer", model, resumed.optimizer)
     return resumed
 
 
 def largest_deviations(case: Case, folder: Path) -> dict[str, float]:
     """Train alone and together for some steps, and go on from a checkpoint in another layout."""
-    model = tiny_model(case.model, tied=case.tied, vocab_size=64)
-    alone = computer(copy.deepcopy(model))
-    together = spread(model, case.config)
+    model = tiny_model(case.model, tied=case.tied, vocab_size=64, num_hidden_layers=case.layers)
+    alone = computer(copy.deepcopy(model), case)
+    together = spread(model, case, case.config)
     worst = {"loss": 0.0, "grad_norm": 0.0, "weights": 0.0, "resumed": 0.0}
     for step in range(STEPS):
-        for key, value in compare_step(alone, together, step).items():
+        for key, value in compare_step(alone, together, case, step).items():
             worst[key] = max(worst[key], value)
     worst["weights"] = compare_weights(alone, together)
-    resumed = resume(together, case.resumed, folder)
+    check_copies(together)
+    resumed = resume(together, case, folder)
     for step in range(STEPS, STEPS + 2):
-        worst["resumed"] = max(worst["resumed"], *compare_step(alone, resumed, step).values())
+        worst["resumed"] = max(worst["resumed"], *compare_step(alone, resumed, case, step).values())
     worst["resumed"] = max(worst["resumed"], compare_weights(alone, resumed))
     return worst
 
 
-def compare_step(alone: StepComputer, together: StepComputer, step: int) -> dict[str, float]:
+def compare_step(alone: StepComputer, together: StepComputer, case: Case, step: int) -> dict[str, float]:
     """Relative deviations of one step's loss and gradient norm; the other metrics must be there."""
-    expected = alone.train_forests(step_data(step), 1).metrics
-    found = together.train_forests(step_data(step), 1).metrics
+    expected = run_step(alone, case, step)
+    found = run_step(together, case, step)
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     for key in COUNTS:
         assert found[key] == expected[key], f"{key} {found[key]}, not {expected[key]}"
@@ -154,6 +186,16 @@ def compare_weights(alone: StepComputer, together: StepComputer) -> float:
         return 0.0
     assert weights.keys() == plain.keys()
     return max(float((weights[key] - plain[key]).abs().max()) for key in plain)
+
+
+def check_copies(together: StepComputer) -> None:
+    """A tied embedding that two stages hold is equal on both, bit by bit."""
+    parallel, weight = cast("Parallel", together.parallel), tied_weight(together.policy.model)
+    own = weight.to_local() if isinstance(weight, DTensor) else weight
+    copies: list[Any] = [None] * parallel.mesh.layout.pp
+    dist.all_gather_object(copies, own, group=parallel.mesh.group("pp"))
+    first, last = copies[0], copies[-1]
+    assert (first is None and last is None) or torch.equal(first, last)
 
 
 def main() -> int:

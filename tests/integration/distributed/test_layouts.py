@@ -12,7 +12,7 @@ PROGRAM = Path(__file__).with_name("layouts.py")
 
 @pytest.mark.integration
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("layout", ["fsdp2", "tp2", "cp2", "ep2"])
+@pytest.mark.parametrize("layout", ["fsdp2", "tp2", "cp2", "ep2", "pp2_tied"])
 def test_a_layout_trains_like_one_process_and_resumes_in_another(layout: str, tmp_path: Path) -> None:
     finished = subprocess.run(
         [

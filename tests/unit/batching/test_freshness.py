@@ -19,7 +19,8 @@ from agentrl.errors import ConfigError
 from agentrl.losses.reduce import reduce_losses
 from agentrl.losses.registry import token_losses
 from agentrl.losses.settings import LossSettings
-from agentrl.train.step import count_step, token_batch
+from agentrl.train.step import count_step
+from agentrl.train.step_loss import token_batch
 
 SPANS = ((2, 4, 1), (4, 7, 2), (8, 10, 4))
 """(start, end, version)."""

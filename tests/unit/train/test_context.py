@@ -19,7 +19,7 @@ from agentrl.train.attention.flex import BLOCK, forest_block_mask
 from agentrl.train.attention.sdpa import forest_mask
 from agentrl.train.parallel.attend import shared_attention
 from agentrl.train.parallel.chunks import TokenShare, share_tokens
-from agentrl.train.parallel.context import check_context, context_logprobs
+from agentrl.train.parallel.context import Context, check_context
 from agentrl.train.parallel.exchange import TokenExchange
 from agentrl.train.step import ForwardOptions
 from agentrl.train.throughput import attention_pairs
@@ -170,9 +170,9 @@ def test_a_window_that_a_sequence_may_outgrow_is_refused() -> None:
 
 
 def test_an_executor_that_shares_no_tokens_is_refused() -> None:
-    forest, nothing = packed(chains()), cast(Any, None)
+    context = Context(tiny_model("llama"), cast(Any, None))
     with pytest.raises(ConfigError, match="'paths' does not share tokens"):
-        context_logprobs(tiny_model("llama"), forest, ForwardOptions(executor="paths"), nothing, nothing)
+        context.run(packed(chains()), ForwardOptions(executor="paths"))
 
 
 def test_a_layer_that_is_not_told_who_shares_its_tokens_is_refused() -> None:

@@ -24,12 +24,6 @@ def test_an_equation_that_does_not_hold_is_stated() -> None:
         plan_layout(TrainConfig(tp_size=4), 6)
 
 
-@pytest.mark.parametrize("name", ["pp_size"])
-def test_a_dimension_that_the_trainer_has_not_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"--{name} is 2"):
-        TrainConfig(**{name: 2})  # type: ignore[arg-type]
-
-
 def test_shares_are_equally_many_and_balanced_and_lose_nothing() -> None:
     forests = [packed(chains(seed, 1 + seed % 3)) for seed in range(7)]
     shares = [share_of(forests, 4, rank) for rank in range(4)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -18,6 +20,7 @@ from agentrl.train.logprobs import OutputHead, token_logprobs
 from agentrl.train.parallel.attend import IMPLEMENTATION, TILE
 from agentrl.train.parallel.chunks import TokenShare, share_tokens
 from agentrl.train.parallel.exchange import TokenExchange
+from agentrl.train.parallel.stages import receiving
 from agentrl.train.step import ForwardOptions
 
 
@@ -32,60 +35,76 @@ def check_context(model: Any, max_tokens: int) -> None:
         )
 
 
-def context_logprobs(
-    model: Any, forest: TokenForest, options: ForwardOptions, head: OutputHead, group: ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    """Logprob (float32[T], with gradient) and entropy (float32[T]) of each trainable token of ``forest``.
+@dataclass(frozen=True)
+class Context:
+    """This process's part of running forests whose tokens the processes of ``group`` share.
 
-    Every process of ``group`` calls it with the same forest, computes its share of the tokens, and gets the
-    whole result; the gradients of the model are its own tokens' part, of which the sum is taken elsewhere.
+    Each calls the same methods with the same forests.
     """
-    exchange, device = TokenExchange(group), model.device
-    is_flex = _is_flex(model, options.executor)
-    share = share_tokens(forest, exchange.ranks, group.rank(), block=BLOCK if is_flex else 1)
-    with torch.autocast(device.type, options.autocast_dtype, options.autocast_dtype is not None):
-        hidden = _run_share(model, share, exchange, is_flex=is_flex)
-    mine, parent = share.targets()
-    logprobs, entropy = token_logprobs(
-        hidden,
-        head,
-        torch.from_numpy(parent).to(device),
-        torch.from_numpy(forest.input_ids[forest.target[mine]]).to(device),
-        temperature=options.temperature,
-        chunk_size=options.chunk_size,
-        vocab_chunk_size=options.vocab_chunk_size,
-    )
-    places = torch.from_numpy(mine).to(device)
-    count = forest.trainable_tokens
-    return exchange.join(logprobs, places, count), exchange.join(entropy, places, count)
 
+    model: Any
+    group: ProcessGroup
 
-def _is_flex(model: Any, executor: str) -> bool:
-    if executor not in ("auto", "flex", "varlen"):
-        raise ConfigError(
-            f"attention executor {executor!r} does not share tokens between processes",
-            cure="use auto, flex or varlen",
+    def run(self, forest: TokenForest, options: ForwardOptions, received: Tensor | None = None) -> Tensor:
+        """Hidden states [n, H] of this process's tokens; ``received``: those before, from another stage."""
+        is_flex = self._is_flex(options.executor)
+        check_limits(self.model)
+        use_attention(self.model, IMPLEMENTATION)
+        share, model = self._share(forest), self.model
+        tokens, device = share.tokens, model.device
+        seen: dict[str, Any] = (
+            {"block_mask": forest_block_mask(share.forest.subtree_end, device, tokens)}
+            if is_flex
+            else {"segments": share.segments(TILE)}
         )
-    return has_flex(model) if executor == "auto" else executor == "flex"
+        ids = share.forest.input_ids[tokens] if received is None else np.arange(len(tokens))
+        enabled = options.autocast_dtype is not None
+        with torch.autocast(device.type, options.autocast_dtype, enabled), receiving(model, received):
+            output = model.get_decoder()(
+                input_ids=torch.from_numpy(ids).to(device)[None],
+                position_ids=torch.from_numpy(share.forest.position_ids[tokens]).to(device)[None],
+                attention_mask=None,
+                use_cache=False,
+                exchange=TokenExchange(self.group),
+                **seen,
+            )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
 
+    def logprobs(
+        self, forest: TokenForest, options: ForwardOptions, hidden: Tensor, head: OutputHead
+    ) -> tuple[Tensor, Tensor]:
+        """Logprob (float32[T], with gradient) and entropy (float32[T]) of each trainable token, all of them.
 
-def _run_share(model: Any, share: TokenShare, exchange: TokenExchange, *, is_flex: bool) -> Tensor:
-    """Hidden states [n, H] of this process's tokens."""
-    check_limits(model)
-    use_attention(model, IMPLEMENTATION)
-    forest, tokens, device = share.forest, share.tokens, model.device
-    seen: dict[str, Any] = (
-        {"block_mask": forest_block_mask(forest.subtree_end, device, tokens)}
-        if is_flex
-        else {"segments": share.segments(TILE)}
-    )
-    output = model.get_decoder()(
-        input_ids=torch.from_numpy(forest.input_ids[tokens]).to(device)[None],
-        position_ids=torch.from_numpy(forest.position_ids[tokens]).to(device)[None],
-        attention_mask=None,
-        use_cache=False,
-        exchange=exchange,
-        **seen,
-    )
-    hidden: Tensor = output.last_hidden_state[0]
-    return hidden
+        ``hidden`` [n, H] is this process's; gradients are those of its own tokens, summed elsewhere.
+        """
+        mine, parent = self._share(forest).targets()
+        device = hidden.device
+        logprobs, entropy = token_logprobs(
+            hidden,
+            head,
+            torch.from_numpy(parent).to(device),
+            torch.from_numpy(forest.input_ids[forest.target[mine]]).to(device),
+            temperature=options.temperature,
+            chunk_size=options.chunk_size,
+            vocab_chunk_size=options.vocab_chunk_size,
+        )
+        exchange, places = TokenExchange(self.group), torch.from_numpy(mine).to(device)
+        count = forest.trainable_tokens
+        return exchange.join(logprobs, places, count), exchange.join(entropy, places, count)
+
+    def tokens(self, forest: TokenForest) -> int:
+        """n: this process's tokens, padding included."""
+        return len(self._share(forest).tokens)
+
+    def _share(self, forest: TokenForest) -> TokenShare:
+        block = BLOCK if has_flex(self.model) else 1
+        return share_tokens(forest, self.group.size(), self.group.rank(), block=block)
+
+    def _is_flex(self, executor: str) -> bool:
+        if executor not in ("auto", "flex", "varlen"):
+            raise ConfigError(
+                f"attention executor {executor!r} does not share tokens between processes",
+                cure="use auto, flex or varlen",
+            )
+        return has_flex(self.model) if executor == "auto" else executor == "flex"

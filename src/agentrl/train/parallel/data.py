@@ -16,11 +16,13 @@ from torch.distributed.tensor import DTensor
 from agentrl.batching.forest import TokenForest, forest_from_sequences
 from agentrl.losses.metrics import TokenMetrics
 from agentrl.losses.reduce import Denominators
-from agentrl.train.attention import run_forest
 from agentrl.train.logprobs import OutputHead, output_head, token_logprobs
-from agentrl.train.parallel.context import context_logprobs
+from agentrl.train.parallel.context import Context
 from agentrl.train.parallel.gradients import clip_gradients, sum_partial_gradients
 from agentrl.train.parallel.mesh import Mesh
+from agentrl.train.parallel.pipeline import Pipeline
+from agentrl.train.parallel.stages import run_stage
+from agentrl.train.parallel.tied import sum_tied_gradients
 from agentrl.train.step import ForwardOptions, Ranks, count_step
 
 
@@ -45,13 +47,20 @@ class RankedModel(nn.Module):
                     module.set_force_sum_reduction_for_comms(True)
                     module.set_gradient_divide_factor(1.0)
 
-    def forward(self, forest: TokenForest, options: ForwardOptions) -> tuple[Tensor, Tensor]:
-        """Logprob (float32[T], with gradient) and entropy (float32[T]) of each trainable token."""
+    def forward(
+        self, forest: TokenForest, options: ForwardOptions, received: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        """Logprob (float32[T], with gradient) and entropy (float32[T]) of each trainable token.
+
+        A stage of layers before the last returns hidden states [N, H]; one after the first is given them.
+        """
         if self._mesh.layout.cp > 1:
-            return context_logprobs(self.model, forest, options, self._head(), self._mesh.group("cp"))
+            return self._run_shared(forest, options, received)
         device = self.model.device
         with torch.autocast(device.type, options.autocast_dtype, options.autocast_dtype is not None):
-            hidden = run_forest(self.model, forest, options.executor)
+            hidden = run_stage(self.model, forest, options.executor, received)
+        if not self._mesh.is_last_stage:
+            return hidden.to(self.model.dtype).contiguous()
         parent = torch.from_numpy(forest.parent[forest.target]).to(device)
         ids = torch.from_numpy(forest.input_ids[forest.target]).to(device)
         return token_logprobs(
@@ -63,6 +72,22 @@ class RankedModel(nn.Module):
             chunk_size=options.chunk_size,
             vocab_chunk_size=options.vocab_chunk_size,
         )
+
+    def _run_shared(
+        self, forest: TokenForest, options: ForwardOptions, received: Tensor | None
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        """``forward`` where processes share the tokens: hidden states [n, H] are those of this one's."""
+        context = Context(self.model, self._mesh.group("cp"))
+        hidden = context.run(forest, options, received)
+        if not self._mesh.is_last_stage:
+            return hidden.to(self.model.dtype).contiguous()
+        return context.logprobs(forest, options, hidden, self._head())
+
+    def tokens(self, forest: TokenForest) -> int:
+        """How many of the tokens of ``forest`` this process computes, padding included."""
+        if self._mesh.layout.cp > 1:
+            return Context(self.model, self._mesh.group("cp")).tokens(forest)
+        return forest.tokens
 
     def _head(self) -> OutputHead:
         """The output head, or this process's rows of it."""
@@ -89,7 +114,7 @@ class Parallel:
     @property
     def ranks(self) -> Ranks:
         """What ``forward_backward`` needs."""
-        return Ranks(logprobs=self.ranked, join=self._join, total=self.total)
+        return Ranks(logprobs=self.ranked, join=self._join, total=self.total, stages=self._stages())
 
     def count(self, forests: Sequence[TokenForest]) -> Denominators:
         """The denominators of the step of which ``forests`` are this process's share."""
@@ -114,20 +139,29 @@ class Parallel:
         """Complete the gradients and clip them; returns the norm that they had."""
         if self.mesh.layout.tp > 1:
             sum_partial_gradients(self.ranked, self.mesh.group("tp"))
-        return clip_gradients(self.ranked.parameters(), max_norm)
+        if self.mesh.layout.pp == 1:
+            return clip_gradients(self.ranked.parameters(), max_norm)
+        stages = self.mesh.group("pp")
+        elsewhere = sum_tied_gradients(self.ranked.model, stages)
+        return clip_gradients(self.ranked.parameters(), max_norm, stages, elsewhere)
 
     def share(self, forests: Sequence[TokenForest]) -> list[TokenForest]:
         """This process's share of a whole step's ``forests``; see ``share_of``."""
         return share_of(forests, *self.place)
 
     def _join(self, loss: float, metrics: TokenMetrics) -> tuple[float, TokenMetrics]:
-        for group in self._data_groups():
+        for group in [self.mesh.group("pp"), *self._data_groups()]:
             found: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(found, (loss, metrics), group=group)
             pairs = cast("list[tuple[float, TokenMetrics]]", found)
             loss = sum(pair[0] for pair in pairs)
             metrics = sum((pair[1] for pair in pairs), TokenMetrics())
         return loss, metrics
+
+    def _stages(self) -> Pipeline | None:
+        if self.mesh.layout.pp == 1:
+            return None
+        return Pipeline(self.ranked.model, self.ranked, self.mesh.group("pp"), self.ranked.tokens)
 
     def _data_groups(self) -> list[ProcessGroup]:
         return [self.mesh.group(name) for name in ("ep", "dp_shard", "dp_replicate")]

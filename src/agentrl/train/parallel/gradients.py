@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,21 +31,32 @@ def sum_partial_gradients(model: nn.Module, group: ProcessGroup) -> None:
                 dist.all_reduce(_local(parameter.grad), dist.ReduceOp.SUM, group)
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    stages: ProcessGroup | None = None,
+    elsewhere: nn.Parameter | None = None,
+) -> float:
     """Scale all gradients in place so that their norm is at most ``max_norm``; returns the norm before.
 
     The norm is that of the whole model's gradient: every number counts once, however many processes hold it.
+    ``stages`` hold other parameters each, apart from ``elsewhere``, which another one counts.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = gradient_norm(gradients)
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+    counted = [grad for grad, parameter in zip(gradients, trained, strict=True) if parameter is not elsewhere]
+    norm = gradient_norm(counted, stages)
     coefficient = max_norm / (norm + 1e-6)
     if gradients and math.isfinite(coefficient) and coefficient < 1.0:
         torch._foreach_mul_([_local(gradient) for gradient in gradients], coefficient)
     return norm
 
 
-def gradient_norm(gradients: Iterable[Tensor]) -> float:
-    """The 2-norm of tensors of which some are split over meshes; the same on every process."""
+def gradient_norm(gradients: Sequence[Tensor], stages: ProcessGroup | None = None) -> float:
+    """The 2-norm of tensors of which some are split over meshes; the same on every process.
+
+    Each process of ``stages`` brings others.
+    """
     buckets: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         split = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else ()
@@ -60,6 +71,10 @@ def gradient_norm(gradients: Iterable[Tensor]) -> float:
                 if not placement.is_replicate():
                     dist.all_reduce(square, dist.ReduceOp.SUM, mesh.get_group(dimension))
         total += float(square)
+    if stages is not None:
+        whole = torch.tensor(total, dtype=torch.float64, device=gradients[0].device)
+        dist.all_reduce(whole, dist.ReduceOp.SUM, stages)
+        total = float(whole)
     return math.sqrt(total) if total >= 0 else math.nan
 
 

@@ -98,6 +98,11 @@ class Mesh:
             rank = rank * int(getattr(self.layout, name)) + self.coordinate(name)
         return rank
 
+    @property
+    def is_last_stage(self) -> bool:
+        """True where hidden states become logprobs."""
+        return self.coordinate("pp") == self.layout.pp - 1
+
     def coordinate(self, name: str) -> int:
         """This process's place along dimension ``name``."""
         return int(self.devices.get_local_rank(name))
@@ -131,19 +136,27 @@ def parallelize(model: Any, mesh: Mesh, config: TrainConfig) -> None:
     """Spread ``model``, whole and equal on every process, over ``mesh``, in place.
 
     Its parameters become DTensors, of which each process holds its part; ``parallel.data.RankedModel`` runs
-    it. Raises ConfigError for a model that the layout cannot split.
+    it. With stages of layers, those of the others leave it. Raises ConfigError for a model that the layout
+    cannot split, ModelError for one that is not its layers one after the other.
     """
     from agentrl.train.parallel.context import check_context
     from agentrl.train.parallel.data import shard_layers
     from agentrl.train.parallel.experts import check_experts, share_experts
+    from agentrl.train.parallel.stages import check_stages, deal_model, keep_stage
     from agentrl.train.parallel.tensor import split_layers
 
-    if mesh.layout.cp > 1:
+    layout = mesh.layout
+    shares = deal_model(model, layout.pp) if layout.pp > 1 else []
+    if layout.cp > 1:
         check_context(model, config.max_tokens)
-    check_experts(model, mesh.layout)
-    if mesh.layout.ep * mesh.layout.tp > 1:
-        share_experts(model, mesh)
-    if mesh.layout.tp > 1:
+    check_experts(model, layout)
+    if shares:
+        check_stages(model, shares)
+    if layout.tp > 1:
         split_layers(model, mesh)
-    if mesh.layout.shard * mesh.layout.dp_replicate > 1:
+    if shares:
+        keep_stage(model, mesh.coordinate("pp"), shares)
+    if layout.ep * layout.tp > 1:
+        share_experts(model, mesh)
+    if layout.shard * layout.dp_replicate > 1:
         shard_layers(model, mesh)
