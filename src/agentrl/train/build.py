@@ -72,7 +72,7 @@ def build_computer(
     enable_checkpointing(policy.model, mode, offload=recipe.memory.activation_offload)
     if recipe.memory.torch_compile:
         compile_layers(policy.model)
-    parallel = _spread(policy.model, layout, device, recipe.train) if team else None
+    parallel = _spread(policy.model, layout, device, recipe) if team else None
     freeze(policy.model, recipe.optim.freeze)
     optimizer = build_optimizer(policy.model, recipe.optim, recipe.memory)
     if parallel is not None:
@@ -110,12 +110,12 @@ def _own_device() -> torch.device:
     return found or torch.device("cpu")
 
 
-def _spread(model: Any, layout: Layout, device: torch.device, config: TrainConfig) -> Parallel:
+def _spread(model: Any, layout: Layout, device: torch.device, recipe: Recipe) -> Parallel:
     from agentrl.train.parallel.data import Parallel, RankedModel
 
     mesh = build_mesh(layout, device.type)
-    parallelize(model, mesh, config)
-    return Parallel(mesh, RankedModel(model, mesh))
+    parallelize(model, mesh, recipe.train)
+    return Parallel(mesh, RankedModel(model, mesh), recipe.memory.gradient_reduction)
 
 
 def _check_processes(recipe: Recipe, team: Team | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -46,6 +46,13 @@ class ForwardOptions:
     """Matrix products in this dtype; the logits stay float32."""
 
 
+class Begin(Protocol):
+    """What is called before each micro-batch."""
+
+    def __call__(self, *, is_last: bool) -> None:
+        """``is_last``: gradients are complete after its backward."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
     """How one process of several computes its share of a step."""
@@ -56,6 +63,8 @@ class Ranks:
     """Sums the loss and the metrics of all processes."""
     total: Callable[[Tensor], Tensor]
     """The sum of a tensor over all processes that train different data."""
+    begin: Begin
+    """Announces a micro-batch."""
 
 
 def forest_logprobs(
@@ -180,9 +189,11 @@ def forward_backward(
     )
     watch = watch or Stopwatch(model.device)
     loss, metrics = 0.0, TokenMetrics()
-    for forest in forests:
+    for place, forest in enumerate(forests, 1):
         if forest.trainable_tokens == 0 and ranks is None:
             continue
+        if ranks is not None:
+            ranks.begin(is_last=place == len(forests))
         logprobs, entropy = _logprobs(model, forest, options, ranks)
         means = None if sums is None else sums.means(forest)
         batch = token_batch(forest, logprobs, settings, current_version, means)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "train"))
 from tiny_models import chains, packed, tiny_model, tree
 
-from agentrl.config.schema import OptimConfig, TrainConfig
+from agentrl.config.schema import MemoryConfig, OptimConfig, TrainConfig
 from agentrl.losses.settings import LossSettings
 from agentrl.train.compute import StepComputer
 from agentrl.train.model import Policy
@@ -42,6 +42,7 @@ OPTIM = OptimConfig(learning_rate=1e-3, weight_decay=0.01, max_grad_norm=0.5)
 
 
 ALL_SHARDED = TrainConfig()
+PLAIN = MemoryConfig()
 
 
 @dataclass(frozen=True)
@@ -53,23 +54,28 @@ class Case:
     model: str = "qwen3"
     tied: bool = False
     resumed: TrainConfig = ALL_SHARDED
+    memory: MemoryConfig = PLAIN
 
 
 CASES = {
     "fsdp2": Case(2, TrainConfig(), tied=True, resumed=TrainConfig(tp_size=2)),
     "dp_replicate2": Case(2, TrainConfig(dp_replicate_size=2)),
     "dp_replicate2×fsdp2": Case(4, TrainConfig(dp_replicate_size=2), model="llama"),
+    "dp_replicate2×fsdp2_every": Case(
+        4, TrainConfig(dp_replicate_size=2), memory=MemoryConfig(gradient_reduction="every")
+    ),
+    "fsdp2_offload": Case(2, TrainConfig(), memory=MemoryConfig(optimizer_offload=True)),
     "tp2": Case(2, TrainConfig(tp_size=2), resumed=TrainConfig(dp_replicate_size=2)),
     "tp2_tied": Case(2, TrainConfig(tp_size=2), model="llama", tied=True),
     "fsdp2×tp2": Case(4, TrainConfig(tp_size=2), tied=True, resumed=TrainConfig()),
 }
 
 
-def computer(model: Any, parallel: Parallel | None = None) -> StepComputer:
+def computer(model: Any, parallel: Parallel | None = None, memory: MemoryConfig = PLAIN) -> StepComputer:
     """What trains ``model``, alone or together with other processes."""
-    optimizer = build_optimizer(model, OPTIM)
+    optimizer = build_optimizer(model, OPTIM, memory)
     if parallel is not None:
-        optimizer = torch.optim.AdamW(split_by_mesh(optimizer.param_groups))
+        optimizer.param_groups[:] = split_by_mesh(optimizer.param_groups)
     return StepComputer(
         device=torch.device("cpu"),
         policy=Policy(model, cast("Any", None), Path(), None),
@@ -90,11 +96,12 @@ def step_data(step: int) -> list[Any]:
     return [packed(part) for part in (data[:2], data[2:3], data[3:4], data[4:6], data[6:])]
 
 
-def spread(model: Any, config: TrainConfig) -> StepComputer:
+def spread(model: Any, config: TrainConfig, memory: MemoryConfig = PLAIN) -> StepComputer:
     """What trains ``model`` in a layout."""
     mesh = build_mesh(plan_layout(config, dist.get_world_size()), "cpu")
     parallelize(model, mesh, config)
-    return computer(model, Parallel(mesh, RankedModel(model, mesh)))
+    parallel = Parallel(mesh, RankedModel(model, mesh), memory.gradient_reduction)
+    return computer(model, parallel, memory)
 
 
 def resume(saved: StepComputer, config: TrainConfig, folder: Path) -> StepComputer:
@@ -114,7 +121,7 @@ def largest_deviations(case: Case, folder: Path) -> dict[str, float]:
     """Train alone and together for some steps, and go on from a checkpoint in another layout."""
     model = tiny_model(case.model, tied=case.tied, vocab_size=64)
     alone = computer(copy.deepcopy(model))
-    together = spread(model, case.config)
+    together = spread(model, case.config, case.memory)
     worst = {"loss": 0.0, "grad_norm": 0.0, "weights": 0.0, "resumed": 0.0}
     for step in range(STEPS):
         for key, value in compare_step(alone, together, step).items():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,6 +20,7 @@ from agentrl.losses.metrics import TokenMetrics
 from agentrl.losses.reduce import Denominators
 from agentrl.train.attention import run_forest
 from agentrl.train.logprobs import OutputHead, output_head, token_logprobs
+from agentrl.train.parallel.accumulation import Reduction, set_reduction, whole_step
 from agentrl.train.parallel.gradients import clip_gradients, sum_partial_gradients
 from agentrl.train.parallel.mesh import Mesh
 from agentrl.train.step import ForwardOptions, Ranks, count_step
@@ -77,6 +80,8 @@ class Parallel:
 
     mesh: Mesh
     ranked: RankedModel
+    reduction: Reduction = "last"
+    """Of gradients."""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -86,7 +91,12 @@ class Parallel:
     @property
     def ranks(self) -> Ranks:
         """What ``forward_backward`` needs."""
-        return Ranks(logprobs=self.ranked, join=self._join, total=self.total)
+        begin = partial(set_reduction, self.ranked, self.reduction)
+        return Ranks(logprobs=self.ranked, join=self._join, total=self.total, begin=begin)
+
+    def step(self) -> AbstractContextManager[None]:
+        """A block in which a step is computed; see ``whole_step``."""
+        return whole_step(self.ranked)
 
     def count(self, forests: Sequence[TokenForest]) -> Denominators:
         """The denominators of the step of which ``forests`` are this process's share."""
