@@ -30,12 +30,13 @@ from agentrl.train.optim import build_optimizer
 from agentrl.train.parallel.data import Parallel, RankedModel
 from agentrl.train.parallel.gradients import split_by_mesh
 from agentrl.train.parallel.mesh import build_mesh, parallelize, plan_layout
-from agentrl.train.parallel.state import gather_weights
-from agentrl.train.parallel.together import GatheredModel
+from agentrl.train.parallel.state import StreamedModel, gather_weights, give_parts, published_parts
 from agentrl.train.shards import load_optimizer
 from agentrl.train.step import ForwardOptions
 
 LIMIT = 1e-4
+FILE_BYTES = 20_000
+"""So that a tiny model is written in several files."""
 STEPS = 3
 COUNTS = ("trainable_tokens", "trajectories")
 OPTIM = OptimConfig(learning_rate=1e-3, weight_decay=0.01, max_grad_norm=0.5)
@@ -106,9 +107,11 @@ def spread(model: Any, config: TrainConfig, memory: MemoryConfig = PLAIN) -> Ste
 
 def resume(saved: StepComputer, config: TrainConfig, folder: Path) -> StepComputer:
     """Save model and optimizer, and load them in another layout."""
-    weights = gather_weights(saved.policy.model)
     if dist.get_rank() == 0:
-        GatheredModel(saved.policy.model, weights).save_pretrained(str(folder / "model"))
+        (folder / "model").mkdir()
+        StreamedModel(saved.policy, lambda: None, limit=FILE_BYTES).save_pretrained(str(folder / "model"))
+    else:
+        give_parts(published_parts(saved.policy))
     saved.save_optimizer(folder / "optimizer")
     dist.barrier()
     model = type(saved.policy.model).from_pretrained(folder / "model", attn_implementation="sdpa").train()

@@ -37,3 +37,11 @@ def test_gradients_are_reduced_once_a_step_and_a_step_that_broke_off_leaves_none
     told = two_processes("accumulation.py")
     assert "last: " in told
     assert "every: " in told
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(240)
+def test_one_file_of_weights_is_in_memory_and_a_full_disk_leaves_the_processes_in_step(
+    tmp_path: Path,
+) -> None:
+    assert "after a failure" in two_processes("publishing.py", "--folder", str(tmp_path))

@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from agentrl.documents.training import DBRecordData
 from agentrl.train.compute import StepComputer, StepResult
 from agentrl.train.model import Policy
-from agentrl.train.parallel.state import gather_weights
+from agentrl.train.parallel.state import StreamedModel, give_parts, published_parts
 from agentrl.train.parallel.team import Team
 from agentrl.weights.folder import SavableModel
-
-
-@dataclass(frozen=True)
-class GatheredModel:
-    """The whole weights of a model that several processes hold, on one CPU, ready to be written."""
-
-    model: Any
-    weights: dict[str, Tensor]
-
-    def save_pretrained(self, save_directory: str) -> Any:
-        """Write config and safetensors into the folder, a file at a time."""
-        return self.model.save_pretrained(save_directory, state_dict=dict(self.weights))
-
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors; tied tensors once."""
-        seen: set[int] = set()
-        for name, tensor in self.weights.items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield name, tensor
 
 
 @dataclass(frozen=True)
@@ -67,10 +47,8 @@ class Leader:
         return self.computer.train(data, version)
 
     def published(self) -> SavableModel:
-        """The whole weights, gathered from all processes."""
-        self.team.use_device()
-        self.team.tell("gather")
-        return GatheredModel(self.policy.model, gather_weights(self.policy.model))
+        """The whole weights, gathered from all processes while they are written."""
+        return StreamedModel(self.policy, partial(self._begin, "give"))
 
     def kept(self) -> SavableModel:
         """What a checkpoint holds of the model: all of it."""
@@ -82,6 +60,10 @@ class Leader:
         self.team.tell("save_optimizer", folder)
         self.computer.save_optimizer(folder)
 
+    def _begin(self, order: str) -> None:
+        self.team.use_device()
+        self.team.tell(order)
+
 
 def follow(computer: StepComputer, team: Team) -> None:
     """On every process but rank 0: carry out orders until the last one."""
@@ -90,8 +72,8 @@ def follow(computer: StepComputer, team: Team) -> None:
         if order.name == "train":
             data, version = order.arguments
             computer.train(data, version)
-        elif order.name == "gather":
-            gather_weights(computer.policy.model)
+        elif order.name == "give":
+            give_parts(published_parts(computer.policy))
         elif order.name == "save_optimizer":
             (folder,) = order.arguments
             computer.save_optimizer(folder)
