@@ -129,11 +129,17 @@ def _check_processes(recipe: Recipe, team: Team | None) -> None:
     if team is None:
         return
     memory, adapter = recipe.memory, recipe.adapter
+    for name in ("tp_size", "pp_size", "ep_size"):
+        if adapter.lora_rank and getattr(recipe.train, name) > 1:
+            raise ConfigError(
+                f"--lora_rank {adapter.lora_rank} with --{name} {getattr(recipe.train, name)}: adapters are"
+                " sharded over processes that train different data, and not split further",
+                cure=f"set --{name} 1: what adapters leave frozen is sharded all the same",
+            )
     for name, value in (
         ("torch_compile", memory.torch_compile),
         ("optimizer_offload", memory.optimizer_offload),
         ("activation_offload", memory.activation_offload),
-        ("lora_rank", adapter.lora_rank),
     ):
         if value:
             raise ConfigError(

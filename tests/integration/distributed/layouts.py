@@ -21,20 +21,30 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "train"))
 from tiny_models import chains, packed, tiny_model, tree
+from transformers import AutoModelForCausalLM
 
-from agentrl.config.schema import MemoryConfig, OptimConfig, TrainConfig
+from agentrl.config.schema import AdapterConfig, MemoryConfig, OptimConfig, TrainConfig
 from agentrl.losses.settings import LossSettings
 from agentrl.train.compute import StepComputer
+from agentrl.train.lora import Adapter, add_adapter
 from agentrl.train.model import Policy
 from agentrl.train.optim import build_optimizer
 from agentrl.train.parallel.data import Parallel, RankedModel
 from agentrl.train.parallel.gradients import split_by_mesh
 from agentrl.train.parallel.mesh import build_mesh, parallelize, plan_layout
-from agentrl.train.parallel.state import StreamedModel, gather_weights, give_parts, published_parts
+from agentrl.train.parallel.state import (
+    GatheredAdapter,
+    StreamedModel,
+    gather_adapter,
+    gather_weights,
+    give_parts,
+    published_parts,
+)
 from agentrl.train.shards import load_optimizer
 from agentrl.train.step import ForwardOptions
 
 LIMIT = 1e-4
+LORA = AdapterConfig(lora_rank=5)
 FILE_BYTES = 20_000
 """So that a tiny model is written in several files."""
 STEPS = 3
@@ -56,6 +66,7 @@ class Case:
     tied: bool = False
     resumed: TrainConfig = ALL_SHARDED
     memory: MemoryConfig = PLAIN
+    lora: bool = False
 
 
 CASES = {
@@ -65,6 +76,7 @@ CASES = {
     "dp_replicate2×fsdp2_every": Case(
         4, TrainConfig(dp_replicate_size=2), memory=MemoryConfig(gradient_reduction="every")
     ),
+    "fsdp2_lora": Case(2, TrainConfig(), lora=True, resumed=TrainConfig(dp_replicate_size=2)),
     "fsdp2_offload": Case(2, TrainConfig(), memory=MemoryConfig(optimizer_offload=True)),
     "tp2": Case(2, TrainConfig(tp_size=2), resumed=TrainConfig(dp_replicate_size=2)),
     "tp2_tied": Case(2, TrainConfig(tp_size=2), model="llama", tied=True),
@@ -72,14 +84,19 @@ CASES = {
 }
 
 
-def computer(model: Any, parallel: Parallel | None = None, memory: MemoryConfig = PLAIN) -> StepComputer:
+def computer(
+    model: Any,
+    parallel: Parallel | None = None,
+    memory: MemoryConfig = PLAIN,
+    adapter: Adapter | None = None,
+) -> StepComputer:
     """What trains ``model``, alone or together with other processes."""
     optimizer = build_optimizer(model, OPTIM, memory)
     if parallel is not None:
         optimizer.param_groups[:] = split_by_mesh(optimizer.param_groups)
     return StepComputer(
         device=torch.device("cpu"),
-        policy=Policy(model, cast("Any", None), Path(), None),
+        policy=Policy(model, cast("Any", None), Path(), None, adapter),
         optimizer=optimizer,
         scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
         settings=LossSettings(importance_weight_cap_ratio=math.inf),
@@ -97,12 +114,14 @@ def step_data(step: int) -> list[Any]:
     return [packed(part) for part in (data[:2], data[2:3], data[3:4], data[4:6], data[6:])]
 
 
-def spread(model: Any, config: TrainConfig, memory: MemoryConfig = PLAIN) -> StepComputer:
+def spread(
+    model: Any, config: TrainConfig, memory: MemoryConfig = PLAIN, adapter: Adapter | None = None
+) -> StepComputer:
     """What trains ``model`` in a layout."""
     mesh = build_mesh(plan_layout(config, dist.get_world_size()), "cpu")
     parallelize(model, mesh, config)
     parallel = Parallel(mesh, RankedModel(model, mesh), memory.gradient_reduction)
-    return computer(model, parallel, memory)
+    return computer(model, parallel, memory, adapter)
 
 
 def resume(saved: StepComputer, config: TrainConfig, folder: Path) -> StepComputer:
@@ -113,6 +132,8 @@ def resume(saved: StepComputer, config: TrainConfig, folder: Path) -> StepComput
     else:
         give_parts(published_parts(saved.policy))
     saved.save_optimizer(folder / "optimizer")
+    if saved.policy.adapter is not None:
+        return resume_adapter(saved.policy.adapter, config, folder)
     dist.barrier()
     model = type(saved.policy.model).from_pretrained(folder / "model", attn_implementation="sdpa").train()
     resumed = spread(model, config)
@@ -120,17 +141,36 @@ def resume(saved: StepComputer, config: TrainConfig, folder: Path) -> StepComput
     return resumed
 
 
+def resume_adapter(saved: Adapter, config: TrainConfig, folder: Path) -> StepComputer:
+    """The model as it was made, with the adapters that a checkpoint holds."""
+    (folder / "adapter").mkdir(exist_ok=True)
+    if dist.get_rank() == 0:
+        GatheredAdapter(saved, lambda: None).save_pretrained(str(folder / "adapter"))
+    else:
+        gather_adapter(saved)
+    dist.barrier()
+    model = tiny_model("qwen3", vocab_size=64)
+    adapter = add_adapter(model, LORA, Path(), folder / "adapter")
+    resumed = spread(model, config, adapter=adapter)
+    load_optimizer(folder / "optimizer", model, resumed.optimizer)
+    return resumed
+
+
 def largest_deviations(case: Case, folder: Path) -> dict[str, float]:
     """Train alone and together for some steps, and go on from a checkpoint in another layout."""
     model = tiny_model(case.model, tied=case.tied, vocab_size=64)
-    alone = computer(copy.deepcopy(model))
-    together = spread(model, case.config, case.memory)
+    adapter = add_adapter(model, LORA, Path(), None) if case.lora else None
+    single, single_adapter = copy.deepcopy((model, adapter))
+    alone = computer(single, adapter=single_adapter)
+    together = spread(model, case.config, case.memory, adapter)
     worst = {"loss": 0.0, "grad_norm": 0.0, "weights": 0.0, "resumed": 0.0}
     for step in range(STEPS):
         for key, value in compare_step(alone, together, step).items():
             worst[key] = max(worst[key], value)
     worst["weights"] = compare_weights(alone, together)
     resumed = resume(together, case.resumed, folder)
+    if single_adapter is not None and dist.get_rank() == 0:
+        worst["merged"] = compare_merged(single_adapter, folder / "model")
     for step in range(STEPS, STEPS + 2):
         worst["resumed"] = max(worst["resumed"], *compare_step(alone, resumed, step).values())
     worst["resumed"] = max(worst["resumed"], compare_weights(alone, resumed))
@@ -154,6 +194,12 @@ def compare_weights(alone: StepComputer, together: StepComputer) -> float:
         return 0.0
     assert weights.keys() == plain.keys()
     return max(float((weights[key] - plain[key]).abs().max()) for key in plain)
+
+
+def compare_merged(alone: Adapter, folder: Path) -> float:
+    """The largest difference between two weights of the model that engines load."""
+    published = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    return max(float((part.make() - published[part.name]).abs().max()) for part in alone.merged.parts())
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from agentrl.train.lora import Adapter
 from agentrl.train.model import Policy
 from agentrl.weights.stream import FILE_BYTES, Part, model_parts, write_files
 
@@ -42,7 +43,12 @@ def gather(tensor: Tensor) -> Tensor:
 
 def published_parts(policy: Policy) -> Iterator[Part]:
     """The tensors that engines load, in an order that is the same on every process."""
-    return model_parts(policy.model)
+    return model_parts(policy.model) if policy.adapter is None else policy.adapter.merged.parts()
+
+
+def gather_adapter(adapter: Adapter) -> dict[str, Tensor]:
+    """The adapters' whole weights, as ``Adapter.write`` takes them on rank 0; all processes call it."""
+    return {name: gather(tensor) for name, tensor in adapter.weights().items()}
 
 
 def give_parts(parts: Iterable[Part]) -> None:
@@ -79,3 +85,21 @@ class StreamedModel:
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors; tied tensors once."""
         return ((part.name, part.like) for part in published_parts(self.policy))
+
+
+@dataclass(frozen=True)
+class GatheredAdapter:
+    """A SavableModel of rank 0: the adapter alone, which is small."""
+
+    adapter: Adapter
+    begin: Callable[[], None]
+    """Has the other processes call ``gather_adapter``."""
+
+    def save_pretrained(self, save_directory: str) -> None:
+        """Write peft's files."""
+        self.begin()
+        self.adapter.write(save_directory, gather_adapter(self.adapter))
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapters' own parameters."""
+        return self.adapter.named_parameters()

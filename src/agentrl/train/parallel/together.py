@@ -13,7 +13,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from agentrl.documents.training import DBRecordData
 from agentrl.train.compute import StepComputer, StepResult
 from agentrl.train.model import Policy
-from agentrl.train.parallel.state import StreamedModel, give_parts, published_parts
+from agentrl.train.parallel.state import (
+    GatheredAdapter,
+    StreamedModel,
+    gather_adapter,
+    give_parts,
+    published_parts,
+)
 from agentrl.train.parallel.team import Team
 from agentrl.weights.folder import SavableModel
 
@@ -51,8 +57,10 @@ class Leader:
         return StreamedModel(self.policy, partial(self._begin, "give"))
 
     def kept(self) -> SavableModel:
-        """What a checkpoint holds of the model: all of it."""
-        return self.published()
+        """What a checkpoint holds of the model: all of it, or the adapter alone."""
+        if self.policy.adapter is None:
+            return self.published()
+        return GatheredAdapter(self.policy.adapter, partial(self._begin, "give_adapter"))
 
     def save_optimizer(self, folder: Path) -> None:
         """Write the optimizer's state, each process its shards."""
@@ -74,6 +82,8 @@ def follow(computer: StepComputer, team: Team) -> None:
             computer.train(data, version)
         elif order.name == "give":
             give_parts(published_parts(computer.policy))
+        elif order.name == "give_adapter" and computer.policy.adapter is not None:
+            gather_adapter(computer.policy.adapter)
         elif order.name == "save_optimizer":
             (folder,) = order.arguments
             computer.save_optimizer(folder)
