@@ -124,7 +124,7 @@ def _check_processes(recipe: Recipe, team: Team | None) -> None:
     if team is None and launched > 1:
         raise ConfigError(
             f"{launched} processes were launched, and this command runs in a single one",
-            cure="launch it with one process; `agentrl train` takes several",
+            cure="launch it with one process; `agentrl train` and `agentrl sft` take several",
         )
     if team is None:
         return

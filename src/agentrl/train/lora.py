@@ -190,7 +190,8 @@ class MergedModel:
 
 @torch.no_grad()
 def _merge(weight: Tensor, layer: Any) -> Tensor:
-    return (weight.float() + layer.get_delta_weight(NAME).float()).to(weight.dtype)
+    delta: Tensor = layer.get_delta_weight(NAME)
+    return (weight.float() + delta.float()).to(weight.dtype)
 
 
 def _peft() -> ModuleType:

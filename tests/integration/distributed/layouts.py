@@ -27,6 +27,7 @@ from agentrl.config.schema import AdapterConfig, MemoryConfig, OptimConfig, Trai
 from agentrl.losses.settings import LossSettings
 from agentrl.train.compute import StepComputer
 from agentrl.train.lora import Adapter, add_adapter
+from agentrl.train.memory import compile_layers
 from agentrl.train.model import Policy
 from agentrl.train.optim import build_optimizer
 from agentrl.train.parallel.data import Parallel, RankedModel
@@ -77,6 +78,8 @@ CASES = {
         4, TrainConfig(dp_replicate_size=2), memory=MemoryConfig(gradient_reduction="every")
     ),
     "fsdp2_lora": Case(2, TrainConfig(), lora=True, resumed=TrainConfig(dp_replicate_size=2)),
+    "fsdp2_compile": Case(2, TrainConfig(), memory=MemoryConfig(torch_compile=True)),
+    "tp2_compile": Case(2, TrainConfig(tp_size=2), memory=MemoryConfig(torch_compile=True)),
     "fsdp2_offload": Case(2, TrainConfig(), memory=MemoryConfig(optimizer_offload=True)),
     "tp2": Case(2, TrainConfig(tp_size=2), resumed=TrainConfig(dp_replicate_size=2)),
     "tp2_tied": Case(2, TrainConfig(tp_size=2), model="llama", tied=True),
@@ -118,6 +121,8 @@ def spread(
     model: Any, config: TrainConfig, memory: MemoryConfig = PLAIN, adapter: Adapter | None = None
 ) -> StepComputer:
     """What trains ``model`` in a layout."""
+    if memory.torch_compile:
+        compile_layers(model)
     mesh = build_mesh(plan_layout(config, dist.get_world_size()), "cpu")
     parallelize(model, mesh, config)
     parallel = Parallel(mesh, RankedModel(model, mesh), memory.gradient_reduction)
