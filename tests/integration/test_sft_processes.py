@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,10 +65,11 @@ def test_two_processes_fine_tune_as_one_does(more: tuple[str, ...], tmp_path: Pa
 
 @pytest.mark.integration
 @pytest.mark.timeout(120)
-def test_what_two_processes_cannot_train_together_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", ["lora_rank", "torch_compile"])
+def test_what_two_processes_cannot_train_together_is_told(flag: str, tmp_path: Path) -> None:
     write_tiny_policy(tmp_path / "base")
     example = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "odd"}]}
     (tmp_path / "conversations.jsonl").write_text(json.dumps(example))
-    code, output = fine_tune(tmp_path, "two", *TORCHRUN, more=("--lora_rank", "3", "--tp_size", "2"))
+    code, output = fine_tune(tmp_path, "two", *TORCHRUN, more=(f"--{flag}", "1", "--tp_size", "2"))
     assert code == 1
-    assert "--lora_rank 3 with --tp_size 2" in output
+    assert re.search(rf"--{flag} (1|True) with --tp_size 2", output)

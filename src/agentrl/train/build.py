@@ -128,21 +128,20 @@ def _check_processes(recipe: Recipe, team: Team | None) -> None:
         )
     if team is None:
         return
-    memory, adapter = recipe.memory, recipe.adapter
-    for name in ("tp_size", "pp_size", "ep_size"):
-        if adapter.lora_rank and getattr(recipe.train, name) > 1:
-            raise ConfigError(
-                f"--lora_rank {adapter.lora_rank} with --{name} {getattr(recipe.train, name)}: adapters are"
-                " sharded over processes that train different data, and not split further",
-                cure=f"set --{name} 1: what adapters leave frozen is sharded all the same",
-            )
     for name, value in (
-        ("torch_compile", memory.torch_compile),
-        ("optimizer_offload", memory.optimizer_offload),
-        ("activation_offload", memory.activation_offload),
+        ("lora_rank", recipe.adapter.lora_rank),
+        ("torch_compile", recipe.memory.torch_compile),
     ):
-        if value:
-            raise ConfigError(
-                f"--{name} {value}: several processes do not train together with it",
-                cure=f"leave out --{name}, or train in one process",
-            )
+        for size in ("tp_size", "pp_size", "ep_size"):
+            ranks = getattr(recipe.train, size)
+            if value and ranks > 1:
+                raise ConfigError(
+                    f"--{name} {value} with --{size} {ranks}: it works on layers that processes with different"
+                    " data shard, and not on layers that are split",
+                    cure=f"set --{size} 1: the layers are sharded over those processes too; or leave out --{name}",
+                )
+    if recipe.memory.activation_offload:
+        raise ConfigError(
+            "--activation_offload true: it has not been run in several processes",
+            cure="leave it out, or train in one process",
+        )

@@ -79,7 +79,6 @@ CASES = {
     ),
     "fsdp2_lora": Case(2, TrainConfig(), lora=True, resumed=TrainConfig(dp_replicate_size=2)),
     "fsdp2_compile": Case(2, TrainConfig(), memory=MemoryConfig(torch_compile=True)),
-    "tp2_compile": Case(2, TrainConfig(tp_size=2), memory=MemoryConfig(torch_compile=True)),
     "fsdp2_offload": Case(2, TrainConfig(), memory=MemoryConfig(optimizer_offload=True)),
     "tp2": Case(2, TrainConfig(tp_size=2), resumed=TrainConfig(dp_replicate_size=2)),
     "tp2_tied": Case(2, TrainConfig(tp_size=2), model="llama", tied=True),
