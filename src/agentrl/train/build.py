@@ -128,20 +128,22 @@ def _check_processes(recipe: Recipe, team: Team | None) -> None:
         )
     if team is None:
         return
-    for name, value in (
-        ("lora_rank", recipe.adapter.lora_rank),
-        ("torch_compile", recipe.memory.torch_compile),
-    ):
-        for size in ("tp_size", "pp_size", "ep_size"):
-            ranks = getattr(recipe.train, size)
-            if value and ranks > 1:
-                raise ConfigError(
-                    f"--{name} {value} with --{size} {ranks}: it works on layers that processes with different"
-                    " data shard, and not on layers that are split",
-                    cure=f"set --{size} 1: the layers are sharded over those processes too; or leave out --{name}",
-                )
+    _check_splits(recipe, "lora_rank", recipe.adapter.lora_rank)
+    _check_splits(recipe, "torch_compile", recipe.memory.torch_compile)
     if recipe.memory.activation_offload:
         raise ConfigError(
             "--activation_offload true: it has not been run in several processes",
             cure="leave it out, or train in one process",
         )
+
+
+def _check_splits(recipe: Recipe, name: str, value: object) -> None:
+    """Refuse a flag that works on sharded layers, where processes split them."""
+    for size in ("tp_size", "pp_size", "ep_size"):
+        ranks = getattr(recipe.train, size)
+        if value and ranks > 1:
+            raise ConfigError(
+                f"--{name} {value} with --{size} {ranks}: it works on layers that are sharded over processes"
+                " with data of their own, and not on layers that are split",
+                cure=f"set --{size} 1: those processes shard the layers too; or leave out --{name}",
+            )
