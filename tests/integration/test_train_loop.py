@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from tiny_policy import write_tiny_policy
 from training_data import group
@@ -27,6 +28,11 @@ from agentrl.weights.manifest import verify
 
 pytestmark = pytest.mark.integration
 
+ACCELERATE = (
+    "-m", "accelerate.commands.launch", "--config_file",
+    str(Path(__file__).parents[2] / "assets" / "fsdp2_dst.yml"),
+    "--num_processes", "2", "--main_process_port", "0", "-m", "agentrl.train",
+)  # fmt: skip
 GROUPS = ("a", "b", "c", "d", "e", "f")
 KILLED_IN_STEP = """
 import os, signal, sys
@@ -285,6 +291,34 @@ async def test_two_processes_train_as_one_does_and_one_goes_on_from_them(run: Ru
         await store.database.client.drop_database(alone.name)
     assert [step[:2] for step in together] == [step[:2] for step in expected]
     assert [step[2] for step in together] == pytest.approx([step[2] for step in expected], rel=1e-4)
+
+
+@pytest.mark.timeout(240)
+async def test_accelerate_starts_two_processes_that_train_adapters_as_one_does(run: Run) -> None:
+    flags = ("--lora_rank", "3", "--kl_coef", "0.05", "--num_epochs_per_batch", "2")
+    await run.fill()
+    code, output = run.train(*flags, program=ACCELERATE)
+    assert code == 0, output
+    assert "rank 1 of 2" in output
+    alone = Run(f"{run.name}_alone", run.uri, run.base, run.folder)
+    await alone.fill()
+    assert alone.train(*flags)[0] == 0
+    together, expected = await steps_of(run), await steps_of(alone)
+    async with await alone.open() as store:
+        await store.database.client.drop_database(alone.name)
+    assert [step.data for step in together] == [step.data for step in expected]
+    for name in ("loss", "grad_norm", "kl_reference"):
+        wanted = [step.metrics[name] for step in expected]
+        assert [step.metrics[name] for step in together] == pytest.approx(wanted, rel=1e-3, abs=1e-6), name
+    assert expected[-1].metrics["kl_reference"] > 0
+    kept = {path.name for path in (run.output / "checkpoint-000003" / "model").iterdir()}
+    assert kept >= {"adapter_model.safetensors"}
+    assert "model.safetensors" not in kept
+    ours, theirs = (
+        load_file(item.output / "weights" / "v000003" / "model.safetensors") for item in (run, alone)
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in ours)
 
 
 def test_a_mesh_that_does_not_divide_the_processes_is_told_with_its_equation(run: Run) -> None:

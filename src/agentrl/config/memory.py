@@ -20,6 +20,11 @@ class MemoryConfig:
     activation_offload: bool = flag(False, "keep what checkpointing full saves in the host's memory")
     optimizer_offload: bool = flag(False, "keep AdamW's moments in the host's memory, a tensor at a time")
     fused_adamw: bool = flag(True, "AdamW as one kernel; off for parameters that are sharded over ranks")
+    gradient_reduction: Literal["last", "every"] = flag(
+        "last",
+        "in several processes, gradients are reduced in a step's last micro-batch (until then each process"
+        " holds those of the whole model), or in every one (it holds its share)",
+    )
     torch_compile: bool = flag(False, "compile the decoder layers with torch.compile")
     loss_vocab_chunk_size: int | None = flag(
         None, "vocabulary entries per chunk of the logprob projection (default: 8192)"

@@ -93,6 +93,8 @@ _COLUMNS = (
     _Column("grad", 7, _show("grad_norm", ".3g")),
     _Column("stale", 7, _staleness, "cyan"),
     _Column("tok/s", 7, _show("tokens_per_second", ",.0f")),
+    _Column("shared", 6, _show("sharing_ratio", ".2f")),
+    _Column("mfu", 6, _show("mfu", ".1%")),
     _Column("open/ready", 10, _queues, "cyan"),
     _Column("seconds", 7, _seconds),
 )

@@ -73,7 +73,7 @@ def build_computer(
     if recipe.memory.torch_compile:
         compile_layers(policy.model)
     freeze(policy.model, recipe.optim.freeze)
-    parallel = _spread(policy.model, layout, device, recipe.train) if team else None
+    parallel = _spread(policy.model, layout, device, recipe) if team else None
     optimizer = build_optimizer(policy.model, recipe.optim, recipe.memory)
     if parallel is not None:
         optimizer.param_groups[:] = split_by_mesh(optimizer.param_groups)
@@ -110,12 +110,12 @@ def _own_device() -> torch.device:
     return found or torch.device("cpu")
 
 
-def _spread(model: Any, layout: Layout, device: torch.device, config: TrainConfig) -> Parallel:
+def _spread(model: Any, layout: Layout, device: torch.device, recipe: Recipe) -> Parallel:
     from agentrl.train.parallel.data import Parallel, RankedModel
 
     mesh = build_mesh(layout, device.type)
-    parallelize(model, mesh, config)
-    return Parallel(mesh, RankedModel(model, mesh))
+    parallelize(model, mesh, recipe.train)
+    return Parallel(mesh, RankedModel(model, mesh), recipe.memory.gradient_reduction)
 
 
 def _check_processes(recipe: Recipe, team: Team | None) -> None:
@@ -124,19 +124,26 @@ def _check_processes(recipe: Recipe, team: Team | None) -> None:
     if team is None and launched > 1:
         raise ConfigError(
             f"{launched} processes were launched, and this command runs in a single one",
-            cure="launch it with one process; `agentrl train` takes several",
+            cure="launch it with one process; `agentrl train` and `agentrl sft` take several",
         )
     if team is None:
         return
-    memory, adapter = recipe.memory, recipe.adapter
-    for name, value in (
-        ("torch_compile", memory.torch_compile),
-        ("optimizer_offload", memory.optimizer_offload),
-        ("activation_offload", memory.activation_offload),
-        ("lora_rank", adapter.lora_rank),
-    ):
-        if value:
+    _check_splits(recipe, "lora_rank", recipe.adapter.lora_rank)
+    _check_splits(recipe, "torch_compile", recipe.memory.torch_compile)
+    if recipe.memory.activation_offload:
+        raise ConfigError(
+            "--activation_offload true: it has not been run in several processes",
+            cure="leave it out, or train in one process",
+        )
+
+
+def _check_splits(recipe: Recipe, name: str, value: object) -> None:
+    """Refuse a flag that works on sharded layers, where processes split them."""
+    for size in ("tp_size", "pp_size", "ep_size"):
+        ranks = getattr(recipe.train, size)
+        if value and ranks > 1:
             raise ConfigError(
-                f"--{name} {value}: several processes do not train together with it",
-                cure=f"leave out --{name}, or train in one process",
+                f"--{name} {value} with --{size} {ranks}: it works on layers that are sharded over processes"
+                " with data of their own, and not on layers that are split",
+                cure=f"set --{size} 1: those processes shard the layers too; or leave out --{name}",
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -71,6 +72,10 @@ class StepComputer:
         Every update is over whole groups, with old and reference logprobs from before the first. Where an
         update is not finite, the step is what was made before it; without one, weights stay as they are.
         """
+        with self._step():
+            return self._train(data, version)
+
+    def _train(self, data: Sequence[DBRecordData], version: int) -> StepResult:
         watch = Stopwatch(self.policy.model.device)
         parts = split_updates(data, self.mini_batches)
         passes = [self._anchored(self._pack(part)) for part in parts]
@@ -108,10 +113,14 @@ class StepComputer:
     def train_forests(self, forests: Sequence[TokenForest], version: int) -> StepResult:
         """A step of one update over all ``forests``; nothing moves where loss or gradient is not finite."""
         share = forests if self.parallel is None else self.parallel.share(forests)
-        result = self._update(share, version)
+        with self._step():
+            result = self._update(share, version)
         if result.is_finite:
             self.scheduler.step()
         return result
+
+    def _step(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.parallel is None else self.parallel.step()
 
     def _update(self, forests: Sequence[TokenForest], version: int) -> StepResult:
         """One optimizer update on this process's ``forests``; the schedule stays where it is."""

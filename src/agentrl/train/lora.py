@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from agentrl.config.learning import AdapterConfig
 from agentrl.errors import ConfigError, ModelError
+from agentrl.weights.stream import Part, model_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,9 +92,13 @@ class Adapter:
 
     def save_pretrained(self, save_directory: str) -> None:
         """Write ``adapter_model.safetensors`` and ``adapter_config.json``."""
+        self.write(save_directory, self.weights())
+
+    def write(self, save_directory: str, weights: Mapping[str, Tensor]) -> None:
+        """``save_pretrained`` with these ``weights``, named as peft's files name them."""
         from safetensors.torch import save_file
 
-        content = {name: value.detach().contiguous() for name, value in self._weights().items()}
+        content = {name: value.detach().contiguous() for name, value in weights.items()}
         save_file(content, str(Path(save_directory) / WEIGHTS_FILE), metadata={"format": "pt"})
         self.settings.save_pretrained(save_directory)
 
@@ -115,7 +121,7 @@ class Adapter:
                 f"the adapter in {folder} has {told}", cure="give the flags that it was made with"
             )
         weights = load_file(folder / WEIGHTS_FILE)
-        expected = self._weights()
+        expected = self.weights()
         if weights.keys() != expected.keys():
             raise ModelError(
                 f"the adapter in {folder} has {len(weights)} tensors for other layers than these"
@@ -124,8 +130,8 @@ class Adapter:
             )
         _peft().set_peft_model_state_dict(self.model, weights, adapter_name=NAME)
 
-    def _weights(self) -> dict[str, Tensor]:
-        """By the names that peft's files have."""
+    def weights(self) -> dict[str, Tensor]:
+        """The adapters' weights by the names that peft's files have."""
         weights: dict[str, Tensor] = _peft().get_peft_model_state_dict(
             self.model, adapter_name=NAME, save_embedding_layers=False
         )
@@ -163,24 +169,29 @@ class MergedModel:
             if ".lora_" not in name
         )
 
-    @torch.no_grad()
-    def state_dict(self) -> dict[str, Tensor]:
-        """The merged weights under the names of the plain model."""
+    def parts(self) -> Iterator[Part]:
+        """The merged tensors, made when they are asked for, under the names of the plain model."""
         layers = self.adapter.layers
-        merged = {}
-        for name, value in self.adapter.model.state_dict().items():
-            if ".lora_" in name:
+        for part in model_parts(self.adapter.model):
+            if ".lora_" in part.name:
                 continue
-            owner, _, kind = name.partition(_BASE)
+            owner, _, kind = part.name.partition(_BASE)
+            name = part.name.replace(_BASE, ".")
             if kind == "weight" and owner in layers:
-                delta = layers[owner].get_delta_weight(NAME)
-                value = (value.float() + delta.float()).to(value.dtype)
-            merged[name.replace(_BASE, ".")] = value
-        return merged
+                yield Part(name, part.like, partial(_merge, part.like, layers[owner]))
+            else:
+                yield replace(part, name=name)
 
     def save_pretrained(self, save_directory: str) -> None:
         """Write config and merged safetensors, as the plain model would."""
-        self.adapter.model.save_pretrained(save_directory, state_dict=self.state_dict())
+        merged = {part.name: part.make() for part in self.parts()}
+        self.adapter.model.save_pretrained(save_directory, state_dict=merged)
+
+
+@torch.no_grad()
+def _merge(weight: Tensor, layer: Any) -> Tensor:
+    delta: Tensor = layer.get_delta_weight(NAME)
+    return (weight.float() + delta.float()).to(weight.dtype)
 
 
 def _peft() -> ModuleType:

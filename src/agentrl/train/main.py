@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -60,33 +59,17 @@ def main(argv: list[str]) -> int:
     from agentrl.observe.logging import setup
     from agentrl.store.connection import patient
     from agentrl.train.model import base_folder
+    from agentrl.train.parallel.team import launched_team
 
     setup(configs[RunConfig], "train")
     base_folder(configs[ModelConfig])
-    team = _join_team()
-    try:
+    with launched_team() as team:
         if team is not None and team.rank > 0:
             _follow(configs, team)
         else:
             with patient(configs[RunConfig].db_wait_seconds):
                 asyncio.run(_train(configs, team))
-    finally:
-        _leave(team)
     return 0
-
-
-def _join_team() -> Team | None:
-    """The processes that a launcher started; None where this one is alone."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return None
-    from agentrl.train.parallel.team import join_team
-
-    return join_team()
-
-
-def _leave(team: Team | None) -> None:
-    if team is not None:
-        team.leave()
 
 
 def _follow(configs: Configs, team: Team) -> None:
@@ -172,10 +155,10 @@ def _prepare(
     )
     if team is None:
         return _build(configs, None, found, total_steps), found
-    from agentrl.train.parallel.together import Leader
+    from agentrl.train.parallel.together import lead
 
     team.tell("build", found, total_steps)
-    return Leader(_build(configs, team, found, total_steps), team), found
+    return lead(_build(configs, team, found, total_steps), team), found
 
 
 def _build(

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -148,6 +149,8 @@ def _knobs(config: MemoryConfig, max_tokens: int) -> Sequence[str]:
         knobs.append("set --activation_checkpointing full")
     elif not config.activation_offload:
         knobs.append("set --activation_offload true")
+    if config.gradient_reduction == "last" and dist.is_initialized():
+        knobs.append("set --gradient_reduction every")
     knobs.append(f"lower --max_tokens (to {max_tokens // 2}, but not below the longest trajectory)")
     if not config.optimizer_offload:
         knobs.append("set --optimizer_offload true")

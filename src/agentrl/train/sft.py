@@ -2,6 +2,7 @@
 
     agentrl sft --model_name_or_path BASE --train_file conversations.jsonl --output_dir OUT \\
         --max_steps 240 --batch_size 64 --learning_rate 2e-3
+    torchrun --nproc_per_node 8 -m agentrl.cli sft …
     agentrl sft --model_name_or_path BASE --sft_from_records RUN --sft_min_score 1 --output_dir OUT
 """
 
@@ -35,6 +36,8 @@ from agentrl.errors import ConfigError, TrainingError
 if TYPE_CHECKING:
     from agentrl.documents.training import DBRecordData
     from agentrl.train.compute import StepComputer
+    from agentrl.train.parallel.team import Team
+    from agentrl.train.parallel.together import Leader
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +75,7 @@ def main(argv: list[str]) -> int:
     )
     from agentrl.observe.logging import setup
     from agentrl.train.model import base_folder
+    from agentrl.train.parallel.team import launched_team
 
     setup(configs[RunConfig], "sft")
     base_folder(configs[ModelConfig])
@@ -83,29 +87,31 @@ def main(argv: list[str]) -> int:
         )
     if configs[RunConfig].output_dir is None:
         raise ConfigError("no folder for the trained model is given", cure="give --output_dir FOLDER")
-    _fine_tune(configs)
+    with launched_team() as team:
+        if team is not None and team.rank > 0:
+            _follow(configs, team)
+        else:
+            _fine_tune(configs, team)
     return 0
 
 
-def _fine_tune(configs: Configs) -> None:
-    from agentrl.train.build import Recipe, build_computer
+def _follow(configs: Configs, team: Team) -> None:
+    """What every rank but 0 does: build what rank 0 builds, and compute what it says until it ends."""
+    from agentrl.train.parallel.together import follow
 
+    order = team.hear()
+    if order.name == "build":
+        follow(_build(configs, team, *order.arguments), team)
+
+
+def _fine_tune(configs: Configs, team: Team | None) -> None:
     settings, train, seed = configs[SFTConfig], configs[TrainConfig], configs[RunConfig].seed
     started = time.perf_counter()
     data = _read(configs)
     steps = train.max_steps
     if steps <= 0:
         steps = -(-len(data) * configs[TaskConfig].num_train_epochs // settings.batch_size)
-    recipe = Recipe(
-        model=configs[ModelConfig],
-        loss=replace(configs[LossConfig], loss_calculater="CrossEntropy", kl_coef=0.0),
-        optim=replace(configs[OptimConfig], num_epochs_per_batch=1, mini_batches=1),
-        adapter=configs[AdapterConfig],
-        memory=configs[MemoryConfig],
-        train=replace(train, max_tokens=_token_budget(data, train.max_tokens)),
-        seed=seed,
-    )
-    computer = build_computer(recipe, weights=None, total_steps=steps)
+    computer = _lead(configs, team, steps, _token_budget(data, train.max_tokens))
     logger.info("%d trajectories, %d steps of %d", len(data), steps, settings.batch_size)
     batches = _batches(len(data), settings.batch_size, seed)
     for step, chosen in zip(range(1, steps + 1), batches, strict=False):
@@ -121,6 +127,33 @@ def _fine_tune(configs: Configs) -> None:
     output = Path(configs[RunConfig].output)
     _save(computer, output)
     logger.info("saved %s", output)
+    if team is not None:
+        team.tell("end")
+
+
+def _lead(configs: Configs, team: Team | None, steps: int, max_tokens: int) -> StepComputer | Leader:
+    """What computes; on rank 0 of several, what leads them."""
+    if team is None:
+        return _build(configs, None, steps, max_tokens)
+    from agentrl.train.parallel.together import lead
+
+    team.tell("build", steps, max_tokens)
+    return lead(_build(configs, team, steps, max_tokens), team)
+
+
+def _build(configs: Configs, team: Team | None, steps: int, max_tokens: int) -> StepComputer:
+    from agentrl.train.build import Recipe, build_computer
+
+    recipe = Recipe(
+        model=configs[ModelConfig],
+        loss=replace(configs[LossConfig], loss_calculater="CrossEntropy", kl_coef=0.0),
+        optim=replace(configs[OptimConfig], num_epochs_per_batch=1, mini_batches=1),
+        adapter=configs[AdapterConfig],
+        memory=configs[MemoryConfig],
+        train=replace(configs[TrainConfig], max_tokens=max_tokens),
+        seed=configs[RunConfig].seed,
+    )
+    return build_computer(recipe, weights=None, total_steps=steps, team=team)
 
 
 def _read(configs: Configs) -> list[DBRecordData]:
@@ -155,9 +188,9 @@ def _batches(count: int, size: int, seed: int) -> Iterator[Sequence[int]]:
         left = left[size:]
 
 
-def _save(computer: StepComputer, output: Path) -> None:
+def _save(computer: StepComputer | Leader, output: Path) -> None:
     from agentrl.weights.folder import atomic_folder, save_model_files, weight_bytes
 
-    policy = computer.policy
-    with atomic_folder(output, weight_bytes(policy.published)) as temporary:
-        save_model_files(policy.published, policy.base, temporary, policy.chat_template)
+    policy, published = computer.policy, computer.published()
+    with atomic_folder(output, weight_bytes(published)) as temporary:
+        save_model_files(published, policy.base, temporary, policy.chat_template)

@@ -44,6 +44,13 @@ class ForwardOptions:
     """Matrix products in this dtype; the logits stay float32."""
 
 
+class Begin(Protocol):
+    """What is called before each micro-batch."""
+
+    def __call__(self, *, is_last: bool) -> None:
+        """``is_last``: gradients are complete after its backward."""
+
+
 class Stages(Protocol):
     """Stages of layers that every forest passes; this process computes one of them."""
 
@@ -68,6 +75,8 @@ class Ranks:
     """Sums the loss and the metrics of all processes."""
     total: Callable[[Tensor], Tensor]
     """The sum of a tensor over all processes that train different data."""
+    begin: Begin
+    """Announces a micro-batch."""
     stages: Stages | None = None
     """What runs the forests in place of ``logprobs`` where the layers are spread over processes."""
 
@@ -192,9 +201,11 @@ def forward_backward(
     if ranks is not None and ranks.stages is not None:
         ranks.stages.train(forests, options or ForwardOptions(), found, watch)
     else:
-        for forest in forests:
+        for place, forest in enumerate(forests, 1):
             if forest.trainable_tokens == 0 and ranks is None:
                 continue
+            if ranks is not None:
+                ranks.begin(is_last=place == len(forests))
             share = found.add(forest, *_logprobs(model, forest, options, ranks))
             watch.lap("forward")
             backward(share)

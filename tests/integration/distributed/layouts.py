@@ -12,40 +12,53 @@ import argparse
 import copy
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "train"))
 from tiny_models import chains, packed, tiny_model, tree
+from transformers import AutoModelForCausalLM
 
-from agentrl.config.schema import OptimConfig, TrainConfig
+from agentrl.config.schema import AdapterConfig, MemoryConfig, OptimConfig, TrainConfig
 from agentrl.losses.settings import LossSettings
 from agentrl.train.compute import StepComputer
-from agentrl.train.memory import enable_checkpointing
+from agentrl.train.lora import Adapter, add_adapter
+from agentrl.train.memory import checkpointing_mode, compile_layers, enable_checkpointing
 from agentrl.train.model import Policy
 from agentrl.train.optim import build_optimizer
 from agentrl.train.parallel.data import Parallel, RankedModel
 from agentrl.train.parallel.gradients import split_by_mesh
 from agentrl.train.parallel.mesh import build_mesh, parallelize, plan_layout
 from agentrl.train.parallel.stages import tied_weight
-from agentrl.train.parallel.state import gather_weights
-from agentrl.train.parallel.together import GatheredModel
+from agentrl.train.parallel.state import (
+    GatheredAdapter,
+    StreamedModel,
+    gather_adapter,
+    give_parts,
+    published_parts,
+    take_inventory,
+)
 from agentrl.train.reference import Anchors
 from agentrl.train.shards import load_optimizer
 from agentrl.train.step import ForwardOptions
 
 LIMIT = 1e-4
+LORA = AdapterConfig(lora_rank=5)
+FILE_BYTES = 20_000
+"""So that a tiny model is written in several files."""
 STEPS = 3
 COUNTS = ("trainable_tokens", "trajectories")
 OPTIM = OptimConfig(learning_rate=1e-3, weight_decay=0.01, max_grad_norm=0.5)
 
 
 ALL_SHARDED = TrainConfig()
+PLAIN = MemoryConfig()
 
 
 @dataclass(frozen=True)
@@ -58,8 +71,9 @@ class Case:
     tied: bool = False
     resumed: TrainConfig = ALL_SHARDED
     layers: int = 2
-    recomputes: bool = False
-    """Activations, in the layout alone."""
+    memory: MemoryConfig = PLAIN
+    """In the layout alone."""
+    lora: bool = False
     whole_steps: bool = False
     """Two passes of GSPO against recomputed logprobs, over a tree that is cut into parts."""
 
@@ -68,6 +82,12 @@ CASES = {
     "fsdp2": Case(2, TrainConfig(), tied=True, resumed=TrainConfig(tp_size=2)),
     "dp_replicate2": Case(2, TrainConfig(dp_replicate_size=2)),
     "dp_replicate2×fsdp2": Case(4, TrainConfig(dp_replicate_size=2), model="llama"),
+    "dp_replicate2×fsdp2_every": Case(
+        4, TrainConfig(dp_replicate_size=2), memory=MemoryConfig(gradient_reduction="every")
+    ),
+    "fsdp2_lora": Case(2, TrainConfig(), lora=True, resumed=TrainConfig(dp_replicate_size=2)),
+    "fsdp2_compile": Case(2, TrainConfig(), memory=MemoryConfig(torch_compile=True)),
+    "fsdp2_offload": Case(2, TrainConfig(), memory=MemoryConfig(optimizer_offload=True)),
     "tp2": Case(2, TrainConfig(tp_size=2), resumed=TrainConfig(dp_replicate_size=2)),
     "tp2_tied": Case(2, TrainConfig(tp_size=2), model="llama", tied=True),
     "fsdp2×tp2": Case(4, TrainConfig(tp_size=2), tied=True, resumed=TrainConfig()),
@@ -84,7 +104,7 @@ CASES = {
     "pp2": Case(2, TrainConfig(pp_size=2)),
     "pp2_tied": Case(2, TrainConfig(pp_size=2), model="llama", tied=True),
     "fsdp2_to_pp2": Case(2, TrainConfig(), tied=True, resumed=TrainConfig(pp_size=2)),
-    "pp3": Case(3, TrainConfig(pp_size=3), layers=4, recomputes=True),
+    "pp3": Case(3, TrainConfig(pp_size=3), layers=4, memory=MemoryConfig(activation_checkpointing="full")),
     "pp2_gspo": Case(2, TrainConfig(pp_size=2), resumed=TrainConfig(pp_size=2), whole_steps=True),
     "pp2×fsdp2": Case(4, TrainConfig(pp_size=2), tied=True, resumed=TrainConfig(tp_size=2)),
     "pp2×ep2": Case(4, TrainConfig(pp_size=2, ep_size=2), model="qwen3_moe"),
@@ -93,15 +113,17 @@ CASES = {
 }
 
 
-def computer(model: Any, case: Case, parallel: Parallel | None = None) -> StepComputer:
+def computer(
+    model: Any, case: Case, parallel: Parallel | None = None, adapter: Adapter | None = None
+) -> StepComputer:
     """What trains ``model``, alone or together with other processes."""
     loss = {"loss_calculater": "GSPO", "old_logprobs": "recompute"} if case.whole_steps else {}
-    optimizer = build_optimizer(model, OPTIM)
+    optimizer = build_optimizer(model, OPTIM, case.memory if parallel else PLAIN)
     if parallel is not None:
-        optimizer = torch.optim.AdamW(split_by_mesh(optimizer.param_groups))
+        optimizer.param_groups[:] = split_by_mesh(optimizer.param_groups)
     return StepComputer(
         device=torch.device("cpu"),
-        policy=Policy(model, cast("Any", None), Path(), None),
+        policy=Policy(model, cast("Any", None), Path(), None, adapter),
         optimizer=optimizer,
         scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
         settings=LossSettings(importance_weight_cap_ratio=math.inf, **cast("Any", loss)),
@@ -121,32 +143,67 @@ def step_data(step: int) -> list[Any]:
     return [packed(part) for part in (data[:2], data[2:3], data[3:4], data[4:6], data[6:])]
 
 
-def run_step(trained: StepComputer, case: Case, step: int) -> dict[str, Any]:
+def run_step(trained: StepComputer, step: int) -> dict[str, Any]:
     """The metrics of one step."""
-    if not case.whole_steps:
+    if not trained.anchors.start:
         return trained.train_forests(step_data(step), 1).metrics
     data = [*chains(step, 6), tree(step)]
     assert any(forest.holds_parts for forest in trained._pack(data))
     return trained.train(data, 1).metrics
 
 
-def spread(model: Any, case: Case, config: TrainConfig) -> StepComputer:
-    """What trains ``model`` in a layout."""
-    enable_checkpointing(model, "full" if case.recomputes else "none")
-    mesh = build_mesh(plan_layout(config, dist.get_world_size()), "cpu")
-    parallelize(model, mesh, config)
-    return computer(model, case, Parallel(mesh, RankedModel(model, mesh)))
+def spread(model: Any, case: Case, adapter: Adapter | None = None) -> StepComputer:
+    """What trains ``model`` in the layout of ``case``."""
+    enable_checkpointing(model, checkpointing_mode(case.memory, gradient_checkpointing=False))
+    if case.memory.torch_compile:
+        compile_layers(model)
+    mesh = build_mesh(plan_layout(case.config, dist.get_world_size()), "cpu")
+    parallelize(model, mesh, case.config)
+    parallel = Parallel(mesh, RankedModel(model, mesh), case.memory.gradient_reduction)
+    return computer(model, case, parallel, adapter)
+
+
+def publish(together: StepComputer, folder: Path, limit: int = FILE_BYTES) -> None:
+    """Write the model that engines load; all processes call it."""
+    inventory = take_inventory(together.policy)
+    if dist.get_rank() == 0:
+        StreamedModel(inventory, lambda: None, limit).save_pretrained(str(folder))
+    else:
+        give_parts(inventory)
+
+
+def whole_weights(together: StepComputer) -> dict[str, Tensor]:
+    """The weights that engines load, tied ones once; of no use on other ranks than 0."""
+    inventory = take_inventory(together.policy)
+    return {part.name: inventory.fetch(part) for part in inventory.parts()}
 
 
 def resume(saved: StepComputer, case: Case, folder: Path) -> StepComputer:
     """Save model and optimizer, and load them in the other layout."""
-    weights = gather_weights(saved.policy.model)
-    if dist.get_rank() == 0:
-        GatheredModel(saved.policy.model, weights).save_pretrained(str(folder / "model"))
+    (folder / "model").mkdir(exist_ok=True)
+    publish(saved, folder / "model")
     saved.save_optimizer(folder / "optimizer")
+    case = replace(case, config=case.resumed, memory=PLAIN)
+    if saved.policy.adapter is not None:
+        return resume_adapter(saved.policy.adapter, case, folder)
     dist.barrier()
     model = type(saved.policy.model).from_pretrained(folder / "model", attn_implementation="sdpa").train()
-    resumed = spread(model, case, case.resumed)
+    resumed = spread(model, case)
+    load_optimizer(folder / "optimizer", model, resumed.optimizer)
+    return resumed
+
+
+def resume_adapter(saved: Adapter, case: Case, folder: Path) -> StepComputer:
+    """The model as it was made, with the adapters that a checkpoint holds."""
+    (folder / "adapter").mkdir(exist_ok=True)
+    if dist.get_rank() == 0:
+        GatheredAdapter(saved, lambda: None).save_pretrained(str(folder / "adapter"))
+    else:
+        gather_adapter(saved)
+    dist.barrier()
+    model = tiny_model("qwen3", vocab_size=64)
+    adapter = add_adapter(model, LORA, Path(), folder / "adapter")
+    resumed = spread(model, case, adapter)
     load_optimizer(folder / "optimizer", model, resumed.optimizer)
     return resumed
 
@@ -154,25 +211,29 @@ def resume(saved: StepComputer, case: Case, folder: Path) -> StepComputer:
 def largest_deviations(case: Case, folder: Path) -> dict[str, float]:
     """Train alone and together for some steps, and go on from a checkpoint in another layout."""
     model = tiny_model(case.model, tied=case.tied, vocab_size=64, num_hidden_layers=case.layers)
-    alone = computer(copy.deepcopy(model), case)
-    together = spread(model, case, case.config)
+    adapter = add_adapter(model, LORA, Path(), None) if case.lora else None
+    single, single_adapter = copy.deepcopy((model, adapter))
+    alone = computer(single, case, adapter=single_adapter)
+    together = spread(model, case, adapter)
     worst = {"loss": 0.0, "grad_norm": 0.0, "weights": 0.0, "resumed": 0.0}
     for step in range(STEPS):
-        for key, value in compare_step(alone, together, case, step).items():
+        for key, value in compare_step(alone, together, step).items():
             worst[key] = max(worst[key], value)
     worst["weights"] = compare_weights(alone, together)
     check_copies(together)
     resumed = resume(together, case, folder)
+    if single_adapter is not None and dist.get_rank() == 0:
+        worst["merged"] = compare_merged(single_adapter, folder / "model")
     for step in range(STEPS, STEPS + 2):
-        worst["resumed"] = max(worst["resumed"], *compare_step(alone, resumed, case, step).values())
+        worst["resumed"] = max(worst["resumed"], *compare_step(alone, resumed, step).values())
     worst["resumed"] = max(worst["resumed"], compare_weights(alone, resumed))
     return worst
 
 
-def compare_step(alone: StepComputer, together: StepComputer, case: Case, step: int) -> dict[str, float]:
+def compare_step(alone: StepComputer, together: StepComputer, step: int) -> dict[str, float]:
     """Relative deviations of one step's loss and gradient norm; the other metrics must be there."""
-    expected = run_step(alone, case, step)
-    found = run_step(together, case, step)
+    expected = run_step(alone, step)
+    found = run_step(together, step)
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     for key in COUNTS:
         assert found[key] == expected[key], f"{key} {found[key]}, not {expected[key]}"
@@ -181,7 +242,8 @@ def compare_step(alone: StepComputer, together: StepComputer, case: Case, step: 
 
 def compare_weights(alone: StepComputer, together: StepComputer) -> float:
     """The largest difference between two weights; 0 on other ranks than 0."""
-    plain, weights = alone.policy.model.state_dict(), gather_weights(together.policy.model)
+    plain = {part.name: part.make() for part in published_parts(alone.policy)}
+    weights = whole_weights(together)
     if dist.get_rank() != 0:
         return 0.0
     assert weights.keys() == plain.keys()
@@ -196,6 +258,12 @@ def check_copies(together: StepComputer) -> None:
     dist.all_gather_object(copies, own, group=parallel.mesh.group("pp"))
     first, last = copies[0], copies[-1]
     assert (first is None and last is None) or torch.equal(first, last)
+
+
+def compare_merged(alone: Adapter, folder: Path) -> float:
+    """The largest difference between two weights of the model that engines load."""
+    published = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    return max(float((part.make() - published[part.name]).abs().max()) for part in alone.merged.parts())
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from layouts import compare_step, compare_weights, computer, spread
+from layouts import CASES, compare_step, compare_weights, computer, spread
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -38,7 +38,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "train"))
 from tiny_models import tiny_model
 
-from agentrl.config.schema import TrainConfig
 from agentrl.train.memory import enable_checkpointing
 from agentrl.train.parallel.experts import share_experts
 from agentrl.train.parallel.mesh import Layout, Mesh, build_mesh
@@ -126,9 +125,9 @@ def recomputed() -> Iterator[tuple[str, float]]:
     for mode, implementation in itertools.product(("full", "selective"), IMPLEMENTATIONS):
         model = tiny_model("qwen3_moe", vocab_size=64)
         model.set_experts_implementation(implementation)
-        alone = computer(copy.deepcopy(model))
+        alone = computer(copy.deepcopy(model), CASES["ep2"])
         enable_checkpointing(model, mode)  # type: ignore[arg-type]
-        together = spread(model, TrainConfig(ep_size=2))
+        together = spread(model, CASES["ep2"])
         worst = max(value for step in range(2) for value in compare_step(alone, together, step).values())
         yield f"{mode} recomputation, {implementation}", max(worst, compare_weights(alone, together))
 

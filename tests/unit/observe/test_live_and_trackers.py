@@ -19,7 +19,7 @@ from agentrl.observe.trackers import flatten, open_trackers
 METRICS = {
     "reward": 0.125, "pass_rate": 0.1, "loss": -1.234e-3, "kl_k3": 2.3e-4, "grad_norm": 1.2345,
     "staleness_mean": 0.5, "staleness_max": 1.0, "tokens_per_second": 1234.5, "groups_open": 7.0,
-    "groups_ready": 3.0, "seconds_data": 3.0, "seconds_optimizer": 1.0,
+    "groups_ready": 3.0, "sharing_ratio": 1.75, "mfu": 0.412, "seconds_data": 3.0, "seconds_optimizer": 1.0,
 }  # fmt: skip
 
 
@@ -42,6 +42,8 @@ def test_a_step_is_one_aligned_plain_line() -> None:
         "1.23",
         "0.50/1",
         "1,234",
+        "1.75",
+        "41.2%",
         "7/3",
         "4.0",
     ]
@@ -53,7 +55,7 @@ def test_a_step_is_one_aligned_plain_line() -> None:
 
 def test_what_is_missing_or_not_finite_is_a_dash() -> None:
     _, line = lines_of([{"reward": float("nan"), "loss": "no number"}])
-    assert line.split() == ["1", "–", "–", "–", "–", "–", "–/–", "–", "–/–", "–"]
+    assert line.split() == ["1", "–", "–", "–", "–", "–", "–/–", "–", "–", "–", "–/–", "–"]
 
 
 def test_the_header_comes_back() -> None:

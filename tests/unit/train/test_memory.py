@@ -121,6 +121,16 @@ def test_out_of_memory_names_the_knobs(error: Exception, mode: Checkpointing, fi
     assert "--max_tokens (to 4096" in raised.value.cure
 
 
+def test_several_processes_may_hold_a_share_of_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    cures = []
+    for is_team in (True, False):
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda is_team=is_team: is_team)
+        with pytest.raises(TrainingError) as raised, naming_the_knobs(MemoryConfig(), 8192):
+            raise MemoryError
+        cures.append("--gradient_reduction every" in str(raised.value.cure))
+    assert cures == [True, False]
+
+
 def test_other_errors_pass() -> None:
     with pytest.raises(RuntimeError, match="shape"), naming_the_knobs(MemoryConfig(), 8192):
         raise RuntimeError("shape mismatch")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from agentrl.batching.forest import TokenForest, forest_from_sequences
 from agentrl.losses.metrics import TokenMetrics
 from agentrl.losses.reduce import Denominators
 from agentrl.train.logprobs import OutputHead, output_head, token_logprobs
+from agentrl.train.parallel.accumulation import Reduction, set_reduction, whole_step
 from agentrl.train.parallel.context import Context
 from agentrl.train.parallel.gradients import clip_gradients, sum_partial_gradients
 from agentrl.train.parallel.mesh import Mesh
@@ -105,6 +107,8 @@ class Parallel:
 
     mesh: Mesh
     ranked: RankedModel
+    reduction: Reduction = "last"
+    """Of gradients."""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -114,7 +118,13 @@ class Parallel:
     @property
     def ranks(self) -> Ranks:
         """What ``forward_backward`` needs."""
-        return Ranks(logprobs=self.ranked, join=self._join, total=self.total, stages=self._stages())
+        return Ranks(
+            logprobs=self.ranked, join=self._join, total=self.total, begin=self._begin, stages=self._stages()
+        )
+
+    def step(self) -> AbstractContextManager[None]:
+        """A block in which a step is computed; see ``whole_step``."""
+        return whole_step(self.ranked)
 
     def count(self, forests: Sequence[TokenForest]) -> Denominators:
         """The denominators of the step of which ``forests`` are this process's share."""
@@ -161,7 +171,11 @@ class Parallel:
     def _stages(self) -> Pipeline | None:
         if self.mesh.layout.pp == 1:
             return None
-        return Pipeline(self.ranked.model, self.ranked, self.mesh.group("pp"), self.ranked.tokens)
+        stages = self.mesh.group("pp")
+        return Pipeline(self.ranked.model, self.ranked, stages, self.ranked.tokens, self._begin)
+
+    def _begin(self, *, is_last: bool) -> None:
+        set_reduction(self.ranked, self.reduction, is_last=is_last)
 
     def _data_groups(self) -> list[ProcessGroup]:
         return [self.mesh.group(name) for name in ("ep", "dp_shard", "dp_replicate")]

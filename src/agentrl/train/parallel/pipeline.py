@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule
 
 from agentrl.batching.forest import TokenForest
 from agentrl.train.attention.implementation import use_attention
 from agentrl.train.clock import Stopwatch
-from agentrl.train.step import ForwardOptions
+from agentrl.train.step import Begin, ForwardOptions
 from agentrl.train.step_loss import StepLoss
 
 
@@ -49,6 +48,8 @@ class Pipeline:
     """The stages, in order."""
     tokens: Callable[[TokenForest], int]
     """How many tokens of a forest this process computes."""
+    begin: Begin
+    """Announces a micro-batch's backward."""
 
     def logprobs(
         self, forests: Sequence[TokenForest], options: ForwardOptions
@@ -114,11 +115,9 @@ class Pipeline:
     def _backward(
         self, item: UnderWay, gradient: Tensor | None, watch: Stopwatch, *, is_final: bool
     ) -> Tensor | None:
-        """Add up this stage's gradients (reduced over sharding processes once, in the end); returns that of
-        what it received."""
+        """Add up this stage's gradients; returns that of what it received."""
         use_attention(self.model, item.attention)
-        if isinstance(self.ranked, FSDPModule):
-            self.ranked.set_requires_gradient_sync(is_final)
+        self.begin(is_last=is_final)
         torch.autograd.backward(item.output, gradient)
         watch.lap("backward")
         return None if item.received is None else item.received.grad

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +64,19 @@ class Team:
     def leave(self) -> None:
         """Part from the other processes."""
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def launched_team() -> Iterator[Team | None]:
+    """Meet the processes that a launcher started, and part from them at the end; None for one alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield None
+        return
+    team = join_team()
+    try:
+        yield team
+    finally:
+        team.leave()
 
 
 def join_team() -> Team:

@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from agentrl.documents.training import DBRecordData
 from agentrl.train.compute import StepComputer, StepResult
 from agentrl.train.model import Policy
-from agentrl.train.parallel.state import gather_weights
+from agentrl.train.parallel.state import (
+    GatheredAdapter,
+    Inventory,
+    StreamedModel,
+    gather_adapter,
+    give_parts,
+    take_inventory,
+)
 from agentrl.train.parallel.team import Team
 from agentrl.weights.folder import SavableModel
-
-
-@dataclass(frozen=True)
-class GatheredModel:
-    """The whole weights of a model that several processes hold, on one CPU, ready to be written."""
-
-    model: Any
-    weights: dict[str, Tensor]
-
-    def save_pretrained(self, save_directory: str) -> Any:
-        """Write config and safetensors into the folder, a file at a time."""
-        return self.model.save_pretrained(save_directory, state_dict=dict(self.weights))
-
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors; tied tensors once."""
-        seen: set[int] = set()
-        for name, tensor in self.weights.items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield name, tensor
 
 
 @dataclass(frozen=True)
@@ -44,6 +31,7 @@ class Leader:
 
     computer: StepComputer
     team: Team
+    inventory: Inventory
 
     @property
     def policy(self) -> Policy:
@@ -67,14 +55,14 @@ class Leader:
         return self.computer.train(data, version)
 
     def published(self) -> SavableModel:
-        """The whole weights, gathered from all processes."""
-        self.team.use_device()
-        self.team.tell("gather")
-        return GatheredModel(self.policy.model, gather_weights(self.policy.model))
+        """The whole weights, gathered from all processes while they are written."""
+        return StreamedModel(self.inventory, partial(self._begin, "give"))
 
     def kept(self) -> SavableModel:
-        """What a checkpoint holds of the model: all of it."""
-        return self.published()
+        """What a checkpoint holds of the model: all of it, or the adapter alone."""
+        if self.policy.adapter is None:
+            return self.published()
+        return GatheredAdapter(self.policy.adapter, partial(self._begin, "give_adapter"))
 
     def save_optimizer(self, folder: Path) -> None:
         """Write the optimizer's state, each process its shards."""
@@ -82,16 +70,29 @@ class Leader:
         self.team.tell("save_optimizer", folder)
         self.computer.save_optimizer(folder)
 
+    def _begin(self, order: str) -> None:
+        self.team.use_device()
+        self.team.tell(order)
+
+
+def lead(computer: StepComputer, team: Team) -> Leader:
+    """On rank 0, while the others begin to ``follow``."""
+    team.use_device()
+    return Leader(computer, team, take_inventory(computer.policy))
+
 
 def follow(computer: StepComputer, team: Team) -> None:
     """On every process but rank 0: carry out orders until the last one."""
     team.use_device()
+    inventory = take_inventory(computer.policy)
     while (order := team.hear()).name != "end":
         if order.name == "train":
             data, version = order.arguments
             computer.train(data, version)
-        elif order.name == "gather":
-            gather_weights(computer.policy.model)
+        elif order.name == "give":
+            give_parts(inventory)
+        elif order.name == "give_adapter" and computer.policy.adapter is not None:
+            gather_adapter(computer.policy.adapter)
         elif order.name == "save_optimizer":
             (folder,) = order.arguments
             computer.save_optimizer(folder)

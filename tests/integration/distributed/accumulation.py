@@ -1,0 +1,95 @@
+"""A program for torchrun: how often two processes reduce gradients, and a step that breaks off in between.
+
+torchrun --nproc_per_node 2 tests/integration/distributed/accumulation.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from layouts import LIMIT, Case, compare_step, compare_weights, computer, spread, step_data
+from tiny_models import tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from agentrl.config.schema import MemoryConfig, TrainConfig
+from agentrl.train.compute import StepComputer
+from agentrl.train.parallel.accumulation import Reduction
+
+REDUCED = torch.ops.c10d._reduce_scatter_base_.default
+MODULES = 3
+"""Two layers, and what is around them."""
+
+
+class Counter(TorchDispatchMode):
+    """Counts how often gradients are scattered."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation."""
+        self.count += func is REDUCED
+        return func(*args, **(kwargs or {}))
+
+
+def reductions(together: StepComputer, forests: list[Any]) -> int:
+    """How often a step scatters gradients."""
+    with Counter() as counter:
+        together.train_forests(forests, 1)
+    return counter.count
+
+
+def break_off(together: StepComputer) -> None:
+    """Raise in the second layer of a step's second micro-batch."""
+    calls = 0
+
+    def fail(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise ConnectionError
+
+    layer = together.policy.model.get_decoder().layers[1]
+    with layer.register_forward_pre_hook(fail), contextlib.suppress(ConnectionError):
+        together.train_forests(step_data(7), 1)
+    assert calls == 2
+
+
+def check(reduction: Reduction, expected: int) -> None:
+    """Compare with one process, before and after a step that broke off."""
+    model = tiny_model("qwen3", vocab_size=64)
+    case = Case(2, TrainConfig(), memory=MemoryConfig(gradient_reduction=reduction))
+    alone = computer(copy.deepcopy(model), case)
+    together = spread(model, case)
+    deviations = list(compare_step(alone, together, 0).values())
+    break_off(together)
+    deviations += compare_step(alone, together, 1).values()
+    deviations.append(compare_weights(alone, together))
+    several, one = reductions(together, step_data(2)), reductions(together, step_data(3)[:2])
+    if dist.get_rank() == 0:
+        print(f"{reduction}: {max(deviations):.1e}, {several} reductions in a step, {one} in one forest's")
+    assert max(deviations) <= LIMIT, deviations
+    assert (several, one) == (expected, MODULES)
+
+
+def main() -> int:
+    """Check both ways of reducing."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        check("last", MODULES)
+        check("every", 3 * MODULES)
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""A program for torchrun: what two processes publish and how much memory it takes, and a disk that is full.
+
+torchrun --nproc_per_node 2 tests/integration/distributed/publishing.py --folder DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from layouts import Case, compare_step, computer, publish, spread, whole_weights
+from safetensors.torch import load_file
+from tiny_models import tiny_model
+
+from agentrl.config.schema import TrainConfig
+from agentrl.train.allocations import peak_allocated
+from agentrl.train.compute import StepComputer
+from agentrl.train.parallel.state import published_parts
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 64}
+
+
+def compare_memory(together: StepComputer, folder: Path) -> None:
+    """One file at a time against all weights at once; the files hold what the model does."""
+    total = sum(part.bytes for part in published_parts(together.policy))
+    limit = total // 8
+    streamed = peak_allocated(lambda: publish(together, folder, limit))
+    weights: dict[str, Any] = {}
+    at_once = peak_allocated(lambda: weights.update(whole_weights(together)))
+    if dist.get_rank() == 0:
+        files = [load_file(path) for path in folder.glob("*.safetensors")]
+        found = {name: value for file in files for name, value in file.items()}
+        assert all(torch.equal(found[name], weights[name]) for name in weights)
+        print(
+            f"{total / 1e6:.1f} MB of weights: {streamed / 1e6:.1f} MB file by file,"
+            f" {at_once / 1e6:.1f} MB at once",
+            flush=True,
+        )
+        assert streamed < 2 * limit < at_once / 2
+
+
+def compare_after_a_failure(together: StepComputer, alone: StepComputer, folder: Path) -> None:
+    """The processes go on together after rank 0 could not write."""
+    try:
+        publish(together, folder / "missing", 1 << 20)
+    except FileNotFoundError:
+        assert dist.get_rank() == 0
+    else:
+        assert dist.get_rank() > 0
+    deviations = compare_step(alone, together, 0)
+    if dist.get_rank() == 0:
+        print(f"after a failure: {max(deviations.values()):.1e}", flush=True)
+    assert max(deviations.values()) < 1e-4
+
+
+def main() -> int:
+    """Publish, measure, fail, and go on."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    folder: Path = parser.parse_args().folder
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        model = tiny_model("qwen3", **WIDE)
+        case = Case(2, TrainConfig())
+        alone = computer(copy.deepcopy(model), case)
+        together = spread(model, case)
+        compare_memory(together, folder)
+        compare_after_a_failure(together, alone, folder)
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Supervised fine-tuning by two processes is that by one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_policy import write_tiny_policy
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+
+
+def fine_tune(folder: Path, output: str, *launcher: str, more: tuple[str, ...] = ()) -> tuple[int, str]:
+    flags = (
+        "--model_name_or_path", "base", "--train_file", "conversations.jsonl", "--batch_size", "7",
+        "--learning_rate", "1e-2", "--max_tokens", "100", "--log_steps", "1", "--max_steps", "4",
+        "--output_dir", output, *more,
+    )  # fmt: skip
+    finished = subprocess.run(
+        [sys.executable, *launcher, "-m", "agentrl.cli", "sft", *flags],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"},
+        cwd=folder, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    return finished.returncode, finished.stdout + finished.stderr
+
+
+def losses(text: str) -> list[float]:
+    return [float(line.split("loss ")[1].split()[0]) for line in text.splitlines() if "  loss " in line]
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("more", [(), ("--lora_rank", "3")])
+def test_two_processes_fine_tune_as_one_does(more: tuple[str, ...], tmp_path: Path) -> None:
+    write_tiny_policy(tmp_path / "base")
+    lines = []
+    for number in range(40):
+        question = {"role": "user", "content": str(number)}
+        answer = {"role": "assistant", "content": "odd" if number % 2 else "even"}
+        lines.append(json.dumps({"messages": [question, answer]}))
+    (tmp_path / "conversations.jsonl").write_text("\n".join(lines))
+    (code, alone), (codes, together) = (
+        fine_tune(tmp_path, "one", more=more),
+        fine_tune(tmp_path, "two", *TORCHRUN, more=more),
+    )
+    assert code == 0, alone
+    assert codes == 0, together
+    assert len(losses(alone)) == 4
+    assert losses(together) == pytest.approx(losses(alone), abs=2e-4)
+    one, two, base = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two", "base"))
+    assert one.keys() == two.keys() == base.keys()
+    assert any(not torch.equal(one[key], base[key]) for key in base)
+    assert all(torch.allclose(one[key], two[key], atol=1e-4) for key in one)
+    assert {path.name for path in (tmp_path / "one").iterdir()} == {
+        path.name for path in (tmp_path / "two").iterdir()
+    }
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("flag", ["lora_rank", "torch_compile"])
+def test_what_two_processes_cannot_train_together_is_told(flag: str, tmp_path: Path) -> None:
+    write_tiny_policy(tmp_path / "base")
+    example = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "odd"}]}
+    (tmp_path / "conversations.jsonl").write_text(json.dumps(example))
+    code, output = fine_tune(tmp_path, "two", *TORCHRUN, more=(f"--{flag}", "1", "--tp_size", "2"))
+    assert code == 1
+    assert re.search(rf"--{flag} (1|True) with --tp_size 2", output)
