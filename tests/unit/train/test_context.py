@@ -181,6 +181,14 @@ def test_a_window_that_a_sequence_may_outgrow_is_refused() -> None:
         check_context(model, 9)
 
 
+def test_a_state_along_the_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    check_context(model, 100)
+    monkeypatch.setattr(model, "_is_stateful", True)
+    with pytest.raises(ConfigError, match="a recurrent state, which goes on from one sequence"):
+        check_context(model, 100)
+
+
 def test_an_executor_that_shares_no_tokens_is_refused() -> None:
     forest, nothing = packed(chains()), cast(Any, None)
     with pytest.raises(ConfigError, match="'paths' does not share tokens"):
