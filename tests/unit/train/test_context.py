@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import chains, packed, tiny_model, tree
 from torch import Tensor, nn
+from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.functional import scaled_dot_product_attention
 
 from agentrl.batching.forest import TokenForest, forest_from_sequences
@@ -149,17 +150,28 @@ def test_attention_and_its_gradients_are_those_of_the_dense_mask(
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_under_a_block_mask_it_is_the_same_attention(ranks: int) -> None:
+def test_under_a_block_mask_it_is_the_same_attention(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention's uncompiled form has a backward that no device check keeps from a CPU's tensors."""
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
     forest = packed([tree(seed) for seed in range(20)] + chains(0, 20))
     shares = all_shares(forest, ranks, BLOCK)
     padded = shares[0].forest
-    states = [each.detach() for each in random_states(padded.tokens, 16)]
-    expected = dense(states[0], states[1], states[2], padded)
+    states = random_states(padded.tokens, 16)
+    expected = dense(*states, padded)
+    weights = torch.randn_like(expected)
+    grads = torch.autograd.grad((expected * weights).sum(), states)
+    found = [torch.zeros_like(each) for each in states]
     for share in shares:
+        tokens = torch.from_numpy(share.tokens)
         mask = forest_block_mask(padded.subtree_end, "cpu", share.tokens)
         output = attend(states[0], Whole(*states[1:]), share, block_mask=mask)
-        torch.testing.assert_close(output, expected[:, :, share.tokens], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(output, expected[:, :, tokens], rtol=1e-4, atol=1e-5)
+        parts = torch.autograd.grad((output * weights[:, :, tokens]).sum(), states)
+        found = [total + part for total, part in zip(found, parts, strict=True)]
+    for ours, theirs in zip(found, grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_a_window_that_a_sequence_may_outgrow_is_refused() -> None:
@@ -167,6 +179,14 @@ def test_a_window_that_a_sequence_may_outgrow_is_refused() -> None:
     check_context(model, 8)
     with pytest.raises(ConfigError, match=r"--cp_size: Qwen3.* 8 tokens back.*--max_tokens 9"):
         check_context(model, 9)
+
+
+def test_a_state_along_the_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    check_context(model, 100)
+    monkeypatch.setattr(model, "_is_stateful", True)
+    with pytest.raises(ConfigError, match="a recurrent state, which goes on from one sequence"):
+        check_context(model, 100)
 
 
 def test_an_executor_that_shares_no_tokens_is_refused() -> None:

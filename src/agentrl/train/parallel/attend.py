@@ -16,8 +16,8 @@ from agentrl.train.attention.varlen import Segment, along_path, segment_mask
 from agentrl.train.parallel.exchange import TokenExchange
 
 IMPLEMENTATION = "agentrl_shared_tokens"
-TILE = 256
-"""Queries that are computed at once where they need a mask, of this times as many keys as they see."""
+TILE = 64
+"""Queries of a head that are computed at once where they need a mask."""
 
 
 def shared_attention(
@@ -115,14 +115,14 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, segment: Segment, scaling
     """[1, heads, m, d] of a segment's m queries, which see its ancestors and, causally, themselves."""
     groups = query.shape[1] // key.shape[1]
     mask = segment_mask(segment, query.device)
-    return scaled_dot_product_attention(
-        query,
-        key.repeat_interleave(groups, 1),
-        value.repeat_interleave(groups, 1),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
+    if mask is None:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    stacked = query.reshape(1, key.shape[1], groups * query.shape[2], -1)  # heads with the same keys are one
+    output = scaled_dot_product_attention(
+        stacked, key, value, attn_mask=mask.repeat(groups, 1), scale=scaling
     )
+    return output.reshape(*query.shape[:3], -1)
 
 
 def _parts(states: Tensor, segments: list[Segment]) -> tuple[Tensor, ...]:

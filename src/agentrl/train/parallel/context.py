@@ -31,7 +31,7 @@ def check_context(model: Any, max_tokens: int) -> None:
         raise ConfigError(
             f"--cp_size: {type(model).__name__} has {reason} (--max_tokens {max_tokens}), so that its tokens"
             " cannot be shared out",
-            cure="set --cp_size 1, which runs each sequence alone, or --max_tokens within its window",
+            cure="set --cp_size 1, or, where it is but a window, --max_tokens to no more than the window",
         )
 
 
