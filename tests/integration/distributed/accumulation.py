@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from agentrl.config.schema import MemoryConfig, TrainConfig
 from agentrl.train.compute import StepComputer
 from agentrl.train.parallel.accumulation import Reduction
+from agentrl.train.parallel.team import leave_processes
 
 REDUCED = torch.ops.c10d._reduce_scatter_base_.default
 MODULES = 3
@@ -87,7 +88,7 @@ def main() -> int:
         check("last", MODULES)
         check("every", 3 * MODULES)
     finally:
-        dist.destroy_process_group()
+        leave_processes()
     return 0
 
 

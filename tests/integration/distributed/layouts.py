@@ -44,6 +44,7 @@ from agentrl.train.parallel.state import (
     published_parts,
     take_inventory,
 )
+from agentrl.train.parallel.team import leave_processes
 from agentrl.train.reference import Anchors
 from agentrl.train.shards import load_optimizer
 from agentrl.train.step import ForwardOptions
@@ -285,7 +286,7 @@ def main() -> int:
         worst = largest_deviations(case, arguments.folder)
         is_first = dist.get_rank() == 0
     finally:
-        dist.destroy_process_group()
+        leave_processes()
     good = all(value <= LIMIT for value in worst.values())
     if is_first:
         told = "  ".join(f"{key} {value:.1e}" for key, value in worst.items())

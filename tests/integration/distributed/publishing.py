@@ -21,6 +21,7 @@ from agentrl.config.schema import TrainConfig
 from agentrl.train.allocations import peak_allocated
 from agentrl.train.compute import StepComputer
 from agentrl.train.parallel.state import published_parts
+from agentrl.train.parallel.team import leave_processes
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 64}
 
@@ -73,7 +74,7 @@ def main() -> int:
         compare_memory(together, folder)
         compare_after_a_failure(together, alone, folder)
     finally:
-        dist.destroy_process_group()
+        leave_processes()
     return 0
 
 

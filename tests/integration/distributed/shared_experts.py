@@ -41,6 +41,7 @@ from tiny_models import tiny_model
 from agentrl.train.memory import enable_checkpointing
 from agentrl.train.parallel.experts import share_experts
 from agentrl.train.parallel.mesh import Layout, Mesh, build_mesh
+from agentrl.train.parallel.team import leave_processes
 
 LIMIT = 1e-5
 EXPERTS, CHOICES, WIDTH = 4, 2, 16
@@ -146,7 +147,7 @@ def main() -> int:
             if dist.get_rank() == 0:
                 print(f"{name:<36} {float(worst):.1e}  {'ok' if is_good else 'FAILED'}", flush=True)
     finally:
-        dist.destroy_process_group()
+        leave_processes()
     return 0 if good else 1
 
 

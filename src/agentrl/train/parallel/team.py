@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -63,7 +64,7 @@ class Team:
 
     def leave(self) -> None:
         """Part from the other processes."""
-        dist.destroy_process_group()
+        leave_processes()
 
 
 @contextlib.contextmanager
@@ -91,3 +92,13 @@ def join_team() -> Team:
     orders = dist.new_group(backend="gloo", timeout=_IDLE)
     logger.info("rank %d of %d on %s", dist.get_rank(), dist.get_world_size(), device)
     return Team(dist.get_rank(), dist.get_world_size(), device, orders)
+
+
+def leave_processes() -> None:
+    """End the process groups.
+
+    Those that discarded models still hold would end with the interpreter, which aborts when a thread of theirs
+    has just finished something then.
+    """
+    gc.collect()
+    dist.destroy_process_group()
