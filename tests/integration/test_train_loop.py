@@ -47,6 +47,20 @@ def train_and_die(self, data, version):
 StepComputer.train = train_and_die
 sys.exit(main(["train", *sys.argv[1:]]))
 """
+OUT_OF_MEMORY_IN_STEP_2 = """
+import sys
+import torch
+from agentrl.cli import main
+from agentrl.train import step
+from agentrl.train.compute import StepComputer
+train = StepComputer.train
+def train_in_little(self, data, version):
+    if version == 1:
+        step.forest_logprobs = lambda *_: torch.empty(1 << 50)
+    return train(self, data, version)
+StepComputer.train = train_in_little
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
 KILLED_IN_STEP_2, KILLED_IN_STEP_4 = (f"STEP = {step}\n{KILLED_IN_STEP}" for step in (2, 4))
 
 
@@ -165,6 +179,20 @@ async def test_kill_9_in_a_step_trains_nothing_twice_and_changes_no_loss(
     assert {document["_id"] for document in documents if document["trained_count"] == 1} == {
         item.id for name in GROUPS for item in group(name)
     }
+
+
+@pytest.mark.timeout(240)
+async def test_out_of_memory_names_the_flags_that_help_and_the_run_goes_on_with_them(run: Run) -> None:
+    await run.fill()
+    code, output = run.train("--max_tokens", "4096", program=("-c", OUT_OF_MEMORY_IN_STEP_2))
+    assert code == 1
+    assert "out of memory with micro-batches of --max_tokens 4096" in output
+    assert "--activation_checkpointing selective" in output
+    assert "--max_tokens (to 2048" in output
+    assert "Traceback" not in output
+    code, output = run.train("--max_tokens", "2048", "--activation_checkpointing", "full")
+    assert code == 0, output
+    assert [step.step for step in await steps_of(run)] == [1, 2, 3]
 
 
 async def test_sigterm_saves_and_the_same_command_goes_on(run: Run) -> None:
