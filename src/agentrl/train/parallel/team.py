@@ -97,8 +97,8 @@ def join_team() -> Team:
 def leave_processes() -> None:
     """End the process groups.
 
-    Those that discarded models still hold would end with the interpreter, which aborts when a thread of theirs
-    has just finished something then.
+    Those that discarded models still hold would end with the interpreter, which aborts when one of their
+    threads has just finished something then.
     """
     gc.collect()
     dist.destroy_process_group()
