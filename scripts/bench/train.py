@@ -75,7 +75,8 @@ def merging(bench: Bench) -> list[Row]:
     """``group`` and ``trajectory`` against ``off`` on a group of multi-turn trajectories, per model.
 
     The larger model on its whole group recomputes activations (``selective``), leaves ``trajectory`` out, and
-    trains a sample of ``off``, whose rows do not depend on each other.
+    trains a sample of ``off``, whose rows do not depend on each other. The sample begins warm; what the first
+    step alone pays for is in ``group``.
     """
     rows = []
     for model, folder in bench.models.items():
