@@ -39,38 +39,73 @@ def main() -> int:
 
 
 def _ours(way: str, wanted: dict[str, Any]) -> dict[str, Any]:
+    """A step of ours. ``sample`` k: of every k-th micro-batch by length, its seconds scaled up by FLOPs."""
     import torch
 
-    from agentrl.batching.planner import build_micro_batches
     from agentrl.config.schema import OptimConfig
     from agentrl.losses.settings import LossSettings
+    from agentrl.train.memory import enable_checkpointing
     from agentrl.train.optim import build_optimizer
-    from agentrl.train.step import forward_backward
-    from agentrl.train.throughput import ModelShape, attention_pairs
+    from agentrl.train.step import count_step, forward_backward
 
     model = load_model(wanted["model"])
+    enable_checkpointing(model, wanted.get("checkpointing", "none"))
     data = Group(**wanted["group"]).data(_vocabulary(model))
     optimizer = build_optimizer(model, OptimConfig())
+    every = wanted.get("sample", 1)
+    fraction, spent = 1.0, [0.0, 0.0]
     forests: list[Any] = []
 
+    def train(chosen: list[Any]) -> None:
+        forward_backward(
+            model, chosen, LossSettings(old_logprobs="recompute"), current_version=0,
+            denominators=count_step(forests),
+        )  # fmt: skip
+
     def step() -> float:
-        forests[:] = build_micro_batches(
-            data, wanted["max_tokens"], vocab_size=_vocabulary(model), merging=way
-        )
-        forward_backward(model, forests, LossSettings(old_logprobs="recompute"), current_version=0)
+        forests[:] = _micro_batches(model, data, way, wanted["max_tokens"])
+        started = time.perf_counter(), time.process_time()
+        train(forests[every // 2 :: every])
+        spent[:] = time.perf_counter() - started[0], time.process_time() - started[1]
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return norm
 
+    if every > 1:  # what the first micro-batch alone pays for would be counted many times
+        forests[:] = _micro_batches(model, data, way, wanted["max_tokens"])
+        fraction = _flops(model, forests[every // 2 :: every]) / _flops(model, forests)
+        train(forests[-1:])
+        optimizer.zero_grad(set_to_none=True)
     result = _measured(model, step, wanted["steps"])
-    tokens = sum(forest.tokens for forest in forests)
-    flops = ModelShape.of(model.config).step_flops(
-        tokens,
+    for name, seconds in zip(("seconds", "cpu_seconds"), spent, strict=True):
+        result[name] += seconds * (1 / fraction - 1)
+    return result | {
+        "tokens": sum(forest.tokens for forest in forests),
+        "micro_batches": len(forests),
+        "sampled": len(forests[every // 2 :: every]),
+        "flops": _flops(model, forests),
+    }
+
+
+def _micro_batches(model: Any, data: Any, way: str, max_tokens: int) -> list[Any]:
+    """As the trainer packs them."""
+    from agentrl.batching.planner import CPU_FILL, build_micro_batches
+
+    return build_micro_batches(
+        data, max_tokens, vocab_size=_vocabulary(model), merging=way,  # type: ignore[arg-type]
+        fill=CPU_FILL if model.device.type == "cpu" else None,
+    )  # fmt: skip
+
+
+def _flops(model: Any, forests: list[Any]) -> float:
+    from agentrl.train.throughput import ModelShape, attention_pairs
+
+    return ModelShape.of(model.config).step_flops(
+        sum(forest.tokens for forest in forests),
         sum(forest.trainable_tokens for forest in forests),
         sum(attention_pairs(forest) for forest in forests),
     )
-    return result | {"tokens": tokens, "micro_batches": len(forests), "flops": flops}
 
 
 def _measured(model: Any, step: Callable[[], float], steps: int) -> dict[str, Any]:

@@ -17,6 +17,10 @@ from agentrl.errors import ConfigError
 PrefixMerging = Literal["off", "trajectory", "group"]
 
 
+CPU_FILL = 1024
+"""Tokens of a micro-batch beyond which a CPU gains no speed: its activations only leave the cache."""
+
+
 def build_micro_batches(
     data: Sequence[DBRecordData],
     max_tokens: int,
@@ -24,13 +28,16 @@ def build_micro_batches(
     vocab_size: int,
     merging: PrefixMerging = "group",
     ranks: int = 1,
+    fill: int | None = None,
 ) -> list[TokenForest]:
     """The micro-batches of one optimizer step, each of at most ``max_tokens`` tokens.
 
     ``merging``: ``off`` makes every model call a sequence of its own, ``trajectory`` a tree per trajectory (a
     chain, unless its context was reset), ``group`` a tree per group; trees of one micro-batch then also share
     the context that groups have in common. A tree above ``max_tokens`` is cut at branch points, so that a
-    trajectory may be spread over micro-batches and ranks (``TokenForest.holds_parts``).
+    trajectory may be spread over micro-batches and ranks (``TokenForest.holds_parts``). With ``fill``,
+    micro-batches of ``off`` and ``trajectory`` grow no further than it, or than the longest tree; those of
+    ``group`` do, for the more groups one holds, the more of them share their context.
 
     The plan depends on nothing but the arguments. Rank r of ``ranks`` runs ``[r::ranks]``: all run equally
     many, with nearly the same number of tokens in each round and in all; where there is too little work for
@@ -43,7 +50,10 @@ def build_micro_batches(
     trees = step_trees(data, vocab_size=vocab_size, merging=merging)
     limit = max_tokens if ranks == 1 else _even_limit(trees, max_tokens, ranks)
     parts = [part for tree in trees for part in cut(tree, limit, names)]
-    plan = balance([part.tokens for part in parts], max_tokens, ranks)
+    sizes = [part.tokens for part in parts]
+    if fill is not None and merging != "group":
+        max_tokens = min(max_tokens, max([fill, *sizes]))
+    plan = balance(sizes, max_tokens, ranks)
     return [_micro_batch([parts[index] for index in chosen], merging) for chosen in plan]
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from agentrl.batching.forest import TokenForest
-from agentrl.batching.planner import PrefixMerging, build_micro_batches
+from agentrl.batching.planner import CPU_FILL, PrefixMerging, build_micro_batches
 from agentrl.config.memory import MemoryConfig
 from agentrl.documents.training import DBRecordData
 from agentrl.losses.settings import LossSettings
@@ -106,8 +106,9 @@ class StepComputer:
         vocabulary = self.policy.model.config.get_text_config().vocab_size
         ranks, rank = (1, 0) if self.parallel is None else self.parallel.place
         planned = build_micro_batches(
-            data, self.max_tokens, vocab_size=vocabulary, merging=self.prefix_merging, ranks=ranks
-        )
+            data, self.max_tokens, vocab_size=vocabulary, merging=self.prefix_merging, ranks=ranks,
+            fill=CPU_FILL if self.device.type == "cpu" else None,
+        )  # fmt: skip
         return planned[rank::ranks]
 
     def train_forests(self, forests: Sequence[TokenForest], version: int) -> StepResult:

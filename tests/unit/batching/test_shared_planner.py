@@ -75,6 +75,23 @@ def test_every_label_is_trained_once_within_the_budget(
 
 
 @settings(max_examples=60, deadline=None)
+@given(steps(), MERGING, st.integers(1, 20), st.integers(1, 3))
+def test_filled_micro_batches_train_the_same_and_cut_nothing(
+    data: list[DBRecordData], merging: PrefixMerging, fill: int, ranks: int
+) -> None:
+    whole = build_micro_batches(data, 10**6, vocab_size=3, merging=merging, ranks=ranks)
+    forests = build_micro_batches(data, 10**6, vocab_size=3, merging=merging, ranks=ranks, fill=fill)
+    assert labels(forests) == labels(whole)
+    assert len(forests) % ranks == 0
+    if merging == "group":
+        assert [forest.tokens for forest in forests] == [forest.tokens for forest in whole]
+    elif ranks == 1:
+        trees = [tree.tokens for tree in step_trees(data, vocab_size=3, merging=merging)]
+        assert sum(forest.tokens for forest in forests) == sum(trees)
+        assert max(forest.tokens for forest in forests) <= max(fill, *trees)
+
+
+@settings(max_examples=60, deadline=None)
 @given(steps(), st.integers(0, 30))
 def test_generated_tokens_of_different_trajectories_stay_apart(data: list[DBRecordData], room: int) -> None:
     for forest in build_micro_batches(data, longest(data) + room, vocab_size=3, merging="group"):

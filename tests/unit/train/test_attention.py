@@ -14,7 +14,7 @@ from agentrl.batching.forest import TokenForest, forest_from_sequences
 from agentrl.errors import ConfigError, ModelError
 from agentrl.train.attention import choose_executor, run_forest
 from agentrl.train.attention.sdpa import forest_mask
-from agentrl.train.attention.varlen import Segment, split_segments
+from agentrl.train.attention.varlen import Segment, Ways, cut_ways, split_segments
 from agentrl.train.memory import enable_checkpointing
 from agentrl.train.step import ForwardOptions, check_model, forest_logprobs
 
@@ -84,6 +84,23 @@ def test_segments_follow_the_branches() -> None:
         Segment(19, 26, ((0, 6),)),
     ]
     assert [segment.ancestors for segment in split_segments(packed(chains()))] == [()] * 5
+
+
+def test_segments_are_cut_where_others_branch_off() -> None:
+    assert cut_ways(split_segments(packed([tree()]))) == Ways(
+        segments=(15, 4, 7), pieces=(6, 4, 5, 4, 7), paths=((0, 1, 2), (0, 1, 3), (0, 4))
+    )
+    forest = packed([tree(0), *chains(1, 2), tree(2)])
+    segments = split_segments(forest)
+    ways = cut_ways(segments)
+    bounds = np.cumsum([0, *ways.pieces])
+    assert bounds[-1] == forest.tokens
+    for segment, path in zip(segments, ways.paths, strict=True):
+        seen = [token for piece in path for token in range(bounds[piece], bounds[piece + 1])]
+        way = [segment.end - 1]
+        while (parent := int(forest.parent[way[-1]])) >= 0:
+            way.append(parent)
+        assert seen == sorted(way)
 
 
 def test_a_model_called_around_the_executor_is_refused() -> None:

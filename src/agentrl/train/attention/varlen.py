@@ -64,6 +64,36 @@ def split_segments(forest: TokenForest) -> list[Segment]:
     return segments
 
 
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """The same segments in pieces: the tokens cut wherever a segment begins or another branches off it.
+
+    Gradients of pieces cost what the pieces hold; those of slices would be as long as the forest, each.
+    """
+
+    segments: tuple[int, ...]
+    """Tokens of each segment."""
+    pieces: tuple[int, ...]
+    """Tokens of each piece; the pieces tile the forest's tokens."""
+    paths: tuple[tuple[int, ...], ...]
+    """The pieces that each segment sees, from the root down to its own."""
+
+
+def cut_ways(segments: list[Segment]) -> Ways:
+    """The pieces of ``segments``, which tile the tokens of a forest."""
+    ranges = [(*segment.ancestors, (segment.start, segment.end)) for segment in segments]
+    cuts = np.unique([bound for path in ranges for range_ in path for bound in range_]).tolist()
+    number = {bound: index for index, bound in enumerate(cuts)}
+    return Ways(
+        segments=tuple(segment.end - segment.start for segment in segments),
+        pieces=tuple(np.diff(cuts).tolist()),
+        paths=tuple(
+            tuple(piece for start, end in path for piece in range(number[start], number[end]))
+            for path in ranges
+        ),
+    )
+
+
 def run_varlen(model: Any, forest: TokenForest) -> Tensor:
     """Hidden states [N, H] of any forest; attention costs what its paths cost, without their repetition."""
     use_attention(model, IMPLEMENTATION)
@@ -74,7 +104,7 @@ def run_varlen(model: Any, forest: TokenForest) -> Tensor:
         position_ids=torch.from_numpy(forest.position_ids).to(device)[None],
         attention_mask=None,
         use_cache=False,
-        segments=segments,
+        ways=cut_ways(segments),
         segment_masks=[segment_mask(segment, device) for segment in segments],
     )
     return cast(Tensor, output.last_hidden_state[0])
@@ -97,7 +127,7 @@ def segment_attention(
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
-    segments: list[Segment] | None = None,
+    ways: Ways | None = None,
     segment_masks: list[Tensor | None] | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -109,37 +139,34 @@ def segment_attention(
     Raises ModelError where the layer asks for what this attention does not do.
     """
     name = type(module).__name__
-    if segments is None or segment_masks is None:
+    if ways is None or segment_masks is None:
         raise ModelError(
             f"{name} is not told where sequences end",
             cure='run the model through run_forest, or call model.set_attn_implementation("sdpa") before',
         )
     if softcap is not None or s_aux is not None:
         raise ModelError(f"{name} caps its scores or has attention sinks", cure="use a model without them")
-    groups = query.shape[1] // key.shape[1]
-    native = groups > 1 and query.is_cuda
-    if groups > 1 and not native:  # the CPU kernel is slower on grouped heads than on repeated ones
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    keys, values = key.split_with_sizes(ways.pieces, 2), value.split_with_sizes(ways.pieces, 2)
     outputs = [
         scaled_dot_product_attention(
-            query[:, :, segment.start : segment.end],
-            along_path(key, segment),
-            along_path(value, segment),
+            states,
+            _joined([keys[piece] for piece in path]),
+            _joined([values[piece] for piece in path]),
             attn_mask=mask,
             dropout_p=dropout,
             is_causal=mask is None,
             scale=scaling,
-            enable_gqa=native,
+            enable_gqa=query.shape[1] != key.shape[1],
+        ).transpose(1, 2)
+        for states, path, mask in zip(
+            query.split_with_sizes(ways.segments, 2), ways.paths, segment_masks, strict=True
         )
-        for segment, mask in zip(segments, segment_masks, strict=True)
     ]
-    return torch.cat(outputs, 2).transpose(1, 2), None
+    return _joined(outputs, 1), None
 
 
-def along_path(states: Tensor, segment: Segment) -> Tensor:
-    """[1, heads, ancestors + m, d]: the states of a segment's ancestors and its own; a view if adjacent."""
-    pieces = [states[:, :, start:end] for start, end in segment.path]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
+def _joined(pieces: list[Tensor], dim: int = 2) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 AttentionInterface.register(IMPLEMENTATION, segment_attention)

@@ -12,7 +12,7 @@ from transformers import AttentionInterface
 
 from agentrl.errors import ModelError
 from agentrl.train.attention.flex import block_attention
-from agentrl.train.attention.varlen import Segment, along_path, segment_mask
+from agentrl.train.attention.varlen import Segment, segment_mask
 from agentrl.train.parallel.exchange import TokenExchange
 
 IMPLEMENTATION = "agentrl_shared_tokens"
@@ -78,7 +78,7 @@ class _SegmentsOfMany(torch.autograd.Function):
         with torch.autocast(query.device.type, enabled=False):
             keys, values = exchange.gather(key), exchange.gather(value)
             outputs = [
-                _attend(part, along_path(keys, segment), along_path(values, segment), segment, scaling)
+                _attend(part, _along_path(keys, segment), _along_path(values, segment), segment, scaling)
                 for part, segment in zip(_parts(query, segments), segments, strict=True)
             ]
         return torch.cat(outputs, 2)
@@ -95,7 +95,7 @@ class _SegmentsOfMany(torch.autograd.Function):
         ):
             inputs = [
                 each.detach().requires_grad_(True)
-                for each in (part, along_path(keys, segment), along_path(values, segment))
+                for each in (part, _along_path(keys, segment), _along_path(values, segment))
             ]
             with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
                 output = _attend(inputs[0], inputs[1], inputs[2], segment, scaling)
@@ -131,8 +131,14 @@ def _parts(states: Tensor, segments: list[Segment]) -> tuple[Tensor, ...]:
     return torch.split(states, lengths, 2)
 
 
+def _along_path(states: Tensor, segment: Segment) -> Tensor:
+    """[1, heads, ancestors + m, d]: the states of a segment's ancestors and its own; a view if adjacent."""
+    pieces = [states[:, :, start:end] for start, end in segment.path]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
+
+
 def _add_along_path(total: Tensor, found: Tensor, segment: Segment) -> None:
-    """Add gradients of ``along_path``'s result to those of what it was taken from."""
+    """Add gradients of ``_along_path``'s result to those of what it was taken from."""
     done = 0
     for start, end in segment.path:
         total[:, :, start:end] += found[:, :, done : done + end - start]
