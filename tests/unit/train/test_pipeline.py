@@ -149,7 +149,7 @@ class Rehearsal(Pipeline):
     """A stage that computes nothing and notes what it would: which forests go forward and back, and when."""
 
     def __init__(self, stage: int, wires: list[tuple[Wire, Wire]]) -> None:
-        super().__init__(None, nn.Identity(), cast("Any", None), len)
+        super().__init__(None, nn.Identity(), cast("Any", None), len, cast("Any", None))
         for name, value in (("place", stage), ("wires", wires), ("notes", []), ("finals", [])):
             object.__setattr__(self, name, value)
 
