@@ -304,10 +304,13 @@ async def test_adapters_a_reference_and_several_updates_a_step(run: Run) -> None
 
 
 @pytest.mark.timeout(240)
-async def test_two_processes_train_as_one_does_and_one_goes_on_from_them(run: Run) -> None:
+@pytest.mark.parametrize("layout", [(), ("--cp_size", "2"), ("--pp_size", "2")], ids=["fsdp", "cp", "pp"])
+async def test_two_processes_train_as_one_does_and_one_goes_on_from_them(
+    run: Run, layout: tuple[str, ...]
+) -> None:
     await run.fill()
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "agentrl.train")
-    code, output = run.train("--max_steps", "2", program=torchrun)
+    code, output = run.train("--max_steps", "2", *layout, program=torchrun)
     assert code == 0, output
     code, output = run.train()
     assert code == 0, output
