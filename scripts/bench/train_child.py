@@ -93,7 +93,7 @@ def _micro_batches(model: Any, data: Any, way: str, max_tokens: int) -> list[Any
     from agentrl.batching.planner import CPU_FILL, build_micro_batches
 
     return build_micro_batches(
-        data, max_tokens, vocab_size=_vocabulary(model), merging=way,  # type: ignore[arg-type]
+        data, max_tokens, vocab_size=_vocabulary(model), merging=way,
         fill=CPU_FILL if model.device.type == "cpu" else None,
     )  # fmt: skip
 
