@@ -40,7 +40,11 @@ QUICK_TURNS = {
 }
 SAMPLE = 24
 """Of the rows of ``off`` on the larger model, one of so many is trained."""
-UNEVEN = Group(trajectories=8, turns=1, prompt=256, output=64, observation=1, uneven=True)
+UNEVEN = {
+    "short outputs": Group(trajectories=8, turns=1, prompt=256, output=64, observation=1, uneven=True),
+    "long outputs": Group(trajectories=8, turns=1, prompt=64, output=128, observation=1, uneven=True),
+}
+"""Against TRL: outputs of a quarter of the prompt on average, and of twice the prompt."""
 
 
 @dataclass(frozen=True)
@@ -143,13 +147,18 @@ def trl(bench: Bench) -> list[Row]:
     if not (bench.trl / "trl").is_dir():
         print(f"{bench.trl} has no TRL; see --help for how to install it", file=sys.stderr)
         return []
-    return [row for name, model in bench.models.items() for row in _against_trl(bench, name, model)]
+    return [
+        row
+        for model, folder in bench.models.items()
+        for lengths, group in UNEVEN.items()
+        for row in _against_trl(bench, f"{model}, {lengths}", folder, group)
+    ]
 
 
-def _against_trl(bench: Bench, name: str, model: str) -> list[Row]:
-    common = {"model": model, "group": UNEVEN.plain(), "steps": 3 if name == "tiny" else 1}
-    theirs = bench.child(f"trl {name}", way="trl", rows=UNEVEN.trajectories, **common)
-    tokens = sum(item.tokens for item in UNEVEN.data(1000))
+def _against_trl(bench: Bench, name: str, model: str, group: Group) -> list[Row]:
+    common = {"model": model, "group": group.plain(), "steps": 3 if model == "tiny" else 1}
+    theirs = bench.child(f"trl {name}", way="trl", rows=group.trajectories, **common)
+    tokens = sum(item.tokens for item in group.data(1000))
     rows = []
     for way, target in (("trajectory", 2.0), ("group", 4.0)):
         ours = bench.child(f"trl {name} {way}", way=way, max_tokens=65536, **common)

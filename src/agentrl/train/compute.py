@@ -154,6 +154,7 @@ class StepComputer:
             ModelShape.of(model.config),
             peak_flops(model.device, self.options.autocast_dtype or model.dtype),
             step_tokens=tokens,
+            sharers=1 if self.parallel is None else self.parallel.mesh.layout.sharers,
         )
 
     def kept(self) -> SavableModel:

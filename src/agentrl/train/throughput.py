@@ -127,17 +127,21 @@ def step_metrics(
     *,
     step_tokens: int | None = None,
     positions: int | None = None,
+    sharers: int = 1,
 ) -> dict[str, float]:
     """The speed of one update of a rank whose device does ``peak_flops`` FLOP/s and that ran ``forests``.
 
     ``step_tokens`` are those of all ranks, ``positions`` what the executor ran, padding included; both are
-    the tokens of ``forests`` where they are not given.
+    the tokens of ``forests`` where they are not given. ``sharers`` ranks ran the same forests between them.
     """
     tokens = sum(forest.tokens for forest in forests)
-    flops = shape.step_flops(
-        tokens,
-        sum(forest.trainable_tokens for forest in forests),
-        sum(attention_pairs(forest) for forest in forests),
+    flops = (
+        shape.step_flops(
+            tokens,
+            sum(forest.trainable_tokens for forest in forests),
+            sum(attention_pairs(forest) for forest in forests),
+        )
+        / sharers
     )
     elapsed = max(seconds.total, 1e-9)
     return {

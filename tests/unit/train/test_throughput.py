@@ -84,6 +84,8 @@ def test_a_step() -> None:
     assert metrics["padding_efficiency"] == 0.5
     flops = shape.step_flops(shared.tokens, shared.trainable_tokens, attention_pairs(shared))
     assert metrics["mfu"] == pytest.approx(flops / 4 / 1e9)
+    halved = step_metrics([shared], SECONDS, shape, 1e9, sharers=2)
+    assert halved["mfu"] == pytest.approx(metrics["mfu"] / 2)
     assert metrics["seconds_forward_backward"] == 3.0
     saved = sharing_metrics(metrics | {"tokens": shared.tokens}, call_tokens(data))
     assert saved["unique_tokens"] == shared.tokens < 52

@@ -50,6 +50,11 @@ class Layout:
         return self.dp_replicate * self.dp_shard * self.ep
 
     @property
+    def sharers(self) -> int:
+        """Processes that compute the same data between them."""
+        return self.pp * self.cp * self.tp
+
+    @property
     def shard(self) -> int:
         """Processes that hold between them what is no expert (FSDP2): each computes other tokens."""
         return self.dp_shard * self.cp * self.ep
