@@ -41,7 +41,7 @@ SHAPES = st.builds(
 )
 STEPS = st.builds(make_step, SHAPES, st.integers(0, 2**16)).filter(bool)
 MERGING = st.sampled_from(["off", "trajectory", "group"])
-EXECUTORS = st.sampled_from(["auto", "sdpa", "varlen", "paths"])
+EXECUTORS = st.sampled_from(["auto", "sdpa", "varlen", "paths", "padded"])
 
 
 @st.composite

@@ -72,6 +72,8 @@ class Case:
     tied: bool = False
     resumed: TrainConfig = ALL_SHARDED
     layers: int = 2
+    window: int | None = None
+    """Tokens that a layer sees back."""
     memory: MemoryConfig = PLAIN
     """In the layout alone."""
     lora: bool = False
@@ -88,6 +90,7 @@ CASES = {
     ),
     "fsdp2_lora": Case(2, TrainConfig(), lora=True, resumed=TrainConfig(dp_replicate_size=2)),
     "fsdp2_compile": Case(2, TrainConfig(), memory=MemoryConfig(torch_compile=True)),
+    "fsdp2_window": Case(2, TrainConfig(), window=9),
     "fsdp2_offload": Case(2, TrainConfig(), memory=MemoryConfig(optimizer_offload=True)),
     "tp2": Case(2, TrainConfig(tp_size=2), resumed=TrainConfig(dp_replicate_size=2)),
     "tp2_tied": Case(2, TrainConfig(tp_size=2), model="llama", tied=True),
@@ -210,9 +213,18 @@ def resume_adapter(saved: Adapter, case: Case, folder: Path) -> StepComputer:
     return resumed
 
 
+def window(case: Case) -> dict[str, Any]:
+    """The model's settings for a window over which some of a step's sequences go, and some do not."""
+    if case.window is None:
+        return {}
+    return {"use_sliding_window": True, "sliding_window": case.window, "max_window_layers": 1}
+
+
 def largest_deviations(case: Case, folder: Path) -> dict[str, float]:
     """Train alone and together for some steps, and go on from a checkpoint in another layout."""
-    model = tiny_model(case.model, tied=case.tied, vocab_size=64, num_hidden_layers=case.layers)
+    model = tiny_model(
+        case.model, tied=case.tied, vocab_size=64, num_hidden_layers=case.layers, **window(case)
+    )
     adapter = add_adapter(model, LORA, Path(), None) if case.lora else None
     single, single_adapter = copy.deepcopy((model, adapter))
     alone = computer(single, case, adapter=single_adapter)

@@ -52,7 +52,7 @@ def test_packed_chains_equal_each_chain_alone(kind: str, executor: str, tied: bo
 
 @pytest.mark.exactness
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize("executor", ["varlen", "sdpa", "paths"])
+@pytest.mark.parametrize("executor", ["varlen", "sdpa", "paths", "padded"])
 def test_a_tree_equals_each_of_its_branches_alone(kind: str, executor: str) -> None:
     forest = packed([tree(0), *chains(1, 2), tree(2)])
     assert len(paths(forest)) == 8

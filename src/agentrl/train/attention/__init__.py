@@ -1,7 +1,8 @@
 """Run a Hugging Face causal LM over a TokenForest: the same hidden states whatever the executor.
 
 Executors, each for any forest: ``sdpa`` (one dense mask), ``varlen`` (segment by segment, without padding),
-``flex`` (FlexAttention under a block mask; GPU) and ``paths`` (each path alone; any causal model).
+``flex`` (FlexAttention under a block mask; GPU), ``paths`` and ``padded`` (each path alone; any causal
+model).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from agentrl.batching.forest import TokenForest
 from agentrl.errors import ConfigError, ModelError
 from agentrl.train.attention.flex import MIN_HEAD_DIM, run_flex
 from agentrl.train.attention.limits import check_limits, unmaskable
-from agentrl.train.attention.paths import run_paths
+from agentrl.train.attention.paths import run_padded, run_paths
 from agentrl.train.attention.sdpa import run_sdpa
 from agentrl.train.attention.varlen import run_varlen
 
@@ -28,6 +29,7 @@ EXECUTORS: dict[str, Callable[[Any, TokenForest], Tensor]] = {
     "varlen": run_varlen,
     "flex": run_flex,
     "paths": run_paths,
+    "padded": run_padded,
 }
 
 DENSE_TOKENS = 512
@@ -77,7 +79,7 @@ def run_forest(model: nn.Module, forest: TokenForest, executor: str = "auto") ->
     name = choose_executor(model, forest) if executor == "auto" else executor
     if name not in EXECUTORS:
         raise ConfigError(f"attention executor {name!r}", cure=f"use auto, {' or '.join(EXECUTORS)}")
-    reason = None if name == "paths" else unmaskable(model, forest)
+    reason = None if name in ("paths", "padded") else unmaskable(model, forest)
     if reason is not None:
         raise ModelError(
             f"{type(model).__name__} has {reason}: {name!r} would not be exact",

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from agentrl.batching.forest import TokenForest, forest_from_sequences
 from agentrl.losses.metrics import TokenMetrics
 from agentrl.losses.reduce import Denominators
+from agentrl.train.attention import choose_executor
 from agentrl.train.logprobs import OutputHead, output_head, token_logprobs
 from agentrl.train.parallel.accumulation import Reduction, set_reduction, whole_step
 from agentrl.train.parallel.context import Context
@@ -60,7 +61,7 @@ class RankedModel(nn.Module):
             return self._run_shared(forest, options, received)
         device = self.model.device
         with torch.autocast(device.type, options.autocast_dtype, options.autocast_dtype is not None):
-            hidden = run_stage(self.model, forest, options.executor, received)
+            hidden = run_stage(self.model, forest, self._executor(forest, options), received)
         if not self._mesh.is_last_stage:
             return hidden.to(self.model.dtype).contiguous()
         parent = torch.from_numpy(forest.parent[forest.target]).to(device)
@@ -84,6 +85,11 @@ class RankedModel(nn.Module):
         if not self._mesh.is_last_stage:
             return hidden.to(self.model.dtype).contiguous()
         return context.logprobs(forest, options, hidden, self._head())
+
+    def _executor(self, forest: TokenForest, options: ForwardOptions) -> str:
+        """What runs ``forest``: processes that shard a model must all call it equally often, so once."""
+        name = choose_executor(self.model, forest) if options.executor == "auto" else options.executor
+        return "padded" if name == "paths" and isinstance(self, FSDPModule) else name
 
     def tokens(self, forest: TokenForest) -> int:
         """How many of the tokens of ``forest`` this process computes, padding included."""
