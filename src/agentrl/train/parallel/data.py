@@ -1,4 +1,4 @@
-"""Data parallelism: each process trains its share of a step's forests on a model sharded by FSDP2."""
+"""A spread model on one process, and how the process works with the others on a step."""
 
 from __future__ import annotations
 
