@@ -54,6 +54,7 @@ def run_rank(
         logprobs=lambda forest, forward: forest_logprobs(model, forest, forward),
         join=join,
         total=lambda values: meeting.total(rank, values, torch.zeros_like(values)),
+        begin=lambda *, is_last: None,
     )
     return forward_backward(
         model, forests, options, current_version=CURRENT_VERSION, ranks=ranks,
