@@ -66,7 +66,8 @@ def build_computer(
     device = team.device if team else _own_device()
     set_seed(recipe.seed)
     policy = load_policy(recipe.model, weights, recipe.adapter)
-    policy.model.to(device)  # type: ignore[arg-type]
+    if team is None:  # of a model that is spread, a device gets its part alone
+        policy.model.to(device)  # type: ignore[arg-type]
     check_model(policy.model)
     mode = checkpointing_mode(recipe.memory, recipe.train.gradient_checkpointing)
     enable_checkpointing(policy.model, mode, offload=recipe.memory.activation_offload)
@@ -115,7 +116,8 @@ def _spread(model: Any, layout: Layout, device: torch.device, recipe: Recipe) ->
 
     mesh = build_mesh(layout, device.type)
     parallelize(model, mesh, recipe.train)
-    return Parallel(mesh, RankedModel(model, mesh), recipe.memory.gradient_reduction)
+    ranked = RankedModel(model, mesh).to(device)
+    return Parallel(mesh, ranked, recipe.memory.gradient_reduction)
 
 
 def _check_processes(recipe: Recipe, team: Team | None) -> None:
