@@ -355,4 +355,4 @@ async def test_accelerate_starts_two_processes_that_train_adapters_as_one_does(r
 def test_a_mesh_that_does_not_divide_the_processes_is_told_with_its_equation(run: Run) -> None:
     code, output = run.train("--tp_size", "2")
     assert code == 2
-    assert "dp_replicate 1 × dp_shard × tp 2 = 1" in output
+    assert "pp 1 × dp_replicate 1 × dp_shard × cp 1 × ep 1 × tp 2 = 1" in output
