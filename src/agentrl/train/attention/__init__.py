@@ -60,9 +60,9 @@ def has_flex(model: Any) -> bool:
 
 
 def usable_executors(model: Any, forest: TokenForest) -> list[str]:
-    """The executors that ``choose_executor`` may take for forests such as ``forest``."""
+    """The executors that may run forests such as ``forest``, alone or among several processes."""
     if unmaskable(model, forest) is not None:
-        return ["paths"]
+        return ["paths", "padded"]
     return ["flex"] if has_flex(model) else ["sdpa", "varlen"]
 
 
