@@ -157,12 +157,22 @@ class _Policies(_Part):
     async def get(self, id: int) -> PolicyVersion | None:
         return self.store.versions.get(id)
 
-    async def all(self) -> list[PolicyVersion]:
-        return list(self.store.versions.values())
+    async def newest_id(self) -> int | None:
+        return max(self.store.versions, default=None)
 
     async def latest(self) -> PolicyVersion | None:
-        published = [v for v in self.store.versions.values() if v.status is VersionStatus.PUBLISHED]
-        return max(published, key=lambda version: version.id, default=None)
+        return next(iter(await self.published(1)), None)
+
+    async def published(self, limit: int, *, below: int | None = None) -> list[PolicyVersion]:
+        published = self._newest_first(VersionStatus.PUBLISHED)
+        return [version for version in published if below is None or version.id < below][:limit]
+
+    async def withdrawn(self, step: int) -> list[PolicyVersion]:
+        return [version for version in self._newest_first(VersionStatus.WITHDRAWN) if version.step == step]
+
+    def _newest_first(self, status: VersionStatus) -> list[PolicyVersion]:
+        kept = [version for version in self.store.versions.values() if version.status is status]
+        return sorted(kept, key=lambda version: -version.id)
 
     async def publish(self, version: PolicyVersion) -> None:
         assert version.id not in self.store.versions

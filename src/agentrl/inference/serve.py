@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from agentrl.config.load import parse
 from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
 from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.service import InferenceService
-from agentrl.documents.status import ServiceStatus, VersionStatus
+from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError, EngineError, PublishError, StoreError
 from agentrl.inference.engine import EngineClient
 from agentrl.inference.engines.launch import engine_client, engine_command
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _UPDATE_SECONDS = 600.0
 _FOLLOW_POLL_SECONDS = 2.0
+_PAGE = 8
 
 
 def main(argv: list[str]) -> int:
@@ -207,9 +208,7 @@ async def _starting_weights(store: Store, model: ModelConfig) -> tuple[int, str]
     from agentrl.weights.manifest import verify
 
     refused: PublishError | None = None
-    for version in reversed(await store.policies.all()):
-        if version.status is not VersionStatus.PUBLISHED:
-            continue
+    async for version in _published(store):
         try:
             await asyncio.to_thread(verify, version.location, version.files)
         except PublishError as error:
@@ -225,6 +224,15 @@ async def _starting_weights(store: Store, model: ModelConfig) -> tuple[int, str]
             cure="pass --model_name_or_path",
         )
     return 0, str(Path.cwd() / model.model_name_or_path)
+
+
+async def _published(store: Store) -> AsyncIterator[PolicyVersion]:
+    """Every published version, newest first, read a few at a time."""
+    below: int | None = None
+    while page := await store.policies.published(_PAGE, below=below):
+        for version in page:
+            yield version
+        below = page[-1].id
 
 
 def _reachable(host: str) -> str:

@@ -50,7 +50,7 @@ INDEXES: dict[str, list[IndexModel]] = {
         _index("split", "status", "trained_count", "task"),
         _index("task"),
     ],
-    VERSION: [_index("status", ("_id", _DOWN))],
+    VERSION: [_index("status", ("_id", _DOWN)), _index("status", "step", ("_id", _DOWN))],
     SERVICE: [_index("status", "heartbeat")],
     STEP: [_index("step", unique=True, where=_LIVING_STEPS), _index("status", "step")],
 }

@@ -8,7 +8,7 @@ from pymongo.errors import DuplicateKeyError
 from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.status import VERSION_EDGES, VersionStatus, sources
 from agentrl.errors import StoreError
-from agentrl.store.connection import Part, database_call
+from agentrl.store.connection import Json, Part, database_call
 from agentrl.store.names import VERSION
 
 
@@ -21,10 +21,10 @@ class Policies(Part):
 
         Raises StoreError where the number is taken by other weights or below an existing one.
         """
-        newest = await self._collection(VERSION).find_one(sort=[("_id", DESCENDING)])
-        if newest is not None and newest["_id"] > version.id:
+        newest = await self._newest_id()
+        if newest is not None and newest > version.id:
             raise StoreError(
-                f"policy version {version.id} is older than version {newest['_id']}, which exists",
+                f"policy version {version.id} is older than version {newest}, which exists",
                 cure="number versions after the newest one, withdrawn ones included",
             )
         try:
@@ -52,8 +52,29 @@ class Policies(Part):
         return None if document is None else PolicyVersion.from_document(document)
 
     @database_call
+    async def newest_id(self) -> int | None:
+        """The highest number of a version, withdrawn ones included; None where there is no version."""
+        return await self._newest_id()
+
+    @database_call
+    async def published(self, limit: int, *, below: int | None = None) -> list[PolicyVersion]:
+        """The newest ``limit`` published versions, newest first; with ``below``, those of a lower number."""
+        query: Json = {"status": VersionStatus.PUBLISHED.value}
+        if below is not None:
+            query["_id"] = {"$lt": below}
+        cursor = self._collection(VERSION).find(query, sort=[("_id", DESCENDING)], limit=limit)
+        return [PolicyVersion.from_document(document) async for document in cursor]
+
+    @database_call
+    async def withdrawn(self, step: int) -> list[PolicyVersion]:
+        """The versions of ``step`` that were withdrawn, newest first."""
+        query = {"status": VersionStatus.WITHDRAWN.value, "step": step}
+        cursor = self._collection(VERSION).find(query, sort=[("_id", DESCENDING)])
+        return [PolicyVersion.from_document(document) async for document in cursor]
+
+    @database_call
     async def all(self) -> list[PolicyVersion]:
-        """Every version, oldest first, withdrawn ones included."""
+        """Every version, oldest first, withdrawn ones included. For reports: a run may have thousands."""
         cursor = self._collection(VERSION).find({}, sort=[("_id", ASCENDING)])
         return [PolicyVersion.from_document(document) async for document in cursor]
 
@@ -83,3 +104,7 @@ class Policies(Part):
         )  # fmt: skip
         if result.matched_count == 0:
             raise StoreError(f"policy version {version} cannot be re-instated: there is none")
+
+    async def _newest_id(self) -> int | None:
+        newest = await self._collection(VERSION).find_one({}, {"_id": 1}, sort=[("_id", DESCENDING)])
+        return None if newest is None else int(newest["_id"])

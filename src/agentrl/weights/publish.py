@@ -50,12 +50,12 @@ async def publish(
     A folder without a document (its writer was killed in between) is replaced. Raises PublishError when the
     weights cannot be written: nothing is published then, and it may be tried again.
     """
-    known = await store.policies.all()
-    version = max((policy.id for policy in known), default=-1) + 1
+    newest = await store.policies.newest_id()
+    version = 0 if newest is None else newest + 1
     folder, files = await asyncio.to_thread(
         write_version, model, tokenizer_files_from, folder_root, version, chat_template
     )
-    earlier = withdrawn_twin(known, step, files)
+    earlier = withdrawn_twin(await store.policies.withdrawn(step), files)
     if earlier is None:
         document = PolicyVersion(
             id=version, step=step, location=str(folder), files=files, train_step=train_step_id
@@ -67,18 +67,10 @@ async def publish(
     return document
 
 
-def withdrawn_twin(
-    known: Sequence[PolicyVersion], step: int, files: Sequence[FileChecksum]
-) -> PolicyVersion | None:
-    """The newest version of ``known`` that was withdrawn for ``step`` and holds the same ``files``."""
-    twins = (
-        policy
-        for policy in known
-        if policy.status is VersionStatus.WITHDRAWN
-        and policy.step == step
-        and sorted(policy.files, key=_name) == sorted(files, key=_name)
-    )
-    return max(twins, key=lambda policy: policy.id, default=None)
+def withdrawn_twin(withdrawn: Sequence[PolicyVersion], files: Sequence[FileChecksum]) -> PolicyVersion | None:
+    """The first version of ``withdrawn`` that holds the same ``files``."""
+    wanted = sorted(files, key=_name)
+    return next((policy for policy in withdrawn if sorted(policy.files, key=_name) == wanted), None)
 
 
 async def _reinstate(
@@ -122,9 +114,7 @@ def _describe_base(folder: Path) -> PolicyVersion:
 async def _prune(store: Store, folder_root: Path, keep: int) -> None:
     live = await store.services.live(LIVE_ENGINE_SECONDS)
     in_use = {service.policy_version for service in live if service.policy_version is not None}
-    known = await store.policies.all()
-    published = [policy.id for policy in known if policy.status is VersionStatus.PUBLISHED]
-    in_use.update(sorted(published)[-keep:])
+    in_use.update(policy.id for policy in await store.policies.published(keep))
     deleted = await asyncio.to_thread(prune_versions, folder_root, keep=keep, in_use=in_use)
     if deleted:
         logger.debug("deleted the folders of versions %s", deleted)

@@ -254,6 +254,27 @@ async def test_versions_only_grow(store: Store) -> None:
     assert [stored.id for stored in await store.policies.all()] == [0, 1, 2, 3]
 
 
+async def test_versions_are_found_without_reading_them_all(store: Store) -> None:
+    files = (FileChecksum(name="f", bytes=1, sha256="0"),)
+    assert await store.policies.newest_id() is None
+    for number, step in enumerate((0, 1, 2, 3)):
+        await store.policies.publish(
+            PolicyVersion(id=number, step=step, location="/w", files=files, train_step=None)
+        )
+    await store.policies.withdraw_after(1)
+    for number in (4, 5):
+        await store.policies.publish(
+            PolicyVersion(id=number, step=number - 2, location="/w", files=files, train_step=None)
+        )
+    assert await store.policies.newest_id() == 5
+    assert [version.id for version in await store.policies.published(3)] == [5, 4, 1]
+    assert [version.id for version in await store.policies.published(3, below=4)] == [1, 0]
+    assert [version.id for version in await store.policies.withdrawn(3)] == [3]
+    await store.policies.withdraw_after(1)
+    assert await store.policies.newest_id() == 5
+    assert [version.id for version in await store.policies.withdrawn(3)] == [5, 3]
+
+
 async def test_views_read_well(store: Store) -> None:
     (one,) = await ready_data(store, 1)
     await store.training.plan_step(make_step(1, [one]))

@@ -46,13 +46,15 @@ class Services:
 class Policies:
     def __init__(self) -> None:
         self.newest: PolicyVersion | None = None
-        self.published: list[PolicyVersion] = []
+        self.known: list[PolicyVersion] = []
 
     async def latest(self) -> PolicyVersion | None:
         return self.newest
 
-    async def all(self) -> list[PolicyVersion]:
-        return self.published
+    async def published(self, limit: int, *, below: int | None = None) -> list[PolicyVersion]:
+        published = [version for version in self.known if version.status is VersionStatus.PUBLISHED]
+        newest_first = sorted(published, key=lambda version: -version.id)
+        return [version for version in newest_first if below is None or version.id < below][:limit]
 
 
 class Store:
@@ -231,11 +233,11 @@ async def test_it_starts_with_the_newest_version_that_is_whole(scene: Scene, tmp
     (tmp_path / "v2" / "model.safetensors").write_bytes(b"x" * 1000)
     (tmp_path / "v4" / "model.safetensors").write_bytes(b"x" * 1000)
     withdrawn = dataclasses.replace(third, status=VersionStatus.WITHDRAWN)
-    scene.store.policies.published = [first, second, withdrawn, fourth]
+    scene.store.policies.known = [first, second, withdrawn, fourth]
     store: Any = scene.store
     assert await _starting_weights(store, ModelConfig()) == (1, first.location)
-    scene.store.policies.published = [second, fourth]
+    scene.store.policies.known = [second, fourth]
     with pytest.raises(PublishError, match="v4"):
         await _starting_weights(store, ModelConfig(model_name_or_path="base"))
-    scene.store.policies.published = []
+    scene.store.policies.known = []
     assert await _starting_weights(store, ModelConfig(model_name_or_path="/base")) == (0, "/base")
