@@ -260,7 +260,7 @@ async def test_a_trainer_that_is_replaced_ends_and_says_so(run: Run) -> None:
             deadline = time.monotonic() + 90
             while len(await store.training.steps()) < 3 and time.monotonic() < deadline:
                 await store.wait_for_change("TrainStep", timeout=1.0)
-            await store.database["Run"].update_one(
+            await store.database["TrainerLease"].update_one(
                 {"_id": "trainer"}, {"$set": {"owner": "another"}, "$inc": {"attempt": 1}}
             )
         output, _ = process.communicate(timeout=60)

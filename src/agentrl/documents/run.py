@@ -1,4 +1,7 @@
-"""Run: what there is once in a run, each under an ``_id`` of its own; here the lease of its trainer."""
+"""What there is once in a run: the version of its schema, the admission gate, the lease of its trainer.
+
+Each has a collection of its own, since different users of the database may write it.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,34 @@ from typing import Final
 from agentrl.documents.base import Root
 
 SCHEMA: Final = "schema"
-"""``_id`` of ``{version}``: the version of the database's shape."""
+"""``_id`` of ``{version}`` in ``Run``: the version of the database's shape. Administrators change it."""
 
 ADMISSION: Final = "admission"
-"""``_id`` of ``{opened}``: every opening of a group writes it, so that openings come one after another.
-
-It orders transactions and counts nothing that anyone reads.
-"""
+"""``_id`` of the ``Gate`` in ``Admission``."""
 
 TRAINER: Final = "trainer"
-"""``_id`` of the ``TrainerLease``."""
+"""``_id`` of the ``TrainerLease``, alone in its collection."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFact(Root):
+    """A document of ``Run``."""
+
+    id: str
+    version: int | None = None
+    importing: bool | None = None
+    """True while an import goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate(Root):
+    """Every opening of a group writes it, so that openings come one after another.
+
+    It orders transactions and counts nothing that anyone reads.
+    """
+
+    id: str = ADMISSION
+    opened: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from pymongo.errors import OperationFailure
 from agentrl.documents.status import StepStatus
 from agentrl.store.connection import Json
 from agentrl.store.names import CALL, DATA, RECORD, SERVICE, STEP, TASK, VERSION
-from agentrl.store.runs import prepare_run
+from agentrl.store.runs import prepare_gate
 from agentrl.store.schema import VALIDATORS
 from agentrl.store.views import VIEWS
 
@@ -68,7 +68,7 @@ async def prepare(database: AsyncDatabase[Json]) -> None:
         missing = await _missing_indexes(database, name) if name in INDEXES else []
         if missing:
             await database[name].create_indexes(missing)
-    await prepare_run(database)
+    await prepare_gate(database)
     for name, (source, pipeline) in VIEWS.items():
         if name not in existing:
             await _create(database, name, viewOn=source, pipeline=pipeline)

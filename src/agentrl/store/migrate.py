@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
 from pymongo.asynchronous.database import AsyncDatabase
+from pymongo.errors import DuplicateKeyError
 
-from agentrl.documents.run import SCHEMA
+from agentrl.documents.run import ADMISSION, SCHEMA, TRAINER
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.errors import StoreError
 from agentrl.store.connection import Connection, Json, Part, database_call
 from agentrl.store.indexes import prepare
-from agentrl.store.names import RECORD, RUN, SCHEMA_VERSION, TASK
+from agentrl.store.names import GATE, LEASE, RECORD, RUN, SCHEMA_VERSION, TASK
 from agentrl.store.slots import LIVE
+
+_STOP = "stop its processes and wait until the leases have run out (--lease_seconds)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +49,30 @@ async def released_records(database: AsyncDatabase[Json]) -> int:
     return result.modified_count
 
 
+async def moved_gate_and_lease(database: AsyncDatabase[Json]) -> int:
+    """2 → 3: the gate and the trainer's lease leave ``Run``, which only administrators may write."""
+    moved = 0
+    for key, target in ((ADMISSION, GATE), (TRAINER, LEASE)):
+        document = await database[RUN].find_one({"_id": key})
+        if document is not None:
+            await database[target].replace_one({"_id": key}, document, upsert=True)
+            await database[RUN].delete_one({"_id": key})
+            moved += 1
+    return moved
+
+
 MIGRATIONS: Final[tuple[Migration, ...]] = (
     Migration(
         origin=1,
         target=2,
         what="Records that were handed back are released, not failed",
         run=released_records,
+    ),
+    Migration(
+        origin=2,
+        target=3,
+        what="the admission gate and the trainer's lease have collections of their own",
+        run=moved_gate_and_lease,
     ),
 )  # fmt: skip
 """In order; each begins where the one before it ends."""
@@ -95,12 +117,13 @@ async def open_schema(database: AsyncDatabase[Json]) -> None:
     A new run gets its version before its collections, so that no one can take it for an old one.
     """
     if await check_version(database) is None:
-        await write_version(database, SCHEMA_VERSION)
+        with contextlib.suppress(DuplicateKeyError):  # another process opened the run at the same moment
+            await database.get_collection(RUN).insert_one({"_id": SCHEMA, "version": SCHEMA_VERSION})
     await prepare(database)
 
 
 async def write_version(database: AsyncDatabase[Json], version: int) -> None:
-    """Say that the database has ``version``; a higher one stays."""
+    """Say that the database has ``version``; a higher one stays. Only an administrator may."""
     await database.get_collection(RUN).update_one(
         {"_id": SCHEMA}, {"$max": {"version": version}}, upsert=True
     )
@@ -126,7 +149,7 @@ class Migrations(Part):
     async def run(self) -> list[Migrated]:
         """Bring the database to this code's version, then its validators, indexes and views.
 
-        Refuses a run whose samplers still hold leases. Stopped half-way, it goes on where it was.
+        Refuses a run whose samplers or trainer still hold leases. Stopped half-way, it goes on where it was.
         """
         pending = await self.pending()
         if pending:
@@ -150,5 +173,13 @@ class Migrations(Part):
         if found and found[0]["held"]:
             raise StoreError(
                 f"samplers hold {found[0]['held']} leases on run {self._database.name!r}",
-                cure="stop its processes and wait until the leases have run out (--lease_seconds)",
+                cure=_STOP,
             )
+        alive: Json = {
+            "_id": TRAINER,
+            "owner": {"$ne": None},
+            "$expr": {"$gt": ["$lease_expires_at", "$$NOW"]},
+        }
+        for name in (RUN, LEASE):
+            if (lease := await self._collection(name).find_one(alive)) is not None:
+                raise StoreError(f"trainer {lease['owner']} holds run {self._database.name!r}", cure=_STOP)

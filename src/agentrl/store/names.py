@@ -12,7 +12,12 @@ VERSION: Final = "PolicyVersion"
 SERVICE: Final = "InferenceService"
 STEP: Final = "TrainStep"
 RUN: Final = "Run"
-COLLECTIONS: Final = (TASK, RECORD, CALL, DATA, VERSION, SERVICE, STEP, RUN)
+"""Facts about the run that only administrators change."""
+GATE: Final = "Admission"
+"""What samplers write to admit groups."""
+LEASE: Final = "TrainerLease"
+"""What trainers write to exclude each other."""
+COLLECTIONS: Final = (TASK, RECORD, CALL, DATA, VERSION, SERVICE, STEP, RUN, GATE, LEASE)
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 """Version of the shape that this code reads and writes. A database without one in ``Run`` has version 1."""

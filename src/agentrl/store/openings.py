@@ -14,7 +14,7 @@ from pymongo.write_concern import WriteConcern
 from agentrl.documents.run import ADMISSION
 from agentrl.documents.status import DataStatus, StepStatus, TaskStatus
 from agentrl.store.connection import Json, Part
-from agentrl.store.names import DATA, RUN, STEP, TASK
+from agentrl.store.names import DATA, GATE, STEP, TASK
 
 BY_ORDER = [("epoch", ASCENDING), ("order", ASCENDING)]
 _TRANSIENT = "TransientTransactionError"
@@ -58,7 +58,7 @@ class Openings(Part):
     ) -> Json | None:
         """Take the first Task of ``split`` that nobody has begun, by ``update``; None without one, or room.
 
-        With a ``room`` that happens in a transaction that first writes the gate (``Run/admission``): of two
+        With a ``room`` that happens in a transaction that first writes the gate (``Admission``): of two
         claimers at once one commits, and the other is an OpeningRacedError. The count is thus taken while no
         one else can open, and the limit is exact.
         """
@@ -75,7 +75,7 @@ class Openings(Part):
                 async with await session.start_transaction(
                     read_concern=ReadConcern("snapshot"), write_concern=WriteConcern(w="majority", j=True)
                 ):
-                    await self._collection(RUN).update_one(
+                    await self._collection(GATE).update_one(
                         {"_id": ADMISSION}, {"$inc": {"opened": 1}}, session=session
                     )
                     if not await self._has_room(split, room, session):

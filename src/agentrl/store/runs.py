@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 from pymongo import ReturnDocument
 from pymongo.asynchronous.client_session import AsyncClientSession
+from pymongo.asynchronous.collection import AsyncCollection
 from pymongo.asynchronous.database import AsyncDatabase
-from pymongo.errors import BulkWriteError
+from pymongo.errors import DuplicateKeyError
 
-from agentrl.documents.run import ADMISSION, TRAINER, TrainerLease
+from agentrl.documents.run import TRAINER, Gate, TrainerLease
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store import slots
 from agentrl.store.connection import Connection, Json, Part, database_call
-from agentrl.store.names import RUN, STEP
-
-_DUPLICATE = 11000
+from agentrl.store.names import GATE, LEASE, STEP
 
 
 class Runs(Part):
@@ -30,6 +30,7 @@ class Runs(Part):
         released, has run out, belongs to ``owner`` already, or to a process of this host that is no more.
         Raises StoreError that names the holder otherwise.
         """
+        await _prepare_lease(self._connection.database)
         holder = await self.trainer()
         free = [
             {"$eq": ["$owner", None]},
@@ -42,7 +43,7 @@ class Runs(Part):
             "attempt": {"$add": ["$attempt", 1]}, "owner": slots.literal(owner),
             "host": slots.literal(host), "pid": pid, "lease_expires_at": slots.after(lease_seconds),
         }  # fmt: skip
-        document = await self._collection(RUN).find_one_and_update(
+        document = await self._collection(LEASE).find_one_and_update(
             {"_id": TRAINER, "$expr": {"$or": free}}, [{"$set": taken}],
             return_document=ReturnDocument.AFTER,
         )  # fmt: skip
@@ -53,7 +54,7 @@ class Runs(Part):
     @database_call
     async def renew_trainer(self, attempt: int, lease_seconds: float) -> None:
         """Let the lease run for ``lease_seconds`` from now. Raises LeaseLostError if another took it."""
-        result = await self._collection(RUN).update_one(
+        result = await self._collection(LEASE).update_one(
             {"_id": TRAINER, "attempt": attempt, "owner": {"$ne": None}},
             [{"$set": {"lease_expires_at": slots.after(lease_seconds)}}],
         )
@@ -63,7 +64,7 @@ class Runs(Part):
     @database_call
     async def release_trainer(self, attempt: int) -> None:
         """Give the lease back; it does nothing if another trainer has it by now."""
-        await self._collection(RUN).update_one(
+        await self._collection(LEASE).update_one(
             {"_id": TRAINER, "attempt": attempt},
             {"$set": {"owner": None, "host": None, "pid": None, "lease_expires_at": None}},
         )
@@ -71,7 +72,7 @@ class Runs(Part):
     @database_call
     async def trainer(self) -> TrainerLease:
         """The lease as it is; ``owner`` None: nobody trains."""
-        document = await self._collection(RUN).find_one({"_id": TRAINER})
+        document = await self._collection(LEASE).find_one({"_id": TRAINER})
         return TrainerLease() if document is None else TrainerLease.from_document(document)
 
 
@@ -82,31 +83,32 @@ async def guard(connection: Connection, attempt: int | None, session: AsyncClien
     """
     if attempt is None:
         return
-    result = await connection.collection(RUN).update_one(
+    result = await connection.collection(LEASE).update_one(
         {"_id": TRAINER, "attempt": attempt}, {"$inc": {"writes": 1}}, session=session
     )
     if not result.matched_count:
         raise _replaced(attempt)
 
 
-async def prepare_run(database: AsyncDatabase[Json]) -> None:
-    """Make the documents of ``Run`` that are missing."""
-    present = {document["_id"] async for document in database[RUN].find({}, {"_id": 1})}
-    missing: list[Json] = []
-    if ADMISSION not in present:
-        missing.append({"_id": ADMISSION, "opened": 0})
-    if TRAINER not in present:
-        steps = [document["_id"] async for document in database[STEP].find({}, {"_id": 1})]
-        earlier = (key.partition("/")[0] for key in steps)
-        attempt = max((int(number) for number in earlier if number.isdecimal()), default=0)
-        missing.append(TrainerLease(attempt=attempt).to_document())
-    if not missing:
+async def prepare_gate(database: AsyncDatabase[Json]) -> None:
+    """Make the admission gate if it is missing."""
+    await _insert_if_missing(database[GATE], Gate())
+
+
+async def _prepare_lease(database: AsyncDatabase[Json]) -> None:
+    """Make the lease if it is missing, with the highest attempt that has planned a step."""
+    if await database[LEASE].find_one({"_id": TRAINER}, {"_id": 1}) is not None:
         return
-    try:
-        await database[RUN].insert_many(missing, ordered=False)
-    except BulkWriteError as error:
-        if any(failure["code"] != _DUPLICATE for failure in error.details.get("writeErrors", [])):
-            raise
+    steps = [document["_id"] async for document in database[STEP].find({}, {"_id": 1})]
+    earlier = (key.partition("/")[0] for key in steps)
+    attempt = max((int(number) for number in earlier if number.isdecimal()), default=0)
+    await _insert_if_missing(database[LEASE], TrainerLease(attempt=attempt))
+
+
+async def _insert_if_missing(collection: AsyncCollection[Json], document: Gate | TrainerLease) -> None:
+    if await collection.find_one({"_id": document.id}, {"_id": 1}) is None:
+        with contextlib.suppress(DuplicateKeyError):  # another process made it at the same moment
+            await collection.insert_one(document.to_document())
 
 
 def _is_alive(pid: int) -> bool:

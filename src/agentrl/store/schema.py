@@ -12,12 +12,12 @@ from agentrl.documents.base import Document, Root
 from agentrl.documents.dispatch import DispatchedSamplingTask
 from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.record import Record
-from agentrl.documents.run import ADMISSION, SCHEMA, TRAINER, TrainerLease
+from agentrl.documents.run import SCHEMA, Gate, RunFact, TrainerLease
 from agentrl.documents.service import InferenceService
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, TrainStep
 from agentrl.store.connection import Json
-from agentrl.store.names import CALL, DATA, RECORD, RUN, SERVICE, STEP, TASK, VERSION
+from agentrl.store.names import CALL, DATA, GATE, LEASE, RECORD, RUN, SERVICE, STEP, TASK, VERSION
 
 _PLAIN: dict[Any, tuple[str, list[str]]] = {
     str: ("text", ["string"]),
@@ -104,12 +104,11 @@ _LAST_CLAIM = _extra(
         },
     },
 )  # fmt: skip
-_WHOLE = ["int", "long"]
 _RUN = {
-    "_id": _extra("Run._id", "one of schema, admission, trainer", enum=[SCHEMA, ADMISSION, TRAINER]),
-    "version": _extra("Run.version", "the version of the database's shape", bsonType=_WHOLE, minimum=1),
-    "importing": _extra("Run.importing", "true while an import goes on", bsonType=["bool", "string", "null"]),
-    "opened": _extra("Run.opened", "how often a group was opened", bsonType=_WHOLE, minimum=0),
+    "_id": _extra("Run._id", f"one of {SCHEMA}", enum=[SCHEMA]),
+    "version": _extra(
+        "Run.version", "the version of the database's shape", bsonType=["int", "long"], minimum=1
+    ),
 }
 
 VALIDATORS: dict[str, Json] = {
@@ -122,7 +121,9 @@ VALIDATORS: dict[str, Json] = {
         VERSION: _object(PolicyVersion),
         SERVICE: _object(InferenceService),
         STEP: _object(TrainStep),
-        RUN: _object(TrainerLease, **_RUN),
+        RUN: _object(RunFact, **_RUN),
+        GATE: _object(Gate),
+        LEASE: _object(TrainerLease),
     }.items()
 }
 """What each collection takes: fields without a default are required, fields of no document are refused."""

@@ -32,7 +32,7 @@ from agentrl.store.archive import (
 from agentrl.store.connection import Json, Part, database_call
 from agentrl.store.indexes import prepare
 from agentrl.store.migrate import stored_version
-from agentrl.store.names import RUN, SCHEMA_VERSION
+from agentrl.store.names import GATE, RUN, SCHEMA_VERSION
 
 _PAGE = 500
 _BATCH_BYTES = 8 * 2**20
@@ -87,7 +87,7 @@ class Transfer(Part):
         await runs.replace_one({"_id": SCHEMA}, {"version": manifest.schema, "importing": True}, upsert=True)
         if manifest.schema == SCHEMA_VERSION:
             await prepare(self._connection.database)
-            await runs.delete_many({"_id": {"$ne": SCHEMA}})
+            await self._collection(GATE).delete_many({})  # the run brings its own
         schema: Json | None = None
         for item in manifest.collections:
             found = await self._import(folder / item.file, item.collection)

@@ -14,7 +14,19 @@ from pymongo.errors import OperationFailure
 from agentrl.errors import StoreError
 from agentrl.store.connection import Connection, Json, Part, database_call
 from agentrl.store.indexes import prepare
-from agentrl.store.names import CALL, COLLECTIONS, DATA, RECORD, RUN, SERVICE, STEP, TASK, VERSION
+from agentrl.store.names import (
+    CALL,
+    COLLECTIONS,
+    DATA,
+    GATE,
+    LEASE,
+    RECORD,
+    RUN,
+    SERVICE,
+    STEP,
+    TASK,
+    VERSION,
+)
 from agentrl.store.views import VIEWS
 
 _READ = ["find", "changeStream", "listCollections", "listIndexes", "collStats", "dbStats"]
@@ -33,11 +45,12 @@ def _packed(collection: str) -> dict[str, list[str]]:
 
 ROLES: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
     "agentrl_sampler": {
-        TASK: _CHANGE, RECORD: _CHANGE, CALL: _ADD, DATA: _ADD, RUN: _CHANGE, **_packed(CALL),
+        TASK: _CHANGE, RECORD: _CHANGE, CALL: _ADD, DATA: _ADD, GATE: _CHANGE, **_packed(CALL),
         **_packed(DATA),
     },
     "agentrl_trainer": {
-        TASK: ["update"], RECORD: ["update"], DATA: ["update"], STEP: _CHANGE, VERSION: _CHANGE, RUN: _CHANGE,
+        TASK: ["update"], RECORD: ["update"], DATA: ["update"], STEP: _CHANGE, VERSION: _CHANGE,
+        LEASE: _CHANGE,
     },
     "agentrl_engine": {SERVICE: _CHANGE},
     "agentrl_auditor": {},
@@ -131,7 +144,7 @@ def privileges_of(role: str, database: str) -> list[Json]:
     privileges += [_privilege(database, name, actions) for name, actions in ROLES[role].items()]
     if not database and ROLES[role]:
         privileges += [_privilege("", name, _MAKE) for name in (*COLLECTIONS, *VIEWS)]
-        privileges.append(_privilege("", RUN, _CHANGE))
+        privileges += [_privilege("", name, _ADD) for name in (RUN, GATE)]
     return privileges
 
 

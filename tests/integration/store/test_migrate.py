@@ -49,7 +49,7 @@ async def test_an_old_run_is_refused_until_it_is_migrated(
     assert (await store.database["Record"].find_one({"_id": RELEASED}) or {})["status"] == "released"
     await make_old(store)
     for opening in (open_store, open_existing):
-        with pytest.raises(StoreError, match="schema version 1, and this AgentRL needs 2") as raised:
+        with pytest.raises(StoreError, match="schema version 1, and this AgentRL needs 3") as raised:
             await opening(run_config)
         assert f"agentrl db migrate --run_name {run_config.run_name}" in str(raised.value)
     with pytest.raises(StoreError, match="samplers hold 1 leases"):
@@ -73,10 +73,30 @@ async def test_an_old_run_is_refused_until_it_is_migrated(
         assert await violations(opened) == []
 
 
+async def test_the_gate_and_the_lease_leave_the_run_document(store: Store, run_config: RunConfig) -> None:
+    attempt = await store.runs.acquire_trainer("t", "h", 1, 60)
+    database = store.database
+    gate = await database["Admission"].find_one({"_id": "admission"})
+    lease = await database["TrainerLease"].find_one({"_id": "trainer"})
+    for name in ("Run", "Admission", "TrainerLease"):
+        await database[name].drop()
+    old = [{"_id": "schema", "version": 2}, gate, lease]
+    await database["Run"].insert_many([document for document in old if document is not None])
+    with pytest.raises(StoreError, match=f"trainer t holds run '{run_config.run_name}'"):
+        await agentrl_db(run_config, "migrate")
+    await database["Run"].update_one({"_id": "trainer"}, {"$set": {"lease_expires_at": LONG_AGO}})
+    assert await agentrl_db(run_config, "migrate") == 0
+    assert [document["_id"] async for document in database["Run"].find()] == ["schema"]
+    assert await database["Admission"].find_one({"_id": "admission"}) == gate
+    async with await open_store(run_config) as opened:
+        assert (await opened.runs.trainer()).attempt == attempt
+        assert await opened.runs.acquire_trainer("u", "h", 1, 60) == attempt + 1
+
+
 async def test_a_newer_run_is_refused(store: Store, run_config: RunConfig) -> None:
     await store.database["Run"].update_one({"_id": "schema"}, {"$set": {"version": 9}})
     for opening in (open_store, open_existing):
-        with pytest.raises(StoreError, match="has schema version 9, and this AgentRL knows 2"):
+        with pytest.raises(StoreError, match="has schema version 9, and this AgentRL knows 3"):
             await opening(run_config)
     with pytest.raises(StoreError, match="use the newer AgentRL"):
         await Migrations(store.connection).run()

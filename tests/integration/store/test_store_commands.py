@@ -172,7 +172,7 @@ async def test_every_query_that_runs_in_a_loop_uses_an_index(watched: Store) -> 
         ("findAndModify", "Task"),
         ("find", "DBRecordData"),
         ("distinct", "Task"),
-        ("update", "Run"),
+        ("update", "Admission"),
     } <= explained
     assert len(explained) >= 18
 

@@ -22,6 +22,7 @@ from agentrl.errors import StoreError
 from agentrl.store.archive import MANIFEST, decode_line, encode_line, read_manifest
 from agentrl.store.client import Store, open_connection, open_existing, open_store
 from agentrl.store.indexes import INDEXES
+from agentrl.store.names import SCHEMA_VERSION
 from agentrl.store.transfer import Transfer
 from agentrl.store.views import VIEWS
 
@@ -180,7 +181,9 @@ async def test_an_import_that_was_interrupted_is_no_run_and_is_begun_again(
     folder = tmp_path / "run"
     await Transfer(store.connection).export(folder)
     connection = await open_connection(vacant)
-    await connection.database["Run"].insert_one({"_id": "schema", "version": 2, "importing": True})
+    await connection.database["Run"].insert_one(
+        {"_id": "schema", "version": SCHEMA_VERSION, "importing": True}
+    )
     await connection.database["Task"].insert_one({"_id": "half"})
     await connection.close()
     for opening in (open_store, open_existing):
@@ -189,7 +192,10 @@ async def test_an_import_that_was_interrupted_is_no_run_and_is_begun_again(
     await load(vacant, folder)
     async with await open_store(vacant) as copy:
         assert await copy.database["Task"].count_documents({}) == 1203
-        assert await copy.database["Run"].find_one({"_id": "schema"}) == {"_id": "schema", "version": 2}
+        assert await copy.database["Run"].find_one({"_id": "schema"}) == {
+            "_id": "schema",
+            "version": SCHEMA_VERSION,
+        }
 
 
 async def test_the_export_shows_one_moment(store: Store, tmp_path: Path) -> None:
