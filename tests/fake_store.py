@@ -80,20 +80,30 @@ class _Tasks(_Part):
 
 
 class _Training(_Part):
-    async def ready(
-        self, split: str, *, min_version: int, field: str, limit: int, step: int
+    async def ready_members(
+        self, split: str, *, step: int, min_version: int, field: str, untrained: bool
     ) -> list[DBRecordData]:
-        ready = (
-            item for item in self.store.data.values()
-            if item.status is DataStatus.READY and item.not_before_step <= step
-        )  # fmt: skip
-        return [item for item in ready if getattr(item, field) >= min_version][:limit]
+        waiting = (DataStatus.READY, DataStatus.PLANNED)
+        groups: dict[str, list[DBRecordData]] = {}
+        for item in self.store.data.values():
+            if item.status in waiting:
+                groups.setdefault(item.task, []).append(item)
+        chosen: list[DBRecordData] = []
+        for items in groups.values():
+            is_whole = all(
+                item.status is DataStatus.READY and item.not_before_step <= step
+                and (item.min_version >= min_version or field == "max_version")
+                for item in items
+            )  # fmt: skip
+            if is_whole and not (untrained and any(item.trained_count for item in items)):
+                chosen += [item for item in items if getattr(item, field) >= min_version]
+        return chosen
 
     async def mark_stale(self, split: str, below_version: int, *, field: str) -> int:
-        old = [
-            item for item in self.store.data.values()
-            if item.status is DataStatus.READY and getattr(item, field) < below_version
-        ]  # fmt: skip
+        ready = [item for item in self.store.data.values() if item.status is DataStatus.READY]
+        old = [item for item in ready if getattr(item, field) < below_version]
+        if field == "min_version":
+            old = [item for item in ready if item.task in {other.task for other in old}]
         self._set(old, DataStatus.STALE)
         return len(old)
 

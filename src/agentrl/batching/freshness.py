@@ -39,7 +39,7 @@ class GroupMember(Protocol):
 class Freshness:
     """``--staleness_policy``: what becomes of tokens more than ``max_staleness`` versions old.
 
-    ``drop``: data that hold such a token are stale as a whole. ``mask``: such tokens are not trained, and
+    ``drop``: a group that holds such a token is stale as a whole. ``mask``: such tokens are not trained, and
     data that hold no others are stale. ``decay``: nothing is stale; the advantage of such a token is
     multiplied by exp(−``decay``) for every version beyond ``max_staleness``, as ``--out_of_date_decay``
     narrows a token's bounds by the same factor for every version of its age.

@@ -42,7 +42,6 @@ class StreamSettings:
 
     split: str = "train"
     groups_per_step: int
-    num_generations: int
     num_epochs: int
     freshness: Freshness
     wait_seconds: float
@@ -142,17 +141,19 @@ class DataStream:
             )
 
     async def _choose(self, step: int, version: int, count: int) -> dict[str, list[str]]:
+        """At most ``count`` whole groups; trained ones are read only where there are too few others."""
         settings = self._settings
         field, bound = settings.freshness.limit(version)
-        members = await self._store.training.ready(
-            settings.split,
-            min_version=bound,
-            field=field,
-            limit=_LOOKAHEAD_STEPS * settings.groups_per_step * settings.num_generations,
-            step=step,
-        )
-        places = await self._store.tasks.places({member.task for member in members})
-        return choose_groups(members, count, places, self._avoid)
+        groups: dict[str, list[str]] = {}
+        for untrained in (True, False):
+            members = await self._store.training.ready_members(
+                settings.split, step=step, min_version=bound, field=field, untrained=untrained
+            )
+            places = await self._store.tasks.places({member.task for member in members})
+            groups = choose_groups(members, count, places, self._avoid)
+            if len(groups) == count and self._avoid.isdisjoint(id for ids in groups.values() for id in ids):
+                break
+        return groups
 
     async def _replayed(self, step: int, version: int) -> StepData | None:
         """What ``step`` took when it was last done; None where it was not, or some of it is not ready now."""

@@ -48,6 +48,9 @@ INDEXES: dict[str, list[IndexModel]] = {
     DATA: [
         _index("split", "status", "created_at", "_id", "min_version"),
         _index("split", "status", "trained_count", "task"),
+        _index(
+            "split", "status", "task", "trained_count", "not_before_step", "min_version", "max_version", "_id"
+        ),
         _index("task"),
     ],
     VERSION: [_index("status", ("_id", _DOWN)), _index("status", "step", ("_id", _DOWN))],

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from operator import itemgetter
 from typing import Literal
 
 from pymongo import ASCENDING
@@ -21,11 +22,16 @@ from agentrl.store.groups import Decide, GroupOutcome, Groups, RecordOutcome
 from agentrl.store.names import DATA, RECORD
 from agentrl.store.steps import Steps
 
-__all__ = ["DataMeta", "Decide", "GroupOutcome", "RecordOutcome", "Training"]
+__all__ = ["DataMeta", "Decide", "GroupOutcome", "ReadyMember", "RecordOutcome", "Training"]
 
 
 _FETCHED_TOGETHER = 16
 """Documents of one query: the server reads the next ones while these are decoded."""
+
+_TASKS_TOGETHER = 500
+"""Groups of one update."""
+
+_WAITING = [DataStatus.READY.value, DataStatus.PLANNED.value]
 
 VersionField = Literal["min_version", "max_version"]
 """The policy version of the oldest or of the newest trainable token."""
@@ -48,6 +54,16 @@ class DataMeta(Root):
     turns: int
     trained_count: int
     created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyMember:
+    """One DBRecordData of a group that a step may train whole."""
+
+    id: str
+    task: str
+    trained_count: int
+    """That of the member of its group that has been trained most often."""
 
 
 _META = dict.fromkeys(
@@ -80,16 +96,65 @@ class Training(Groups, Steps):
         return [DataMeta.from_document(document) async for document in cursor]
 
     @database_call
-    async def mark_stale(self, split: str, below_version: int, *, field: VersionField = "min_version") -> int:
-        """Set aside ready data that hold a token older than ``below_version``; returns how many.
+    async def ready_members(
+        self, split: str, *, step: int, min_version: int = 0, field: VersionField = "min_version",
+        untrained: bool = False,
+    ) -> list[ReadyMember]:  # fmt: skip
+        """The ready data of every group that ``step`` may train; a group is here with all of them, or not.
 
-        With ``field`` "max_version" those that hold no other token.
+        A group is left out while one of its members is planned, or rests until a later step. With ``field``
+        "min_version" it is left out if a member holds a token older than ``min_version``; with "max_version"
+        only those members are left out that hold no other token. ``untrained``: groups never trained.
         """
-        result = await self._collection(DATA).update_many(
-            {"split": split, "status": DataStatus.READY.value, field: {"$lt": below_version}},
-            {"$set": {"status": DataStatus.STALE.value}},
-        )
-        return result.modified_count
+        fresh: object = True if field == "min_version" else {"$gte": ["$max_version", min_version]}
+        whole: Json = {"is_planned": False, "rests_until": {"$lte": step}}
+        if field == "min_version":
+            whole["oldest"] = {"$gte": min_version}
+        if untrained:
+            whole["trained_count"] = 0
+        pipeline: list[Json] = [
+            {"$match": {"split": split, "status": {"$in": _WAITING}}},
+            {
+                "$group": {
+                    "_id": "$task",
+                    "members": {"$push": {"$cond": [fresh, "$_id", "$$REMOVE"]}},
+                    "is_planned": {"$max": {"$eq": ["$status", DataStatus.PLANNED.value]}},
+                    "rests_until": {"$max": "$not_before_step"},
+                    "oldest": {"$min": "$min_version"},
+                    "trained_count": {"$max": "$trained_count"},
+                }
+            },
+            {"$match": whole},
+            {"$project": {"members": 1, "trained_count": 1}},
+        ]
+        groups = await (await self._collection(DATA).aggregate(pipeline)).to_list()
+        return [
+            ReadyMember(id=id, task=group["_id"], trained_count=group["trained_count"])
+            for group in sorted(groups, key=itemgetter("_id"))
+            for id in group["members"]
+        ]
+
+    @database_call
+    async def mark_stale(self, split: str, below_version: int, *, field: VersionField = "min_version") -> int:
+        """Set aside every ready group that holds a token older than ``below_version``; returns how many data.
+
+        Its advantages compare all of its trajectories, so that it is trained whole or not at all. With
+        ``field`` "max_version" single data are set aside that hold no other token: nothing of them would be
+        trained. The members that are old come last: what is interrupted is found again.
+        """
+        ready: Json = {"split": split, "status": DataStatus.READY.value}
+        old: Json = {**ready, field: {"$lt": below_version}}
+        stale = {"$set": {"status": DataStatus.STALE.value}}
+        data, marked = self._collection(DATA), 0
+        tasks = await data.distinct("task", old) if field == "min_version" else []
+        for start in range(0, len(tasks), _TASKS_TOGETHER):
+            group = {**ready, "task": {"$in": tasks[start : start + _TASKS_TOGETHER]}}
+            others = {**group, field: {"$gte": below_version}}
+            for query in (others, group):
+                marked += (await data.update_many(query, stale)).modified_count
+        if field == "max_version":
+            marked += (await data.update_many(old, stale)).modified_count
+        return marked
 
     @database_call
     async def fetch(self, ids: Sequence[str]) -> list[DBRecordData]:

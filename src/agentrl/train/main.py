@@ -205,7 +205,6 @@ def _stream(store: Store, configs: Configs, replay: Mapping[int, tuple[str, ...]
     sampling, tasks, train = configs[SamplingConfig], configs[TaskConfig], configs[TrainConfig]
     settings = StreamSettings(
         groups_per_step=train.groups_per_step,
-        num_generations=tasks.num_generations,
         num_epochs=tasks.num_train_epochs,
         freshness=Freshness(
             max_staleness=0 if sampling.sync_sampling else sampling.max_staleness,

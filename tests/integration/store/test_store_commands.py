@@ -128,6 +128,7 @@ async def everything_that_runs_in_a_loop(store: Store) -> None:
     await training.uncounted_groups("train")
     for field in ("min_version", "max_version"):
         await training.mark_stale("train", 0, field=field)
+        await training.ready_members("train", step=1, min_version=0, field=field)
     ready = await training.ready("train", min_version=0, limit=8, step=1)
     await tasks.places([meta.task for meta in ready])
     await training.fetch([meta.id for meta in ready])
@@ -199,7 +200,6 @@ async def idle_run(store: Store, trainer_side: Store) -> None:
     sampler = Sampler(store, NoWorker(), finaliser, config, allowed)  # type: ignore[arg-type]
     settings = StreamSettings(
         groups_per_step=2,
-        num_generations=2,
         num_epochs=1,
         freshness=Freshness(max_staleness=1),
         wait_seconds=600,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def stream(store: FakeStore, **changes: Any) -> DataStream:
     settings = StreamSettings(
-        groups_per_step=2, num_generations=2, num_epochs=1, freshness=Freshness(max_staleness=1),
+        groups_per_step=2, num_epochs=1, freshness=Freshness(max_staleness=1),
         wait_seconds=30.0,
     )  # fmt: skip
     return DataStream(cast("Store", store), replace(settings, **changes))

@@ -70,7 +70,7 @@ def start(tmp_path: Path, store: FakeStore) -> Start:
         )
         checkpoint.set_aside(output, progress.step)
         settings = StreamSettings(
-            groups_per_step=2, num_generations=2, num_epochs=1, freshness=Freshness(max_staleness=9),
+            groups_per_step=2, num_epochs=1, freshness=Freshness(max_staleness=9),
             wait_seconds=30.0,
         )  # fmt: skip
         return Trainer(
