@@ -1,4 +1,6 @@
-"""Logging of every process: one line format on stderr and in a file, secrets redacted.
+"""Logging of every process: one line format on stderr and in a file, secrets redacted, long records cut.
+
+A thread formats and writes (``log_writer``): neither a long record nor a slow disk stops an event loop.
 
 A module logs through ``logging.getLogger(__name__)``; facts go into ``extra`` and are printed as
 ``key=value`` behind the message::
@@ -19,7 +21,8 @@ from types import TracebackType
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.observe.redact import redact
+from agentrl.observe.log_writer import STANDARD_ATTRIBUTES, LogWriter
+from agentrl.observe.redact import redact_and_cut
 
 _FILE_BYTES = 64 * 2**20
 _FILES_KEPT = 3
@@ -45,9 +48,8 @@ _COLOURS = {
 }
 _RESET = "\x1b[0m"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_STANDARD_ATTRIBUTES = frozenset(logging.makeLogRecord({}).__dict__) | {
-    "message", "asctime", "taskName", "color_message",
-}  # fmt: skip
+_SHOWN = 64 * 1024
+"""Characters of a record that are written."""
 
 _installed: list[logging.Handler] = []
 
@@ -70,13 +72,19 @@ def setup(run: RunConfig, role: str, id: str | None = None) -> None:
     file.setFormatter(LineFormatter(name, date_format="%Y-%m-%d %H:%M:%S"))
     console = logging.StreamHandler(sys.stderr)
     console.setFormatter(LineFormatter(name, date_format="%H:%M:%S", colour=_wants_colour()))
-    _install([console, file])
+    _install(LogWriter([console, file]))
     logging.getLogger().setLevel(run.log_level)
     for logger, level in _QUIET.items():
         logging.getLogger(logger).setLevel(max(level, logging.getLevelName(run.log_level)))
     quiet_transformers()
     logging.captureWarnings(True)
     sys.excepthook = _log_uncaught
+
+
+def flush() -> None:
+    """Wait until every record so far is written; bounded. At exit this happens by itself."""
+    for handler in _installed:
+        handler.flush()
 
 
 def quiet_transformers() -> None:
@@ -102,14 +110,16 @@ class LineFormatter(logging.Formatter):
         extras = "".join(
             f" {key}={_value(value)}"
             for key, value in record.__dict__.items()
-            if key not in _STANDARD_ATTRIBUTES
+            if key not in STANDARD_ATTRIBUTES
         )
         text = record.getMessage() + (f" {extras}" if extras else "")
         if record.exc_info:
             text += "\n" + self.formatException(record.exc_info)
+        elif record.exc_text:
+            text += "\n" + record.exc_text
         if record.stack_info:
             text += "\n" + self.formatStack(record.stack_info)
-        body = _CONTROL.sub("�", redact(text.rstrip())).replace("\n", "\n    ")
+        body = _CONTROL.sub("�", redact_and_cut(text.rstrip(), _SHOWN)).replace("\n", "\n    ")
         level = f"{record.levelname:<7}"
         if self._colour and record.levelno in _COLOURS:
             level = f"{_COLOURS[record.levelno]}{level}{_RESET}"
@@ -138,14 +148,13 @@ def _open_file(path: Path) -> RotatingFileHandler:
         ) from error
 
 
-def _install(handlers: list[logging.Handler]) -> None:
+def _install(writer: LogWriter) -> None:
     root = logging.getLogger()
     for handler in _installed:
         root.removeHandler(handler)
         handler.close()
-    _installed[:] = handlers
-    for handler in handlers:
-        root.addHandler(handler)
+    _installed[:] = [writer]
+    root.addHandler(writer)
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

@@ -27,7 +27,7 @@ class StdioSpec:
 
     name: str
     command: str
-    args: tuple[str, ...] = ()
+    args: tuple[str, ...] = field(default=(), repr=False)
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     cwd: str | None = None
 
@@ -37,7 +37,7 @@ class HttpSpec:
     """A server behind streamable HTTP."""
 
     name: str
-    url: str
+    url: str = field(repr=False)
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
@@ -45,7 +45,7 @@ class HttpSpec:
 class ManagerSpec:
     """An MCP manager: many servers behind one HTTP interface; ``server`` is one of them, or ``all``."""
 
-    url: str
+    url: str = field(repr=False)
     server: str
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
 

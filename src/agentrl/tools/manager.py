@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from agentrl.errors import ToolServerError
+from agentrl.tools.address import shown_address, without_secrets
 from agentrl.tools.base import Schema, function_schema, schema_name, timeout_text
 from agentrl.tools.config import ManagerSpec
 
@@ -16,13 +17,68 @@ _CONTROL_SECONDS = 30.0
 _EXCERPT = 300
 
 
+class ManagerClient:
+    """Requests to one manager. Its errors show no token of its URL or its headers."""
+
+    def __init__(self, spec: ManagerSpec) -> None:
+        self._spec = spec
+        self._http = httpx.AsyncClient(
+            base_url=spec.url, headers=dict(spec.headers), timeout=_CONTROL_SECONDS
+        )
+
+    async def get(self, path: str) -> dict[str, Any]:
+        """The JSON object at ``path``."""
+        try:
+            response = await self._http.get(path)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        if response.status_code != 200:
+            raise self.error(
+                f"answered {response.status_code} to {path}: {response.text[:_EXCERPT]}",
+                cure="see --mcp_manager_url and the token in the variable that --mcp_auth_token_env names",
+            )
+        return self.json(response)
+
+    async def post(self, path: str, body: dict[str, Any], timeout: float) -> httpx.Response:
+        """The response to ``body``; raises httpx.ReadTimeout after ``timeout`` seconds."""
+        try:
+            return await self._http.post(path, json=body, timeout=timeout)
+        except httpx.ReadTimeout:
+            raise
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+
+    def json(self, response: httpx.Response) -> dict[str, Any]:
+        """The response's JSON; a value that is no object is its ``content``."""
+        try:
+            answer = response.json()
+        except ValueError as error:
+            raise self.error(f"answered no JSON: {response.text[:_EXCERPT]}") from error
+        return answer if isinstance(answer, dict) else {"content": answer}
+
+    def error(self, problem: str, cure: str | None = None) -> ToolServerError:
+        """A failure of this manager."""
+        message = f"MCP manager {shown_address(self._spec)} {without_secrets(problem, self._spec)}"
+        return ToolServerError(message, cure=cure)
+
+    async def close(self) -> None:
+        """Close the connections; closing again does nothing."""
+        await self._http.aclose()
+
+    def _unreachable(self, error: httpx.HTTPError) -> ToolServerError:
+        return self.error(
+            f"cannot be reached: {type(error).__name__}: {error}",
+            cure="start it, or correct --mcp_manager_url",
+        )
+
+
 class ManagedServer:
     """One server of a manager. Requests share the manager's HTTP client."""
 
-    def __init__(self, name: str, http: httpx.AsyncClient, *, call_timeout: float) -> None:
-        """``http`` has the manager's URL as its base."""
+    def __init__(self, name: str, manager: ManagerClient, *, call_timeout: float) -> None:
+        """``call_timeout`` bounds one tool call, in seconds."""
         self.name = name
-        self._http = http
+        self._manager = manager
         self._call_timeout = call_timeout
         self._schemas: list[Schema] | None = None
 
@@ -33,7 +89,7 @@ class ManagedServer:
     async def schemas(self) -> list[Schema]:
         """``GET /server/NAME/tools``, remembered."""
         if self._schemas is None:
-            answer = await _get(self._http, f"/server/{self.name}/tools")
+            answer = await self._manager.get(f"/server/{self.name}/tools")
             functions = [tool.get("function", tool) for tool in answer.get("tools", [])]
             self._schemas = sorted(
                 (
@@ -47,70 +103,36 @@ class ManagedServer:
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
         """``POST /tool/NAME.TOOL``; an error that it reports is the tool's."""
         try:
-            response = await self._http.post(
-                f"/tool/{self.name}.{tool}", json=dict(arguments), timeout=self._call_timeout
+            response = await self._manager.post(
+                f"/tool/{self.name}.{tool}", dict(arguments), self._call_timeout
             )
         except httpx.ReadTimeout:
             return timeout_text(tool, self._call_timeout), True
-        except httpx.HTTPError as error:
-            raise _unreachable(self._http, error) from error
-        answer = _object(self._http, response)
+        answer = self._manager.json(response)
         failed = response.status_code >= 400 or answer.get("status_code", 200) >= 400
         if response.status_code >= 500 and "detail" not in answer:
-            raise ToolServerError(f"MCP manager {self._http.base_url} answered {response.status_code}")
+            raise self._manager.error(f"answered {response.status_code}")
         content = answer.get("content", answer.get("detail", ""))
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
         return text, failed or answer.get("status") == "error"
 
     async def close(self) -> None:
         """Close the manager's HTTP client; closing it again does nothing."""
-        await self._http.aclose()
+        await self._manager.close()
 
 
 async def managed_servers(spec: ManagerSpec, *, call_timeout: float) -> list[ManagedServer]:
     """The servers that the manager offers, or the one that the flags pick; ToolServerError if it is away."""
-    http = httpx.AsyncClient(base_url=spec.url, headers=dict(spec.headers), timeout=_CONTROL_SECONDS)
+    manager = ManagerClient(spec)
     try:
-        answer = await _get(http, "/servers")
+        answer = await manager.get("/servers")
         names = [str(name) for name in answer.get("servers", [])]
         if spec.server != "all" and spec.server not in names:
-            raise ToolServerError(
-                f"MCP manager {spec.url} has no server {spec.server!r}",
-                cure=f"--mcp_server_name is one of: all, {', '.join(names)}",
+            raise manager.error(
+                f"has no server {spec.server!r}", cure=f"--mcp_server_name is one of: all, {', '.join(names)}"
             )
     except BaseException:
-        await http.aclose()
+        await manager.close()
         raise
     chosen = names if spec.server == "all" else [spec.server]
-    return [ManagedServer(name, http, call_timeout=call_timeout) for name in chosen]
-
-
-async def _get(http: httpx.AsyncClient, path: str) -> dict[str, Any]:
-    try:
-        response = await http.get(path)
-    except httpx.HTTPError as error:
-        raise _unreachable(http, error) from error
-    if response.status_code != 200:
-        raise ToolServerError(
-            f"MCP manager {http.base_url} answered {response.status_code} to {path}:"
-            f" {response.text[:_EXCERPT]}",
-            cure="see --mcp_manager_url and the token in the variable that --mcp_auth_token_env names",
-        )
-    return _object(http, response)
-
-
-def _object(http: httpx.AsyncClient, response: httpx.Response) -> dict[str, Any]:
-    try:
-        answer = response.json()
-    except ValueError as error:
-        raise ToolServerError(
-            f"MCP manager {http.base_url} answered no JSON: {response.text[:_EXCERPT]}"
-        ) from error
-    return answer if isinstance(answer, dict) else {"content": answer}
-
-
-def _unreachable(http: httpx.AsyncClient, error: httpx.HTTPError) -> ToolServerError:
-    return ToolServerError(
-        f"MCP manager {http.base_url} cannot be reached: {type(error).__name__}: {error}",
-        cure="start it, or mend --mcp_manager_url",
-    )
+    return [ManagedServer(name, manager, call_timeout=call_timeout) for name in chosen]

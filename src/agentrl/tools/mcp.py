@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ToolServerError
+from agentrl.tools.address import shown_address, without_secrets
 from agentrl.tools.base import Schema, function_schema, schema_name, timeout_text
 from agentrl.tools.config import HttpSpec, StdioSpec
 
@@ -57,7 +58,7 @@ class McpServer:
             return await self._request(connection, tool, arguments)
         except ConnectionError as lost:
             logger.warning(
-                "tool server lost; connecting again", extra={"server": self.name, "why": str(lost)}
+                "tool server lost; connecting again", extra={"server": self.name, "why": self._shown(lost)}
             )
             await self._drop(connection)
         connection = await self._live()
@@ -66,7 +67,7 @@ class McpServer:
         except ConnectionError as lost:
             await self._drop(connection)
             raise ToolServerError(
-                f"tool server {self.name} was lost twice while it ran {tool}: {lost}"
+                f"tool server {self.name} was lost twice while it ran {tool}: {self._shown(lost)}"
             ) from lost
 
     async def close(self) -> None:
@@ -108,14 +109,17 @@ class McpServer:
                 try:
                     await connection.open()
                 except ConnectionError as error:
-                    problem = str(error)
+                    problem = self._shown(error)
                     continue
                 self._connection = connection
                 return connection
             raise ToolServerError(
-                f"tool server {self.name} ({_address(self._spec)}) cannot be reached: {problem}",
+                f"tool server {self.name} ({shown_address(self._spec)}) cannot be reached: {problem}",
                 cure="start it, or mend its entry in --mcp_servers_file or --mcp_manager_url",
             )
+
+    def _shown(self, error: ConnectionError) -> str:
+        return without_secrets(str(error), self._spec)
 
     async def _drop(self, connection: _Connection) -> None:
         async with self._connecting:
@@ -178,7 +182,8 @@ class _Connection:
                 self._ready.set_exception(ConnectionError(_reasons(error)))
             elif not self._stop.is_set():
                 logger.warning(
-                    "tool server connection broke", extra={"server": self._spec.name, "why": _reasons(error)}
+                    "tool server connection broke",
+                    extra={"server": self._spec.name, "why": without_secrets(_reasons(error), self._spec)},
                 )
 
     async def _client(self, stack: AsyncExitStack) -> Client:
@@ -233,10 +238,6 @@ def _text_of(result: CallToolResult) -> str:
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(parts)
-
-
-def _address(spec: StdioSpec | HttpSpec) -> str:
-    return spec.url if isinstance(spec, HttpSpec) else " ".join((spec.command, *spec.args))
 
 
 def _reasons(error: BaseException) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
+import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +15,9 @@ import pytest
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.observe.logging import LineFormatter, describe_process_id, setup
-from agentrl.observe.redact import redact
+from agentrl.observe import log_writer
+from agentrl.observe.log_writer import LogWriter
+from agentrl.observe.logging import LineFormatter, describe_process_id, flush, setup
 
 
 @pytest.fixture
@@ -40,6 +43,7 @@ def test_a_record_reaches_stderr_and_the_file(run: RunConfig, capsys: pytest.Cap
     logging.getLogger("agentrl.x").info(
         "claimed", extra={"task": "train/0/7", "seconds": 1.23456789, "q": "a b"}
     )
+    flush()
     line = "INFO    demo/sampler-s1  claimed  task=train/0/7 seconds=1.23457 q='a b'\n"
     console = capsys.readouterr().err
     assert re.fullmatch(r"\d\d:\d\d:\d\d " + re.escape(line), console)
@@ -51,7 +55,8 @@ def test_calling_it_again_replaces_the_handlers(run: RunConfig, capsys: pytest.C
     for _ in range(3):
         setup(run, "trainer", "t")
     logging.getLogger("agentrl").warning("once")
-    assert len(logging.getLogger().handlers) == before + 2
+    flush()
+    assert len(logging.getLogger().handlers) == before + 1
     assert capsys.readouterr().err.count("once") == 1
     assert log_text(run, "demo_trainer_t.log").count("once") == 1
 
@@ -74,6 +79,7 @@ def test_the_level_is_the_runs_and_libraries_are_quiet(
     setup(run, "x", "y")
     logging.getLogger("httpx").info("HTTP Request")
     logging.getLogger("agentrl").debug("detail")
+    flush()
     assert capsys.readouterr().err == ""
 
 
@@ -84,6 +90,7 @@ def test_warnings_are_logged(run: RunConfig, capsys: pytest.CaptureFixture[str])
         logging.captureWarnings(False)
         logging.captureWarnings(True)
         warnings.warn("careful", stacklevel=1)
+    flush()
     assert "UserWarning: careful" in capsys.readouterr().err
 
 
@@ -123,26 +130,67 @@ def test_colour_is_on_the_level_alone() -> None:
     assert "\x1b" not in _format("m", colour=True, level=logging.INFO)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("mongodb://user:pa%40ss@h1:1,h2:2/db?x=1", "mongodb://***@h1:1,h2:2/db?x=1"),
-        ("mongodb+srv://user:p@ss@host/db", "mongodb+srv://***@host/db"),
-        ("{'Authorization': 'Bearer abc.def'}", "{'Authorization': '***'}"),
-        ("authorization: Basic dXNlcjpwYXNz", "authorization: ***"),
-        ("sent Bearer abcdefgh12345", "sent Bearer ***"),
-        ("OPENAI_API_KEY=abc123 x", "OPENAI_API_KEY=*** x"),
-        ('{"api_key": "abc", "n": 1}', '{"api_key": "***", "n": 1}'),
-        ("http://h/p?token=abc&n=1", "http://h/p?token=***&n=1"),
-        ("key sk-proj-abcdefghij0123456789 used", "key *** used"),
-    ],
-)
-def test_secrets_are_hidden(text: str, expected: str) -> None:
-    assert redact(text) == expected
+def test_a_record_is_rendered_as_it_was_when_it_was_logged(run: RunConfig) -> None:
+    setup(run, "x", "y")
+    counts = {"scored": 1}
+    logging.getLogger("agentrl").info("counts %s", counts, extra={"also": counts})
+    counts["scored"] = 2
+    flush()
+    assert "counts {'scored': 1}  also=\"{'scored': 1}\"" in log_text(run, "demo_x_y.log")
 
 
-@pytest.mark.parametrize(
-    "text", ["mongodb://127.0.0.1:27017/demo", "tokens=12 token_level_loss=True", "mail a@b.org", "a://b c@d"]
-)
-def test_what_is_no_secret_stays(text: str) -> None:
-    assert redact(text) == text
+def test_a_long_record_is_cut_with_a_notice(run: RunConfig) -> None:
+    setup(run, "x", "y")
+    logging.getLogger("agentrl").info("z" * 10**6)
+    flush()
+    text = log_text(run, "demo_x_y.log")
+    assert len(text) < 100_000
+    assert re.search(r"\[cut: \d+ more characters\]", text)
+
+
+class Blocked(logging.Handler):
+    """A file that takes nothing until it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_write = threading.Event()
+        self.threads: set[int] = set()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.may_write.wait(60)
+        self.threads.add(threading.get_ident())
+        self.messages.append(record.getMessage())
+
+
+def test_a_handler_that_blocks_does_not_block_who_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_writer, "_QUEUE_LIMIT", 10)
+    slow = Blocked()
+    writer = LogWriter([slow])
+    for number in range(30):
+        writer.handle(logging.makeLogRecord({"msg": str(number), "levelno": logging.INFO}))
+    slow.may_write.set()
+    writer.flush()
+    last = writer.prepare(logging.makeLogRecord({"msg": "after", "levelno": logging.INFO}))
+    writer.enqueue(last)
+    writer.close()
+    assert slow.messages[:10] == [str(number) for number in range(10)]
+    assert slow.messages[-1] == "after"
+    assert last.__dict__["records_left_out"] == 30 - len(slow.messages[:-1])
+    assert slow.threads == slow.threads - {threading.get_ident()}
+
+
+def test_what_is_logged_last_is_written_when_the_process_ends(run: RunConfig) -> None:
+    script = (
+        "import logging, sys\nfrom agentrl.config.schema import RunConfig\n"
+        "from agentrl.observe.logging import setup\n"
+        f"setup(RunConfig(run_name='demo', log_dir={run.log_dir!r}), 'x', 'y')\n"
+        "[logging.getLogger('agentrl').info('line %d', n) for n in range(1000)]\n"
+        "raise ValueError('the end')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    text = log_text(run, "demo_x_y.log")
+    assert text.count("  line ") == 1000
+    assert "ValueError: the end" in text
+    assert "ValueError: the end" in ended.stderr

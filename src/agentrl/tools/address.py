@@ -1,0 +1,63 @@
+"""The address of a tool server as messages may show it, and its secrets removed from other messages.
+
+A URL can hold a token as user info, as a query parameter or as a part of its path; a stdio server gets tokens
+as arguments and environment variables. Messages of failures are stored and shown, so none of it is in them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
+
+from agentrl.tools.config import HttpSpec, ManagerSpec, StdioSpec
+
+HIDDEN = "***"
+_SHORTEST = 8
+"""Values below this many characters are left in messages: they are ports, names and flags."""
+_TOKEN_PART = re.compile(r"(?=.*\d)[^/]{16,}|[^/]{32,}")
+
+
+def shown_address(spec: StdioSpec | HttpSpec | ManagerSpec) -> str:
+    """The command without its arguments, or the URL without user info, query and token-like path parts."""
+    if isinstance(spec, StdioSpec):
+        return f"{spec.command}, {len(spec.args)} arguments" if spec.args else spec.command
+    return shown_url(spec.url)
+
+
+def shown_url(url: str) -> str:
+    """``url`` without user info, query, fragment and path parts that look like tokens."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    user = f"{HIDDEN}@" if "@" in parts.netloc else ""
+    path = "/".join(HIDDEN if _TOKEN_PART.fullmatch(part) else part for part in parts.path.split("/"))
+    query = f"?{HIDDEN}" if parts.query else ""
+    return f"{parts.scheme}://{user}{host}{path}{query}"
+
+
+def without_secrets(text: str, spec: StdioSpec | HttpSpec | ManagerSpec) -> str:
+    """``text`` with every value hidden that ``shown_address`` leaves out, and header and variable values."""
+    if isinstance(spec, StdioSpec):
+        secrets = [*spec.args, *(part for arg in spec.args for part in arg.split("=")), *spec.env.values()]
+        return _hide(text, [value for value in secrets if not value.startswith("-")])
+    shown = text.replace(spec.url, shown_url(spec.url))
+    return _hide(shown, [*_url_secrets(spec.url), *_header_secrets(spec.headers)])
+
+
+def _url_secrets(url: str) -> list[str]:
+    parts = urlsplit(url)
+    user = parts.netloc.rpartition("@")[0]
+    found = [*user.split(":"), *(value for _, value in parse_qsl(parts.query))]
+    found += [part for part in parts.path.split("/") if _TOKEN_PART.fullmatch(part)]
+    return [form for value in found for form in (value, unquote(value), quote(value, safe=""))]
+
+
+def _header_secrets(headers: Mapping[str, str]) -> list[str]:
+    return [part for value in headers.values() for part in (value, value.rpartition(" ")[2])]
+
+
+def _hide(text: str, secrets: Iterable[str]) -> str:
+    for secret in sorted(set(secrets), key=len, reverse=True):
+        if len(secret) >= _SHORTEST:
+            text = text.replace(secret, HIDDEN)
+    return text

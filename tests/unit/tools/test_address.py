@@ -1,0 +1,58 @@
+"""Tokens in the URL, the headers, the arguments or the variables of a tool server are in no message."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentrl.config.schema import AgentConfig
+from agentrl.errors import ToolServerError
+from agentrl.tools import mcp
+from agentrl.tools.address import shown_address, without_secrets
+from agentrl.tools.config import HttpSpec, ManagerSpec, StdioSpec
+from agentrl.tools.pool import ToolPool
+
+SECRET = "s3cr3t-token-0123456789"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://h:80/mcp", "http://h:80/mcp"),
+        (f"https://u:{SECRET}@h/mcp", "https://***@h/mcp"),
+        (f"https://h/mcp?key={SECRET}", "https://h/mcp?***"),
+        (f"https://h/{SECRET}/mcp#x", "https://h/***/mcp"),
+    ],
+)
+def test_a_url_is_shown_without_its_tokens(url: str, shown: str) -> None:
+    for spec in (HttpSpec(name="n", url=url), ManagerSpec(url=url, server="all")):
+        assert shown_address(spec) == shown
+        assert SECRET not in without_secrets(f"GET {url} failed", spec)
+        assert SECRET not in repr(spec)
+
+
+def test_a_header_is_hidden_where_an_error_repeats_it() -> None:
+    spec = HttpSpec(name="n", url="http://h/mcp", headers={"Authorization": f"Bearer {SECRET}"})
+    assert without_secrets(f"refused {SECRET} at http://h/mcp", spec) == "refused *** at http://h/mcp"
+
+
+def test_a_command_is_shown_without_its_arguments() -> None:
+    spec = StdioSpec(name="n", command="npx", args=(f"--key={SECRET}", "-y"), env={"KEY": SECRET + "x"})
+    assert shown_address(spec) == "npx, 2 arguments"
+    assert without_secrets(f"npx -y --key={SECRET} {SECRET}x", spec) == "npx -y --key=*** ***"
+    assert SECRET not in repr(spec)
+
+
+async def test_a_server_that_cannot_be_reached_is_named_without_its_tokens(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mcp, "RECONNECT_DELAYS", (0.0,))
+    file = tmp_path_factory.mktemp("mcp") / "servers.yml"
+    address = f"http://127.0.0.1:9/{SECRET}"
+    for entry in (f"{{command: /no/such, args: [--token, {SECRET}]}}", f"{{url: '{address}?t={SECRET}'}}"):
+        file.write_text(f"servers:\n  gone: {entry}\n")
+        with pytest.raises(ToolServerError, match=r"tool server gone \(.*cannot be reached") as failed:
+            await ToolPool(AgentConfig(mcp_servers_file=str(file))).open()
+        assert SECRET not in str(failed.value)
+    with pytest.raises(ToolServerError, match="cannot be reached") as failed:
+        await ToolPool(AgentConfig(mcp_manager_url=f"{address}/mcpapi")).open()
+    assert SECRET not in str(failed.value)
