@@ -21,7 +21,7 @@ from agentrl.config.schema import (
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus, DataStatus, RecordStatus, SlotStatus, StopReason, TaskStatus
 from agentrl.documents.task import Slot, Task
-from agentrl.errors import EngineError, ModelError, StoreError, ToolServerError
+from agentrl.errors import EngineError, ModelError, ToolServerError
 from agentrl.inference.parsers import get_parser
 from agentrl.inference.sampling import SamplingParams
 from agentrl.rollout import sampler as sampler_module
@@ -318,25 +318,6 @@ async def test_a_lost_claim_ends_its_trajectory(store: Store) -> None:
     await until(given_up)
     setting.stop.set()
     await running
-
-
-async def test_a_database_that_is_away_for_a_moment_loses_nothing(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await store.tasks.load([task("a", slots=1)])
-    away = iter([True, True, False])
-    score = store.claims.score
-
-    async def flaky(*args: Any, **kwargs: Any) -> Any:
-        if next(away, False):
-            raise StoreError("away")
-        return await score(*args, **kwargs)
-
-    monkeypatch.setattr(store.claims, "score", flaky)
-    setting = Setting(store, "<answer>3</answer>")
-    await setting.run()
-    (record,) = await setting.records("train/0/a")
-    assert (record.attempt, record.score) == (1, 1.0)
 
 
 async def test_an_evaluation_split_is_scored_and_makes_no_training_data(store: Store) -> None:

@@ -33,7 +33,9 @@ class RunConfig:
     mongo_dir: str = flag(".agentrl/mongo", "folder of the embedded MongoDB")
     db_timeout_seconds: float = flag(10.0, "how long one database operation may take")
     db_wait_seconds: float = flag(
-        90.0, "how long a process waits for a database that is away before it gives up (0: not at all)"
+        90.0,
+        "how long a process waits for a database that is away before it gives up (0: not at all; inf: for"
+        " ever)",
     )
 
     def __post_init__(self) -> None:

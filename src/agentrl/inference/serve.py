@@ -17,7 +17,7 @@ from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
 from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.service import InferenceService
 from agentrl.documents.status import ServiceStatus
-from agentrl.errors import ConfigError, EngineError, PublishError, StoreError
+from agentrl.errors import ConfigError, EngineError, PublishError, StoreAwayError, StoreError
 from agentrl.inference.engine import EngineClient
 from agentrl.inference.engines.launch import engine_client, engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
@@ -50,27 +50,28 @@ def main(argv: list[str]) -> int:
 async def serve(run: RunConfig, model: ModelConfig, config: EngineConfig) -> None:
     """Start the engine at the newest version, then beat and follow until a signal or the engine's end."""
     from agentrl.store.client import open_store
-    from agentrl.store.connection import patient
+    from agentrl.store.outage import patient
 
     with patient(run.db_wait_seconds):
-        opened = await open_store(run)
-    async with opened as store:
-        with patient(run.db_wait_seconds):
-            version, folder = await _starting_weights(store, model)
-        port = config.port or free_port(config.host)
-        service_id = f"{socket.gethostname().split('.')[0]}-{port}-{uuid.uuid4().hex[:6]}"
-        log_file = Path(run.log_dir) / f"{run.run_name}_{config.engine}_{service_id}.log"
-        process = EngineProcess(engine_command(folder, model, config, port), log_file)
-        client = engine_client(config.engine, f"http://{_reachable(config.host)}:{port}", _UPDATE_SECONDS)
-        served = ServedEngine(
-            store, client, process, config, service_id=service_id, folder=folder, version=version,
-            wait_seconds=run.db_wait_seconds,
-        )  # fmt: skip
-        try:
-            await _until_signal(served.run)
-        finally:
-            await client.close()
-            await process.stop()
+        async with await open_store(run) as store:
+            await _serve(store, run, model, config)
+
+
+async def _serve(store: Store, run: RunConfig, model: ModelConfig, config: EngineConfig) -> None:
+    version, folder = await _starting_weights(store, model)
+    port = config.port or free_port(config.host)
+    service_id = f"{socket.gethostname().split('.')[0]}-{port}-{uuid.uuid4().hex[:6]}"
+    log_file = Path(run.log_dir) / f"{run.run_name}_{config.engine}_{service_id}.log"
+    process = EngineProcess(engine_command(folder, model, config, port), log_file)
+    client = engine_client(config.engine, f"http://{_reachable(config.host)}:{port}", _UPDATE_SECONDS)
+    served = ServedEngine(
+        store, client, process, config, service_id=service_id, folder=folder, version=version,
+    )  # fmt: skip
+    try:
+        await _until_signal(served.run)
+    finally:
+        await client.close()
+        await process.stop()
 
 
 class ServedEngine:
@@ -86,9 +87,7 @@ class ServedEngine:
         service_id: str,
         folder: str,
         version: int,
-        wait_seconds: float = 0.0,
     ) -> None:
-        """``wait_seconds``: how long a database that is away is waited for before the engine begins."""
         self._store = store
         self._client = client
         self._process = process
@@ -99,12 +98,12 @@ class ServedEngine:
         self._status = ServiceStatus.STARTING
         self._running = 0
         self._detail: str | None = None
-        self._wait_seconds = wait_seconds
 
     async def run(self) -> None:
-        """Until cancelled; EngineError where the engine does not start or ends."""
-        from agentrl.store.connection import patient
+        """Until cancelled; EngineError where the engine does not start or ends.
 
+        StoreAwayError where the database stays away for longer than ``--db_wait_seconds``.
+        """
         service = InferenceService(
             id=self._id,
             url=self._client.url,
@@ -114,10 +113,10 @@ class ServedEngine:
             host=socket.gethostname(),
             pid=self._process.pid,
         )
-        with patient(self._wait_seconds):
-            await self._store.services.register(service)
+        await self._store.services.register(service)
         try:
             async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._watch_process())
                 tasks.create_task(self._beat())
                 await self._process.wait_ready(self._client, self._config.engine_start_seconds)
                 await self._client.set_version(self._version)
@@ -130,21 +129,31 @@ class ServedEngine:
             await self._sign_off()
 
     async def _sign_off(self) -> None:
+        from agentrl.store.outage import patient
+
         try:
-            await self._store.services.stop(self._id)
+            with patient(0):
+                await self._store.services.stop(self._id)
         except StoreError as error:
             log.warning("the engine ends unannounced; its heartbeat runs out: %s", error.message)
 
-    async def _beat(self) -> None:
-        """Report status, version and load every ``heartbeat_seconds``, and see that the engine lives."""
+    async def _watch_process(self) -> None:
+        """Raise EngineError once the engine's process has ended."""
         while True:
             if self._process.returncode is not None:
                 code, tail = self._process.returncode, self._process.log_tail()
                 raise EngineError(
                     f"the engine ended with exit code {code}:\n{tail}", cure=f"see {self._process.log_file}"
                 )
+            await asyncio.sleep(self._config.heartbeat_seconds)
+
+    async def _beat(self) -> None:
+        """Report status, version and load every ``heartbeat_seconds``."""
+        while True:
             try:
                 await self._report()
+            except StoreAwayError:
+                raise
             except StoreError as error:
                 log.warning("no heartbeat, the engine goes on: %s", error.message)
             await asyncio.sleep(self._config.heartbeat_seconds)
@@ -171,6 +180,8 @@ class ServedEngine:
                 async for version in versions(self._store, after=newest, poll_seconds=_FOLLOW_POLL_SECONDS):
                     newest = version.id
                     await self.update(version)
+            except StoreAwayError:
+                raise
             except StoreError as error:
                 log.warning("published versions cannot be read, trying again: %s", error.message)
                 await asyncio.sleep(_FOLLOW_POLL_SECONDS)

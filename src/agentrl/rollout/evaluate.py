@@ -62,16 +62,24 @@ def split_name(version: int, label: str) -> str:
 
 
 async def _evaluate(configs: Configs) -> int:
+    from agentrl.rollout.setup import stop_on_signals
+    from agentrl.store.outage import patient
+
+    stop = stop_on_signals()
+    with patient(configs[RunConfig].db_wait_seconds, stop):
+        return await _evaluate_until(stop, configs)
+
+
+async def _evaluate_until(stop: asyncio.Event, configs: Configs) -> int:
     from rich.console import Console
 
     from agentrl.rollout.finalise import Finaliser
     from agentrl.rollout.report import failure_lines, report_table
     from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
-    from agentrl.rollout.setup import load_tasks, open_worker, owner_name, stop_on_signals
+    from agentrl.rollout.setup import load_tasks, open_worker, owner_name
     from agentrl.store.client import open_store
 
     run, tasks, sampling = configs[RunConfig], configs[TaskConfig], configs[SamplingConfig]
-    stop = stop_on_signals()
     async with await open_store(run) as store:
         version = await served_version(store, configs)
         split = split_name(version, configs[EvalConfig].eval_label)

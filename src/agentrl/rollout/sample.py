@@ -33,26 +33,30 @@ def main(argv: list[str]) -> int:
 
 
 async def _sample(configs: Configs) -> None:
+    from agentrl.rollout.setup import stop_on_signals
+    from agentrl.store.outage import patient
+
+    stop = stop_on_signals()
+    with patient(configs[RunConfig].db_wait_seconds, stop):
+        await _sample_until(stop, configs)
+
+
+async def _sample_until(stop: asyncio.Event, configs: Configs) -> None:
     from agentrl.rollout.admission import Admission
     from agentrl.rollout.finalise import TRAIN_SPLIT, Finaliser
     from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
-    from agentrl.rollout.setup import load_tasks, open_worker, owner_name, stop_on_signals
+    from agentrl.rollout.setup import load_tasks, open_worker, owner_name
     from agentrl.store.client import open_store
-    from agentrl.store.connection import patient
 
     run, tasks, sampling = configs[RunConfig], configs[TaskConfig], configs[SamplingConfig]
-    stop = stop_on_signals()
-    with patient(run.db_wait_seconds):
-        opened = await open_store(run)
-    async with opened as store:
-        with patient(run.db_wait_seconds):
-            if tasks.train_file is not None:
-                await load_tasks(
-                    store, run, tasks, tasks.train_file,
-                    split=TRAIN_SPLIT, num_generations=tasks.num_generations,
-                )  # fmt: skip
-            if sampling.resample_error_records:
-                await store.claims.reopen_failed(TRAIN_SPLIT)
+    async with await open_store(run) as store:
+        if tasks.train_file is not None:
+            await load_tasks(
+                store, run, tasks, tasks.train_file,
+                split=TRAIN_SPLIT, num_generations=tasks.num_generations,
+            )  # fmt: skip
+        if sampling.resample_error_records:
+            await store.claims.reopen_failed(TRAIN_SPLIT)
         async with open_worker(store, configs) as (worker, router):
             admission = Admission(sampling, configs[TrainConfig])
             sampler = Sampler(

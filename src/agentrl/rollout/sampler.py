@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema import ClaimConfig
 from agentrl.documents.status import TaskStatus
 from agentrl.documents.task import Claim
-from agentrl.errors import LeaseLostError, StoreError
+from agentrl.errors import StoreAwayError, StoreError
 from agentrl.rollout.finalise import Finaliser
-from agentrl.rollout.persist import persist
 from agentrl.rollout.worker import Worker
 from agentrl.store.openings import Room
 
@@ -42,7 +40,11 @@ _REST_SECONDS = 0.25
 GRACE_SECONDS = 5.0
 """How long trajectories may still finish once the sampler is told to stop."""
 
-_RELEASE_SECONDS = 10.0
+_CANCEL_SECONDS = 5.0
+"""How long cancelled trajectories may take to end."""
+
+_RELEASE_SECONDS = 5.0
+"""How long the hand-back of claims may take; then their leases run out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +144,7 @@ class Sampler:
         if opens:
             self._look_at = time.monotonic() + _LOOK_POLLS * POLL_SECONDS
 
-        async def claim() -> Claim | None:
+        try:
             return await self._store.claims.claim(
                 split=self._config.split,
                 owner=self._config.owner,
@@ -150,10 +152,7 @@ class Sampler:
                 max_groups_open=await self._room() if opens else 0,
                 max_attempts=self._config.claims.max_attempts,
             )
-
-        try:
-            return await persist(claim, what="claim", stop=stop)
-        except StoreError:
+        except StoreAwayError:
             if stop.is_set():
                 return None
             raise
@@ -205,26 +204,26 @@ class Sampler:
             await asyncio.gather(*signals, return_exceptions=True)
 
     async def _is_done(self, stop: asyncio.Event) -> bool:
-        async def look() -> bool:
-            if self._news:
-                self._news = False
-                await self._finalise_waiting()
-            tasks, split = self._store.tasks, self._config.split
-            following = await self._following_epoch()  # before the tasks: one that opens now has open ones
-            if await tasks.any_in(split, TaskStatus.CREATED, TaskStatus.RUNNING, TaskStatus.WAITING):
-                return False
-            if not await tasks.any_in(split, TaskStatus.COMPLETED):
-                return False
-            if following is not None:
-                await self._open_next_epoch()
-            return following is None
-
         try:
-            return await persist(look, what="progress", stop=stop)
-        except StoreError:
+            return await self._nothing_is_left()
+        except StoreAwayError:
             if stop.is_set():
                 return False
             raise
+
+    async def _nothing_is_left(self) -> bool:
+        if self._news:
+            self._news = False
+            await self._finalise_waiting()
+        tasks, split = self._store.tasks, self._config.split
+        following = await self._following_epoch()  # before the tasks: one that opens now has open ones
+        if await tasks.any_in(split, TaskStatus.CREATED, TaskStatus.RUNNING, TaskStatus.WAITING):
+            return False
+        if not await tasks.any_in(split, TaskStatus.COMPLETED):
+            return False
+        if following is not None:
+            await self._open_next_epoch()
+        return following is None
 
     async def _open_next_epoch(self) -> bool:
         """Open the next epoch once no task waits for its first claim; True if this did."""
@@ -259,6 +258,8 @@ class Sampler:
                 continue
             try:
                 lost = await self._store.claims.heartbeat(held, self._config.claims.lease_seconds)
+            except StoreAwayError:
+                raise
             except StoreError as error:
                 logger.warning("leases could not be renewed", extra={"why": error.message})
                 continue
@@ -283,6 +284,8 @@ class Sampler:
                 await self._finalise_waiting()
                 if await self._open_next_epoch() or freed:
                     self._changed.set()
+            except StoreAwayError:
+                raise
             except StoreError as error:
                 logger.warning("housekeeping failed", extra={"why": error.message})
 
@@ -295,31 +298,41 @@ class Sampler:
                 await asyncio.sleep(_REST_SECONDS)
 
     async def _hand_back(self) -> None:
-        """Let trajectories finish for ``GRACE_SECONDS``, then stop them and release their claims."""
+        """Let trajectories finish for ``GRACE_SECONDS``, then stop them and release their claims.
+
+        Every part is bounded: with the database away, the leases run out instead.
+        """
         if self._running:
             await asyncio.wait(list(self._running), timeout=GRACE_SECONDS)
         left = dict(self._running)
         for task in left:
             task.cancel()
         if left:
-            await asyncio.wait(list(left), timeout=_RELEASE_SECONDS)
-        for claim in left.values():
-            with suppress(LeaseLostError):
-                await self._release(claim)
+            await asyncio.wait(list(left), timeout=_CANCEL_SECONDS)
         self._running.clear()
-        with suppress(StoreError):
-            await self._finalise_waiting()
+        if await self._bounded(self._release(list(left.values()))):
+            await self._bounded(self._finalise_waiting())
 
-    async def _release(self, claim: Claim) -> None:
+    async def _bounded(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Do ``work`` within ``_RELEASE_SECONDS``; False where it failed or took longer."""
+        task = asyncio.create_task(work)
+        await asyncio.wait([task], timeout=_RELEASE_SECONDS)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task], timeout=1.0)
+            logger.warning("the database does not answer; leases that are still held run out")
+            return False
+        return task.exception() is None
+
+    async def _release(self, claims: list[Claim]) -> None:
+        if not claims:
+            return
         try:
-            await persist(
-                lambda: self._store.claims.release(claim), what="release", patience=_RELEASE_SECONDS
-            )
-            logger.info("claim handed back", extra={"record": claim.record_id})
-        except LeaseLostError:
-            raise
+            lost = await self._store.claims.release_all(claims)
         except StoreError as error:
             logger.warning(
-                "the claim could not be handed back; its lease runs out",
-                extra={"record": claim.record_id, "why": error.message},
+                "claims could not be handed back; their leases run out",
+                extra={"claims": len(claims), "why": error.message},
             )
+            raise
+        logger.info("claims handed back", extra={"claims": len(claims) - len(lost)})

@@ -29,7 +29,6 @@ from agentrl.inference.router import EngineRouter
 from agentrl.inference.sampling import SamplingParams
 from agentrl.observe.logging import describe_process_id
 from agentrl.rollout.agents import agent_names, get_agent
-from agentrl.rollout.persist import persist
 from agentrl.rollout.renderer import ChatRenderer
 from agentrl.rollout.worker import Worker
 from agentrl.scoring.registry import scorer_names
@@ -124,7 +123,7 @@ async def open_worker(
     renderer = await open_renderer(store, configs[ModelConfig])
     params = sampling_params(sampling, renderer)
     router = EngineRouter(
-        lambda: persist(lambda: live_engines(store, engine, version), what="live engines"),
+        lambda: live_engines(store, engine, version),
         request_timeout=sampling.engine_timeout_seconds,
         wait_seconds=sampling.engine_wait_seconds,
     )

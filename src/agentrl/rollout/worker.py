@@ -17,7 +17,6 @@ from agentrl.errors import ConfigError, FailureError, LeaseLostError, StoreError
 from agentrl.inference.parsers import ToolCallParser
 from agentrl.inference.sampling import SamplingParams
 from agentrl.rollout.agents import get_agent
-from agentrl.rollout.persist import persist
 from agentrl.rollout.renderer import ChatRenderer
 from agentrl.rollout.session import Engine, Outcome, Rollout, Tools
 from agentrl.scoring.registry import ScorerContext, ScoreResult, run_scorer
@@ -80,13 +79,13 @@ class Worker:
         return False
 
     async def _converse(self, claim: Claim) -> tuple[Rollout, Outcome]:
-        await persist(lambda: self.store.records.create(claim), what="record")
+        await self.store.records.create(claim)
         agent = get_agent(claim.task.agent_name or self.agent.agent_name)
         await self._advance(claim, RecordStatus.RUNNING)
         schemas = await self.tools.schemas(claim.task.tools)
 
         async def write(call: DispatchedSamplingTask) -> None:
-            await persist(lambda: self.store.dispatches.add(claim, call), what="model call")
+            await self.store.dispatches.add(claim, call)
 
         async with self.router.session(claim.record_id) as engine:
             session = Rollout(
@@ -118,7 +117,7 @@ class Worker:
     async def _score(self, claim: Claim, session: Rollout, outcome: Outcome) -> bool:
         await self._advance(claim, RecordStatus.SCORING)
         result = await self._scored(claim, session, outcome)
-        await persist(lambda: self.store.claims.score(claim, result.score, result.details), what="score")
+        await self.store.claims.score(claim, result.score, result.details)
         logger.info(
             "scored",
             extra={
@@ -144,17 +143,14 @@ class Worker:
         return await run_scorer(task.scorer, context, self.sampling.scorer_timeout_seconds)
 
     async def _advance(self, claim: Claim, status: RecordStatus, **fields: object) -> None:
-        await persist(lambda: self.store.records.advance(claim, status, **fields), what=str(status))
+        await self.store.records.advance(claim, status, **fields)
 
     async def _fail(self, claim: Claim, kind: str, message: str) -> None:
         logger.warning("trajectory failed", extra={"record": claim.record_id, "kind": kind, "why": message})
         failure = Failure(kind=kind, message=message)
-        await persist(
-            lambda: self.store.claims.fail(
-                claim,
-                failure,
-                max_attempts=self.claims.max_attempts,
-                backoff_seconds=self.claims.retry_backoff_seconds,
-            ),
-            what="failure",
+        await self.store.claims.fail(
+            claim,
+            failure,
+            max_attempts=self.claims.max_attempts,
+            backoff_seconds=self.claims.retry_backoff_seconds,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.base import plain
@@ -26,18 +28,33 @@ def record_of(claim: Claim) -> Record:
 async def end_record(
     connection: Connection, claim: Claim, failure: Failure | None, session: AsyncClientSession
 ) -> None:
-    """End the Record of ``claim``: FAILED because of ``failure``, or RELEASED without one.
+    """End the Record of one claim; see ``end_records``."""
+    await end_records(connection, [claim], failure, session)
 
-    Belongs into the transaction that changes the slot. An attempt that had no Record yet gets one: the
+
+async def end_records(
+    connection: Connection, claims: Sequence[Claim], failure: Failure | None, session: AsyncClientSession
+) -> None:
+    """End the Records of ``claims``: FAILED because of ``failure``, or RELEASED without one.
+
+    Belongs into the transaction that changes the slots. An attempt that had no Record yet gets one: the
     history is whole, and its owner, should it wake up, cannot insert another.
     """
     status = RecordStatus.RELEASED if failure is None else RecordStatus.FAILED
     changes = {"status": status.value, "failure": plain(failure)}
     records = connection.collection(RECORD)
-    ended = await records.update_one(
-        {"_id": claim.record_id, "status": {"$in": _UNFINISHED}}, {"$set": changes}, session=session
+    ids = [claim.record_id for claim in claims]
+    ended = await records.update_many(
+        {"_id": {"$in": ids}, "status": {"$in": _UNFINISHED}}, {"$set": changes}, session=session
     )
-    if ended.matched_count == 0 and await records.find_one(
-        {"_id": claim.record_id}, {"_id": 1}, session=session
-    ) is None:  # fmt: skip
-        await records.insert_one(record_of(claim).to_document() | changes, session=session)
+    if ended.matched_count == len(claims):
+        return
+    there = {
+        record["_id"]
+        for record in await records.find({"_id": {"$in": ids}}, {"_id": 1}, session=session).to_list()
+    }
+    missing = [claim for claim in claims if claim.record_id not in there]
+    if missing:
+        await records.insert_many(
+            [record_of(claim).to_document() | changes for claim in missing], session=session
+        )

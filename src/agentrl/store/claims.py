@@ -24,6 +24,7 @@ from agentrl.store.connection import Connection, Json, database_call
 from agentrl.store.leases import lease_lost, lost_claims
 from agentrl.store.names import TASK
 from agentrl.store.openings import BY_ORDER, OpeningRacedError, Openings, Room
+from agentrl.store.releases import FREE, Releases
 from agentrl.store.scores import Scores
 
 _MAX_ATTEMPTS = 3
@@ -43,7 +44,7 @@ class _Wish:
     max_attempts: int
 
 
-class Claims(Scores):
+class Claims(Scores, Releases):
     """What samplers do with slots. A lost claim is a LeaseLostError, and nothing was written."""
 
     def __init__(self, connection: Connection) -> None:
@@ -76,23 +77,6 @@ class Claims(Scores):
         return await lost_claims(self._connection, claims)
 
     @database_call
-    async def release(self, claim: Claim) -> None:
-        """Hand an unfinished slot back: it is open at once, and the attempt does not count.
-
-        Its Record is RELEASED.
-        """
-        fields = {
-            **_FREE, "status": SlotStatus.OPEN.value,
-            "released": {"$add": [{"$ifNull": ["$$slot.released", 0]}, 1]},
-        }  # fmt: skip
-
-        async def write(session: AsyncClientSession) -> None:
-            await self._change(claim, fields, session)
-            await end_record(self._connection, claim, None, session)
-
-        await self._connection.transaction(write)
-
-    @database_call
     async def fail(
         self, claim: Claim, failure: Failure, *, max_attempts: int, backoff_seconds: float
     ) -> SlotStatus:
@@ -104,7 +88,7 @@ class Claims(Scores):
         spread_ms = backoff_seconds * 1000 * random.uniform(0.5, 1.5)
         doublings = {"$min": [{"$subtract": [slots.ATTEMPTS, 1]}, _LONGEST_DOUBLING]}
         wait_ms = {"$toLong": {"$multiply": [spread_ms, {"$pow": [2, doublings]}]}}
-        fields = {**_FREE, "status": _failed_or_open(max_attempts), "not_before": slots.after(wait_ms)}
+        fields = {**FREE, "status": _failed_or_open(max_attempts), "not_before": slots.after(wait_ms)}
 
         async def write(session: AsyncClientSession) -> Task:
             task = await self._change(claim, fields, session)
@@ -132,7 +116,7 @@ class Claims(Scores):
         """Open the failed slots of groups that are not finalised, with all their attempts; returns Tasks."""
         failed = {"$eq": ["$$slot.status", SlotStatus.FAILED.value]}
         fields = {
-            **_FREE, "status": SlotStatus.OPEN.value, "released": "$$slot.attempt", "not_before": None,
+            **FREE, "status": SlotStatus.OPEN.value, "released": "$$slot.attempt", "not_before": None,
         }  # fmt: skip
         query = {
             "split": split,
@@ -225,7 +209,7 @@ class Claims(Scores):
     async def _reap_slot(self, claim: Claim, max_attempts: int) -> int:
         this = {"$and": [slots.EXPIRED, {"$eq": ["$$slot.traj_id", claim.traj_id]}]}
         query = {**slots.owned(claim), **slots.any_slot(this)}
-        fields = {**_FREE, "status": _failed_or_open(max_attempts)}
+        fields = {**FREE, "status": _failed_or_open(max_attempts)}
         failure = Failure(kind="lease", message=f"the lease of {claim.owner} ran out")
 
         async def write(session: AsyncClientSession) -> int:
@@ -236,9 +220,6 @@ class Claims(Scores):
             return result.matched_count
 
         return await self._connection.transaction(write)
-
-
-_FREE: Json = {"owner": None, "lease_expires_at": None}
 
 
 def _failed_or_open(max_attempts: int) -> Json:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from contextvars import ContextVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import pymongo
@@ -31,9 +27,8 @@ from pymongo.uri_parser import parse_uri
 from pymongo.write_concern import WriteConcern
 
 from agentrl.errors import StoreAwayError, StoreError
+from agentrl.store.outage import OutageLog, retry_while_away
 from agentrl.store.refusals import refusal
-
-logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 P = ParamSpec("P")
@@ -43,21 +38,6 @@ _OLDEST = (6, 0)
 _AUTHENTICATION_CODES = (13, 18)
 _DISK_FULL_CODES = (14031, 17)
 _PASSING_LABELS = ("TransientTransactionError", "UnknownTransactionCommitResult", "RetryableWriteError")
-_FIRST_DELAY, _LONGEST_DELAY = 0.5, 5.0
-_patience: ContextVar[float] = ContextVar("agentrl_store_patience", default=0.0)
-
-
-@contextmanager
-def patient(seconds: float) -> Iterator[None]:
-    """Within the block, and in tasks begun in it, a call waits up to ``seconds`` for a database that is away.
-
-    It is told in the log and tried again; every call may be repeated, as its own documentation says.
-    """
-    token = _patience.set(seconds)
-    try:
-        yield
-    finally:
-        _patience.reset(token)
 
 
 class Connection:
@@ -69,6 +49,7 @@ class Connection:
 
     def __init__(self, uri: str, database: str, timeout: float) -> None:
         self.timeout = timeout
+        self.outage = OutageLog()
         self.host = _host(uri)
         milliseconds = max(1, int(timeout * 1000))
         try:
@@ -135,7 +116,8 @@ class Connection:
             return StoreAwayError(
                 f"{doing}: MongoDB at {self.host} did not answer within {self.timeout:g} s"
                 f" ({type(error).__name__})",
-                cure="start it (the embedded one: agentrl mongo up), or check --db_connection_string",
+                cure="start it (the embedded one: agentrl mongo up), or check --db_connection_string;"
+                " --db_wait_seconds says how long a process waits for it",
             )
         refused = refusal(error)
         if refused is not None:
@@ -145,23 +127,16 @@ class Connection:
         return StoreError(f"{doing}: MongoDB at {self.host} refused: {error}")
 
     async def patiently(self, operation: Callable[[], Awaitable[R]], doing: str) -> R:
-        """``operation``, again while the database is away and ``patient`` allows. Raises StoreErrors."""
-        deadline = time.monotonic() + _patience.get()
-        delay = _FIRST_DELAY
-        while True:
-            try:
-                result = await operation()
-                _raise_if_cancelled()
-                return result
-            except (PyMongoError, StoreAwayError) as error:
-                _raise_if_cancelled()
-                failed = error if isinstance(error, StoreAwayError) else self.error(doing, error)
-                if not isinstance(failed, StoreAwayError) or time.monotonic() + delay > deadline:
-                    raise failed from error
-            left = deadline - time.monotonic()
-            logger.warning("%s; trying again for up to %.0f s", failed.message, left)
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, _LONGEST_DELAY)
+        """Call ``operation``, again while the database is away and ``patient`` allows. Raises StoreErrors."""
+
+        def failure(error: Exception) -> StoreError:
+            if isinstance(error, StoreAwayError):
+                return error
+            if isinstance(error, PyMongoError):
+                return self.error(doing, error)
+            raise error
+
+        return await retry_while_away(operation, failure, self.outage)
 
     async def close(self) -> None:
         """Close the client."""
@@ -198,16 +173,6 @@ def database_call(
         return await self._connection.patiently(lambda: method(self, *args, **kwargs), doing)
 
     return call
-
-
-def _raise_if_cancelled() -> None:
-    """The driver may report a cancelled operation as a network error, or as done: the cancellation counts.
-
-    A task that went on would not end, and whoever cancelled it would wait for ever.
-    """
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
 
 
 def _host(uri: str) -> str:

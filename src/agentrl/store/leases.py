@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pymongo.asynchronous.client_session import AsyncClientSession
+
 from agentrl.documents.task import Claim
 from agentrl.errors import LeaseLostError
 from agentrl.store import slots
@@ -11,11 +13,17 @@ from agentrl.store.connection import Connection
 from agentrl.store.names import TASK
 
 
-async def lost_claims(connection: Connection, claims: Sequence[Claim]) -> list[Claim]:
+async def lost_claims(
+    connection: Connection, claims: Sequence[Claim], session: AsyncClientSession | None = None
+) -> list[Claim]:
     """Those whose lease has run out or whose slot has passed on."""
     live = {"$filter": {"input": "$slots", "as": "slot", "cond": slots.LIVE}}
     ids = list({claim.task.id for claim in claims})
-    tasks = await connection.collection(TASK).find({"_id": {"$in": ids}}, {"slots": live}).to_list()
+    tasks = (
+        await connection.collection(TASK)
+        .find({"_id": {"$in": ids}}, {"slots": live}, session=session)
+        .to_list()
+    )
     held = {
         (task["_id"], slot["traj_id"], slot["attempt"], slot["owner"])
         for task in tasks

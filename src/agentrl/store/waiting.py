@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from pymongo.errors import PyMongoError
 
+from agentrl.errors import StoreAwayError
 from agentrl.store.connection import Connection, Json
 from agentrl.store.names import DATA, STEP, TASK, VERSION
 
@@ -82,13 +83,16 @@ class Changes:
                 async with await self._connection.database.watch(
                     _PIPELINE, max_await_time_ms=wait_ms
                 ) as stream:
+                    self._connection.outage.over()
                     await self._notify(*WATCHED)
                     while stream.alive:
                         change = await stream.try_next()
                         if change is not None:
                             await self._notify(change["ns"]["coll"])
             except PyMongoError as error:
-                _log.warning("no change stream, polling instead: %s", type(error).__name__)
+                failure = self._connection.error("watching for changes", error)
+                if not isinstance(failure, StoreAwayError):
+                    _log.warning("no change stream, polling instead: %s", failure.message)
             await asyncio.sleep(_POLL_SECONDS)
             await self._notify(*WATCHED)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.observe.logging import describe_process_id
+from agentrl.store.outage import patient
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -70,5 +71,5 @@ async def hold(store: Store, seconds: float) -> AsyncIterator[TrainerLease]:
         keeper.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await keeper
-        with contextlib.suppress(StoreError):
+        with contextlib.suppress(StoreError), patient(0):
             await store.runs.release_trainer(attempt)

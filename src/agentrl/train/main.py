@@ -57,7 +57,6 @@ def main(argv: list[str]) -> int:
         shown=_SHOWN,
     )
     from agentrl.observe.logging import setup
-    from agentrl.store.connection import patient
     from agentrl.train.model import base_folder
     from agentrl.train.parallel.team import launched_team
 
@@ -67,8 +66,7 @@ def main(argv: list[str]) -> int:
         if team is not None and team.rank > 0:
             _follow(configs, team)
         else:
-            with patient(configs[RunConfig].db_wait_seconds):
-                asyncio.run(_train(configs, team))
+            asyncio.run(_train(configs, team))
     return 0
 
 
@@ -84,6 +82,14 @@ def _follow(configs: Configs, team: Team) -> None:
 
 
 async def _train(configs: Configs, team: Team | None) -> None:
+    from agentrl.store.outage import patient
+
+    stop = _stop_on_signals()
+    with patient(configs[RunConfig].db_wait_seconds, stop):
+        await _train_until(stop, configs, team)
+
+
+async def _train_until(stop: asyncio.Event, configs: Configs, team: Team | None) -> None:
     from agentrl.observe.live import StepView
     from agentrl.observe.logging import describe_process_id
     from agentrl.observe.trackers import open_trackers
@@ -96,7 +102,6 @@ async def _train(configs: Configs, team: Team | None) -> None:
 
     run, config = configs[RunConfig], configs[TrainConfig]
     output = Path(run.output)
-    stop = _stop_on_signals()
     async with (
         await open_store(run) as store,
         hold(store, configs[ClaimConfig].lease_seconds) as lease,

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from agentrl.store.connection import Connection, patient
+from agentrl.store.connection import Connection
+from agentrl.store.outage import patient
 
 pytestmark = pytest.mark.integration
 

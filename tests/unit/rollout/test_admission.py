@@ -1,18 +1,14 @@
-"""How many groups may be open, and writes that outlast a database that is away."""
+"""How many groups may be open."""
 
 from __future__ import annotations
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from agentrl.config.schema import SamplingConfig, TrainConfig
-from agentrl.errors import LeaseLostError, StoreError
-from agentrl.rollout import persist as persist_module
 from agentrl.rollout.admission import Admission
-from agentrl.rollout.persist import persist
 from agentrl.store.openings import Room
 
 
@@ -74,59 +70,3 @@ async def test_synchronous_sampling_waits_for_weights_and_engines(
     state: Any, engine: int | None, groups: int
 ) -> None:
     assert (await admission(sync=True).groups_allowed(state, engine)).groups == groups
-
-
-class Flaky:
-    """Fails ``times`` times, then returns 7."""
-
-    def __init__(self, times: int, error: Exception) -> None:
-        self.left, self.error = times, error
-
-    async def __call__(self) -> int:
-        if self.left:
-            self.left -= 1
-            raise self.error
-        return 7
-
-
-@pytest.fixture(autouse=True)
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(persist_module, "_FIRST_DELAY", 0.001)
-
-
-async def test_a_write_is_tried_until_the_database_is_back() -> None:
-    assert await persist(Flaky(3, StoreError("away")), what="x") == 7
-
-
-async def test_patience_ends() -> None:
-    with pytest.raises(StoreError, match="away"):
-        await persist(Flaky(1000, StoreError("away")), what="x", patience=0.01)
-
-
-async def test_a_lost_lease_is_final() -> None:
-    with pytest.raises(LeaseLostError):
-        await persist(Flaky(1, LeaseLostError("lost")), what="x")
-
-
-async def test_stopping_ends_the_wait() -> None:
-    stop = asyncio.Event()
-    stop.set()
-    with pytest.raises(StoreError):
-        await persist(Flaky(1000, StoreError("away")), what="x", stop=stop)
-
-
-async def test_a_cancellation_that_the_driver_swallows_still_counts() -> None:
-    started = asyncio.Event()
-
-    async def swallows() -> None:
-        started.set()
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            raise StoreError("operation cancelled") from None
-
-    running = asyncio.create_task(persist(swallows, what="x"))
-    await started.wait()
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(running, 10)

@@ -19,9 +19,10 @@ from pymongo.errors import (
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import StoreAwayError, StoreError
-from agentrl.store import connection as connection_module
+from agentrl.store import outage as outage_module
 from agentrl.store.client import open_store
-from agentrl.store.connection import Connection, Part, database_call, patient
+from agentrl.store.connection import Connection, Part, database_call
+from agentrl.store.outage import patient
 
 
 class Flaky(Part):
@@ -42,7 +43,7 @@ class Flaky(Part):
 
 @pytest.fixture
 async def flaky(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Flaky]]:
-    monkeypatch.setattr(connection_module, "_FIRST_DELAY", 0.001)
+    monkeypatch.setattr(outage_module, "_FIRST_DELAY", 0.001)
     connection = Connection("mongodb://127.0.0.1:1/", "run", 0.2)
     yield lambda *errors: Flaky(connection, *errors)
     await connection.close()

@@ -1,0 +1,166 @@
+"""A database that goes away: a real mongod, stopped and killed under samplers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from test_sampling import ADD, Setting, quick, task, until
+from tiny_policy import write_tiny_policy
+
+from agentrl.config.schema import RunConfig
+from agentrl.documents.status import RecordStatus, SlotStatus
+from agentrl.store.client import Store, open_store
+from agentrl.store.embedded import EmbeddedMongo
+from agentrl.store.outage import patient
+
+pytestmark = pytest.mark.integration
+__all__ = ["quick"]
+
+SAMPLER_CLAIMS = 16
+
+
+@pytest.fixture
+def mongo(tmp_path: Path) -> Iterator[EmbeddedMongo]:
+    """A server of this test's own, which it may stop."""
+    mongo = EmbeddedMongo(tmp_path / "mongo")
+    mongo.up()
+    yield mongo
+    signal_mongod(mongo, signal.SIGCONT)
+    mongo.down()
+
+
+@pytest.fixture
+async def store(mongo: EmbeddedMongo, tmp_path: Path) -> AsyncIterator[Store]:
+    run = RunConfig(
+        run_name=f"outage_{uuid.uuid4().hex[:8]}",
+        db_connection_string=mongo.status().uri,
+        db_timeout_seconds=1.0,
+        log_dir=str(tmp_path / "logs"),
+    )
+    async with await open_store(run) as opened:
+        yield opened
+
+
+def signal_mongod(mongo: EmbeddedMongo, number: int) -> None:
+    pid = mongo.status().pid
+    if pid is not None:
+        os.kill(pid, number)
+
+
+def start_sampler(store: Store, mongo: EmbeddedMongo, folder: Path, *flags: str) -> subprocess.Popen[str]:
+    """A sampler process whose trajectories wait for an engine that never comes."""
+    model = write_tiny_policy(folder / "model")
+    command = [
+        sys.executable, "-m", "agentrl.cli", "sample", "--run_name", store.run_name,
+        "--db_connection_string", mongo.status().uri, "--model_name_or_path", str(model),
+        "--log_dir", str(folder / "logs"), "--db_timeout_seconds", "1",
+        "--max_concurrent_samples_per_process", str(SAMPLER_CLAIMS), *flags,
+    ]  # fmt: skip
+    return subprocess.Popen(
+        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+async def all_are_claimed(store: Store) -> bool:
+    found = await store.tasks.get("train/0/a")
+    records = await store.database["Record"].count_documents({"status": RecordStatus.RUNNING.value})
+    return (
+        found is not None
+        and all(slot.status is SlotStatus.RUNNING for slot in found.slots)
+        and records == SAMPLER_CLAIMS
+    )
+
+
+async def output_of(process: subprocess.Popen[str], seconds: float) -> str:
+    """Its output; the process must end by itself within ``seconds``."""
+    try:
+        output, _ = await asyncio.to_thread(process.communicate, timeout=seconds)
+    finally:
+        if process.poll() is None:
+            process.kill()
+    return output
+
+
+async def test_a_sampler_gives_up_after_db_wait_seconds(
+    store: Store, mongo: EmbeddedMongo, tmp_path: Path
+) -> None:
+    await store.tasks.load([task("a", slots=SAMPLER_CLAIMS)])
+    process = start_sampler(store, mongo, tmp_path, "--db_wait_seconds", "2", "--lease_seconds", "3")
+    await until(lambda: all_are_claimed(store), 60)
+    signal_mongod(mongo, signal.SIGKILL)
+    output = await output_of(process, 60)
+    assert process.returncode == 1
+    assert "did not answer" in output
+    assert "--db_wait_seconds" in output
+    assert output.count("the database is away") == 1
+
+
+async def test_a_stopped_sampler_ends_although_the_database_hangs(
+    store: Store, mongo: EmbeddedMongo, tmp_path: Path
+) -> None:
+    await store.tasks.load([task("a", slots=SAMPLER_CLAIMS)])
+    process = start_sampler(store, mongo, tmp_path)
+    await until(lambda: all_are_claimed(store), 60)
+    signal_mongod(mongo, signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    output = await output_of(process, 60)
+    assert process.returncode == 0
+    assert "leases" in output
+
+
+async def test_a_stopped_sampler_hands_all_claims_back_together(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store.tasks.load([task("a", slots=SAMPLER_CLAIMS)])
+    claims = [
+        await store.claims.claim(split="train", owner="o", lease_seconds=60) for _ in range(SAMPLER_CLAIMS)
+    ]
+    held = [claim for claim in claims if claim is not None]
+    await store.records.create(held[0])
+    await store.claims.release(held[1])
+    transactions = 0
+    transaction = store.connection.transaction
+
+    async def counted(callback):  # type: ignore[no-untyped-def]
+        nonlocal transactions
+        transactions += 1
+        return await transaction(callback)
+
+    monkeypatch.setattr(store.connection, "transaction", counted)
+    assert await store.claims.release_all(held) == [held[1]]
+    assert transactions == 1
+    found = await store.tasks.get("train/0/a")
+    assert found is not None
+    assert {(slot.status, slot.released) for slot in found.slots} == {(SlotStatus.OPEN, 1)}
+    records = await store.records.of_task("train/0/a")
+    assert [record.status for record in records] == [RecordStatus.RELEASED] * SAMPLER_CLAIMS
+
+
+async def test_an_outage_within_db_wait_seconds_loses_nothing(
+    store: Store, mongo: EmbeddedMongo, caplog: pytest.LogCaptureFixture
+) -> None:
+    await store.tasks.load([task("a", slots=4)])
+    loop = asyncio.get_running_loop()
+    outages = iter([True])
+
+    def say(prompt: str) -> str:
+        if next(outages, False):
+            signal_mongod(mongo, signal.SIGSTOP)
+            loop.call_later(2.5, signal_mongod, mongo, signal.SIGCONT)
+        return "<answer>3</answer>" if "tool\n3" in prompt else ADD
+
+    with patient(60), caplog.at_level(logging.WARNING):
+        await Setting(store, say).run()
+    records = await store.records.of_task("train/0/a")
+    assert [(record.attempt, record.score) for record in records] == [(1, 1.0)] * 4
+    assert caplog.text.count("the database is away") == 1
+    assert "the database is back" in caplog.text
