@@ -11,7 +11,7 @@ from agentrl.errors import AgentRLError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "mongo": ("agentrl.commands.mongo", "the embedded MongoDB: up, status, down"),
-    "tasks": ("agentrl.commands.tasks", "load a JSONL file of tasks; list what is loaded"),
+    "tasks": ("agentrl.rollout.tasks", "load a JSONL file of tasks; list what is loaded"),
     "db": ("agentrl.commands.db", "the database of a run: check, copy, prune, rescore, reopen, migrate"),
     "serve": ("agentrl.inference.serve", "run one inference engine that follows the published weights"),
     "sample": ("agentrl.rollout.sample", "a sampler: claims, runs and scores trajectories"),

@@ -1,34 +1,87 @@
-"""Task files: JSONL or a JSON list → Tasks. Every bad line is named with its file, line and reason."""
+"""Task files: JSONL or a JSON list → Tasks. Every bad line is named with its file, line and reason.
+
+A file is read twice: once to check it and to note where each task is, then task by task on demand.
+"""
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from array import array
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import overload
 
-from agentrl.documents.task import Slot, Task, task_key
+from agentrl.documents.task import Task
+from agentrl.documents.task_fields import make_task, nearest_field
+from agentrl.documents.task_json import BadTaskError, parse
+from agentrl.documents.task_source import TaskSource
 from agentrl.errors import TaskFileError
 
-_ID = ("id", "task_id")
-_QUERY = ("q", "Question", "question", "query", "content", "instruction", "traj_question")
-_ANSWER = ("a", "Final answer", "Final Answer", "Final sample answer", "answer", "expected_answer")
-_RAW_ANSWER = ("expected_answer", "answer")
 _SHOWN = 20
-
-
-class _BadTaskError(ValueError):
-    """One task of the file is none; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """Tasks in their sampling order, and ``file:line: reason`` of every line that was skipped."""
+    """Tasks in their sampling order, ``file:line: reason`` of every line that was skipped, and warnings.
 
-    tasks: tuple[Task, ...]
+    ``names`` holds every name that the tasks give for what runs them: {field: {name, …}}.
+    """
+
+    tasks: Sequence[Task]
     skipped: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+    names: dict[str, set[str]] = field(default_factory=dict)
+
+
+class _FileTasks(Sequence[Task]):
+    """Tasks that are read from the file when they are asked for, in their sampling order."""
+
+    def __init__(self, source: TaskSource, split: str, epoch: int, num_generations: int) -> None:
+        self._source = source
+        self._made = (split, epoch, num_generations)
+        self._offsets = array("Q")
+        self._lengths = array("Q")
+        self._places = array("Q")
+        """Order → index of the task in the file."""
+
+    def add(self, offset: int, length: int) -> None:
+        """Append the place of one task."""
+        self._places.append(len(self._offsets))
+        self._offsets.append(offset)
+        self._lengths.append(length)
+
+    def shuffle(self, seed: str) -> None:
+        """Shuffle the order, the same way on every machine."""
+        places = list(self._places)
+        random.Random(seed).shuffle(places)
+        self._places = array("Q", places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Task]: ...
+
+    def __getitem__(self, index: int | slice) -> Task | list[Task]:
+        if isinstance(index, slice):
+            return [self._read(order) for order in range(*index.indices(len(self)))]
+        order = range(len(self))[index]
+        return self._read(order)
+
+    def _read(self, order: int) -> Task:
+        place = self._places[order]
+        try:
+            value = parse(self._source.read(self._offsets[place], self._lengths[place]))
+            return replace(make_task(value, *self._made), order=order)
+        except (BadTaskError, OSError) as error:
+            raise TaskFileError(
+                f"the task file {self._source.path} changed while it was loaded: {error}",
+                cure="load it again once nothing writes to it: what is loaded stays",
+            ) from error
 
 
 def read_tasks(
@@ -36,234 +89,82 @@ def read_tasks(
     num_generations: int = 8, skip_bad_lines: bool = False,
     known_scorers: Collection[str] | None = None, known_agents: Collection[str] | None = None,
 ) -> ReadResult:  # fmt: skip
-    """Read a task file. Without ``skip_bad_lines`` one bad line makes it a TaskFileError that lists them.
+    """Check a task file, plain or gzip. One bad line makes it a TaskFileError, but for ``skip_bad_lines``.
 
     ``known_scorers`` and ``known_agents`` check names, where given; ``module:function`` is always let
-    through. The order is shuffled by ``seed`` and the epoch, the same on every machine.
+    through. The order is shuffled by ``seed`` and the epoch, the same on every machine. The tasks are read
+    from the file as they are used: memory does not grow with their size.
     """
-    path = Path(path)
-    tasks: dict[str, Task] = {}
-    bad: list[str] = []
-    for line, item in _items(path):
+    source = TaskSource(Path(path))
+    known = {"scorer": known_scorers, "agent_name": known_agents}
+    reading = _Reading(_FileTasks(source, split, epoch, num_generations), known)
+    for item in source.items():
+        where = f"{path}:{item.line}"
         try:
-            if isinstance(item, _BadTaskError):
-                raise item
-            task = _task(item, split, epoch, num_generations)
-            _check_name("scorer", task.scorer, known_scorers)
-            _check_name("agent_name", task.agent_name, known_agents)
-            if task.id in tasks:
-                raise _BadTaskError(f"id {task.task_id!r} is used above")
-            tasks[task.id] = task
-        except _BadTaskError as error:
-            bad.append(f"{path}:{line}: {error}")
-    if bad and not skip_bad_lines:
-        more = f"\n  … and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-        raise TaskFileError(
-            f"{len(bad)} of {len(bad) + len(tasks)} tasks of {path} cannot be read:\n  "
-            + "\n  ".join(bad[:_SHOWN])
-            + more,
-            cure="mend these lines, or load the others with --skip_bad_lines",
-        )
-    if not tasks:
+            if isinstance(item.value, BadTaskError):
+                raise item.value
+            reading.add(make_task(item.value, split, epoch, num_generations))
+            reading.tasks.add(item.offset, item.length)
+            reading.warn(where, item.value)
+        except BadTaskError as error:
+            reading.bad.append(f"{where}: {error}")
+    if reading.bad and not skip_bad_lines:
+        raise _bad_lines(path, reading.bad, len(reading.tasks))
+    if not len(reading.tasks):
         raise TaskFileError(f"{path} holds no tasks", cure='write one {"id": …, "query": …} a line')
-    return ReadResult(tasks=tuple(_ordered(list(tasks.values()), epoch, seed, shuffle)), skipped=tuple(bad))
-
-
-def _ordered(tasks: list[Task], epoch: int, seed: int, shuffle: bool) -> list[Task]:
     if shuffle:
-        random.Random(f"{seed}/{epoch}").shuffle(tasks)
-    return [replace(task, order=order) for order, task in enumerate(tasks)]
+        reading.tasks.shuffle(f"{seed}/{epoch}")
+    return ReadResult(reading.tasks, tuple(reading.bad), reading.warnings(), reading.names)
 
 
-def _items(path: Path) -> Iterator[tuple[int, Any]]:
-    """(line, value) of every task; the value is a _BadTaskError where it is no JSON."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise TaskFileError(
-            f"the task file {path} cannot be read: {error.strerror}",
-            cure="give an existing JSONL or JSON file",
-        ) from error
-    except UnicodeDecodeError as error:
-        raise TaskFileError(
-            f"the task file {path} is not UTF-8 (byte {error.start})", cure="convert it to UTF-8"
-        ) from error
-    if text.lstrip().startswith("["):
-        yield from _list_items(path, text)
-        return
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            yield number, _parse(line)
+class _Reading:
+    """What the first pass over a file has found."""
+
+    def __init__(self, tasks: _FileTasks, known: dict[str, Collection[str] | None]) -> None:
+        self.tasks = tasks
+        self.bad: list[str] = []
+        self.names: dict[str, set[str]] = {"scorer": set(), "agent_name": set(), "answer_schema": set()}
+        self._known = known
+        self._ids: set[str] = set()
+        self._misspelt: dict[str, tuple[str, int]] = {}
+
+    def add(self, task: Task) -> None:
+        """Check the names and the id of a task, and note them. Raises BadTaskError."""
+        for name, known in self._known.items():
+            _check_name(name, getattr(task, name), known)
+        if task.task_id in self._ids:
+            raise BadTaskError(f"id {task.task_id[:80]!r} is used above")
+        self._ids.add(task.task_id)
+        for name, found in self.names.items():
+            if getattr(task, name) is not None:
+                found.add(getattr(task, name))
+
+    def warn(self, where: str, item: dict[str, object]) -> None:
+        """Note every field that looks like a misspelt one."""
+        for name in item:
+            if nearest_field(name) is not None:
+                first, count = self._misspelt.get(name, (where, 0))
+                self._misspelt[name] = (first, count + 1)
+
+    def warnings(self) -> tuple[str, ...]:
+        """One line for each misspelt field."""
+        return tuple(
+            f"{where}: the field {name!r} is unknown and kept in meta; did you mean {nearest_field(name)!r}?"
+            + (f" ({count} tasks have it)" if count > 1 else "")
+            for name, (where, count) in self._misspelt.items()
+        )
 
 
-def _list_items(path: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """The items of a JSON list, each with the line on which it begins."""
-    decoder = json.JSONDecoder(parse_constant=_no_constant)
-    position, length = text.index("[") + 1, len(text)
-    while True:
-        while position < length and text[position] in " \t\r\n,":
-            position += 1
-        if position < length and text[position] == "]" and not text[position + 1 :].strip():
-            return
-        line = text.count("\n", 0, position) + 1
-        try:
-            value, position = decoder.raw_decode(text, position)
-        except (json.JSONDecodeError, _BadTaskError) as error:
-            reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            raise TaskFileError(
-                f"{path}:{line}: the JSON list cannot be read on: {reason}",
-                cure="mend the list, or write JSONL: one task a line",
-            ) from error
-        yield line, value
-
-
-def _parse(line: str) -> Any:
-    try:
-        return json.loads(line, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        return _BadTaskError(f"not JSON: {error.msg} (column {error.colno})")
-    except _BadTaskError as error:
-        return error
-    except RecursionError:
-        return _BadTaskError("not JSON that can be read: nested too deeply")
-
-
-def _no_constant(name: str) -> Any:
-    raise _BadTaskError(f"not JSON: {name} is no JSON number")
-
-
-def _task(item: Any, split: str, epoch: int, num_generations: int) -> Task:
-    if not isinstance(item, dict):
-        raise _BadTaskError(f"a task is a JSON object, and this is {_kind(item)}")
-    rest = dict(item)
-    task_id = _take_id(rest)
-    query = _take_query(rest)
-    answer = _take_answer(rest)
-    return Task(
-        id=task_key(split, epoch, task_id),
-        task_id=task_id,
-        split=split,
-        epoch=epoch,
-        order=0,
-        query=query,
-        answer=answer,
-        aug_answers=tuple(_take(rest, "aug_answers", list) or ()),
-        scorer=_take_word(rest, "scorer") or "agentcpm",
-        answer_schema=_take_word(rest, "answer_schema") or "answer",
-        agent_name=_take_word(rest, "agent_name"),
-        system_prompt=_take(rest, "system_prompt", str),
-        query_prompt=_take_query_prompt(rest),
-        tools=_take_tools(rest),
-        max_turns=_take_max_turns(rest),
-        meta=_meta(rest),
-        slots=tuple(Slot(traj_id=number) for number in range(num_generations)),
+def _bad_lines(path: str | Path, bad: Sequence[str], good: int) -> TaskFileError:
+    more = f"\n  … and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+    return TaskFileError(
+        f"{len(bad)} of {len(bad) + good} tasks of {path} cannot be read:\n  "
+        + "\n  ".join(bad[:_SHOWN])
+        + more,
+        cure="correct these lines, or load the others with --skip_bad_lines",
     )
 
 
-def _take_id(rest: dict[str, Any]) -> str:
-    for name in _ID:
-        value = rest.pop(name, None)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, (str, int)):
-            raise _BadTaskError(f"{name} is {_kind(value)}, and it is text or a whole number")
-        if not str(value).strip():
-            raise _BadTaskError(f"{name} is empty")
-        return str(value)
-    raise _BadTaskError("id is missing (task_id is read too)")
-
-
-def _take_query(rest: dict[str, Any]) -> str:
-    for name in _QUERY:
-        value = rest.pop(name, None)
-        if value is None:
-            continue
-        if not isinstance(value, str):
-            raise _BadTaskError(f"{name} is {_kind(value)}, and it is text")
-        if not value.strip():
-            raise _BadTaskError(f"{name} is empty")
-        return value
-    raw = rest.get("raw")
-    for holder in (rest, raw if isinstance(raw, dict) else {}):
-        text = _first_user_message(holder.get("messages"))
-        if text:
-            return text
-    raise _BadTaskError("query is missing")
-
-
-def _first_user_message(messages: Any) -> str | None:
-    for message in messages if isinstance(messages, list) else []:
-        if isinstance(message, dict) and message.get("role") == "user":
-            content = message.get("content")
-            return content if isinstance(content, str) else None
-    return None
-
-
-def _take_answer(rest: dict[str, Any]) -> Any:
-    for name in _ANSWER:
-        if rest.get(name) is not None:
-            return rest.pop(name)
-    raw = rest.get("raw")
-    if isinstance(raw, dict):
-        return next((raw[name] for name in _RAW_ANSWER if raw.get(name) is not None), None)
-    return None
-
-
-def _take(rest: dict[str, Any], name: str, kind: type) -> Any:
-    value = rest.pop(name, None)
-    if value is not None and not isinstance(value, kind):
-        raise _BadTaskError(f"{name} is {_kind(value)}, and it is {_kind(kind())}")
-    return value
-
-
-def _take_word(rest: dict[str, Any], name: str) -> str | None:
-    value = _take(rest, name, str)
-    if value is not None and not value.strip():
-        raise _BadTaskError(f"{name} is empty")
-    return None if value is None else str(value).strip()
-
-
-def _take_query_prompt(rest: dict[str, Any]) -> str | None:
-    value: str | None = _take(rest, "query_prompt", str)
-    if value is not None and "{query}" not in value:
-        raise _BadTaskError("query_prompt does not hold {query}")
-    return value
-
-
-def _take_tools(rest: dict[str, Any]) -> tuple[str, ...] | None:
-    value = _take(rest, "tools", list)
-    if value is None:
-        return None
-    if not all(isinstance(name, str) for name in value):
-        raise _BadTaskError("tools is a list of the names of MCP servers, and this one holds other things")
-    return tuple(value)
-
-
-def _take_max_turns(rest: dict[str, Any]) -> int | None:
-    value = rest.pop("max_turns", None)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _BadTaskError(f"max_turns is {_kind(value)}, and it is a whole number")
-    if value < 1:
-        raise _BadTaskError(f"max_turns is {value}, and it is at least 1")
-    return value
-
-
-def _meta(rest: Mapping[str, Any]) -> dict[str, Any]:
-    meta = rest.get("meta")
-    if not isinstance(meta, dict):
-        return dict(rest)
-    return {**meta, **{name: value for name, value in rest.items() if name != "meta"}}
-
-
-def _check_name(field: str, name: str | None, known: Collection[str] | None) -> None:
+def _check_name(kind: str, name: str | None, known: Collection[str] | None) -> None:
     if name is not None and known is not None and name not in known and ":" not in name:
-        raise _BadTaskError(f"{field} {name!r} is none of {', '.join(sorted(known))}")
-
-
-def _kind(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else "true or false"
-    kinds = {str: "text", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return kinds.get(type(value), type(value).__name__)
+        raise BadTaskError(f"{kind} {name!r} is none of {', '.join(sorted(known))}")

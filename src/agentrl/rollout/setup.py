@@ -88,7 +88,7 @@ async def live_engines(
 async def load_tasks(
     store: Store, run: RunConfig, tasks: TaskConfig, path: str, *, split: str, num_generations: int
 ) -> None:
-    """Load a task file into ``split``; loading it again changes nothing."""
+    """Load a task file into ``split``; loading it again changes nothing, a changed file is refused."""
     result = await asyncio.to_thread(
         read_tasks,
         Path(path),
@@ -100,6 +100,8 @@ async def load_tasks(
         known_scorers=scorer_names(),
         known_agents=agent_names(),
     )
+    for warning in result.warnings:
+        logger.warning("%s", warning)
     loaded = await store.tasks.load(result.tasks)
     logger.info(
         "tasks loaded",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pymongo import ASCENDING
@@ -16,28 +15,23 @@ from agentrl.documents.status import TaskStatus
 from agentrl.documents.task import Slot, Task, task_key
 from agentrl.store.connection import Json, Part, database_call
 from agentrl.store.names import TASK
+from agentrl.store.task_loading import LoadResult, TaskLoading
 
 _BATCH = 1000
 _DUPLICATE = 11000
 _UNFINISHED = [status.value for status in TaskStatus if status is not TaskStatus.COMPLETED]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadResult:
-    """What a load did: ``existing`` tasks were there already and stay as they are."""
-
-    inserted: int
-    existing: int
-
-
 class Tasks(Part):
     """The calls on whole Tasks; their slots are the business of ``Claims``."""
 
-    @database_call
-    async def load(self, tasks: Sequence[Task]) -> LoadResult:
-        """Insert the tasks that are not there yet. Loading the same tasks again changes nothing."""
-        inserted = await self._insert_missing(tasks)
-        return LoadResult(inserted=inserted, existing=len(tasks) - inserted)
+    async def load(self, tasks: Sequence[Task], *, update: bool = False) -> LoadResult:
+        """Insert the tasks that are not there yet. Loading the same tasks again changes nothing.
+
+        A task that is there with another text is a TaskFileError; with ``update`` it gets the new one, unless
+        somebody has begun it.
+        """
+        return await TaskLoading(self._connection).load(tasks, update=update)
 
     @database_call
     async def open_epoch(

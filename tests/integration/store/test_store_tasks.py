@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.documents.service import InferenceService
 from agentrl.documents.status import ServiceStatus, TaskStatus
 from agentrl.documents.task import Slot, Task, task_key
-from agentrl.errors import StoreError
+from agentrl.errors import StoreError, TaskFileError
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded import EmbeddedMongo
 
@@ -94,3 +95,47 @@ async def test_a_lost_server_is_an_error_in_time_and_its_data_come_back(tmp_path
             assert (await store.tasks.load([make_task(0), make_task(1)])).existing == 1
     finally:
         mongo.down()
+
+
+def with_text(number: int, **fields: object) -> Task:
+    return replace(make_task(number), **fields)  # type: ignore[arg-type]
+
+
+async def test_a_changed_task_is_refused_field_by_field_and_nothing_is_written(store: Store) -> None:
+    await store.tasks.load([make_task(number) for number in range(8)])
+    changed = [with_text(number, query="new\x1b[31m", answer=number) for number in range(7)]
+    two_slots = (Slot(traj_id=0), Slot(traj_id=1))
+    with pytest.raises(TaskFileError) as caught:
+        await store.tasks.load([*changed, with_text(7, slots=two_slots), make_task(8)])
+    message = str(caught.value)
+    assert message.startswith("8 tasks of the file are in the run already, with another text")
+    assert r"train/0/0: query '?' → 'new\x1b[31m'; answer None → 0" in message
+    assert "… and 3 more" in message
+    assert "--update" in message
+    assert (await store.tasks.counts("train"))[TaskStatus.CREATED] == 8
+    with pytest.raises(TaskFileError, match=r"train/0/7: num_generations 1 → 2"):
+        await store.tasks.load([with_text(7, slots=two_slots)])
+
+
+async def test_an_update_changes_tasks_that_nobody_has_begun_in_every_epoch(store: Store) -> None:
+    await store.tasks.load([make_task(number) for number in range(3)])
+    claim = await store.claims.claim(split="train", owner="a", lease_seconds=60)
+    assert claim is not None
+    await store.claims.release(claim)
+    await store.tasks.open_epoch("train", 1, 0, 2)
+    done = await store.tasks.load([with_text(number, query="new") for number in range(4)], update=True)
+    assert (done.inserted, done.existing, done.updated) == (1, 3, 2)
+    assert done.left == (claim.task.id,)
+    texts = {task.id: task.query for task in await store.tasks.find("train")}
+    assert texts == {
+        f"train/{epoch}/{number}": "?" if f"train/0/{number}" == claim.task.id else "new"
+        for epoch, number in ((0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2))
+    }
+    assert {len(task.slots) for task in await store.tasks.find("train") if task.epoch == 1} == {2}
+    assert (await store.tasks.load([with_text(1, query="new")])).existing == 1
+
+
+async def test_two_that_load_different_files_at_once_do_not_both_succeed(store: Store) -> None:
+    files = [[with_text(number, query=text) for number in range(2500)] for text in ("one", "two")]
+    loads = await asyncio.gather(*(store.tasks.load(tasks) for tasks in files), return_exceptions=True)
+    assert any(isinstance(result, TaskFileError) for result in loads)

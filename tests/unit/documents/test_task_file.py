@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +130,147 @@ def test_missing_empty_and_binary_files(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(TaskFileError, match="not UTF-8"):
         read_tasks(tmp_path / "binary")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"id": "x", "query": "?", "answer": 36893488147419103232}', "answer: the integer 36893488147"),
+        ('{"id": "x", "query": "?", "level": %s}' % ("9" * 5000), "level: an integer of 5,000 digits"),
+        ('{"id": "x", "query": "?", "answer": -%s}' % ("9" * 5000), "answer: an integer of 5,000 digits"),
+        ('{"id": "x", "query": "?", "meta": {"a": [1, 36893488147419103232]}}', "meta.a.1: the integer"),
+        ('{"id": "x", "query": "\\ud800?"}', "query: the lone surrogate"),
+        ('{"id": "x\\udfff", "query": "?"}', "id: "),
+        ('{"id": "x", "query": "?", "meta": {"\\ud800": 1}}', "lone surrogate"),
+        ('{"id": "x", "query": "?", "meta": {"a\\u0000b": 1}}', "a NUL character in a key"),
+        ('{"id": "x", "query": "?", "meta": %s}' % ("[" * 300 + "]" * 300), "nested more than 90 levels"),
+        ('{"id": "x", "query": "?", "meta": %s}' % ("[" * 200_000), "nested more than 90 levels"),
+        ('{"id": "x", "query": "?", "meta": %s}' % ('{"a":' * 300 + "1" + "}" * 300), "nested more than 90"),
+        ('{"id": "x", "query": "?", "answer": 1e999}', "answer: a number beyond the range"),
+        ('{"id": "x", "query": "?", "answer": Infinity}', "not JSON: Infinity"),
+        ('{"id": "x", "query": "%s"}' % ("a" * 20_000_000), "20,000,025 bytes long, and the limit is"),
+        ('{"id": "x", "query": "?", "meta": [%s1]}' % ("1," * 1_000_000), "as a document, and the limit is"),
+    ],
+    ids=lambda value: value[-30:] if len(value) > 60 else value,
+)  # fmt: skip
+def test_what_a_document_cannot_hold_is_a_reason_with_its_line(
+    tmp_path: Path, line: str, reason: str
+) -> None:
+    path = write(tmp_path, {"id": "ok", "query": "?"}, line, {"id": "after", "query": "?"})
+    with pytest.raises(TaskFileError) as caught:
+        read_tasks(path)
+    assert f"{path}:2: " in caught.value.message
+    assert reason in caught.value.message
+    assert caught.value.message.startswith("1 of 3 tasks")
+    assert len(caught.value.message) < 2000
+    result = read_tasks(path, skip_bad_lines=True, shuffle=False)
+    assert [task.task_id for task in result.tasks] == ["ok", "after"]
+
+
+def test_an_integer_of_any_size_is_an_id(tmp_path: Path) -> None:
+    assert read_one(tmp_path, {"id": 2**65, "query": "?"}).task_id == str(2**65)
+    assert read_one(tmp_path, {"id": 1, "query": "?", "answer": -(2**63)}).answer == -(2**63)
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_byte_that_is_not_utf8_makes_its_line_bad_and_no_other(tmp_path: Path, as_list: bool) -> None:
+    path = tmp_path / "tasks.jsonl"
+    start, between, end = (b"[", b",\n", b"]") if as_list else (b"", b"\n", b"\n")
+    items = [b'{"id": 1, "query": "ok"}', b'{"id": 2, "query": "caf\xe9"}', b'{"id": 3, "query": "\xc3\xa9"}']
+    path.write_bytes(start + between.join(items) + end)
+    with pytest.raises(TaskFileError, match=r"1 of 3 tasks .*\n.*tasks\.jsonl:2: .*not UTF-8"):
+        read_tasks(path)
+    result = read_tasks(path, skip_bad_lines=True, shuffle=False)
+    assert [task.query for task in result.tasks] == ["ok", "é"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-16", "utf-32-le"])
+def test_utf16_is_named(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_bytes('{"id": 1, "query": "?"}\n'.encode(encoding))
+    with pytest.raises(TaskFileError, match=f"is not UTF-8: it is {encoding.upper()[:6]}") as caught:
+        read_tasks(path)
+    assert "iconv -f" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"id": 1, "query": "?"}\n{"id": 2, "query": "é"}', '[{"id": 1, "query": "?"}]']
+)
+def test_gzip_is_read_under_any_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "tasks.jsonl"
+    packed = gzip.compress(text.encode())
+    path.write_bytes(packed)
+    tasks = read_tasks(path, shuffle=False).tasks
+    assert tasks[0].query == "?"
+    assert len(tasks) == text.count("id")
+    path.write_bytes(packed[:-9])
+    with pytest.raises(TaskFileError, match="cannot be read: "):
+        read_tasks(path)
+
+
+def test_a_pipe_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = subprocess.Popen(["sh", "-c", f'echo \'{{"id": 1, "query": "?"}}\' > {path}'])
+    try:
+        assert [task.task_id for task in read_tasks(path).tasks] == ["1"]
+    finally:
+        assert writer.wait(timeout=60) == 0
+
+
+def test_items_of_a_list_that_cross_the_parts_it_is_read_in(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.json"
+    items = [{"id": number, "query": f"é{number}" * 3000} for number in range(60)]
+    path.write_text(json.dumps(items, ensure_ascii=False, indent=1), encoding="utf-8")
+    tasks = read_tasks(path, shuffle=False).tasks
+    assert [(task.task_id, task.query) for task in tasks] == [(str(i["id"]), i["query"]) for i in items]
+    path.write_text(json.dumps(items, ensure_ascii=False)[:-1] + "] x", encoding="utf-8")
+    with pytest.raises(TaskFileError, match=r"tasks\.json:1: .* something follows"):
+        read_tasks(path)
+
+
+def test_a_file_that_changes_while_it_is_loaded_is_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path, *({"id": number, "query": "?"} for number in range(3)))
+    tasks = read_tasks(path, shuffle=False).tasks
+    path.write_text("x" * 100, encoding="utf-8")
+    with pytest.raises(TaskFileError, match="changed while it was loaded"):
+        list(tasks)
+
+
+def test_misspelt_fields_are_warned_of(tmp_path: Path) -> None:
+    items = [{"id": number, "query": "?", "anwser": 1, "Scorer": "exact", "level": 3} for number in range(2)]
+    result = read_tasks(write(tmp_path, *items))
+    assert result.tasks[0].meta == {"anwser": 1, "Scorer": "exact", "level": 3}
+    first, second = result.warnings
+    assert "tasks.jsonl:1: " in first
+    assert "'anwser'" in first
+    assert "did you mean 'answer'? (2 tasks have it)" in first
+    assert "did you mean 'scorer'?" in second
+
+
+_MEASURE = """
+import json, resource, sys
+from agentrl.documents.task_file import read_tasks
+
+def most():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+before = most()
+result = read_tasks(sys.argv[1])
+count = sum(len(task.query) > 1000 for task in result.tasks)
+print(json.dumps([count, most() - before]))
+"""
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(20_000):
+            file.write(json.dumps({"id": number, "query": f"{number} " * 900}) + "\n")
+    assert path.stat().st_size > 80_000_000
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURE, str(path)], capture_output=True, text=True, timeout=300, check=True
+    )
+    count, megabytes = json.loads(done.stdout)
+    assert count == 20_000
+    assert megabytes < 60

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from collections.abc import Callable, Collection, Mapping
 
 from agentrl.config.load import CommandParser
 from agentrl.config.schema import RunConfig
 from agentrl.documents.task_file import read_tasks
+from agentrl.errors import ConfigError
+from agentrl.observe.untrusted import clean
 
 
 def main(argv: list[str]) -> int:
@@ -24,7 +27,7 @@ def _parser() -> CommandParser:
     database.add_argument("--db_timeout_seconds", type=float, default=10.0)
     parser = CommandParser(prog="agentrl tasks", description="The tasks of a run.")
     actions = parser.add_subparsers(dest="action", required=True, parser_class=CommandParser)
-    load = actions.add_parser("load", parents=[database], help="load a JSONL or JSON file")
+    load = actions.add_parser("load", parents=[database], help="load a JSONL or JSON file, plain or gzip")
     load.add_argument("file", help="JSONL: one task a line; or a JSON list")
     load.add_argument("--split", default="train", help="train, eval, … (%(default)s)")
     load.add_argument(
@@ -32,6 +35,11 @@ def _parser() -> CommandParser:
     )
     load.add_argument("--seed", type=int, default=0, help="seed of the order (%(default)s)")
     load.add_argument("--no_shuffle", action="store_true", help="keep the order of the file")
+    load.add_argument(
+        "--update",
+        action="store_true",
+        help="change tasks that are loaded and that nobody has begun",
+    )
     load.add_argument("--skip_bad_lines", action="store_true", help="load the good lines only")
     actions.add_parser("list", parents=[database], help="count the run's tasks by split and state")
     return parser
@@ -44,15 +52,41 @@ async def _load(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     from agentrl.store.client import open_store
 
+    for warning in (*result.warnings, *unknown_names(result.names)):
+        print(f"warning  {warning}")
     async with await open_store(_run(arguments)) as store:
-        loaded = await store.tasks.load(result.tasks)
+        loaded = await store.tasks.load(result.tasks, update=arguments.update)
     for reason in result.skipped:
         print(f"skipped  {reason}")
+    for task_id in loaded.left:
+        print(f"left     {clean(task_id)}: its text differs, and it has been begun")
+    updated = f", {loaded.updated} of them updated" if arguments.update else ""
     print(
         f"{arguments.run_name}/{arguments.split}: {loaded.inserted} tasks loaded,"
-        f" {loaded.existing} there already, {len(result.skipped)} skipped"
+        f" {loaded.existing} there already{updated}, {len(result.skipped)} skipped"
     )
     return 0
+
+
+def unknown_names(names: Mapping[str, Collection[str]]) -> list[str]:
+    """Say which agents, scorers and answer schemas of tasks cannot be used on this machine, and why."""
+    from agentrl.rollout.agents import get_agent
+    from agentrl.scoring.answers import check_schema
+    from agentrl.scoring.registry import get_scorer
+
+    checks: dict[str, Callable[[str], object]] = {
+        "agent_name": get_agent,
+        "scorer": get_scorer,
+        "answer_schema": check_schema,
+    }
+    warnings = []
+    for field, check in checks.items():
+        for name in sorted(names.get(field, ())):
+            try:
+                check(name)
+            except ConfigError as error:
+                warnings.append(clean(f"{field}: {error.message} ({error.cure})"))
+    return warnings
 
 
 async def _list(arguments: argparse.Namespace) -> int:

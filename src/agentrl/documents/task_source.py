@@ -1,0 +1,223 @@
+"""The bytes of a task file, gzip or plain, and the place of every task in them; nothing is read whole."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import json
+import shutil
+import tempfile
+import weakref
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from agentrl.documents.task_json import DECODER, MAX_LINE_BYTES, BadTaskError, parse
+from agentrl.errors import TaskFileError
+
+_GZIP = b"\x1f\x8b"
+_CHUNK = 64 * 1024
+_READING = (OSError, EOFError, zlib.error)
+_SPACE = " \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One task's JSON: its line, the bytes it takes, and its value, or the reason why it has none."""
+
+    line: int
+    offset: int
+    length: int
+    value: Any
+
+
+class TaskSource:
+    """A task file that can be read from any place. A pipe and a gzip file are copied to a file first."""
+
+    def __init__(self, path: Path) -> None:
+        """Open ``path``. Raises TaskFileError for what cannot be read, or is UTF-16 or UTF-32."""
+        self.path = path
+        try:
+            self._file = _open(path)
+        except _READING as error:
+            raise _unreadable(path, error) from error
+        weakref.finalize(self, self._file.close)
+        self._start = self._skip_byte_order_mark()
+
+    def items(self) -> Iterator[Item]:
+        """Yield every task of JSONL, or of a JSON list, in the order of the file."""
+        self._file.seek(self._start)
+        first = self._file.read(_CHUNK)
+        while first and not first.strip():
+            first = self._file.read(_CHUNK)
+        return self._list_items() if first.lstrip().startswith(b"[") else self._lines()
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return bytes of the file, decompressed."""
+        self._file.seek(offset)
+        return self._file.read(length)
+
+    def _lines(self) -> Iterator[Item]:
+        offset, number = self._start, 0
+        self._file.seek(offset)
+        while raw := self._file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            length = len(raw)
+            if length > MAX_LINE_BYTES:
+                length += self._rest_of_line(raw)
+                yield Item(number, offset, length, _too_long(length))
+            elif raw.strip():
+                yield Item(number, offset, length, _parsed(raw))
+            offset += length
+            self._file.seek(offset)
+
+    def _rest_of_line(self, raw: bytes) -> int:
+        """Skip the rest of a line; returns its length."""
+        length = 0
+        while raw and not raw.endswith(b"\n"):
+            raw = self._file.readline(_CHUNK)
+            length += len(raw)
+        return length
+
+    def _list_items(self) -> Iterator[Item]:
+        text = _Window(self._file, self._start)
+        text.skip(_SPACE)
+        text.take(1)
+        while True:
+            text.skip(_SPACE + ",")
+            line, offset = text.line, text.offset
+            if text.peek() == "]":
+                text.take(1)
+                text.skip(_SPACE)
+                if not text.peek():
+                    return
+                raise _broken_list(self.path, text.line, "something follows the list's ']'")
+            try:
+                value = text.take_value()
+            except (json.JSONDecodeError, RecursionError) as error:
+                reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+                raise _broken_list(self.path, line, reason) from error
+            yield Item(line, offset, text.offset - offset, value)
+
+    def _skip_byte_order_mark(self) -> int:
+        head = self._file.read(4)
+        encoding = json.detect_encoding(head) if head else "utf-8"
+        if not encoding.startswith("utf-8"):
+            mark = "" if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else ", without a mark"
+            raise TaskFileError(
+                f"the task file {self.path} is not UTF-8: it is {encoding.upper()}{mark}",
+                cure=f"convert it: iconv -f {encoding.upper()} -t UTF-8 {self.path} > FILE.jsonl",
+            )
+        return len(codecs.BOM_UTF8) if encoding == "utf-8-sig" else 0
+
+
+class _Window:
+    """The part of a file's text that is being parsed, with its line and its offset in bytes."""
+
+    def __init__(self, file: BinaryIO, start: int) -> None:
+        file.seek(start)
+        self._file = file
+        self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+        self._text = ""
+        self._at = 0
+        self.line = 1
+        self.offset = start
+
+    def peek(self) -> str:
+        """Return the next character; empty at the end."""
+        if self._at == len(self._text):
+            self._more()
+        return self._text[self._at : self._at + 1]
+
+    def skip(self, characters: str) -> None:
+        """Pass every character that is one of ``characters``."""
+        while (next_one := self.peek()) and next_one in characters:
+            self.take(1)
+
+    def take(self, count: int) -> None:
+        """Pass ``count`` characters of the text read so far."""
+        passed = self._text[self._at : self._at + count]
+        self.line += passed.count("\n")
+        self.offset += len(passed.encode("utf-8", "surrogateescape"))
+        self._at += len(passed)
+
+    def take_value(self) -> Any:
+        """Return the next JSON value, whose text is bounded. Raises JSONDecodeError and RecursionError."""
+        while True:
+            try:
+                value, end = DECODER.raw_decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                if len(self._text) - self._at > MAX_LINE_BYTES:
+                    message = f"no task ends within {MAX_LINE_BYTES:,} bytes, the limit ({error.msg})"
+                    raise json.JSONDecodeError(message, "", 0) from error
+                if not self._more():
+                    raise
+                continue
+            if end < len(self._text) or not self._more():
+                self.take(end - self._at)
+                return value
+
+    def _more(self) -> bool:
+        """Read on, as much as is pending at least; False at the end of the file."""
+        pending = len(self._text) - self._at
+        raw = self._file.read(max(_CHUNK, pending))
+        self._text = self._text[self._at :] + self._decoder.decode(raw, final=not raw)
+        self._at = 0
+        return len(self._text) > pending
+
+
+def _open(path: Path) -> BinaryIO:
+    """Open for reading and seeking; the copy of what is compressed or cannot seek goes when it is closed."""
+    file = path.open("rb")
+    try:
+        if not file.seekable():
+            copy = _copied(file)
+            file.close()
+            file = cast("Any", copy)
+        is_compressed = file.read(len(_GZIP)) == _GZIP
+        file.seek(0)
+        if not is_compressed:
+            return file
+        with file, gzip.GzipFile(fileobj=file) as content:
+            return _copied(cast("BinaryIO", content))
+    except BaseException:
+        file.close()
+        raise
+
+
+def _copied(source: BinaryIO) -> BinaryIO:
+    copy = tempfile.TemporaryFile()  # noqa: SIM115
+    try:
+        shutil.copyfileobj(source, copy)
+        copy.seek(0)
+    except BaseException:
+        copy.close()
+        raise
+    return cast("BinaryIO", copy)
+
+
+def _parsed(raw: bytes) -> Any:
+    try:
+        return parse(raw)
+    except BadTaskError as error:
+        return error
+
+
+def _too_long(length: int) -> BadTaskError:
+    return BadTaskError(f"the line is {length:,} bytes long, and the limit is {MAX_LINE_BYTES:,}")
+
+
+def _unreadable(path: Path, error: Exception) -> TaskFileError:
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return TaskFileError(
+        f"the task file {path} cannot be read: {reason}", cure="give an existing JSONL or JSON file"
+    )
+
+
+def _broken_list(path: Path, line: int, reason: str) -> TaskFileError:
+    return TaskFileError(
+        f"{path}:{line}: the JSON list cannot be read on: {reason}",
+        cure="correct the list, or write JSONL: one task a line",
+    )

@@ -1,0 +1,214 @@
+"""Loading tasks: missing ones are inserted, changed ones are refused or, on request, updated."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Final
+
+import bson
+from pymongo import UpdateOne
+from pymongo.errors import BulkWriteError
+
+from agentrl.documents.base import now, plain
+from agentrl.documents.status import SlotStatus, TaskStatus
+from agentrl.documents.task import Task, task_key
+from agentrl.errors import TaskFileError
+from agentrl.store.connection import Json, Part, database_call
+from agentrl.store.names import TASK
+
+_BATCH = 1000
+_BATCH_BYTES = 8 * 2**20
+_DUPLICATE = 11000
+_SHOWN = 5
+_EXCERPT = 60
+
+_CONTENT: Final = (
+    "query", "answer", "aug_answers", "scorer", "answer_schema", "agent_name", "system_prompt",
+    "query_prompt", "tools", "max_turns", "meta",
+)  # fmt: skip
+"""What a task file says of a task; the rest is what a run makes of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """What a load did: ``existing`` tasks were there already, ``updated`` of them have a new text.
+
+    ``left`` are the ids of changed tasks that stay as they are, because somebody has begun them.
+    """
+
+    inserted: int
+    existing: int
+    updated: int = 0
+    left: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Comparison:
+    """Places of the tasks that are missing, and of those that differ, with the first differences in words."""
+
+    missing: array[int] = field(default_factory=lambda: array("Q"))
+    changed: array[int] = field(default_factory=lambda: array("Q"))
+    differences: list[str] = field(default_factory=list)
+
+    def add(self, place: int, task: Task, stored: Mapping[str, Any] | None) -> None:
+        """Compare one task with what is stored under its id."""
+        if stored is None:
+            self.missing.append(place)
+            return
+        differing = list(_differences(stored, task))
+        if differing:
+            self.changed.append(place)
+            if len(self.differences) < _SHOWN:
+                self.differences.append(f"{task.id[:_EXCERPT]}: {'; '.join(differing)}")
+
+    def refuse_changed(self) -> None:
+        """Raise TaskFileError where a task differs."""
+        if not self.changed:
+            return
+        count = len(self.changed)
+        more = f"\n  … and {count - _SHOWN} more" if count > _SHOWN else ""
+        raise TaskFileError(
+            f"{count} tasks of the file are in the run already, with another text (stored → in the file):\n  "
+            + "\n  ".join(self.differences)
+            + more,
+            cure="give the run the file that it was begun with, or another --run_name (an evaluation: another"
+            " --eval_label); `agentrl tasks load FILE --update` changes those that nobody has begun",
+        )
+
+
+class TaskLoading(Part):
+    """Loads tasks in batches: memory is bounded, whatever the number and the size of the tasks."""
+
+    async def load(self, tasks: Sequence[Task], *, update: bool = False) -> LoadResult:
+        """Insert what is missing; see ``Tasks.load``. Nothing is written where a changed task is refused."""
+        found = await self._compare(tasks, range(len(tasks)))
+        if not update:
+            found.refuse_changed()
+        changed = found.changed[:]
+        inserted = 0
+        for batch in _batches(tasks, found.missing):
+            written = await self._insert([task for _, task in batch])
+            inserted += written
+            if written < len(batch):  # others load too: their texts may differ
+                raced = await self._compare(tasks, [place for place, _ in batch])
+                if not update:
+                    raced.refuse_changed()
+                changed.extend(raced.changed)
+        updated, left = await self._update_all(tasks, changed)
+        return LoadResult(inserted, len(tasks) - inserted, updated, left)
+
+    async def _compare(self, tasks: Sequence[Task], places: Sequence[int]) -> _Comparison:
+        found = _Comparison()
+        if places and not await self._has_tasks(tasks[places[0]]):
+            found.missing.extend(places)
+            return found
+        for batch in _batches(tasks, places):
+            stored = await self._stored([task.id for _, task in batch])
+            for place, task in batch:
+                found.add(place, task, stored.get(task.id))
+        return found
+
+    async def _update_all(self, tasks: Sequence[Task], changed: Sequence[int]) -> tuple[int, tuple[str, ...]]:
+        """Change the tasks at ``changed``; returns how many, and the ids of those that have been begun."""
+        if not changed:
+            return 0, ()
+        epochs = await self._epochs(tasks[changed[0]].split)
+        left: list[str] = []
+        for batch in _batches(tasks, changed):
+            left += await self._update([task for _, task in batch], epochs)
+        return len(changed) - len(left), tuple(left)
+
+    @database_call
+    async def _has_tasks(self, task: Task) -> bool:
+        query = {"split": task.split, "epoch": task.epoch}
+        return await self._collection(TASK).find_one(query, {"_id": 1}) is not None
+
+    @database_call
+    async def _epochs(self, split: str) -> list[int]:
+        return sorted(await self._collection(TASK).distinct("epoch", {"split": split}))
+
+    @database_call
+    async def _stored(self, ids: Sequence[str]) -> dict[str, Json]:
+        shown = {**dict.fromkeys(_CONTENT, 1), "slots.traj_id": 1}
+        cursor = self._collection(TASK).find({"_id": {"$in": list(ids)}}, shown)
+        return {document["_id"]: document async for document in cursor}
+
+    @database_call
+    async def _insert(self, tasks: Iterable[Task]) -> int:
+        """Insert those that are not there; returns how many."""
+        documents = [task.to_document() for task in tasks]
+        try:
+            await self._collection(TASK).insert_many(documents, ordered=False)
+        except BulkWriteError as error:
+            failures = error.details.get("writeErrors", [])
+            if any(failure["code"] != _DUPLICATE for failure in failures):
+                raise
+            return int(error.details["nInserted"])
+        return len(documents)
+
+    @database_call
+    async def _update(self, tasks: Sequence[Task], epochs: Sequence[int]) -> list[str]:
+        """Give tasks that nobody has begun their new text, in every epoch; returns the ids of the others."""
+        collection = self._collection(TASK)
+        moment = now()
+        await collection.bulk_write(
+            [UpdateOne(_unbegun(task.id), _new_text(task, moment, "slots")) for task in tasks]
+        )
+        stored = await self._stored([task.id for task in tasks])
+        left = [task.id for task in tasks if any(_differences(stored.get(task.id, {}), task))]
+        copies = [
+            UpdateOne(_unbegun(task_key(task.split, epoch, task.task_id)), _new_text(task, moment))
+            for task in tasks
+            if task.id not in left
+            for epoch in epochs
+            if epoch != task.epoch
+        ]
+        if copies:
+            await collection.bulk_write(copies, ordered=False)
+        return left
+
+
+def _batches(tasks: Sequence[Task], places: Sequence[int]) -> Iterator[list[tuple[int, Task]]]:
+    """The tasks at ``places``, each with its place, in batches that fit in memory."""
+    batch: list[tuple[int, Task]] = []
+    size = 0
+    for place in places:
+        task = tasks[place]
+        added = len(bson.encode(task.to_document()))
+        if batch and (len(batch) == _BATCH or size + added > _BATCH_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append((place, task))
+        size += added
+    if batch:
+        yield batch
+
+
+def _differences(stored: Mapping[str, Any], task: Task) -> Iterator[str]:
+    """Every field in which a stored task differs, in words: stored → new."""
+    for name in _CONTENT:
+        old, new = stored.get(name), plain(getattr(task, name))
+        if old != new:
+            yield f"{name} {_excerpt(old)} → {_excerpt(new)}"
+    slots = len(stored.get("slots", ()))
+    if slots != len(task.slots):
+        yield f"num_generations {slots} → {len(task.slots)}"
+
+
+def _excerpt(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}…"
+
+
+def _unbegun(task_id: str) -> Json:
+    """A Task none of whose slots has ever been claimed."""
+    claimed = {"$elemMatch": {"$or": [{"attempt": {"$gt": 0}}, {"status": {"$ne": SlotStatus.OPEN.value}}]}}
+    return {"_id": task_id, "status": TaskStatus.CREATED.value, "slots": {"$not": claimed}}
+
+
+def _new_text(task: Task, moment: datetime, *more: str) -> Json:
+    document = task.to_document()
+    return {"$set": {**{name: document[name] for name in (*_CONTENT, *more)}, "updated_at": moment}}
