@@ -164,6 +164,26 @@ def run_serve(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False)
 
 
+async def test_the_port_of_another_runs_engine_is_refused(
+    store: Store, start: Start, mongo: str, tmp_path: Path
+) -> None:
+    engine = await engine_when(store, start(), lambda s: s.status is ServiceStatus.READY)
+    other = RunConfig(run_name=f"serve-{uuid.uuid4().hex[:8]}", db_connection_string=mongo)
+    async with await open_store(other) as second:
+        await publish(second, save_model(tmp_path / "v7", 7), 7)
+        done = await asyncio.to_thread(
+            run_serve,
+            *("--run_name", other.run_name, "--db_connection_string", mongo, "--log_dir", str(tmp_path)),
+            *("--port", engine.url.rpartition(":")[2], "--model_name_or_path", str(tmp_path / "base")),
+        )
+        assert await second.services.live(60.0) == []
+    assert done.returncode == 2, done.stderr
+    assert "is in use by process" in done.stderr
+    async with EngineClient(engine.url, instance=engine.instance) as client:
+        assert (await client.model_info()).version == 0
+        assert await client.instance() == engine.instance is not None
+
+
 def test_a_folder_that_is_no_model_ends_with_the_reason(mongo: str, tmp_path: Path) -> None:
     done = run_serve(
         *("--run_name", "serve-empty", "--db_connection_string", mongo, "--log_dir", str(tmp_path)),

@@ -23,5 +23,7 @@ class InferenceService(Root):
     detail: str | None = None
     host: str
     pid: int
+    instance: str | None = None
+    """Random name that the server answers; another server at the same url does not."""
     started_at: datetime = field(default_factory=now)
     heartbeat: datetime = field(default_factory=now)

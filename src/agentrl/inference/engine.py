@@ -58,11 +58,23 @@ class ModelInfo:
 class EngineClient:
     """One engine at ``url``. Methods raise EngineError with the url, the status and what was answered."""
 
-    def __init__(self, url: str, timeout: float = 600.0, *, vocab_size: int | None = None) -> None:
-        """``timeout``: seconds that one generation may take; ``vocab_size``: asked of the engine if None."""
+    def __init__(
+        self,
+        url: str,
+        timeout: float = 600.0,
+        *,
+        vocab_size: int | None = None,
+        instance: str | None = None,
+    ) -> None:
+        """``timeout``: seconds that one generation may take; ``vocab_size``: asked of the engine if None.
+
+        With an ``instance``, prompts go only to the server that has this name.
+        """
         self.url = url.rstrip("/")
         self._timeout = timeout
         self._vocab_size = vocab_size
+        self._unproven = instance
+        self._instance = instance
         self._http = httpx.AsyncClient(
             base_url=self.url,
             timeout=httpx.Timeout(CONTROL_SECONDS, connect=_CONNECT_SECONDS, read=timeout),
@@ -89,11 +101,17 @@ class EngineClient:
         another request's, since SGLang aborts by prefix. Cancelling the call aborts the request in the
         engine.
         """
+        if self._unproven is not None:
+            await self.check_instance(self._unproven)
+            self._unproven = None
         await self._check_ids(input_ids)
         path, body = self._request(input_ids, params, rid)
         start = time.monotonic()
         try:
             answer = await self._post(path, body, self._timeout)
+        except EngineError:
+            self._unproven = self._instance  # another server may be there when this one is reached again
+            raise
         except asyncio.CancelledError:
             await asyncio.shield(self._abort_quietly(rid))
             raise
@@ -120,6 +138,27 @@ class EngineClient:
     async def server_info(self) -> dict[str, Any]:
         """The engine's own description of itself, as it gives it."""
         return await self._get("/server_info")
+
+    async def instance(self) -> str | None:
+        """The name that the server was started with by ``agentrl serve``; None where it has none."""
+        info = await self.server_info()
+        given = info.get("instance")
+        return str(given) if given else instance_of(str(info.get("served_model_name", "")))
+
+    async def check_instance(self, expected: str | None) -> None:
+        """EngineError unless the server was started as ``expected``; None expects nothing."""
+        if expected is None:
+            return
+        try:
+            found = await self.instance()
+        except EngineRefusedError:
+            found = None  # a server of another kind
+        if found != expected:
+            raise EngineError(
+                f"{self.url} is answered by another server ({found or 'unnamed'}), not by the engine that was"
+                f" started there ({expected})",
+                cure="end that server, or choose another --port",
+            )
 
     async def load(self) -> int:
         """Requests that the engine runs or has queued."""
@@ -292,6 +331,11 @@ def _object(response: httpx.Response) -> dict[str, Any]:
             f"engine {response.url} answered broken JSON: {response.text[:_EXCERPT]}"
         ) from error
     return answer if isinstance(answer, dict) else {"value": answer}
+
+
+def instance_of(name: str) -> str | None:
+    """The instance in a served model's name, ``NAME@INSTANCE``."""
+    return name.rpartition("@")[2] if "@" in name else None
 
 
 def vocab_size_of(folder: str) -> int | None:

@@ -65,7 +65,13 @@ class EngineRouter:
         self._backoff = backoff
         self._suspect_seconds = suspect_seconds
         self._new_client = client or (
-            lambda service: engine_client(service.engine, service.url, request_timeout, vocab_size=vocab_size)
+            lambda service: engine_client(
+                service.engine,
+                service.url,
+                request_timeout,
+                vocab_size=vocab_size,
+                instance=service.instance,
+            )
         )
         self._clients: dict[str, Client] = {}
         self._services: tuple[InferenceService, ...] = ()
@@ -144,9 +150,9 @@ class EngineRouter:
         session.url = url
 
     def _client(self, service: InferenceService) -> Client:
-        if service.url not in self._clients:
-            self._clients[service.url] = self._new_client(service)
-        return self._clients[service.url]
+        if service.id not in self._clients:
+            self._clients[service.id] = self._new_client(service)
+        return self._clients[service.id]
 
     def _suspect(self, session: EngineSession) -> None:
         if session.url is not None:

@@ -20,7 +20,7 @@ from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError, EngineError, PublishError, StoreAwayError, StoreError
 from agentrl.inference.engine import EngineClient
 from agentrl.inference.engines.launch import engine_client, engine_command
-from agentrl.inference.engines.process import EngineProcess, free_port
+from agentrl.inference.engines.process import EngineProcess, free_port, require_free_port
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -52,6 +52,8 @@ async def serve(run: RunConfig, model: ModelConfig, config: EngineConfig) -> Non
     from agentrl.store.client import open_store
     from agentrl.store.outage import patient
 
+    if config.port:
+        require_free_port(config.host, config.port)
     with patient(run.db_wait_seconds):
         async with await open_store(run) as store:
             await _serve(store, run, model, config)
@@ -112,6 +114,7 @@ class ServedEngine:
             policy_version=self._version,
             host=socket.gethostname(),
             pid=self._process.pid,
+            instance=self._process.instance,
         )
         await self._store.services.register(service)
         try:
@@ -202,6 +205,7 @@ class ServedEngine:
         await self._report()
 
     async def _switch(self, version: PolicyVersion) -> None:
+        await self._client.check_instance(self._process.instance)
         self._status = ServiceStatus.UPDATING
         await self._client.pause("retract")
         try:

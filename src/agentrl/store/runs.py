@@ -99,7 +99,8 @@ async def _prepare_lease(database: AsyncDatabase[Json]) -> None:
     """Make the lease if it is missing, with the highest attempt that has planned a step."""
     if await database[LEASE].find_one({"_id": TRAINER}, {"_id": 1}) is not None:
         return
-    steps = [document["_id"] async for document in database[STEP].find({}, {"_id": 1})]
+    ids = database[STEP].find({}, {"_id": 1}, hint=[("_id", 1)])
+    steps = [document["_id"] async for document in ids]
     earlier = (key.partition("/")[0] for key in steps)
     attempt = max((int(number) for number in earlier if number.isdecimal()), default=0)
     await _insert_if_missing(database[LEASE], TrainerLease(attempt=attempt))

@@ -93,12 +93,17 @@ class Client:
     async def resume(self) -> None:
         self.calls.append(("resume",))
 
+    async def check_instance(self, expected: str | None) -> None:
+        if expected != Process.instance:
+            raise EngineError("another server")
+
     async def set_version(self, version: int) -> None:
         self.calls.append(("version", version))
 
 
 class Process:
     pid = 4711
+    instance = "i1"
     log_file = Path("engine.log")
 
     def __init__(self) -> None:

@@ -26,6 +26,7 @@ def run_local_server(
     max_running_requests: int = 32,
     max_total_tokens: int = 65536,
     chunk_tokens: int = 256,
+    instance: str | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. ModelError where the model cannot be served; ConfigError on a bad flag.
 
@@ -53,7 +54,7 @@ def run_local_server(
         model, cache, version=weight_version, max_running=max_running_requests, chunk_tokens=chunk_tokens
     )
     context_length = min(model.max_position, max_total_tokens)
-    server = LocalServer(Worker(scheduler), model, load, context_length)
+    server = LocalServer(Worker(scheduler), model, load, context_length, instance)
     uvicorn.run(
         server.app(), host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=3
     )
@@ -71,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max_running_requests", type=int, default=32, help="sequences decoded at a time")
     parser.add_argument("--max_total_tokens", type=int, default=65536, help="tokens of KV cache")
     parser.add_argument("--chunk_tokens", type=int, default=256, help="prompt tokens of one forward pass")
+    parser.add_argument("--instance", help="name that /server_info answers: it identifies this process")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s  %(message)s")
     try:

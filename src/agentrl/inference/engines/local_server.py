@@ -28,12 +28,18 @@ class LocalServer:
     """Translates between HTTP and the worker."""
 
     def __init__(
-        self, worker: Worker, model: LocalModel, load: Callable[[str], LocalModel], context_length: int
+        self,
+        worker: Worker,
+        model: LocalModel,
+        load: Callable[[str], LocalModel],
+        context_length: int,
+        instance: str | None = None,
     ) -> None:
         self._worker = worker
         self._model = model
         self._load = load
         self._context_length = context_length
+        self._instance = instance
         self._updating = asyncio.Lock()
 
     def app(self) -> FastAPI:
@@ -100,6 +106,7 @@ class LocalServer:
         running, waiting = self._worker.loads
         return {
             "engine": "local",
+            "instance": self._instance,
             "model_path": self._model.folder,
             "weight_version": self._worker.version,
             "dtype": str(self._model.dtype).removeprefix("torch."),

@@ -13,24 +13,29 @@ from agentrl.machine import ROOT, engine_python, has_gpu
 _CPU_LAUNCHER = ROOT / "deploy" / "sglang" / "launch_cpu.py"
 
 
-def sglang_command(model_path: str, config: EngineConfig, *, port: int, model_name: str) -> EngineCommand:
-    """The server for ``model_path`` on ``config.host:port``."""
+def sglang_command(
+    model_path: str, config: EngineConfig, *, port: int, model_name: str, instance: str
+) -> EngineCommand:
+    """The server for ``model_path`` on ``config.host:port``.
+
+    SGLang repeats the model's name in ``/server_info``, so the name ends with the instance.
+    """
     common = [
-        *("--model-path", model_path, "--served-model-name", model_name),
+        *("--model-path", model_path),
         *("--host", config.host, "--port", str(port)),
         *("--max-running-requests", str(config.max_running_requests)),
         *("--mem-fraction-static", str(config.inf_mem_ratio)),
         *("--log-level", "warning"),
     ]
     python = engine_python("sglang")
-    further = shlex.split(config.engine_args)
+    further = [*shlex.split(config.engine_args), "--served-model-name", f"{model_name}@{instance}"]
     if has_gpu():
         argv = [python, "-m", "sglang.launch_server", *common, "--tp-size", str(config.inf_tp_size)]
-        return EngineCommand([*argv, *further], {"HF_HUB_OFFLINE": "1"})
-    return _cpu_command(python, [*common, *further], config)
+        return EngineCommand([*argv, *further], {"HF_HUB_OFFLINE": "1"}, instance)
+    return _cpu_command(python, [*common, *further], config, instance)
 
 
-def _cpu_command(python: str, arguments: list[str], config: EngineConfig) -> EngineCommand:
+def _cpu_command(python: str, arguments: list[str], config: EngineConfig, instance: str) -> EngineCommand:
     if not _CPU_LAUNCHER.is_file():
         raise ConfigError(
             f"SGLang's launcher for CPUs is missing: {_CPU_LAUNCHER}",
@@ -45,4 +50,4 @@ def _cpu_command(python: str, arguments: list[str], config: EngineConfig) -> Eng
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "HF_HUB_OFFLINE": "1",
     }
-    return EngineCommand([python, str(_CPU_LAUNCHER), *cpu, *arguments], env)
+    return EngineCommand([python, str(_CPU_LAUNCHER), *cpu, *arguments], env, instance)

@@ -13,15 +13,17 @@ _CPU_BLOCK = 32
 """Tokens of a KV-cache page on a CPU; only whole pages are found again."""
 
 
-def vllm_command(model_path: str, config: EngineConfig, *, port: int, model_name: str) -> EngineCommand:
-    """The server for ``model_path`` on ``config.host:port``.
+def vllm_command(
+    model_path: str, config: EngineConfig, *, port: int, model_name: str, instance: str
+) -> EngineCommand:
+    """The server for ``model_path`` on ``config.host:port``; its second name ends with the instance.
 
     Pausing and loading weights belong to vLLM's development mode, whose ``/collective_rpc`` calls any method
     of a worker: let only trusted machines reach the port.
     """
     argv = [
         *(engine_python("vllm"), "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", model_path, "--served-model-name", model_name),
+        *("--model", model_path),
         *("--host", config.host, "--port", str(port)),
         *("--max-num-seqs", str(config.max_running_requests)),
         *("--logprobs-mode", "processed_logprobs"),
@@ -40,4 +42,5 @@ def vllm_command(model_path: str, config: EngineConfig, *, port: int, model_name
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }
-    return EngineCommand([*argv, *shlex.split(config.engine_args)], env)
+    argv += [*shlex.split(config.engine_args), "--served-model-name", model_name, f"{model_name}@{instance}"]
+    return EngineCommand(argv, env, instance)

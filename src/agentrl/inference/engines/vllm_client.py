@@ -16,6 +16,7 @@ from agentrl.inference.engine import (
     EngineRefusedError,
     ModelInfo,
     PauseMode,
+    instance_of,
     vocab_size_of,
 )
 from agentrl.inference.sampling import SamplingParams
@@ -36,6 +37,11 @@ class VllmClient(EngineClient):
         if not await super().health():
             return False
         return not (await self._get("/is_paused"))["is_paused"]
+
+    async def instance(self) -> str | None:
+        """As of EngineClient."""
+        names = [str(model["id"]) for model in (await self._get("/v1/models")).get("data", ())]
+        return next((found for name in names if (found := instance_of(name)) is not None), None)
 
     async def model_info(self) -> ModelInfo:
         """As of EngineClient; ``model_path`` is what the server was started with."""
