@@ -89,11 +89,15 @@ def origin_problems(version: Json, steps: Mapping[str, Json]) -> Iterator[Proble
 def token_problems(
     calls: Sequence[Json], versions: Mapping[int, Json], skew_seconds: float
 ) -> Iterator[Problem]:
-    """Model calls with tokens of a version that was not published when they ended."""
+    """Report model calls with tokens of a version that was not published when they ended.
+
+    Version 0 is the model that the run starts from: engines serve it before a trainer publishes it.
+    """
     tolerance = timedelta(seconds=skew_seconds)
     for call in calls:
         name = f"DispatchedSamplingTask {call['_id']}"
-        for number in sorted({span["version"] for span in call["versions"] if span["end"] > span["start"]}):
+        sampled = {span["version"] for span in call["versions"] if span["end"] > span["start"]}
+        for number in sorted(sampled - {0}):
             version = versions.get(number)
             if version is None:
                 yield Problem(name, f"policy version {number} of its tokens", "a published version", "none")

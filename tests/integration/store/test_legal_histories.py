@@ -1,0 +1,72 @@
+"""``agentrl db check`` finds nothing in a legal history, whatever happens in it and in which order."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import small_run as run
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from legal_history import History
+
+from agentrl.commands import db
+from agentrl.commands.db_check import options_of
+from agentrl.config.schema import GroupConfig
+from agentrl.store.check.run import Checks
+from agentrl.store.client import Store
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+OPTIONS = replace(
+    options_of(db.parser().parse_args(["check", "--run_name", "any"])), settle_seconds=0.0, clock_skew_seconds=0.0
+)
+KEPT = ("Run",)
+
+
+async def violations(store: Store, history: History | None = None) -> list[str]:
+    options = replace(OPTIONS, checkpoint=history.checkpoint if history else None)
+    report = await Checks(store.connection).run(options)
+    return [f"{found.invariant}: {found.problem}" for found in report.violations]
+
+
+async def empty(store: Store) -> None:
+    """Delete every document but those of ``Run``."""
+    for name in await store.database.list_collection_names(filter={"type": "collection"}):
+        if name not in KEPT and not name.startswith("system."):
+            await store.database[name].delete_many({})
+
+
+@settings(
+    max_examples=25, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)  # fmt: skip
+@given(
+    rng=st.randoms(use_true_random=False),
+    rules=st.builds(
+        GroupConfig, balance_sample=st.booleans(), drop_zero_advantage=st.booleans(),
+        min_score_spread=st.sampled_from([0.0, 0.1]), reserve_context_error_count=st.sampled_from([-1, 0]),
+    ),
+    operations=st.integers(10, 120),
+)  # fmt: skip
+async def test_every_legal_history_is_clean(
+    store: Store, rng: random.Random, rules: GroupConfig, operations: int
+) -> None:
+    await empty(store)
+    with TemporaryDirectory() as weights:
+        history = History(store, Path(weights), rng, rules)
+        await history.load()
+        await history.go_on(operations)
+        assert await violations(store, history) == []
+
+
+async def test_an_evaluation_before_the_first_step_is_clean(store: Store, tmp_path: Path) -> None:
+    """Engines serve the model itself as version 0 before any trainer publishes it."""
+    await run.add_task(store, "eval/0/one", 0, generations=1)
+    await run.score(store, await run.claim(store, "eval"), 1.0)
+    assert await violations(store) == []
+    await run.publish(store, tmp_path, 0, step=0, train_step=None)
+    assert await violations(store) == []

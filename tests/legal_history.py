@@ -1,0 +1,280 @@
+"""A random legal history of a run: what samplers, trainers, engines and operators may do, in any order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import small_run as run
+
+from agentrl.config.schema import GroupConfig
+from agentrl.conversion.outcome import GroupRules
+from agentrl.documents.policy import PolicyVersion
+from agentrl.documents.record import Failure
+from agentrl.documents.status import RecordStatus, StopReason, TaskStatus, VersionStatus
+from agentrl.documents.task import Claim, Slot, Task, task_key
+from agentrl.documents.training import TrainStep
+from agentrl.errors import LeaseLostError
+from agentrl.rollout.finalise import Finaliser
+from agentrl.store.check.reading import Checkpoint
+from agentrl.store.client import Store
+from agentrl.store.reopen import Reopening
+from agentrl.store.rescoring import NewScore, Rescoring
+from agentrl.store.retention import Limits, Retention
+from agentrl.weights.manifest import checksums
+
+SPLITS = ("train", "eval")
+GENERATIONS = 2
+MAX_ATTEMPTS = 2
+GROUPS_PER_STEP = 2
+
+
+@dataclass
+class History:
+    """One run and what its processes hold in memory. ``ways`` lists the operations; each is legal at any time."""
+
+    store: Store
+    weights: Path
+    rng: random.Random
+    rules: GroupConfig
+    running: dict[str, tuple[Claim, int]] = field(default_factory=dict)
+    """Claims by Record id, with the number of model calls made."""
+    lost: list[tuple[Claim, int]] = field(default_factory=list)
+    """Claims whose lease has run out; their owners do not know it."""
+    loaded: int = 0
+    owners: int = 0
+    step: int = 0
+    attempt: int = 0
+    contained: list[str] = field(default_factory=list)
+    """TrainSteps in the trainer's weights."""
+    checkpoint: Checkpoint | None = None
+    served: int = 0
+    """The version that the engines serve."""
+
+    @property
+    def ways(self) -> list[Callable[[], Awaitable[None]]]:
+        """What may happen next; frequent things are named more than once."""
+        return [
+            self.load, self.claim, self.claim, self.claim, self.converse, self.converse, self.converse,
+            self.score, self.score, self.score, self.score, self.fail, self.release, self.expire, self.write_late,
+            self.reap, self.finalise, self.finalise, self.start_trainer, self.train, self.train, self.train,
+            self.die_in_a_step, self.save, self.update_engines, self.update_engines, self.mark_stale,
+            self.reopen, self.rescore, self.prune, self.open_epoch, self.resample_errors,
+        ]  # fmt: skip
+
+    async def go_on(self, operations: int) -> None:
+        """Do so many operations."""
+        for _ in range(operations):
+            await self.rng.choice(self.ways)()
+
+    async def load(self) -> None:
+        """A task file grows by a few tasks."""
+        split = self.rng.choice(SPLITS)
+        slots = tuple(Slot(traj_id=number) for number in range(GENERATIONS if split == "train" else 1))
+        tasks = [
+            Task(id=task_key(split, 0, name), task_id=name, split=split, epoch=0, order=place, query="1 + 1?",
+                 slots=slots)
+            for place, name in enumerate((f"t{self.loaded}", f"t{self.loaded + 1}"), start=self.loaded)
+        ]  # fmt: skip
+        self.loaded += len(tasks)
+        await self.store.tasks.load(tasks)
+
+    async def open_epoch(self) -> None:
+        """The next epoch of the training tasks."""
+        epochs = await self.store.tasks.epochs("train")
+        if epochs and not await self.store.tasks.any_in("train", TaskStatus.CREATED):
+            await self.store.tasks.open_epoch("train", max(epochs) + 1, 0, GENERATIONS)
+
+    async def claim(self) -> None:
+        """A sampler claims a slot; it may die before it makes the Record."""
+        self.owners += 1
+        claim = await self.store.claims.claim(
+            split=self.rng.choice(SPLITS), owner=f"sampler-{self.owners}", lease_seconds=600.0,
+            max_attempts=MAX_ATTEMPTS,
+        )  # fmt: skip
+        if claim is None:
+            return
+        if self.rng.random() < 0.9:
+            await self.store.records.create(claim)
+        if self.rng.random() < 0.9:
+            await self.store.records.create(claim)
+            await self.store.records.advance(claim, RecordStatus.RUNNING)
+            self.running[claim.record_id] = claim, 0
+
+    async def converse(self) -> None:
+        """A model call under the version that the engines serve."""
+        if self.running:
+            key = self.rng.choice(sorted(self.running))
+            claim, calls = self.running[key]
+            await self._call(claim, calls)
+            self.running[key] = claim, calls + 1
+
+    async def score(self) -> None:
+        """A trajectory ends with a score."""
+        if not self.running:
+            return
+        claim, calls = self.running.pop(self.rng.choice(sorted(self.running)))
+        if not calls and self.rng.random() < 0.9:
+            await self._call(claim, 0)
+        stop = self.rng.choice([StopReason.ANSWERED, StopReason.TURNS_LIMIT])
+        await self.store.records.advance(claim, RecordStatus.COMPLETED, final_answer="4", stop_reason=stop)
+        await self.store.records.advance(claim, RecordStatus.SCORING)
+        await self.store.claims.score(claim, self.rng.choice([0.0, 0.0, 0.5, 1.0]), {"scorer": "exact"})
+
+    async def fail(self) -> None:
+        """A trajectory ends with a failure."""
+        if self.running:
+            claim, _ = self.running.pop(self.rng.choice(sorted(self.running)))
+            failure = Failure(kind=self.rng.choice(["engine", "tool"]), message="it went away")
+            await self.store.claims.fail(claim, failure, max_attempts=MAX_ATTEMPTS, backoff_seconds=0.0)
+
+    async def release(self) -> None:
+        """A sampler stops and hands a slot back."""
+        if self.running:
+            claim, _ = self.running.pop(self.rng.choice(sorted(self.running)))
+            await self.store.claims.release(claim)
+
+    async def expire(self) -> None:
+        """A sampler freezes: its lease runs out."""
+        if not self.running:
+            return
+        claim, calls = self.running.pop(self.rng.choice(sorted(self.running)))
+        self.lost.append((claim, calls))
+        await self.store.database["Task"].update_one(
+            {"_id": claim.task.id},
+            [{"$set": {"slots": {"$map": {"input": "$slots", "as": "slot", "in": {"$cond": [
+                {"$eq": ["$$slot.traj_id", claim.traj_id]},
+                {"$mergeObjects": ["$$slot", {"lease_expires_at": {"$subtract": ["$$NOW", 1]}}]}, "$$slot",
+            ]}}}}}],
+        )  # fmt: skip
+
+    async def write_late(self) -> None:
+        """A frozen sampler wakes up and writes; it is refused."""
+        if not self.lost:
+            return
+        claim, calls = self.lost.pop(self.rng.randrange(len(self.lost)))
+        try:
+            await self._call(claim, calls)
+        except LeaseLostError:
+            return
+        raise AssertionError("a write under a lost lease was taken")
+
+    async def reap(self) -> None:
+        """Any sampler frees what expired."""
+        await self.store.claims.reap(self.rng.choice(SPLITS), MAX_ATTEMPTS)
+
+    async def finalise(self) -> None:
+        """Any sampler finalises what is complete."""
+        split = self.rng.choice(SPLITS)
+        await Finaliser(self.store, self.rules, split=split, seed=0).run_waiting()
+
+    async def start_trainer(self) -> None:
+        """A trainer starts: from the last checkpoint, or from nothing."""
+        if not self.running and self.rng.random() < 0.5:
+            return
+        if await self.store.policies.get(0) is None:
+            await self._publish(0, step=0, train_step=None)
+        self.attempt = await self.store.runs.acquire_trainer("trainer", "host", 1, 600.0)
+        self.step = self.checkpoint.step if self.checkpoint else 0
+        self.contained = list(self.checkpoint.train_steps) if self.checkpoint else []
+        await self.store.training.revert_after(self.step, attempt=self.attempt)
+        await self.store.policies.withdraw_after(self.step)
+
+    async def train(self) -> None:
+        """A step is planned and committed, and mostly published."""
+        plan = await self._plan()
+        if plan is None:
+            return
+        await self.store.training.commit_step(plan.id, {"loss": 0.1}, plan.data, attempt=self.attempt)
+        self.step = plan.step
+        self.contained.append(plan.id)
+        if self.rng.random() < 0.8:
+            known = await self.store.policies.all()
+            await self._publish(max(item.id for item in known) + 1, step=plan.step, train_step=plan.id)
+
+    async def die_in_a_step(self) -> None:
+        """A trainer plans a step and dies."""
+        if await self._plan() is not None:
+            self.attempt = 0
+
+    async def save(self) -> None:
+        """The trainer saves a checkpoint."""
+        if self.attempt:
+            name = f"checkpoint-{self.step:06d}"
+            self.checkpoint = Checkpoint(name, self.step, tuple(self.contained))
+
+    async def update_engines(self) -> None:
+        """Engines load the newest version; what they hold stays until then, withdrawn or not."""
+        newest = await self.store.policies.latest()
+        self.served = newest.id if newest else 0
+
+    async def mark_stale(self) -> None:
+        """The trainer sets old data aside."""
+        newest = await self.store.policies.latest()
+        if self.attempt and newest is not None:
+            await self.store.training.mark_stale("train", newest.id - self.rng.randint(0, 2))
+
+    async def reopen(self) -> None:
+        """An operator opens failed slots."""
+        await Reopening(self.store.connection).reopen(self.rng.choice([(), ("engine",)]))
+
+    async def resample_errors(self) -> None:
+        """A sampler starts with --resample_error_records."""
+        await self.store.claims.reopen_failed("train")
+
+    async def rescore(self) -> None:
+        """An operator scores a group again."""
+        rescoring = Rescoring(self.store.connection)
+        tasks = await rescoring.tasks()
+        if tasks:
+            group = await rescoring.group(self.rng.choice(tasks))
+            scores = {
+                record.id: NewScore(score=self.rng.choice([0.0, 1.0]), details={"scorer": "other"})
+                for record in group.records
+            }
+            await rescoring.apply(
+                group.task.id, scores, lambda rules: None if rules is None else GroupRules.stored(rules).decide
+            )
+
+    async def prune(self) -> None:
+        """An operator deletes what nothing needs."""
+        last_step = self.checkpoint.step if self.checkpoint else 0
+        await Retention(self.store.connection).prune(Limits(last_step=last_step))
+
+    async def _call(self, claim: Claim, index: int) -> None:
+        prompt = 2 + 6 * index
+        await self.store.dispatches.add(claim, run.call(claim, index, self.served, prompt))
+
+    async def _plan(self) -> TrainStep | None:
+        data = await self._ready()
+        if not self.attempt or not data:
+            return None
+        newest = await self.store.policies.latest()
+        assert newest is not None
+        plan = TrainStep(
+            id=f"{self.attempt}/{self.step + 1}", step=self.step + 1, policy_version=newest.id,
+            data=tuple(data), owner="trainer",
+        )  # fmt: skip
+        await self.store.training.plan_step(plan, attempt=self.attempt)
+        return plan
+
+    async def _ready(self) -> Sequence[str]:
+        """A few whole groups."""
+        groups: dict[str, list[str]] = {}
+        for item in await self.store.training.ready("train", step=self.step + 1):
+            groups.setdefault(item.task, []).append(item.id)
+        chosen = self.rng.sample(sorted(groups), min(GROUPS_PER_STEP, len(groups)))
+        return [key for task in chosen for key in groups[task]]
+
+    async def _publish(self, version: int, *, step: int, train_step: str | None) -> None:
+        folder = self.weights / f"v{version:06d}"
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(bytes([version % 256, self.attempt % 256]) * 8)
+        await self.store.policies.publish(
+            PolicyVersion(
+                id=version, step=step, location=str(folder), files=checksums(folder), train_step=train_step,
+                status=VersionStatus.PUBLISHED,
+            )
+        )  # fmt: skip
