@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import small_run as run
 
@@ -20,6 +21,7 @@ from agentrl.errors import LeaseLostError
 from agentrl.rollout.finalise import Finaliser
 from agentrl.store.check.reading import Checkpoint
 from agentrl.store.client import Store
+from agentrl.store.groups import Decide
 from agentrl.store.reopen import Reopening
 from agentrl.store.rescoring import NewScore, Rescoring
 from agentrl.store.retention import Limits, Retention
@@ -33,7 +35,7 @@ GROUPS_PER_STEP = 2
 
 @dataclass
 class History:
-    """One run and what its processes hold in memory. ``ways`` lists the operations; each is legal at any time."""
+    """One run and what its processes hold in memory. Each operation in ``ways`` is legal at any time."""
 
     store: Store
     weights: Path
@@ -58,8 +60,9 @@ class History:
         """What may happen next; frequent things are named more than once."""
         return [
             self.load, self.claim, self.claim, self.claim, self.converse, self.converse, self.converse,
-            self.score, self.score, self.score, self.score, self.fail, self.release, self.expire, self.write_late,
-            self.reap, self.finalise, self.finalise, self.start_trainer, self.train, self.train, self.train,
+            self.score, self.score, self.score, self.score, self.fail, self.release, self.expire,
+            self.write_late, self.reap, self.finalise, self.finalise, self.start_trainer, self.train,
+            self.train, self.train,
             self.die_in_a_step, self.save, self.update_engines, self.update_engines, self.mark_stale,
             self.reopen, self.rescore, self.prune, self.open_epoch, self.resample_errors,
         ]  # fmt: skip
@@ -235,7 +238,9 @@ class History:
                 for record in group.records
             }
             await rescoring.apply(
-                group.task.id, scores, lambda rules: None if rules is None else GroupRules.stored(rules).decide
+                group.task.id,
+                scores,
+                lambda rules: None if rules is None else GroupRules.stored(rules).decide,
             )
 
     async def prune(self) -> None:
@@ -278,3 +283,7 @@ class History:
                 status=VersionStatus.PUBLISHED,
             )
         )  # fmt: skip
+
+
+def _decide_by(rules: Mapping[str, Any] | None) -> Decide | None:
+    return None if rules is None else GroupRules.stored(rules).decide

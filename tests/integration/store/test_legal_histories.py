@@ -22,9 +22,11 @@ from agentrl.store.client import Store
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 OPTIONS = replace(
-    options_of(db.parser().parse_args(["check", "--run_name", "any"])), settle_seconds=0.0, clock_skew_seconds=0.0
+    options_of(db.parser().parse_args(["check", "--run_name", "any"])),
+    settle_seconds=0.0,
+    clock_skew_seconds=0.0,
 )
-KEPT = ("Run",)
+KEPT = ("Run", "Admission", "TrainerLease")
 
 
 async def violations(store: Store, history: History | None = None) -> list[str]:
@@ -34,7 +36,7 @@ async def violations(store: Store, history: History | None = None) -> list[str]:
 
 
 async def empty(store: Store) -> None:
-    """Delete every document but those of ``Run``."""
+    """Delete every document but those that a run has once."""
     for name in await store.database.list_collection_names(filter={"type": "collection"}):
         if name not in KEPT and not name.startswith("system."):
             await store.database[name].delete_many({})
