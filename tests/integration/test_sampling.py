@@ -364,7 +364,8 @@ async def test_a_late_result_is_refused_and_logged_and_the_new_owner_stands(
     setting = Setting(store, "<answer>4</answer>")
 
     async def overtaken(*args: Any) -> Any:
-        ends = {"slots.0.lease_expires_at": late.task.created_at}
+        ended = late.task.created_at
+        ends = {"slots.0.lease_expires_at": ended, "lease_deadline": ended}
         await store.database["Task"].update_one({"_id": late.task.id}, {"$set": ends})
         await Setting(store, "<answer>3</answer>").run()
         return await Worker._scored(setting.worker, *args)

@@ -1,4 +1,4 @@
-"""A group whose last sample is in → advantages and training data, in one transaction, by whoever notices."""
+"""A group whose last sample is in → advantages and training data, in one transaction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _BATCH = 16
 
 
 class Finaliser:
-    """Finalises groups of one split. Several samplers may try the same group: one of them does it."""
+    """Finalises groups of one split: the process that wrote a group's last score does it.
+
+    Several samplers may try the same group: one of them does it.
+    """
 
     def __init__(self, store: Store, config: GroupConfig, *, split: str, seed: int) -> None:
         """Groups of ``TRAIN_SPLIT`` become training data; those of any other split are only summed up."""
@@ -27,10 +30,18 @@ class Finaliser:
         self._split = split
         self._rules = GroupRules(config=config, seed=seed)
 
-    async def run_waiting(self) -> int:
-        """Finalise every group that waits; returns how many this call did."""
+    async def run_completed(self) -> int:
+        """Finalise the groups that writes of this process completed; returns how many this call did."""
+        completed = self._store.claims.completed.take(self._split)
+        return sum([await self.finalise(task_id) for task_id in completed])
+
+    async def run_waiting(self, waiting_seconds: float = 0.0) -> int:
+        """Finalise every group that has waited for ``waiting_seconds``; returns how many this call did.
+
+        It repairs what a process left that ended between a group's last score and its finalising.
+        """
         done = 0
-        while waiting := await self._store.training.waiting_groups(self._split, _BATCH):
+        while waiting := await self._store.training.waiting_groups(self._split, _BATCH, waiting_seconds):
             finished = [await self.finalise(task_id) for task_id in waiting]
             done += sum(finished)
             if not any(finished):

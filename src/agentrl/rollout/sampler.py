@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
@@ -26,7 +27,10 @@ POLL_SECONDS = 5.0
 """How often a sampler looks for work that no change tells of: a retry that is due, a lease that ran out."""
 
 HOUSEKEEPING_SECONDS = 2.0
-"""How often, at most, a sampler does what any does for all; where nothing changes, every fifth time."""
+"""How often, at most, a sampler does what any does for all: it waits up to twice as long, by chance."""
+
+SWEEP_SECONDS = 3.0
+"""How long a group waits before any sampler finalises it, not only the one that completed it."""
 
 _WATCHED = ("Task", "DBRecordData", "TrainStep", "PolicyVersion")
 _WATCH_SECONDS = 60.0
@@ -91,8 +95,8 @@ class Sampler:
         self._finalising = asyncio.Lock()
         self._changed = asyncio.Event()
         """Something has changed since the last claim that may have made work."""
-        self._news = True
-        """Something has changed since groups to finalise were last looked for."""
+        self._has_ended = asyncio.Event()
+        """A trajectory has ended, and may have completed its group."""
         self._look_at = 0.0
         """When new groups are looked for at the latest (``time.monotonic``)."""
         self.scored = 0
@@ -100,7 +104,7 @@ class Sampler:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Sample until done or stopped; what is still held then is finished or handed back."""
-        jobs = (self._heartbeats(), self._housekeeping(), self._watch())
+        jobs = (self._heartbeats(), self._finalise(), self._housekeeping(), self._watch())
         helpers = [asyncio.create_task(job) for job in jobs]
         for helper in helpers:
             helper.add_done_callback(self._helper_ended)
@@ -172,7 +176,7 @@ class Sampler:
         if task.cancelled():
             return
         self._running.pop(task, None)
-        self._news = True
+        self._has_ended.set()
         self._changed.set()
         if task.exception() is not None:
             self._error = task.exception()
@@ -212,9 +216,6 @@ class Sampler:
             raise
 
     async def _nothing_is_left(self) -> bool:
-        if self._news:
-            self._news = False
-            await self._finalise_waiting()
         tasks, split = self._store.tasks, self._config.split
         following = await self._following_epoch()  # before the tasks: one that opens now has open ones
         if await tasks.any_in(split, TaskStatus.CREATED, TaskStatus.RUNNING, TaskStatus.WAITING):
@@ -245,9 +246,22 @@ class Sampler:
         following = max(epochs, default=self._config.plan.epochs) + 1
         return following if following < self._config.plan.epochs else None
 
-    async def _finalise_waiting(self) -> None:
+    async def _finalise(self) -> None:
+        """Finalise each group at once that this sampler's trajectories complete."""
+        while True:
+            await self._has_ended.wait()
+            self._has_ended.clear()
+            try:
+                await self._finalise_completed()
+            except StoreAwayError:
+                raise
+            except StoreError as error:
+                logger.warning("a group will be finalised later", extra={"why": error.message})
+
+    async def _finalise_completed(self) -> None:
         async with self._finalising:
-            await self._finaliser.run_waiting()
+            if await self._finaliser.run_completed():
+                self._changed.set()
 
     async def _heartbeats(self) -> None:
         """Renew every lease of this sampler; a trajectory whose claim is lost is given up."""
@@ -277,12 +291,13 @@ class Sampler:
     async def _housekeeping(self) -> None:
         """What any sampler does for all: expired leases, waiting groups, the next epoch."""
         while True:
-            await asyncio.sleep(HOUSEKEEPING_SECONDS)
-            await self._store.wait_for_change("Task", timeout=4 * HOUSEKEEPING_SECONDS)
+            await asyncio.sleep(HOUSEKEEPING_SECONDS * random.uniform(1, 2))
             try:
                 freed = await self._store.claims.reap(self._config.split, self._config.claims.max_attempts)
-                await self._finalise_waiting()
-                if await self._open_next_epoch() or freed:
+                await self._finalise_completed()
+                async with self._finalising:
+                    swept = await self._finaliser.run_waiting(SWEEP_SECONDS)
+                if await self._open_next_epoch() or freed or swept:
                     self._changed.set()
             except StoreAwayError:
                 raise
@@ -293,7 +308,6 @@ class Sampler:
         """Tell of changes that may have made work: what a Task, its data, a step or a version became."""
         while True:
             if await self._store.wait_for_change(*_WATCHED, timeout=_WATCH_SECONDS):
-                self._news = True
                 self._changed.set()
                 await asyncio.sleep(_REST_SECONDS)
 
@@ -311,7 +325,7 @@ class Sampler:
             await asyncio.wait(list(left), timeout=_CANCEL_SECONDS)
         self._running.clear()
         if await self._bounded(self._release(list(left.values()))):
-            await self._bounded(self._finalise_waiting())
+            await self._bounded(self._finalise_completed())
 
     async def _bounded(self, work: Coroutine[Any, Any, None]) -> bool:
         """Do ``work`` within ``_RELEASE_SECONDS``; False where it failed or took longer."""

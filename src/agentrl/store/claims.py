@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pymongo import ReturnDocument, UpdateOne
+from pymongo import ASCENDING, ReturnDocument, UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import PyMongoError
 
@@ -96,12 +96,13 @@ class Claims(Scores, Releases):
             return task
 
         task = await self._connection.transaction(write)
+        self.completed.note(task.split, task.id, task.status)
         return next(slot.status for slot in task.slots if slot.traj_id == claim.traj_id)
 
     @database_call
     async def reap(self, split: str, max_attempts: int = _MAX_ATTEMPTS) -> int:
         """Free every slot whose lease ran out, or fail it at ``max_attempts``; returns how many."""
-        query = {"split": split, "status": TaskStatus.RUNNING.value, **slots.any_slot(slots.EXPIRED)}
+        query = {"split": split, "status": TaskStatus.RUNNING.value, **slots.overdue(slots.EXPIRED)}
         expired = [Task.from_document(document) async for document in self._collection(TASK).find(query)]
         freed = 0
         for task in expired:
@@ -175,7 +176,7 @@ class Claims(Scores, Releases):
     async def _take_over(self, wish: _Wish) -> list[Claim]:
         """A slot whose lease ran out; the Record of the attempt before fails with it."""
         expired = slots.expired(wish.max_attempts)
-        query = {"split": wish.split, "status": TaskStatus.RUNNING.value, **slots.any_slot(expired)}
+        query = {"split": wish.split, "status": TaskStatus.RUNNING.value, **slots.overdue(expired)}
         update = slots.claim_slots(expired, [wish.owner], wish.lease_seconds)
         tasks = self._collection(TASK)
         if await tasks.find_one(query, {"_id": 1}) is None:
@@ -183,8 +184,9 @@ class Claims(Scores, Releases):
 
         async def write(session: AsyncClientSession) -> list[Claim]:
             found = await tasks.find_one_and_update(
-                query, update, sort=BY_ORDER, return_document=ReturnDocument.AFTER, session=session
-            )
+                query, update, sort=[(slots.LEASE_DEADLINE, ASCENDING)],
+                return_document=ReturnDocument.AFTER, session=session,
+            )  # fmt: skip
             if found is None:
                 return []
             (claim,) = _claims_of(found, [wish.owner])
@@ -212,14 +214,20 @@ class Claims(Scores, Releases):
         fields = {**FREE, "status": _failed_or_open(max_attempts)}
         failure = Failure(kind="lease", message=f"the lease of {claim.owner} ran out")
 
-        async def write(session: AsyncClientSession) -> int:
-            update = slots.change_slot(claim, fields)
-            result = await self._collection(TASK).update_one(query, update, session=session)
-            if result.matched_count:
+        async def write(session: AsyncClientSession) -> Json | None:
+            task = await self._collection(TASK).find_one_and_update(
+                query, slots.change_slot(claim, fields), {"status": 1}, session=session,
+                return_document=ReturnDocument.AFTER,
+            )  # fmt: skip
+            if task is not None:
                 await end_record(self._connection, claim, failure, session)
-            return result.matched_count
+            return task
 
-        return await self._connection.transaction(write)
+        task = await self._connection.transaction(write)
+        if task is None:
+            return 0
+        self.completed.note(claim.task.split, claim.task.id, TaskStatus(task["status"]))
+        return 1
 
 
 def _failed_or_open(max_attempts: int) -> Json:

@@ -50,9 +50,10 @@ class Groups(Part):
     """The calls on groups: a Task, its Records and the data made from them."""
 
     @database_call
-    async def waiting_groups(self, split: str, limit: int = 16) -> list[str]:
-        """``_id`` of Tasks that are complete and not finalised, in their order."""
-        query = {"split": split, "status": TaskStatus.WAITING.value}
+    async def waiting_groups(self, split: str, limit: int = 16, waiting_seconds: float = 0.0) -> list[str]:
+        """``_id`` of Tasks that have been complete, but not finalised, for ``waiting_seconds``, in order."""
+        since = {"$lte": ["$updated_at", slots.after(-waiting_seconds)]}
+        query: Json = {"split": split, "status": TaskStatus.WAITING.value, "$expr": since}
         cursor = self._collection(TASK).find(
             query, {"_id": 1}, sort=[("epoch", ASCENDING), ("order", ASCENDING)], limit=limit
         )

@@ -13,6 +13,7 @@ from agentrl.store.connection import Json
 from agentrl.store.names import CALL, DATA, RECORD, SERVICE, STEP, TASK, VERSION
 from agentrl.store.runs import prepare_gate
 from agentrl.store.schema import VALIDATORS
+from agentrl.store.slots import LEASE_DEADLINE
 from agentrl.store.views import VIEWS
 
 __all__ = ["INDEXES", "VALIDATORS", "prepare"]
@@ -34,6 +35,7 @@ INDEXES: dict[str, list[IndexModel]] = {
     TASK: [
         _index("split", "status", "epoch", "order"),
         _index("split", "status", "slots.status", "epoch", "order"),
+        _index("split", "status", LEASE_DEADLINE),
         _index("split", "epoch", "order"),
         _index("split", "status", "group.counted_at_step", "group.finalised_at"),
         _index("group.counted_at_step", where={"group.counted_at_step": {"$gt": 0}}),

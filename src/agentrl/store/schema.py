@@ -18,6 +18,7 @@ from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, TrainStep
 from agentrl.store.connection import Json
 from agentrl.store.names import CALL, DATA, GATE, LEASE, RECORD, RUN, SERVICE, STEP, TASK, VERSION
+from agentrl.store.slots import LEASE_DEADLINE
 
 _PLAIN: dict[Any, tuple[str, list[str]]] = {
     str: ("text", ["string"]),
@@ -104,6 +105,9 @@ _LAST_CLAIM = _extra(
         },
     },
 )  # fmt: skip
+_LEASE_DEADLINE = _extra(
+    f"Task.{LEASE_DEADLINE}", "when the first lease of its slots runs out", bsonType=["date", "null"]
+)
 _RUN = {
     "_id": _extra("Run._id", f"one of {SCHEMA}", enum=[SCHEMA]),
     "version": _extra(
@@ -114,7 +118,7 @@ _RUN = {
 VALIDATORS: dict[str, Json] = {
     name: {"$jsonSchema": schema}
     for name, schema in {
-        TASK: _object(Task, last_claim=_LAST_CLAIM),
+        TASK: _object(Task, last_claim=_LAST_CLAIM, **{LEASE_DEADLINE: _LEASE_DEADLINE}),
         RECORD: _object(Record),
         CALL: _object(DispatchedSamplingTask, packed_in_gridfs=_in_gridfs(DispatchedSamplingTask)),
         DATA: _object(DBRecordData, packed_in_gridfs=_in_gridfs(DBRecordData)),

@@ -15,6 +15,7 @@ from agentrl.documents.task import Claim
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store import slots
 from agentrl.store.combining import Combiner
+from agentrl.store.completed import CompletedGroups
 from agentrl.store.connection import Connection, Json, Part, database_call
 from agentrl.store.leases import lease_lost
 from agentrl.store.names import RECORD, TASK
@@ -64,6 +65,8 @@ class Scores(Part):
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
         self._scoring = Combiner(self._score_together, self._score)
+        self.completed = CompletedGroups()
+        """The groups that scores and failures of this process completed."""
 
     @database_call
     async def score(self, claim: Claim, score: float, details: dict[str, Any] | None = None) -> TaskStatus:
@@ -89,12 +92,14 @@ class Scores(Part):
             return TaskStatus(task["status"])
 
         try:
-            return await self._connection.transaction(write)
+            status = await self._connection.transaction(write)
         except LeaseLostError:
             scored = await self._scored_already(claim)
             if scored is None:
                 raise
-            return scored
+            status = scored
+        self.completed.note(claim.task.split, claim.task.id, status)
+        return status
 
     async def _score_together(self, scores: Sequence[_Score]) -> list[TaskStatus] | None:
         slots_scored, records_scored = [score.slot for score in scores], [score.record for score in scores]
@@ -112,6 +117,8 @@ class Scores(Part):
         statuses = await self._connection.transaction(write)
         if statuses is None:
             return None
+        for task in {score.claim.task.id: score.claim.task for score in scores}.values():
+            self.completed.note(task.split, task.id, statuses[task.id])
         last = {score.claim.task.id: place for place, score in enumerate(scores)}
         return [
             statuses[task] if place == last[task] else TaskStatus.RUNNING

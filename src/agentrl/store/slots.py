@@ -1,4 +1,4 @@
-"""Pipeline expressions that change one slot of a Task and derive the Task's status in the same write.
+"""Pipeline expressions that change one slot of a Task and derive its status and lease deadline with it.
 
 Times are the server's (``$$NOW``). Every value that comes from outside goes through ``$literal``, so that no
 text can be read as an expression.
@@ -13,6 +13,8 @@ from agentrl.documents.status import SlotStatus, TaskStatus
 from agentrl.documents.task import Claim
 
 Json = dict[str, Any]
+LEASE_DEADLINE = "lease_deadline"
+"""The field of a Task that says when the first lease of its slots runs out; null where none is running."""
 _TERMINAL = [SlotStatus.SCORED.value, SlotStatus.FAILED.value]
 ATTEMPTS: Json = {"$subtract": ["$$slot.attempt", {"$ifNull": ["$$slot.released", 0]}]}
 """Attempts of ``$$slot`` that count towards ``max_attempts``."""
@@ -61,6 +63,15 @@ def any_slot(condition: Json) -> Json:
     return {"$expr": {"$anyElementTrue": [matches]}}
 
 
+def overdue(condition: Json) -> Json:
+    """A filter: a lease has run out, and some slot fulfils ``condition``. It uses an index on LEASE_DEADLINE.
+
+    A Task without a deadline passes the first part: the second decides.
+    """
+    passed = {"$lte": [f"${LEASE_DEADLINE}", "$$NOW"]}
+    return {"$expr": {"$and": [passed, any_slot(condition)["$expr"]]}}
+
+
 def claim_slots(condition: Json, owners: Sequence[str], lease_seconds: float) -> list[Json]:
     """Update: give the first slots that fulfil ``condition`` to ``owners``, one each, as many as there are.
 
@@ -106,7 +117,7 @@ def change_slots(condition: Json, fields: Json) -> list[Json]:
 def renew_lease(claim: Claim, lease_seconds: float) -> list[Json]:
     """Update: let the claim's lease run for ``lease_seconds`` from now."""
     fields = {"lease_expires_at": after(lease_seconds)}
-    return [{"$set": {"slots": _map_slots(_is_claimed(claim), fields)}}]
+    return [{"$set": {"slots": _map_slots(_is_claimed(claim), fields)}}, _derive_deadline()]
 
 
 def held(claim: Claim) -> Json:
@@ -147,4 +158,11 @@ def _map_slots(condition: Json, fields: Json) -> Json:
 def _derive_status() -> list[Json]:
     terminal = {"$map": {"input": "$slots", "as": "slot", "in": {"$in": ["$$slot.status", _TERMINAL]}}}
     status = {"$cond": [{"$allElementsTrue": [terminal]}, TaskStatus.WAITING.value, TaskStatus.RUNNING.value]}
-    return [{"$set": {"status": status, "updated_at": "$$NOW"}}]
+    return [{"$set": {"status": status, "updated_at": "$$NOW"}}, _derive_deadline()]
+
+
+def _derive_deadline() -> Json:
+    running = {"$eq": ["$$slot.status", SlotStatus.RUNNING.value]}
+    leased = {"$filter": {"input": "$slots", "as": "slot", "cond": running}}
+    ends = {"$map": {"input": leased, "as": "slot", "in": "$$slot.lease_expires_at"}}
+    return {"$set": {LEASE_DEADLINE: {"$min": ends}}}

@@ -63,7 +63,9 @@ async def expire(store: Store, claim: Claim) -> None:
             },
         }
     }  # fmt: skip
-    await store.database["Task"].update_one({"_id": claim.task.id}, [{"$set": {"slots": slots}}])
+    await store.database["Task"].update_one(
+        {"_id": claim.task.id}, [{"$set": {"slots": slots, "lease_deadline": "$$NOW"}}]
+    )
 
 
 async def score(store: Store, claim: Claim, value: float = 1.0) -> TaskStatus:

@@ -116,6 +116,8 @@ async def everything_that_runs_in_a_loop(store: Store) -> None:
         await (
             claims.release(claim) if limit else claims.fail(claim, failure, max_attempts=3, backoff_seconds=9)
         )
+    for _ in range(2):
+        assert await claims.claim(split="train", owner="a", lease_seconds=60, max_groups_open=50) is not None
     await take_one(store, "dead", lease=0.0)
     await claims.reap("train")
     await take_one(store, "dead", lease=0.0)
@@ -156,6 +158,7 @@ async def test_every_query_that_runs_in_a_loop_uses_an_index(watched: Store) -> 
     for number in range(3):
         await complete(watched, number)
     await watched.tasks.load(make_tasks(40)[3:])
+    await watched.runs.acquire_trainer("t", "host", os.getpid(), 60)  # the first one reads earlier steps
     record(watched)
     for task_id in await watched.training.waiting_groups("train"):
         await watched.training.finalise_group(task_id, decide)
@@ -176,6 +179,34 @@ async def test_every_query_that_runs_in_a_loop_uses_an_index(watched: Store) -> 
         ("update", "Admission"),
     } <= explained
     assert len(explained) >= 18
+
+
+async def end_leases(store: Store, slot: int) -> None:
+    """The leases of this slot of two tasks have run out."""
+    async for task in store.database["Task"].find({"order": {"$in": [3, 9]}}):
+        ended = {f"slots.{slot}.lease_expires_at": task["created_at"], "lease_deadline": task["created_at"]}
+        await store.database["Task"].update_one({"_id": task["_id"]}, {"$set": ended})
+
+
+async def test_a_look_for_leases_that_ran_out_reads_no_task_whose_leases_run(watched: Store) -> None:
+    """However many groups are being sampled, ``reap`` and a take-over read what is overdue."""
+    await watched.tasks.load(make_tasks(40))
+    for _ in range(40 * 2):
+        await take_one(watched, "alive", lease=600)
+    await end_leases(watched, 0)
+    record(watched)
+    assert await watched.claims.reap("train") == 2
+    await take_one(watched, "other", lease=600)
+    await take_one(watched, "other", lease=600)
+    await end_leases(watched, 1)
+    assert (await take_one(watched, "heir", lease=600)).attempt == 2
+    COMMANDS.database = None
+    await end_leases(watched, 1)
+    looks = [query for query in queries() if "lease_deadline" in str(query.get("filter", query.get("query")))]
+    assert {next(iter(look)) for look in looks} == {"find", "findAndModify"}
+    for look in looks:
+        plan = await watched.database.command({"explain": look, "verbosity": "executionStats"})
+        assert 1 <= plan["executionStats"]["totalDocsExamined"] <= 2, look
 
 
 class NoWorker:
