@@ -4,13 +4,55 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
 from agentrl.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_allowed: ContextVar[set[str] | None] = ContextVar("agentrl_allowed_imports", default=None)
+
+
+def allow_imports(names: Iterable[str]) -> None:
+    """Import a path ``module:function`` only if it, its module or a package above it is among ``names``.
+
+    Further calls add names. Without any call, every path may be imported: names that come from a database
+    that others write must not decide what this process imports.
+    """
+    allowed = _allowed.get()
+    if allowed is None:
+        _allowed.set(set(names))
+    else:
+        allowed.update(names)
+
+
+def paths_among(names: Iterable[str]) -> frozenset[str]:
+    """Those of ``names`` that are paths ``module:function``."""
+    return frozenset(name for name in names if ":" in name)
+
+
+def is_importable(name: str) -> bool:
+    """Whether this process may import ``name``; a name that is no path is not imported."""
+    allowed = _allowed.get()
+    module = name.partition(":")[0]
+    if ":" not in name or allowed is None:
+        return True
+    parts = module.split(".")
+    packages = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+    return name in allowed or not packages.isdisjoint(allowed)
+
+
+def check_importable(name: str, kind: str = "function") -> None:
+    """ConfigError unless this process may import ``name``."""
+    if not is_importable(name):
+        raise ConfigError(
+            f"the {kind} {name!r} is of a module that this process may not import",
+            cure=f"if you trust it: --allowed_modules {name.partition(':')[0]}, or load the task file that"
+            " names it with `agentrl tasks load` as a user who may write Run",
+        )
 
 
 class Extensions(Generic[F]):
@@ -44,6 +86,7 @@ class Extensions(Generic[F]):
         if name in self._registered:
             return self._registered[name]
         if ":" in name:
+            check_importable(name, self._kind)
             return self._from_path(name)
         for point in entry_points(group=self._group, name=name):
             loaded: F = point.load()

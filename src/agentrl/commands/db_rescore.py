@@ -68,15 +68,18 @@ class _Run:
 async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Score, write and print a table; 1 if some Records could not be scored."""
     from agentrl.documents.status import RecordStatus
+    from agentrl.extensions import allow_imports
     from agentrl.observe.tables import stdout_console
     from agentrl.scoring.registry import get_scorer
     from agentrl.store.client import open_existing
     from agentrl.store.rescoring import SCORED, Rescoring
 
+    allow_imports({arguments.scorer} if arguments.scorer else {})
     if arguments.scorer is not None:
         get_scorer(arguments.scorer)
     arguments.status = [RecordStatus(status) for status in arguments.status] or list(SCORED)
     async with await open_existing(run) as store:
+        allow_imports(await store.imports.paths())
         state = _Run(Rescoring(store.connection), arguments, asyncio.Semaphore(max(1, arguments.concurrency)))
         tasks = await state.rescoring.tasks(
             split=arguments.split, tasks=arguments.task, records=arguments.record, statuses=arguments.status

@@ -77,6 +77,15 @@ class TaskConfig:
     num_generations: int = flag(8, "trajectories per task: the size of a group")
     skip_bad_lines: bool = flag(False, "load the good lines of a file that has bad ones")
     shuffle_tasks: bool = flag(True, "shuffle each epoch's tasks by --seed")
+    allowed_modules: str = flag(
+        "", "modules or packages, separated by commas, whose functions tasks may name as module:function,"
+        " beside those that --train_file, --eval_file or a loaded task file names",
+    )  # fmt: skip
+
+    @property
+    def allowed_names(self) -> frozenset[str]:
+        """``--allowed_modules`` as a set."""
+        return frozenset(name.strip() for name in self.allowed_modules.split(",") if name.strip())
 
     def __post_init__(self) -> None:
         require_positive(self, "num_train_epochs", "num_generations")

@@ -14,6 +14,9 @@ from agentrl.documents.base import Root
 SCHEMA: Final = "schema"
 """``_id`` of ``{version}`` in ``Run``: the version of the database's shape. Administrators change it."""
 
+IMPORTS: Final = "imports"
+"""``_id`` of ``{paths}`` in ``Run``: the functions that loaded tasks name as ``module:function``."""
+
 ADMISSION: Final = "admission"
 """``_id`` of the ``Gate`` in ``Admission``."""
 
@@ -29,6 +32,7 @@ class RunFact(Root):
     version: int | None = None
     importing: bool | None = None
     """True while an import goes on."""
+    paths: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

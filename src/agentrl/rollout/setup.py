@@ -24,6 +24,7 @@ from agentrl.config.schema import (
 from agentrl.documents.service import InferenceService
 from agentrl.documents.task_file import read_tasks
 from agentrl.errors import ModelError
+from agentrl.extensions import allow_imports, paths_among
 from agentrl.inference.parsers import get_parser
 from agentrl.inference.router import EngineRouter
 from agentrl.inference.sampling import SamplingParams
@@ -85,10 +86,19 @@ async def live_engines(
     return [item for item in services if version is None or item.policy_version == version]
 
 
+async def allow_configured_imports(store: Store, configs: Configs) -> None:
+    """Import from now on what the flags and the run's list name, whatever Task documents name."""
+    allow_imports(configs[TaskConfig].allowed_names | {configs[AgentConfig].agent_name})
+    allow_imports(await store.imports.paths())
+
+
 async def load_tasks(
     store: Store, run: RunConfig, tasks: TaskConfig, path: str, *, split: str, num_generations: int
 ) -> None:
-    """Load a task file into ``split``; loading it again changes nothing, a changed file is refused."""
+    """Load a task file into ``split``; loading it again changes nothing, a changed file is refused.
+
+    What the file names may be imported here; by other processes of the run, where this user may say so.
+    """
     result = await asyncio.to_thread(
         read_tasks,
         Path(path),
@@ -103,6 +113,9 @@ async def load_tasks(
     for warning in result.warnings:
         logger.warning("%s", warning)
     loaded = await store.tasks.load(result.tasks)
+    paths = paths_among((*result.names.get("scorer", ()), *result.names.get("agent_name", ())))
+    allow_imports(paths)
+    await store.imports.add(paths)
     logger.info(
         "tasks loaded",
         extra={
@@ -120,6 +133,7 @@ async def open_worker(
 ) -> AsyncIterator[tuple[Worker, EngineRouter]]:
     """A worker with everything that it needs; with ``version`` it uses engines that serve it."""
     agent, sampling, engine = configs[AgentConfig], configs[SamplingConfig], configs[EngineConfig]
+    await allow_configured_imports(store, configs)
     get_agent(agent.agent_name)
     parser = get_parser(agent.tool_call_parser)
     renderer = await open_renderer(store, configs[ModelConfig])

@@ -10,6 +10,7 @@ from agentrl.config.load import CommandParser
 from agentrl.config.schema import RunConfig
 from agentrl.documents.task_file import read_tasks
 from agentrl.errors import ConfigError
+from agentrl.extensions import paths_among
 from agentrl.observe.untrusted import clean
 
 
@@ -56,6 +57,10 @@ async def _load(arguments: argparse.Namespace) -> int:
         print(f"warning  {warning}")
     async with await open_store(_run(arguments)) as store:
         loaded = await store.tasks.load(result.tasks, update=arguments.update)
+        paths = paths_among((*result.names.get("scorer", ()), *result.names.get("agent_name", ())))
+        if not await store.imports.add(paths):
+            modules = ",".join(sorted({path.partition(":")[0] for path in paths}))
+            print(f"warning  this user may not write Run: start samplers with --allowed_modules {modules}")
     for reason in result.skipped:
         print(f"skipped  {reason}")
     for task_id in loaded.left:

@@ -14,6 +14,7 @@ from agentrl.documents.record import Failure
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim
 from agentrl.errors import ConfigError, FailureError, LeaseLostError, StoreError
+from agentrl.extensions import allow_imports, is_importable
 from agentrl.inference.parsers import ToolCallParser
 from agentrl.inference.sampling import SamplingParams
 from agentrl.rollout.agents import get_agent
@@ -80,7 +81,10 @@ class Worker:
 
     async def _converse(self, claim: Claim) -> tuple[Rollout, Outcome]:
         await self.store.records.create(claim)
-        agent = get_agent(claim.task.agent_name or self.agent.agent_name)
+        agent_name = claim.task.agent_name or self.agent.agent_name
+        if not all(map(is_importable, (agent_name, claim.task.scorer))):
+            allow_imports(await self.store.imports.paths())  # loaded after this process began
+        agent = get_agent(agent_name)
         await self._advance(claim, RecordStatus.RUNNING)
         schemas = await self.tools.schemas(claim.task.tools)
 

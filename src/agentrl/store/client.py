@@ -19,6 +19,7 @@ from agentrl.store.claims import Claims
 from agentrl.store.connection import Connection
 from agentrl.store.dispatches import Dispatches
 from agentrl.store.embedded import EmbeddedMongo
+from agentrl.store.imports import Imports
 from agentrl.store.migrate import check_version, open_schema
 from agentrl.store.names import TASK
 from agentrl.store.policies import Policies
@@ -47,6 +48,7 @@ class Store:
         self.policies = Policies(connection)
         self.services = Services(connection)
         self.runs = Runs(connection)
+        self.imports = Imports(connection)
         self._changes = Changes(connection)
 
     @property

@@ -10,7 +10,7 @@ from typing import Final
 from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import DuplicateKeyError
 
-from agentrl.documents.run import ADMISSION, SCHEMA, TRAINER
+from agentrl.documents.run import ADMISSION, IMPORTS, SCHEMA, TRAINER
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.errors import StoreError
 from agentrl.store.connection import Connection, Json, Part, database_call
@@ -50,8 +50,15 @@ async def released_records(database: AsyncDatabase[Json]) -> int:
 
 
 async def moved_gate_and_lease(database: AsyncDatabase[Json]) -> int:
-    """2 → 3: the gate and the trainer's lease leave ``Run``, which only administrators may write."""
+    """2 → 3: the gate and the trainer's lease leave ``Run``, which only administrators may write.
+
+    The functions that tasks name enter it, so that samplers go on importing them.
+    """
     moved = 0
+    named = [name for field in ("scorer", "agent_name") for name in await database[TASK].distinct(field)]
+    paths = sorted({name for name in named if isinstance(name, str) and ":" in name})
+    if paths:
+        await database[RUN].update_one({"_id": IMPORTS}, {"$set": {"paths": paths}}, upsert=True)
     for key, target in ((ADMISSION, GATE), (TRAINER, LEASE)):
         document = await database[RUN].find_one({"_id": key})
         if document is not None:

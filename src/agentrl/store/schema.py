@@ -12,7 +12,7 @@ from agentrl.documents.base import Document, Root
 from agentrl.documents.dispatch import DispatchedSamplingTask
 from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.record import Record
-from agentrl.documents.run import SCHEMA, Gate, RunFact, TrainerLease
+from agentrl.documents.run import IMPORTS, SCHEMA, Gate, RunFact, TrainerLease
 from agentrl.documents.service import InferenceService
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, TrainStep
@@ -109,7 +109,7 @@ _LEASE_DEADLINE = _extra(
     f"Task.{LEASE_DEADLINE}", "when the first lease of its slots runs out", bsonType=["date", "null"]
 )
 _RUN = {
-    "_id": _extra("Run._id", f"one of {SCHEMA}", enum=[SCHEMA]),
+    "_id": _extra("Run._id", f"one of {SCHEMA}, {IMPORTS}", enum=[SCHEMA, IMPORTS]),
     "version": _extra(
         "Run.version", "the version of the database's shape", bsonType=["int", "long"], minimum=1
     ),
