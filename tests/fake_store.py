@@ -63,8 +63,8 @@ class _Part:
 
 
 class _Tasks(_Part):
-    async def epochs(self, split: str) -> list[int]:
-        return self.store.opened_epochs
+    async def next_epoch(self, split: str, epochs: int) -> int | None:
+        return next((epoch for epoch in range(epochs) if epoch not in self.store.opened_epochs), None)
 
     async def unfinished(self, split: str) -> int:
         return self.store.unfinished_groups

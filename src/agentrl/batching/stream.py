@@ -176,10 +176,9 @@ class DataStream:
         return StepData(groups, weighed, is_rest)
 
     async def _sampling_finished(self) -> bool:
-        """True when every epoch has been opened and each of its groups is finalised."""
+        """True when every epoch holds every task and each of its groups is finalised."""
         split = self._settings.split
-        epochs = await self._store.tasks.epochs(split)
-        if len(epochs) < self._settings.num_epochs:
+        if await self._store.tasks.next_epoch(split, self._settings.num_epochs) is not None:
             return False
         return await self._store.tasks.unfinished(split) == 0
 

@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import Final
 
 from agentrl.documents.base import Root
+from agentrl.documents.status import EpochStatus
 
 SCHEMA: Final = "schema"
 """``_id`` of ``{version}`` in ``Run``: the version of the database's shape. Administrators change it."""
@@ -44,6 +45,31 @@ class Gate(Root):
 
     id: str = ADMISSION
     opened: int = 0
+
+
+def epoch_key(split: str, epoch: int) -> str:
+    """The ``_id`` of an ``EpochOpening``."""
+    return f"{split}/{epoch}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochOpening(Root):
+    """One epoch of one split: whether it holds every task, and the process that inserts them.
+
+    Epoch 0 is what was loaded; each later epoch copies it. Whoever continues an opening uses the stored
+    ``seed``, ``shuffle`` and ``num_generations``. ``attempt`` fences the owners before.
+    """
+
+    id: str
+    status: EpochStatus = EpochStatus.OPENING
+    tasks: int = 0
+    """Tasks that it holds once it is open; while it is opening, as many as are expected."""
+    attempt: int = 0
+    owner: str | None = None
+    lease_expires_at: datetime | None = None
+    seed: int | None = None
+    shuffle: bool | None = None
+    num_generations: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,13 @@ from typing import TypeVar
 _State = TypeVar("_State", bound=StrEnum)
 
 
+class EpochStatus(StrEnum):
+    """One epoch of a split."""
+
+    OPENING = "opening"  # its tasks are being inserted; they may be claimed already
+    OPEN = "open"  # it holds every task; → OPENING when tasks are added later
+
+
 class TaskStatus(StrEnum):
     """A Task is one group: its slots are the group's generations."""
 

@@ -41,6 +41,9 @@ LAG_SECONDS = 1.0
 _REST_SECONDS = 0.25
 """Changes that come within this time wake a sampler once."""
 
+LOAD_WARNING_SECONDS = 60.0
+"""How often, at most, a sampler warns that the tasks are not loaded to the end."""
+
 GRACE_SECONDS = 5.0
 """How long trajectories may still finish once the sampler is told to stop."""
 
@@ -99,6 +102,8 @@ class Sampler:
         """A trajectory has ended, and may have completed its group."""
         self._look_at = 0.0
         """When new groups are looked for at the latest (``time.monotonic``)."""
+        self._warn_at = time.monotonic() + POLL_SECONDS
+        """When the next warning about tasks that are not loaded may be logged (``time.monotonic``)."""
         self.scored = 0
         """Trajectories that this sampler has scored."""
 
@@ -227,7 +232,7 @@ class Sampler:
         return following is None
 
     async def _open_next_epoch(self) -> bool:
-        """Open the next epoch once no task waits for its first claim; True if this did."""
+        """Open or complete the next epoch once no task waits for its first claim; True if any was added."""
         plan, split = self._config.plan, self._config.split
         if await self._store.tasks.any_in(split, TaskStatus.CREATED):
             return False
@@ -237,14 +242,20 @@ class Sampler:
         opened = await self._store.tasks.open_epoch(
             split, following, plan.seed, plan.num_generations, plan.shuffle
         )
-        logger.info("epoch opened", extra={"epoch": following, "tasks": opened})
-        return True
+        if opened:
+            logger.info("epoch opened", extra={"epoch": following, "tasks": opened})
+        return opened > 0
 
     async def _following_epoch(self) -> int | None:
-        """The next epoch to open; None where all of the plan are open."""
-        epochs = await self._store.tasks.epochs(self._config.split)
-        following = max(epochs, default=self._config.plan.epochs) + 1
-        return following if following < self._config.plan.epochs else None
+        """The first epoch that does not hold every task; None where all of the plan do."""
+        following = await self._store.tasks.next_epoch(self._config.split, self._config.plan.epochs)
+        if following == 0 and time.monotonic() >= self._warn_at:
+            self._warn_at = time.monotonic() + LOAD_WARNING_SECONDS
+            logger.warning(
+                "the tasks of split %s are not loaded to the end: this sampler waits for the rest; if no"
+                " process is loading them, run: agentrl tasks load FILE", self._config.split,
+            )  # fmt: skip
+        return following
 
     async def _finalise(self) -> None:
         """Finalise each group at once that this sampler's trajectories complete."""

@@ -15,9 +15,11 @@ RUN: Final = "Run"
 """Facts about the run that only administrators change."""
 GATE: Final = "Admission"
 """What samplers write to admit groups."""
+EPOCH: Final = "Epoch"
+"""What samplers write to open epochs."""
 LEASE: Final = "TrainerLease"
 """What trainers write to exclude each other."""
-COLLECTIONS: Final = (TASK, RECORD, CALL, DATA, VERSION, SERVICE, STEP, RUN, GATE, LEASE)
+COLLECTIONS: Final = (TASK, RECORD, CALL, DATA, VERSION, SERVICE, STEP, RUN, GATE, EPOCH, LEASE)
 
 SCHEMA_VERSION: Final = 3
 """Version of the shape that this code reads and writes. A database without one in ``Run`` has version 1."""

@@ -12,12 +12,12 @@ from agentrl.documents.base import Document, Root
 from agentrl.documents.dispatch import DispatchedSamplingTask
 from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.record import Record
-from agentrl.documents.run import IMPORTS, SCHEMA, Gate, RunFact, TrainerLease
+from agentrl.documents.run import IMPORTS, SCHEMA, EpochOpening, Gate, RunFact, TrainerLease
 from agentrl.documents.service import InferenceService
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, TrainStep
 from agentrl.store.connection import Json
-from agentrl.store.names import CALL, DATA, GATE, LEASE, RECORD, RUN, SERVICE, STEP, TASK, VERSION
+from agentrl.store.names import CALL, DATA, EPOCH, GATE, LEASE, RECORD, RUN, SERVICE, STEP, TASK, VERSION
 from agentrl.store.slots import LEASE_DEADLINE
 
 _PLAIN: dict[Any, tuple[str, list[str]]] = {
@@ -127,6 +127,7 @@ VALIDATORS: dict[str, Json] = {
         STEP: _object(TrainStep),
         RUN: _object(RunFact, **_RUN),
         GATE: _object(Gate),
+        EPOCH: _object(EpochOpening),
         LEASE: _object(TrainerLease),
     }.items()
 }

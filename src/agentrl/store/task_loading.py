@@ -16,7 +16,8 @@ from agentrl.documents.base import now, plain
 from agentrl.documents.status import SlotStatus, TaskStatus
 from agentrl.documents.task import Task, task_key
 from agentrl.errors import TaskFileError
-from agentrl.store.connection import Json, Part, database_call
+from agentrl.store.connection import Connection, Json, Part, database_call
+from agentrl.store.epochs import Epochs, LoadLease
 from agentrl.store.names import TASK
 
 _BATCH = 1000
@@ -82,23 +83,37 @@ class _Comparison:
 class TaskLoading(Part):
     """Loads tasks in batches: memory is bounded, whatever the number and the size of the tasks."""
 
+    def __init__(self, connection: Connection, epochs: Epochs) -> None:
+        super().__init__(connection)
+        self._epochs_of_run = epochs
+
     async def load(self, tasks: Sequence[Task], *, update: bool = False) -> LoadResult:
         """Insert what is missing; see ``Tasks.load``. Nothing is written where a changed task is refused."""
+        if not tasks:
+            return LoadResult(0, 0)
         found = await self._compare(tasks, range(len(tasks)))
         if not update:
             found.refuse_changed()
         changed = found.changed[:]
         inserted = 0
-        for batch in _batches(tasks, found.missing):
-            written = await self._insert([task for _, task in batch])
-            inserted += written
-            if written < len(batch):  # others load too: their texts may differ
-                raced = await self._compare(tasks, [place for place, _ in batch])
+        split, epoch = tasks[0].split, tasks[0].epoch
+        if found.missing or not await self._epochs_of_run.is_loaded(split, epoch):
+            async with self._epochs_of_run.loading(split, epoch) as lease:
+                again = await self._compare(tasks, found.missing)  # others may have loaded meanwhile
                 if not update:
-                    raced.refuse_changed()
-                changed.extend(raced.changed)
+                    again.refuse_changed()
+                changed.extend(again.changed)
+                inserted = await self._insert_all(tasks, again.missing, lease)
         updated, left = await self._update_all(tasks, changed)
         return LoadResult(inserted, len(tasks) - inserted, updated, left)
+
+    async def _insert_all(self, tasks: Sequence[Task], missing: Sequence[int], lease: LoadLease) -> int:
+        await lease.expect(len(missing))
+        inserted = 0
+        for batch in _batches(tasks, missing):
+            inserted += await self._insert([task for _, task in batch])
+            await lease.renew()
+        return inserted
 
     async def _compare(self, tasks: Sequence[Task], places: Sequence[int]) -> _Comparison:
         found = _Comparison()

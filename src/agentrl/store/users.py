@@ -18,6 +18,7 @@ from agentrl.store.names import (
     CALL,
     COLLECTIONS,
     DATA,
+    EPOCH,
     GATE,
     LEASE,
     RECORD,
@@ -45,8 +46,8 @@ def _packed(collection: str) -> dict[str, list[str]]:
 
 ROLES: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
     "agentrl_sampler": {
-        TASK: _CHANGE, RECORD: _CHANGE, CALL: _ADD, DATA: _ADD, GATE: _CHANGE, **_packed(CALL),
-        **_packed(DATA),
+        TASK: _CHANGE, RECORD: _CHANGE, CALL: _ADD, DATA: _ADD, GATE: _CHANGE, EPOCH: _CHANGE,
+        **_packed(CALL), **_packed(DATA),
     },
     "agentrl_trainer": {
         TASK: ["update"], RECORD: ["update"], DATA: ["update"], STEP: _CHANGE, VERSION: _CHANGE,

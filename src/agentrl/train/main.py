@@ -226,11 +226,10 @@ async def _total_steps(store: Store, configs: Configs) -> int | None:
     tasks, train = configs[TaskConfig], configs[TrainConfig]
     if train.max_steps > 0:
         return train.max_steps
-    epochs = len(await store.tasks.epochs("train"))
-    if epochs == 0:
+    per_epoch = await store.tasks.epoch_size("train")
+    if per_epoch == 0:
         return None
-    per_epoch = sum((await store.tasks.counts("train")).values()) / epochs
-    return max(1, int(per_epoch * tasks.num_train_epochs / train.groups_per_step))
+    return max(1, per_epoch * tasks.num_train_epochs // train.groups_per_step)
 
 
 def _parameters(configs: Configs) -> dict[str, Any]:
