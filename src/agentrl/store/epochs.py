@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import random
 import time
@@ -11,7 +12,7 @@ from contextlib import asynccontextmanager
 
 from agentrl.documents.run import EpochOpening, epoch_key
 from agentrl.documents.status import EpochStatus, TaskStatus
-from agentrl.documents.task import Slot, task_key
+from agentrl.documents.task import Slot, Task, task_key
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store import slots
 from agentrl.store.connection import Connection, Json, Part, database_call
@@ -25,6 +26,8 @@ LOAD_WAIT_SECONDS = 600.0
 
 _BATCH = 1000
 _POLL_SECONDS = 0.25
+_FIELDS: Json = {"_id" if field.name == "id" else field.name: 1 for field in dataclasses.fields(Task)}
+"""What a copy takes over: nothing that claims add."""
 
 
 class Epochs(Part):
@@ -165,7 +168,7 @@ class Epochs(Part):
         }
         pipeline: list[Json] = [
             {"$match": {"_id": {"$in": [task_key(split, 0, task_id) for task_id in ids]}}},
-            {"$unset": "last_claim"},
+            {"$project": _FIELDS},
             {"$set": fresh},
             {"$merge": {"into": TASK, "whenMatched": "keepExisting", "whenNotMatched": "insert"}},
         ]
