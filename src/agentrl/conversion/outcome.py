@@ -38,6 +38,10 @@ class GroupRules:
         config = GroupConfig(**{key: value for key, value in rules.items() if key in known})
         return cls(config=config, seed=int(rules.get("seed", 0)))
 
+    def to_store(self) -> dict[str, Any]:
+        """``Task.group.rules``."""
+        return {**asdict(self.config), "seed": self.seed}
+
     def decide(
         self,
         task: Task,
@@ -64,7 +68,7 @@ class GroupRules:
                 outcomes.append(_outcome(decision.record_id, RecordStatus.READY, decision.advantage))
             else:
                 outcomes.append(_outcome(decision.record_id, RecordStatus.ABANDONED, None, converted))
-        rules = {**asdict(self.config), "seed": self.seed}
+        rules = self.to_store()
         summary = {**summarise(scored, failed, len(data)), "rules": rules}
         return GroupOutcome(data=tuple(data), records=tuple(outcomes), summary=summary)
 

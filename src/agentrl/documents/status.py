@@ -110,9 +110,10 @@ TASK_EDGES: dict[TaskStatus, frozenset[TaskStatus]] = {
     TaskStatus.CREATED: frozenset({TaskStatus.RUNNING}),
     TaskStatus.RUNNING: frozenset({TaskStatus.WAITING}),
     TaskStatus.WAITING: frozenset({TaskStatus.COMPLETED, TaskStatus.RUNNING}),
-    TaskStatus.COMPLETED: frozenset({TaskStatus.RUNNING}),
+    TaskStatus.COMPLETED: frozenset({TaskStatus.RUNNING, TaskStatus.WAITING}),
 }
-"""``→ RUNNING`` from the two last is ``agentrl db reopen``."""
+"""``→ RUNNING`` from the two last is ``agentrl db reopen``. So is ``COMPLETED → WAITING``: a group that could
+not be finalised is tried again."""
 
 RECORD_EDGES: dict[RecordStatus, frozenset[RecordStatus]] = {
     RecordStatus.CREATED: frozenset({RecordStatus.RUNNING, RecordStatus.FAILED, RecordStatus.RELEASED}),

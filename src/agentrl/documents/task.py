@@ -56,7 +56,11 @@ class Task(Root):
     slots: tuple[Slot, ...] = ()
     group: dict[str, Any] | None = None
     """Set when the group is finalised: ``{scored, failed, mean_score, outcome, rules, finalised_at,
-    counted_at_step}``; the last is the step whose metrics count it."""
+    counted_at_step}``; the last is the step whose metrics count it.
+
+    A group that was given up has the outcome ``failed`` and ``problem``, which says why."""
+    finalising: dict[str, Any] | None = None
+    """``{attempts, problem, retry_at}`` of a group that could not be finalised so far."""
     created_at: datetime = field(default_factory=now)
     updated_at: datetime = field(default_factory=now)
     pruned_at: datetime | None = None

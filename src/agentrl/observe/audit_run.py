@@ -19,6 +19,7 @@ from agentrl.documents.training import TrainStep
 from agentrl.observe.live import number
 from agentrl.observe.tables import MISSING, age, fixed, table
 from agentrl.observe.untrusted import excerpt
+from agentrl.scoring.groups import FAILED
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -240,6 +241,12 @@ async def _failures(store: Store) -> list[FailureCount]:
         {"$sort": {"failure.at": 1}},
         {"$group": {"_id": "$failure.kind", "count": {"$sum": 1}, "message": {"$last": "$failure.message"}}},
         {"$sort": {"count": -1, "_id": 1}},
+    )
+    groups += await _aggregate(
+        store,
+        "Task",
+        {"$match": {"status": TaskStatus.COMPLETED.value, "group.outcome": FAILED}},
+        {"$group": {"_id": "group", "count": {"$sum": 1}, "message": {"$last": "$group.problem"}}},
     )
     return [
         FailureCount(kind=group["_id"] or "unknown", count=group["count"], message=group["message"] or "")

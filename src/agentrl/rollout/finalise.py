@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from agentrl.config.schema import GroupConfig
 from agentrl.conversion.outcome import TRAIN_SPLIT, GroupRules
+from agentrl.errors import StoreAwayError
+from agentrl.rollout.failures import failure_text
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -16,6 +18,10 @@ __all__ = ["TRAIN_SPLIT", "Finaliser"]
 logger = logging.getLogger(__name__)
 
 _BATCH = 16
+ATTEMPTS = 4
+"""Attempts at finalising one group before it is given up."""
+RETRY_SECONDS = 5.0
+"""Wait after the first attempt that failed; it doubles."""
 
 
 class Finaliser:
@@ -49,8 +55,35 @@ class Finaliser:
         return done
 
     async def finalise(self, task_id: str) -> bool:
-        """Finalise one waiting group; False if another process did."""
-        done = await self._store.training.finalise_group(task_id, self._rules.decide)
+        """Finalise one waiting group; False if another process did, or if this attempt failed.
+
+        A failed attempt is counted in the Task and repeated later; after ``ATTEMPTS`` the group is given up.
+        Raises StoreAwayError, which is no attempt, and nothing else.
+        """
+        try:
+            done = await self._store.training.finalise_group(task_id, self._rules.decide)
+        except StoreAwayError:
+            raise
+        except Exception as error:
+            logger.exception("group not finalised", extra={"task": task_id})
+            await self._failed(task_id, error)
+            return False
         if done:
             logger.info("group finalised", extra={"task": task_id})
         return done
+
+    async def _failed(self, task_id: str, error: Exception) -> None:
+        """Count the attempt. Where even that fails, the group is tried again and the others go on."""
+        try:
+            await self._count(task_id, error)
+        except StoreAwayError:
+            raise
+        except Exception:
+            logger.exception("a failed attempt is not counted", extra={"task": task_id})
+
+    async def _count(self, task_id: str, error: Exception) -> None:
+        training = self._store.training
+        problem = failure_text(error)
+        attempts = await training.note_failed_attempt(task_id, problem, retry_seconds=RETRY_SECONDS)
+        if attempts >= ATTEMPTS and await training.give_up_group(task_id, problem, self._rules.to_store()):
+            logger.error("group given up", extra={"task": task_id, "attempts": attempts, "why": problem})

@@ -18,6 +18,9 @@ PASS_SCORE = 0.5
 EFFICIENCY_SPREAD = 0.2
 """Largest difference that ``efficient_rewarding`` makes between two scores of one side."""
 
+FAILED = "failed"
+"""The ``group.outcome`` of a group that could not be finalised."""
+
 _STD_FLOOR = 1e-6
 
 

@@ -106,16 +106,16 @@ class Dispatches(Part):
 
 
 async def read_calls(
-    connection: Connection, record_ids: list[str]
+    connection: Connection, record_ids: list[str], *, readable: bool = True
 ) -> dict[str, list[DispatchedSamplingTask]]:
-    """The calls of several Records, by index."""
+    """The calls of several Records, by index; without ``readable``, texts in GridFS are left there."""
     blobs = Blobs(connection, CALL)
     calls: dict[str, list[DispatchedSamplingTask]] = {record_id: [] for record_id in record_ids}
     query = {"record": {"$in": record_ids}}
     async for document in connection.collection(CALL).find(
         query, sort=[("record", ASCENDING), ("index", ASCENDING)]
     ):
-        call = DispatchedSamplingTask.from_document(await blobs.restore(document))
+        call = DispatchedSamplingTask.from_document(await blobs.restore(document, readable=readable))
         calls[call.record].append(call)
     return calls
 

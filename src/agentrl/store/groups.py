@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pymongo import ASCENDING, UpdateOne
+from pymongo import ASCENDING, ReturnDocument, UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.base import plain
@@ -16,11 +16,15 @@ from agentrl.documents.status import RECORD_EDGES, RecordStatus, SlotStatus, Tas
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import StoreError
+from agentrl.scoring.groups import FAILED, summarise
 from agentrl.store import slots
 from agentrl.store.blobs import Blobs
 from agentrl.store.connection import Json, Part, database_call
 from agentrl.store.dispatches import read_calls
 from agentrl.store.names import DATA, RECORD, TASK
+from agentrl.store.regroup import read_records
+
+_LONGEST_DOUBLING = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +55,13 @@ class Groups(Part):
 
     @database_call
     async def waiting_groups(self, split: str, limit: int = 16, waiting_seconds: float = 0.0) -> list[str]:
-        """``_id`` of Tasks that have been complete, but not finalised, for ``waiting_seconds``, in order."""
+        """``_id`` of Tasks that have been complete, but not finalised, for ``waiting_seconds``, in order.
+
+        A group whose last attempt failed is left out until ``finalising.retry_at``.
+        """
         since = {"$lte": ["$updated_at", slots.after(-waiting_seconds)]}
-        query: Json = {"split": split, "status": TaskStatus.WAITING.value, "$expr": since}
+        due = {"$lte": ["$finalising.retry_at", "$$NOW"]}  # no value is less than any
+        query: Json = {"split": split, "status": TaskStatus.WAITING.value, "$expr": {"$and": [since, due]}}
         cursor = self._collection(TASK).find(
             query, {"_id": 1}, sort=[("epoch", ASCENDING), ("order", ASCENDING)], limit=limit
         )
@@ -75,7 +83,9 @@ class Groups(Part):
         live = {slot.record_id for slot in task.slots if slot.status is SlotStatus.SCORED}
         if any(record.id in live and record.status is not RecordStatus.SCORED for record in records):
             return False  # someone finalised the group between the two reads
-        outcome = decide(task, records, await read_calls(self._connection, sorted(map(str, live))))
+        outcome = decide(
+            task, records, await read_calls(self._connection, sorted(map(str, live)), readable=False)
+        )
         blobs = Blobs(self._connection, DATA)
         data = [await blobs.offload(item.to_document()) for item in outcome.data]
         unchanged = {
@@ -91,6 +101,55 @@ class Groups(Part):
             if data:
                 await self._collection(DATA).insert_many(data, session=session)
             await self._settle(outcome.records, session)
+            return True
+
+        return await self._connection.transaction(write)
+
+    @database_call
+    async def note_failed_attempt(self, task_id: str, problem: str, *, retry_seconds: float) -> int:
+        """Count a failed attempt at finalising a WAITING group; returns the count, or 0 if it is not waiting.
+
+        The next one is due after ``retry_seconds``, doubled with each attempt.
+        """
+        attempts = {"$add": [{"$ifNull": ["$finalising.attempts", 0]}, 1]}
+        doublings = {"$min": ["$finalising.attempts", _LONGEST_DOUBLING]}
+        wait_ms = {"$toLong": {"$multiply": [retry_seconds * 500, {"$pow": [2, doublings]}]}}
+        task = await self._collection(TASK).find_one_and_update(
+            {"_id": task_id, "status": TaskStatus.WAITING.value},
+            [
+                {"$set": {"finalising.attempts": attempts, "finalising.problem": slots.literal(problem)}},
+                {"$set": {"finalising.retry_at": slots.after(wait_ms)}},
+            ],
+            {"finalising": 1},
+            return_document=ReturnDocument.AFTER,
+        )
+        return 0 if task is None else int(task["finalising"]["attempts"])
+
+    @database_call
+    async def give_up_group(self, task_id: str, problem: str, rules: Mapping[str, Any]) -> bool:
+        """Complete a WAITING group that cannot be finalised, with the outcome ``failed``.
+
+        Its scored Records are ABANDONED because of ``problem``, and it has no training data. ``rules`` are
+        for ``agentrl db rescore``. Returns False if the group is not waiting.
+        """
+
+        async def write(session: AsyncClientSession) -> bool:
+            task = await self._collection(TASK).find_one(
+                {"_id": task_id, "status": TaskStatus.WAITING.value}, session=session
+            )
+            if task is None:
+                return False
+            records = await read_records(self._connection, task_id, session)
+            scored = [record for record in records if record.score is not None]
+            failed = sum(slot["status"] == SlotStatus.FAILED for slot in task["slots"])
+            summary = {**summarise(scored, failed, 0), "outcome": FAILED, "problem": problem, "rules": rules}
+            await self._collection(TASK).update_one({"_id": task_id}, _complete(summary), session=session)
+            because = f"the group could not be finalised: {problem}"
+            await self._collection(RECORD).update_many(
+                {"task": task_id, "status": RecordStatus.SCORED.value},
+                {"$set": {"status": RecordStatus.ABANDONED.value, "abandoned_because": because}},
+                session=session,
+            )
             return True
 
         return await self._connection.transaction(write)
@@ -137,6 +196,7 @@ def _complete(summary: dict[str, Any]) -> list[Json]:
                 "status": TaskStatus.COMPLETED.value,
                 "updated_at": "$$NOW",
                 "group": slots.literal(plain(summary)),
+                "finalising": None,
             }
         },
         {"$set": {"group.finalised_at": "$$NOW", "group.counted_at_step": None}},

@@ -10,11 +10,14 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Slot, Task
+from agentrl.scoring.groups import FAILED
 from agentrl.store import slots
 from agentrl.store.connection import Json, Part, database_call
 from agentrl.store.names import RECORD, TASK
 from agentrl.store.regroup import Hindrance, drop_data, hindrance
 
+GIVEN_UP = "group"
+"""The kind of failure of a group that could not be finalised."""
 _BEGUN = [TaskStatus.RUNNING.value, TaskStatus.WAITING.value, TaskStatus.COMPLETED.value]
 
 
@@ -27,6 +30,8 @@ class Reopened:
     finalised: int = 0
     data: int = 0
     """Training documents deleted: they are made anew when the group is complete again."""
+    given_up: int = 0
+    """Groups that could not be finalised, and wait to be finalised again."""
     left: dict[Hindrance, int] = field(default_factory=dict)
     """Groups left as they are, by what forbade it."""
 
@@ -41,7 +46,8 @@ class Reopening(Part):
         """Open the failed slots whose last attempt failed with one of ``kinds`` (none: with any).
 
         One transaction a group. A finalised group goes back to running, its scored Records to ``scored``,
-        and its training data are deleted; that of which a step has trained anything stays as it is.
+        and its training data are deleted; that of which a step has trained anything stays as it is. A group
+        that could not be finalised (kind ``GIVEN_UP``) waits to be finalised again.
         """
         query: Json = {"status": {"$in": _BEGUN}, "slots.status": SlotStatus.FAILED.value}
         if split is not None:
@@ -50,7 +56,34 @@ class Reopening(Part):
         tasks = self._collection(TASK).find(query, {"_id": 1}, sort=[("_id", ASCENDING)])
         for task_id in [document["_id"] async for document in tasks]:
             await self._reopen_group(task_id, kinds, done, dry_run)
+        if not kinds or GIVEN_UP in kinds:
+            given_up: Json = {"status": TaskStatus.COMPLETED.value, "group.outcome": FAILED}
+            if split is not None:
+                given_up["split"] = split
+            tasks = self._collection(TASK).find(given_up, {"_id": 1}, sort=[("_id", ASCENDING)])
+            for task_id in [document["_id"] async for document in tasks]:
+                done.given_up += await self._wait_again(task_id, dry_run)
         return done
+
+    async def _wait_again(self, task_id: str, dry_run: bool) -> bool:
+        """Move a group that was given up back to WAITING, its Records to SCORED."""
+        if dry_run:
+            return True
+
+        async def write(session: AsyncClientSession) -> bool:
+            moved = await self._collection(TASK).update_one(
+                {"_id": task_id, "status": TaskStatus.COMPLETED.value, "group.outcome": FAILED},
+                {
+                    "$set": {"status": TaskStatus.WAITING.value, "group": None, "finalising": None},
+                    "$currentDate": {"updated_at": True},
+                },
+                session=session,
+            )
+            if moved.matched_count:
+                await self._unsettle(task_id, session)
+            return bool(moved.matched_count)
+
+        return await self._connection.transaction(write)
 
     async def _reopen_group(self, task_id: str, kinds: Sequence[str], done: Reopened, dry_run: bool) -> None:
         async def write(session: AsyncClientSession) -> tuple[int, bool, int, Hindrance | None]:
@@ -97,7 +130,7 @@ class Reopening(Part):
             "status": SlotStatus.OPEN.value, "released": "$$slot.attempt", "not_before": None,
             "owner": None, "lease_expires_at": None,
         }  # fmt: skip
-        update = [*slots.change_slots(chosen, fields), {"$set": {"group": None}}]
+        update = [*slots.change_slots(chosen, fields), {"$set": {"group": None, "finalising": None}}]
         await self._collection(TASK).update_one({"_id": task_id}, update, session=session)
 
     async def _unsettle(self, task_id: str, session: AsyncClientSession) -> None:

@@ -245,7 +245,8 @@ def _new_task(
     }  # fmt: skip
     if outcome is None:
         return [{"$set": changes}]
-    group = {**(task["group"] or {}), **plain(outcome.summary)}
+    earlier_group = {key: value for key, value in (task["group"] or {}).items() if key != "problem"}
+    group = {**earlier_group, **plain(outcome.summary)}
     return [
         {"$set": {**changes, "group": slots.literal(group)}},
         {"$set": {"group.rescored_at": "$$NOW"}},

@@ -89,7 +89,7 @@ def _extra(title: str, description: str, **schema: Any) -> Json:
 
 def _in_gridfs(cls: type[Document]) -> Json:
     return _extra(
-        f"{cls.__name__}.packed_in_gridfs", "the names of the packed fields that lie in GridFS",
+        f"{cls.__name__}.packed_in_gridfs", "the fields that lie in GridFS, with the digests of their files",
         bsonType="array", items={"bsonType": "string"},
     )  # fmt: skip
 

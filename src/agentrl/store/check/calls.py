@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from agentrl.store.blobs import moved_fields
 from agentrl.store.check.findings import Problem
 from agentrl.store.check.reading import Snapshot, differing
 from agentrl.store.connection import Json
@@ -38,7 +39,7 @@ async def read_calls(moment: Snapshot, record_ids: Sequence[str]) -> dict[str, l
 
 
 async def _sizes(moment: Snapshot, call: Json) -> Json:
-    names = {f"{call['_id']}/{name}": name for name in call["packed_in_gridfs"]}
+    names = moved_fields(call)
     files = await moment.by_id(f"{CALL}.packed.files", names, {"length": 1})
     return {name: files[key]["length"] if key in files else None for key, name in names.items()}
 
@@ -84,7 +85,7 @@ def _call(call: Json, earlier: dict[str, Json]) -> Iterator[Problem]:
     if call["parent"] is not None and parent is None:
         yield Problem(name, "a parent among the calls before it", sorted(earlier), call["parent"])
         return
-    for field in _PACKED:
+    for field in {*_PACKED, *moved_fields(call).values()}:
         if call[field] is None:
             yield Problem(name, f"its {field} in GridFS", "a file", "none")
             return

@@ -11,7 +11,7 @@ from typing import Any
 from agentrl.config.schema import GroupConfig
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
-from agentrl.scoring.groups import decide_group, summarise
+from agentrl.scoring.groups import FAILED, decide_group, summarise
 from agentrl.store.check.findings import Problem
 from agentrl.store.check.reading import differing
 from agentrl.store.check.slots import DEAD, SETTLED
@@ -70,13 +70,18 @@ def group_problems(task: Json, records: Sequence[Json], trained: int) -> Iterato
     scored = [_record(record) for record in records if record.get("score") is not None]
     failed = sum(slot["status"] == SlotStatus.FAILED for slot in task["slots"])
     expected_group = summarise(scored, failed, trained)
+    given_up = group.get("outcome") == FAILED
+    if given_up:
+        expected_group["outcome"] = FAILED
+        if not group.get("problem"):
+            yield Problem(name, "why it could not be finalised", "group.problem", None)
     yield from (
         Problem(name, f"group.{key} of its Records", value, group.get(key))
         for key, value in expected_group.items()
         if not _close(value, group.get(key))
     )
     rules = group.get("rules")
-    if rules is not None:
+    if rules is not None and not given_up:
         yield from _advantages(task, records, scored, rules)
 
 

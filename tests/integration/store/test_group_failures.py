@@ -1,0 +1,149 @@
+"""A group that cannot be finalised: the others go on, it is given up with a reason and can be tried again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_run as run
+from db_command import agentrl_db, violations
+
+from agentrl.config.schema import GroupConfig, RunConfig
+from agentrl.conversion.outcome import GroupRules
+from agentrl.documents.base import now
+from agentrl.documents.record import Record
+from agentrl.documents.status import RecordStatus, TaskStatus
+from agentrl.documents.task import Task, task_key
+from agentrl.observe.audit_run import read_state, render_state
+from agentrl.rollout import finalise as finalise_module
+from agentrl.rollout.finalise import ATTEMPTS, Finaliser
+from agentrl.store import blobs
+from agentrl.store.client import Store
+
+pytestmark = pytest.mark.integration
+
+BAD = task_key("train", 0, "0-bad")
+GOOD = [task_key("train", 0, f"{number}-good") for number in range(1, 4)]
+
+
+@pytest.fixture(autouse=True)
+async def begun(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A published version; attempts follow one another at once."""
+    monkeypatch.setattr(finalise_module, "RETRY_SECONDS", 0.0)
+    await run.publish(store, tmp_path, 0, step=0, train_step=None)
+
+
+async def group(store: Store, key: str, order: int) -> None:
+    await run.add_task(store, key, order, generations=2)
+    for score in (0.0, 1.0):
+        await run.score(store, await run.claim(store), score)
+
+
+async def task_of(store: Store, key: str) -> Task:
+    task = await store.tasks.get(key)
+    assert task is not None
+    return task
+
+
+class Rules:
+    """The usual rules, but one group makes them raise."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.breaks = True
+        self._decide = GroupRules.decide
+        monkeypatch.setattr(GroupRules, "decide", lambda *args: self.decide(*args))
+
+    def decide(self, rules: GroupRules, task: Task, records: Sequence[Record], calls: Any) -> Any:
+        if self.breaks and task.id == BAD:
+            raise ZeroDivisionError("a rule \udcff mongodb://user:secret@host " + "long " * 2_000)
+        return self._decide(rules, task, records, calls)
+
+
+async def test_the_others_go_on_and_the_bad_one_is_given_up_and_taken_up_again(
+    store: Store, run_config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rules = Rules(monkeypatch)
+    for order, key in enumerate([BAD, *GOOD]):
+        await group(store, key, order)
+    finaliser = Finaliser(store, GroupConfig(), split="train", seed=0)
+    assert sum([await finaliser.run_waiting() for _ in range(ATTEMPTS)]) == 3
+    bad = await task_of(store, BAD)
+    assert bad.status is TaskStatus.COMPLETED
+    assert bad.group is not None
+    assert (bad.group["outcome"], bad.group["scored"], bad.group["trained"]) == ("failed", 2, 0)
+    assert bad.group["problem"].startswith("ZeroDivisionError: a rule ? mongodb://***@host long")
+    assert "more characters]" in bad.group["problem"]
+    records = await store.records.of_task(BAD)
+    assert {record.status for record in records} == {RecordStatus.ABANDONED}
+    assert all("could not be finalised: ZeroDivisionError" in str(item.abandoned_because) for item in records)
+    assert await violations(store) == []
+    from rich.console import Console
+
+    console = Console(width=200)
+    console.print(render_state(await read_state(store), alive_seconds=60))
+    assert "ZeroDivisionError" in capsys.readouterr().out
+    assert await agentrl_db(run_config, "reopen", "--failure_kind", "group") == 0
+    assert "1 groups that could not be finalised" in capsys.readouterr().out
+    assert (await task_of(store, BAD)).status is TaskStatus.WAITING
+    assert await violations(store) == []
+    rules.breaks = False
+    assert await finaliser.run_waiting() == 1
+    summary = (await task_of(store, BAD)).group
+    assert summary is not None
+    assert summary["outcome"] == "trained"
+    assert await violations(store) == []
+
+
+async def test_attempts_are_counted_and_wait_longer_each_time(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Rules(monkeypatch)
+    monkeypatch.setattr(finalise_module, "RETRY_SECONDS", 1000.0)
+    await group(store, BAD, 0)
+    finaliser = Finaliser(store, GroupConfig(), split="train", seed=0)
+    waits = []
+    for attempt in range(1, ATTEMPTS):
+        assert await finaliser.run_waiting() == 0
+        counted = (await task_of(store, BAD)).finalising
+        assert counted is not None
+        assert counted["attempts"] == attempt
+        waits.append((counted["retry_at"] - now()).total_seconds())
+        assert await store.training.waiting_groups("train") == []
+        assert await violations(store) == []
+        await store.database["Task"].update_one({"_id": BAD}, {"$set": {"finalising.retry_at": None}})
+    assert [round(wait / 1000) for wait in waits] == [1, 2, 4]
+    assert await finaliser.run_waiting() == 0
+    assert (await task_of(store, BAD)).status is TaskStatus.COMPLETED
+
+
+@pytest.mark.parametrize("kept", ["first chunks", "every chunk", "other bytes"])
+async def test_an_upload_that_was_cut_is_completed(
+    store: Store, monkeypatch: pytest.MonkeyPatch, kept: str
+) -> None:
+    """The chunks are there, the entry that makes them a file is not: the server was away between the two."""
+    monkeypatch.setattr(blobs, "_LIMIT", 10)
+    monkeypatch.setattr(blobs, "_CHUNK", 16)
+    await group(store, BAD, 0)
+    finaliser = Finaliser(store, GroupConfig(), split="train", seed=0)
+    assert await finaliser.run_waiting() == 1
+    [one, two] = await store.training.fetch([meta.id for meta in await store.training.ready("train")])
+    files, chunks = (store.database[f"DBRecordData.packed.{name}"] for name in ("files", "chunks"))
+    await store.database["DBRecordData"].delete_many({})
+    await store.database["Record"].update_many(
+        {"task": BAD}, {"$set": {"status": "scored", "advantage": None, "abandoned_because": None}}
+    )
+    await store.database["Task"].update_one({"_id": BAD}, {"$set": {"status": "waiting", "group": None}})
+    await files.delete_many({})
+    if kept == "first chunks":
+        await chunks.delete_many({"n": {"$gt": 0}})
+    if kept == "other bytes":
+        async for chunk in chunks.find({}):
+            await chunks.delete_one({"_id": chunk["_id"]})
+            name = chunk["files_id"].rpartition("/")[0]
+            await chunks.insert_one({"files_id": name, "n": chunk["n"], "data": b"?"})
+    assert await finaliser.run_waiting() == 1
+    again = await store.training.fetch([one.id, two.id])
+    assert [item.input_ids for item in again] == [one.input_ids, two.input_ids]
+    assert await violations(store) == []
