@@ -34,6 +34,9 @@ Json = dict[str, Any]
 P = ParamSpec("P")
 R = TypeVar("R")
 
+CONNECTIONS = 32
+"""The most connections that a process holds for operations, which wait for one; two more watch the server."""
+_IDLE_MS = 300_000
 _OLDEST = (6, 0)
 _AUTHENTICATION_CODES = (13, 18)
 _DISK_FULL_CODES = (14031, 17)
@@ -57,6 +60,7 @@ class Connection:
                 uri, tz_aware=True, appname="agentrl", w="majority", journal=True, retryWrites=True,
                 retryReads=True, readConcernLevel="majority", serverSelectionTimeoutMS=milliseconds,
                 connectTimeoutMS=milliseconds, timeoutMS=milliseconds,
+                maxPoolSize=CONNECTIONS, maxIdleTimeMS=_IDLE_MS,
             )  # fmt: skip
         except (ConfigurationError, InvalidURI, ValueError) as error:
             raise _uri_error(error) from error

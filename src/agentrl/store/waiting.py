@@ -1,4 +1,4 @@
-"""Waiting for something to change: one change stream for the process, a poll where it cannot be had."""
+"""Waiting for something to change: one change stream for the machine, a poll where it cannot be had."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
+from collections.abc import Sequence
+from functools import partial
 from weakref import WeakKeyDictionary
 
 from pymongo.errors import PyMongoError
 
+from agentrl.documents.status import DataStatus, TaskStatus
 from agentrl.errors import StoreAwayError
 from agentrl.store.connection import Connection, Json
+from agentrl.store.host_feed import HostFeed, Notify
 from agentrl.store.names import DATA, STEP, TASK, VERSION
 
 _log = logging.getLogger(__name__)
@@ -20,18 +24,16 @@ _REST_SECONDS = 0.05
 _CANCEL_SECONDS = 0.5
 _LONGEST_AWAIT_MS = 10_000
 WATCHED = (TASK, DATA, VERSION, STEP)
+_UNNOTICED = [TaskStatus.WAITING.value, DataStatus.PLANNED.value]
+"""States that make no work for a process that waits: a group's last score finalises it."""
 _WORTH_WAKING = {
     "$or": [
-        {"ns.coll": {"$ne": TASK}},
+        {"ns.coll": {"$in": [VERSION, STEP]}},
         {"operationType": {"$ne": "update"}},
-        {"updateDescription.updatedFields.status": {"$exists": True}},
+        {"updateDescription.updatedFields.status": {"$exists": True, "$nin": _UNNOTICED}},
     ]
 }
-"""Of a Task's updates those that move it to another state: renewed leases wake nobody."""
-_PIPELINE: list[Json] = [
-    {"$match": {"ns.coll": {"$in": list(WATCHED)}, **_WORTH_WAKING}},
-    {"$project": {"ns": 1}},
-]
+"""Of updates of a Task or its data those that move it to another state: renewed leases wake nobody."""
 
 
 class Changes:
@@ -47,14 +49,18 @@ class Changes:
         self._seen: WeakKeyDictionary[asyncio.Task[object], Counter[str]] = WeakKeyDictionary()
         self._changed = asyncio.Condition()
         self._follower: asyncio.Task[None] | None = None
+        self._watched: frozenset[str] = frozenset()
+        """What the stream tells of: the collections that this process has waited for."""
+        self._restarting = asyncio.Lock()
 
     async def wait(self, *collections: str, timeout: float) -> bool:
         """Return True after a change in one of ``collections``, False after ``timeout`` seconds without."""
         unknown = set(collections) - set(WATCHED)
         if unknown:
             raise ValueError(f"these collections are not watched: {sorted(unknown)}")
-        if self._follower is None:
-            self._follower = asyncio.create_task(self._follow(), name="agentrl-changes")
+        if not self._watched.issuperset(collections):
+            self._watched |= set(collections)
+            await self._restart()
         caller = asyncio.current_task()
         seen = self._seen.get(caller, self._counts.copy()) if caller else self._counts.copy()
         changed = False
@@ -70,33 +76,46 @@ class Changes:
             self._seen[caller] = self._counts.copy()
         return changed
 
+    async def _restart(self) -> None:
+        async with self._restarting:
+            await self.close()
+            names = sorted(self._watched)
+            key = f"{self._connection.host}/{self._connection.database.name}"
+            feed = HostFeed(key, names, partial(self._follow, names), self._notify)
+            self._follower = asyncio.create_task(feed.run(), name="agentrl-changes")
+
     async def close(self) -> None:
         """End the change stream. The driver may swallow a cancellation, so it is repeated until it holds."""
         while self._follower is not None and not self._follower.done():
             self._follower.cancel()
             await asyncio.wait([self._follower], timeout=_CANCEL_SECONDS)
 
-    async def _follow(self) -> None:
+    async def _follow(self, watched: Sequence[str], notify: Notify) -> None:
+        """Tell ``notify`` what the stream says, and of all collections where it may have missed a change."""
         wait_ms = max(100, min(_LONGEST_AWAIT_MS, int(self._connection.timeout * 500)))
+        pipeline: list[Json] = [
+            {"$match": {"ns.coll": {"$in": list(watched)}, **_WORTH_WAKING}},
+            {"$project": {"ns": 1}},
+        ]
         while True:
             try:
                 async with await self._connection.database.watch(
-                    _PIPELINE, max_await_time_ms=wait_ms
+                    pipeline, max_await_time_ms=wait_ms
                 ) as stream:
                     self._connection.outage.over()
-                    await self._notify(*WATCHED)
+                    await notify(watched)
                     while stream.alive:
                         change = await stream.try_next()
                         if change is not None:
-                            await self._notify(change["ns"]["coll"])
+                            await notify([change["ns"]["coll"]])
             except PyMongoError as error:
                 failure = self._connection.error("watching for changes", error)
                 if not isinstance(failure, StoreAwayError):
                     _log.warning("no change stream, polling instead: %s", failure.message)
             await asyncio.sleep(_POLL_SECONDS)
-            await self._notify(*WATCHED)
+            await notify(watched)
 
-    async def _notify(self, *collections: str) -> None:
+    async def _notify(self, names: Sequence[str]) -> None:
         async with self._changed:
-            self._counts.update(collections)
+            self._counts.update(names)
             self._changed.notify_all()
