@@ -8,6 +8,7 @@
 #
 # The last line is `N violations`; the exit code is 0 where N is 0.
 set -euo pipefail
+. "$(dirname "$0")/lib/common.sh"
 cd "$(dirname "$0")/.."
-bash scripts/setup.sh
+step bash scripts/setup.sh
 exec "${AGENTRL_VENV:-.venv}/bin/python" -m agentrl.chaos "$@"

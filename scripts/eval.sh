@@ -9,7 +9,6 @@ set -euo pipefail
 . "$(dirname "$0")/lib/run.sh"
 
 choose_model_and_tasks EVAL_FILE assets/tasks/calculator_eval.jsonl
-common_flags
 flags+=(--eval_file "$EVAL_FILE" --num_generations 4)
 if [ -n "${DEMO:-}" ]; then
   flags+=(--max_turns 4 --max_prompt_tokens 2048 --prompt_reserve_tokens 256 --max_new_tokens 64)
@@ -22,8 +21,4 @@ else
 fi
 flags+=("$@")
 
-ROLES=serve
-start_database
-start_demo_tools
-start_engine_and_samplers
-"$bin/agentrl" eval "${flags[@]}"
+launch eval

@@ -9,14 +9,10 @@ set -euo pipefail
 . "$(dirname "$0")/lib/run.sh"
 
 choose_model_and_tasks TRAIN_FILE assets/tasks/calculator_train.jsonl
-common_flags
 training_flags 5 200
 flags+=(
   --loss_calculater GRPO --token_level_loss true --balance_sample true
   "$@"
 )
 
-start_database
-start_demo_tools
-start_engine_and_samplers
-train
+launch train

@@ -6,6 +6,7 @@
 #
 # Prints both loss and reward curves, and `identical` where steps, data, losses, rewards and weights are.
 set -euo pipefail
+. "$(dirname "$0")/lib/common.sh"
 cd "$(dirname "$0")/.."
-bash scripts/setup.sh
+step bash scripts/setup.sh
 exec "${AGENTRL_VENV:-.venv}/bin/python" -m agentrl.chaos.trainer_kills "$@"

@@ -9,7 +9,6 @@ set -euo pipefail
 . "$(dirname "$0")/lib/run.sh"
 
 choose_model_and_tasks TRAIN_FILE assets/tasks/calculator_train.jsonl
-common_flags
 training_flags 10 100
 flags+=(
   --loss_calculater MINIRL --token_level_loss false --strict_in_bound true --skip_length_normalization true
@@ -17,7 +16,4 @@ flags+=(
   "$@"
 )
 
-start_database
-start_demo_tools
-start_engine_and_samplers
-train
+launch train

@@ -8,9 +8,10 @@
 #
 # Ctrl-C stops everything; the same command resumes.
 set -euo pipefail
+. "$(dirname "$0")/lib/common.sh"
 cd "$(dirname "$0")/.."
-bash scripts/setup.sh
+step bash scripts/setup.sh
 for engine in sglang vllm; do
-  case " $* " in *" $engine "* | *"=$engine "*) bash "scripts/setup_$engine.sh" ;; esac
+  case " $* " in *" $engine "* | *"=$engine "*) step bash "scripts/setup_$engine.sh" ;; esac
 done
 exec "${AGENTRL_VENV:-.venv}/bin/python" -m agentrl.cli quickstart "$@"

@@ -7,6 +7,7 @@
 # AGENTRL_VENV       where the virtual environment goes (default: .venv)
 # AGENTRL_TORCH_INDEX  package index of torch (default: the CPU index where there is no GPU and it answers)
 set -euo pipefail
+. "$(dirname "$0")/lib/common.sh"
 cd "$(dirname "$0")/.."
 
 venv=${AGENTRL_VENV:-.venv}

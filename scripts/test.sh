@@ -5,8 +5,9 @@
 #   bash scripts/test.sh --fast     lint, types and unit tests (about 2 minutes)
 #   bash scripts/test.sh -k claims  arguments go to pytest
 set -euo pipefail
+. "$(dirname "$0")/lib/common.sh"
 cd "$(dirname "$0")/.."
-bash scripts/setup.sh --dev
+step bash scripts/setup.sh --dev
 
 bin="${AGENTRL_VENV:-.venv}/bin"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" GOMP_SPINCOUNT=0 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
@@ -15,7 +16,7 @@ if [ "${1:-}" = "--fast" ]; then
   shift
   set -- tests/unit "$@"
 elif [ $# -eq 0 ]; then
-  bash scripts/setup_sglang.sh
+  step bash scripts/setup_sglang.sh
   export AGENTRL_REQUIRE_ENGINES=sglang
 fi
 

@@ -8,8 +8,9 @@
 # One line for each: the largest deviations (the limit is 1e-4). The exit code is 0 where all are ok.
 # It shows that the layouts are right; processes that share a few CPU cores say nothing of their speed.
 set -uo pipefail
+. "$(dirname "$0")/lib/common.sh"
 cd "$(dirname "$0")/.."
-bash scripts/setup.sh --dev
+step bash scripts/setup.sh --dev
 
 python="${AGENTRL_VENV:-.venv}/bin/python"
 program=tests/integration/distributed/layouts.py

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -73,6 +73,36 @@ def signal_session(process: subprocess.Popen[bytes], number: int) -> None:
             os.killpg(process.pid, number)
         except ProcessLookupError:
             return
+
+
+def living_family(pids: Collection[int], marker: str) -> set[int]:
+    """Ids of the living processes among ``pids``, their descendants, and processes started with ``marker``.
+
+    ``marker`` is ``NAME=value`` of the environment: it finds what a process that has ended has left behind.
+    """
+    children: dict[int, list[int]] = {}
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        pid = int(entry.name)
+        try:
+            state, parent = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
+            environment = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if state == "Z":
+            continue
+        children.setdefault(int(parent), []).append(pid)
+        if pid in pids or marker.encode() in environment:
+            found.append(pid)
+    family: set[int] = set()
+    while found:
+        pid = found.pop()
+        if pid not in family:
+            family.add(pid)
+            found += children.get(pid, ())
+    return family - {os.getpid()}
 
 
 def tail(log: Path, lines: int = 15, limit: int = 16_384) -> str:

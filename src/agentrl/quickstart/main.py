@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from agentrl.config.load import CommandParser
 from agentrl.config.schema import RunConfig
@@ -18,8 +16,8 @@ from agentrl.observe import logging as run_logging
 from agentrl.quickstart import runs
 from agentrl.quickstart.report import print_report, read_outcome
 from agentrl.quickstart.runs import QuickstartRun
-from agentrl.quickstart.supervise import Member, Supervisor
 from agentrl.store.embedded import EmbeddedMongo
+from agentrl.supervise import Member, StoppedBySignalError, Supervisor, stop_on_signals
 
 MONGO_DIR = ".agentrl/mongo"
 
@@ -41,8 +39,14 @@ class Options:
 def main(argv: list[str]) -> int:
     """Parse the flags, run, and print what came out."""
     options = _parse(argv)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
+    try:
+        with stop_on_signals():
+            return _run(options)
+    except StoppedBySignalError as stopped:
+        return stopped.exit_code
+
+
+def _run(options: Options) -> int:
     run = runs.open_run(options.run_name, tiny=options.tiny, steps=options.steps, seed=options.seed)
     run_logging.setup(RunConfig(run_name=run.name, log_dir=str(run.logs)), "quickstart")
     mongo = EmbeddedMongo(Path(MONGO_DIR))
@@ -101,7 +105,7 @@ def _prepare_model(options: Options) -> Path:
 
 
 def _train(run: QuickstartRun, options: Options, model: Path) -> int:
-    supervisor = Supervisor()
+    supervisor = Supervisor(_say)
     servers = runs.tool_servers(run)
     common = [
         "--config", str(run.config), "--run_name", run.name, "--log_dir", str(run.logs),
@@ -109,10 +113,11 @@ def _train(run: QuickstartRun, options: Options, model: Path) -> int:
         "--mcp_servers_file", str(servers.file),
     ]  # fmt: skip
     try:
-        supervisor.start(_member(run, "units-server", servers.http_command, threads=1))
-        supervisor.start(_command(run, "engine", "serve", [*common, "--engine", options.engine], threads=1))
+        supervisor.start(_member(run, "units-server", servers.http_command, threads=1, serves=True))
+        engine = _agentrl("serve", [*common, "--engine", options.engine])
+        supervisor.start(_member(run, "engine", engine, threads=1, serves=True))
         for index in range(options.samplers):
-            supervisor.start(_command(run, f"sampler-{index}", "sample", common, threads=1))
+            supervisor.start(_member(run, f"sampler-{index}", _agentrl("sample", common), threads=1))
         minutes = options.minutes if options.minutes is not None else run.minutes
         _say(
             f"an engine ({options.engine}), {options.samplers} samplers and a trainer are starting:"
@@ -128,19 +133,17 @@ def _train(run: QuickstartRun, options: Options, model: Path) -> int:
             _environment(threads=run.trainer_threads),
         )
         return supervisor.run_main(trainer, deadline=time.monotonic() + 60 * minutes)
-    except KeyboardInterrupt:
+    except StoppedBySignalError:
         _say("stopping: the trainer finishes its step and saves; the same command resumes")
         raise
     finally:
         supervisor.stop()
 
 
-def _command(run: QuickstartRun, name: str, command: str, flags: list[str], *, threads: int) -> Member:
-    return _member(run, name, _agentrl(command, flags), threads=threads)
-
-
-def _member(run: QuickstartRun, name: str, command: list[str], *, threads: int) -> Member:
-    return Member(name, command, run.logs / f"{name}.out", _environment(threads=threads))
+def _member(
+    run: QuickstartRun, name: str, command: list[str], *, threads: int, serves: bool = False
+) -> Member:
+    return Member(name, command, run.logs / f"{name}.out", _environment(threads=threads), serves)
 
 
 def _agentrl(command: str, flags: list[str]) -> list[str]:
@@ -156,10 +159,6 @@ def _environment(*, threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _say(text: str) -> None:

@@ -1,0 +1,28 @@
+# Sourced by every script, with its arguments: -h and --help print the script's own header and start nothing.
+
+script_header() { sed -n '2,/^[^#]/{/^#/!q;s/^# \{0,1\}//;p}' "$1"; }
+
+for argument in "$@"; do
+  case "$argument" in
+    -h | --help)
+      script_header "$0"
+      if [ -n "${variables:-}" ]; then printf "\n%s\n" "$variables"; fi
+      exit 0
+      ;;
+  esac
+done
+unset argument
+
+# step COMMAND …: runs a command in a process group of its own; SIGINT and SIGTERM end the group and this script.
+step() {
+  local pid code=0
+  set -m
+  "$@" &
+  pid=$!
+  set +m
+  trap 'kill -TERM -- "-$pid" 2>/dev/null; wait "$pid"; exit 130' INT
+  trap 'kill -TERM -- "-$pid" 2>/dev/null; wait "$pid"; exit 143' TERM
+  wait "$pid" || code=$?
+  trap - INT TERM
+  return "$code"
+}
