@@ -11,6 +11,7 @@ from typing import Protocol
 
 from agentrl.chaos.proxy import HOST, Proxy
 from agentrl.errors import AgentRLError
+from agentrl.store.credentials import uri
 from agentrl.store.embedded import EmbeddedMongo
 from agentrl.store.replica_set import ReplicaSet
 
@@ -52,10 +53,10 @@ class SingleServer:
 
     async def uri_for(self, client: str) -> str:
         """Through a new proxy; a direct connection, since the replica set knows itself by another port."""
-        port = self._mongo.status().port
-        assert port is not None
-        proxy = self.proxies[client] = Proxy(port)
-        return f"mongodb://{HOST}:{await proxy.start()}/?directConnection=true"
+        status = self._mongo.status()
+        assert status.port is not None
+        proxy = self.proxies[client] = Proxy(status.port)
+        return uri([f"{HOST}:{await proxy.start()}"], status.password, directConnection="true")
 
     async def kill(self, seconds: float) -> None:
         """SIGKILL, a pause, and a start on the same data."""

@@ -55,7 +55,7 @@ def _run(options: Options) -> int:
         _say(f"run {run.name}: {'resuming' if run.resumed else 'starting'}")
         model = _prepare_model(options)
         status = mongo.up()
-        _say(f"database: {status.uri} (data in {MONGO_DIR})")
+        _say(f"database: {status.shown_uri} (data in {MONGO_DIR})")
         code = _train(run, options, model)
         if code != 0:
             raise AgentRLError(

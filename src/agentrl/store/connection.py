@@ -40,6 +40,8 @@ _IDLE_MS = 300_000
 _OLDEST = (6, 0)
 _AUTHENTICATION_CODES = (13, 18)
 _DISK_FULL_CODES = (14031, 17)
+_KEY_NOT_FOUND = 211
+"""A primary that has just been elected cannot yet check the time that the one before it signed."""
 _PASSING_LABELS = ("TransientTransactionError", "UnknownTransactionCommitResult", "RetryableWriteError")
 
 
@@ -116,6 +118,7 @@ class Connection:
             return StoreError(f"{doing}: the disk of MongoDB at {self.host} is full", cure="free some space")
         unreachable = isinstance(error, (ServerSelectionTimeoutError, NetworkTimeout, ExecutionTimeout))
         passing = any(error.has_error_label(label) for label in _PASSING_LABELS)
+        passing = passing or (isinstance(error, OperationFailure) and error.code == _KEY_NOT_FOUND)
         if unreachable or passing or error.timeout or isinstance(error, pymongo.errors.ConnectionFailure):
             return StoreAwayError(
                 f"{doing}: MongoDB at {self.host} did not answer within {self.timeout:g} s"

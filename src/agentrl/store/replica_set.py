@@ -12,6 +12,7 @@ from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
 from agentrl.errors import StoreError
+from agentrl.store.credentials import Credentials, uri
 from agentrl.store.daemon import (
     REPLICA_SET,
     PortTakenError,
@@ -30,7 +31,8 @@ _INITIALISED = 23
 class Member:
     """One mongod: ``data/``, ``mongod.log`` and ``mongod.pid`` in its folder; its port is kept."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, credentials: Credentials) -> None:
+        self._credentials = credentials
         self._dbpath = folder / "data"
         self._log = folder / "mongod.log"
         self._pid: int | None = None
@@ -49,7 +51,9 @@ class Member:
         for _ in range(5):
             port = self.port or free_port()
             try:
-                self._pid = start_daemon(self._dbpath, self._log, port, cache_gigabytes=0.25)
+                self._pid = start_daemon(
+                    self._dbpath, self._log, port, key_file=self._credentials.key_file, cache_gigabytes=0.25
+                )
             except PortTakenError:
                 if self.port is not None:
                     raise
@@ -79,21 +83,26 @@ class ReplicaSet:
     """``members`` servers under ``folder``, with elections after two seconds without a primary."""
 
     def __init__(self, folder: Path, *, members: int) -> None:
-        self._members = [Member(folder / f"member-{number}") for number in range(members)]
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._credentials = Credentials(folder)
+        self._members = [Member(folder / f"member-{number}", self._credentials) for number in range(members)]
 
     @property
     def uri(self) -> str:
-        """Where clients connect."""
-        hosts = ",".join(f"127.0.0.1:{member.port}" for member in self._members)
-        return f"mongodb://{hosts}/?replicaSet={REPLICA_SET}"
+        """Where clients connect, with the password."""
+        hosts = [f"127.0.0.1:{member.port}" for member in self._members]
+        return uri(hosts, self._credentials.password, replicaSet=REPLICA_SET)
 
     def up(self) -> str:
         """Start every member, form the set, wait for a primary; returns the URI. Raises StoreError."""
+        self._credentials.make()
         try:
             for member in self._members:
                 member.start()
             self._initiate()
-            self.primary()
+            primary = self._members[self.primary()]
+            with self._credentials.admin(f"127.0.0.1:{primary.port}") as client:
+                self._credentials.ensure_user(client)
         except BaseException:
             self.down()
             raise
@@ -144,7 +153,7 @@ class ReplicaSet:
             ],
             "settings": {"electionTimeoutMillis": _ELECTION_MILLISECONDS},
         }
-        with _client(self._members[0]) as client:
+        with self._credentials.admin(f"127.0.0.1:{self._members[0].port}") as client:
             try:
                 client.admin.command("replSetInitiate", config)
             except OperationFailure as error:

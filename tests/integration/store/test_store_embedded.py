@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -11,11 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from pymongo import MongoClient
+from pymongo.errors import OperationFailure
 
 from agentrl.commands.mongo import main
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store import embedded
-from agentrl.store.embedded import EmbeddedMongo
+from agentrl.store.daemon import find_binary, free_port, start_ticks
+from agentrl.store.embedded import EmbeddedMongo, EmbeddedStatus
 
 pytestmark = pytest.mark.integration
 
@@ -51,6 +55,87 @@ def test_the_command_goes_up_and_down_and_leaves_nothing(
     assert mongods_of(tmp_path) == []
     with pytest.raises(ConfigError, match="--drr"):
         main(["up", "--drr", "x"])
+
+
+def test_who_does_not_have_the_password_neither_reads_nor_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--dir", str(tmp_path / "m")]
+    mongo = EmbeddedMongo(tmp_path / "m")
+    try:
+        assert main(["up", *flags]) == 0
+        assert main(["status", *flags]) == 0
+        status = mongo.status()
+        shown = capsys.readouterr().out
+        assert status.shown_uri in shown
+        assert status.password not in shown + repr(status) + mongo.log.read_text()
+        assert main(["uri", *flags]) == 0
+        assert capsys.readouterr().out == f"{status.uri}\n"
+        for file in ("keyfile", "password"):
+            assert (mongo.directory / file).stat().st_mode & 0o077 == 0
+        with MongoClient[dict[str, object]](status.uri) as owner:
+            owner["run"]["Task"].insert_one({"_id": 1})
+        with MongoClient[dict[str, object]](f"127.0.0.1:{status.port}", directConnection=True) as other:
+            for call in (
+                lambda: other["run"]["Task"].find_one({}),
+                lambda: other["run"]["Task"].insert_one({}),
+                lambda: other.list_database_names(),
+                lambda: other.admin.command("createUser", "me", pwd="x", roles=["root"]),
+                lambda: other.admin.command("shutdown"),
+            ):
+                with pytest.raises(OperationFailure, match="requires authentication"):
+                    call()
+    finally:
+        mongo.down()
+
+
+def test_a_server_without_users_gets_one_when_it_is_started_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--dir", str(tmp_path / "m")]
+    mongo = EmbeddedMongo(tmp_path / "m")
+    status = start_unguarded(mongo)
+    try:
+        assert status.uri == f"mongodb://127.0.0.1:{status.port}/?replicaSet=agentrl"
+        with MongoClient[dict[str, object]](status.uri) as client:
+            client["run"]["Task"].insert_one({"_id": 1})
+        assert main(["up", *flags]) == 0
+        assert "asks nobody for a password" in capsys.readouterr().out
+        assert mongo.status().pid == status.pid
+        mongo.down()
+        upgraded = mongo.up()
+        assert upgraded.port == status.port
+        with MongoClient[dict[str, object]](upgraded.uri) as client:
+            assert client["run"]["Task"].find_one({}) == {"_id": 1}
+        mongo.down()
+        (mongo.directory / "password").unlink()
+        with pytest.raises(StoreError, match="password is missing"):
+            assert mongo.status().uri
+        with MongoClient[dict[str, object]](mongo.up().uri) as client:
+            assert client["run"]["Task"].find_one({}) == {"_id": 1}
+    finally:
+        mongo.down()
+
+
+def start_unguarded(mongo: EmbeddedMongo) -> EmbeddedStatus:
+    """Start the server as versions without authentication did."""
+    mongo.dbpath.mkdir(parents=True)
+    port, pid_file = free_port(), mongo.directory / "mongod.pid"
+    command = [
+        str(find_binary()), "--fork", "--dbpath", str(mongo.dbpath), "--logpath", str(mongo.log),
+        "--pidfilepath", str(pid_file), "--replSet", "agentrl", "--bind_ip", "127.0.0.1",
+        "--port", str(port), "--nounixsocket", "--wiredTigerCacheSizeGB", "0.25",
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    with MongoClient[dict[str, object]](f"127.0.0.1:{port}", directConnection=True) as client:
+        members = [{"_id": 0, "host": f"127.0.0.1:{port}"}]
+        client.admin.command("replSetInitiate", {"_id": "agentrl", "members": members})
+        while not client.admin.command("hello")["isWritablePrimary"]:
+            pass
+    pid = int(pid_file.read_text())
+    state = {"pid": pid, "started": start_ticks(pid), "port": port}
+    (mongo.directory / "server.json").write_text(json.dumps(state), encoding="utf-8")
+    return mongo.status()
 
 
 def test_eight_callers_start_one_server(tmp_path: Path) -> None:
