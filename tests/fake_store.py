@@ -8,7 +8,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+from agentrl.documents.base import now
 from agentrl.documents.policy import PolicyVersion
+from agentrl.documents.run import ProcessIdentity
 from agentrl.documents.service import InferenceService
 from agentrl.documents.status import DataStatus, StepStatus, VersionStatus
 from agentrl.documents.task import Task
@@ -37,6 +39,7 @@ class FakeStore:
         self.services = _Services(self)
         self.runs = _Runs(self)
         self.attempt = 0
+        self.discarded: tuple[str, ...] = ()
         self.places: dict[str, tuple[int, int]] = {}
 
     def add(self, *items: DBRecordData) -> None:
@@ -184,28 +187,56 @@ class _Policies(_Part):
         kept = [version for version in self.store.versions.values() if version.status is status]
         return sorted(kept, key=lambda version: -version.id)
 
-    async def publish(self, version: PolicyVersion) -> None:
-        assert version.id not in self.store.versions
+    async def of(self, ids: Sequence[int]) -> list[PolicyVersion]:
+        return [version for id, version in sorted(self.store.versions.items()) if id in ids]
+
+    async def reserved(self) -> PolicyVersion | None:
+        return next(iter(self._newest_first(VersionStatus.RESERVED)), None)
+
+    async def reserve(self, version: PolicyVersion, *, attempt: int) -> None:
+        self.store.check_attempt(attempt)
+        stored = self.store.versions.get(version.id)
+        assert stored is None or stored.status is VersionStatus.RESERVED
+        self.store.versions[version.id] = replace(version, status=VersionStatus.RESERVED)
+
+    async def publish(self, version: PolicyVersion, *, attempt: int | None = None) -> None:
+        if attempt is not None:
+            self.store.check_attempt(attempt)
+        stored = self.store.versions.get(version.id)
+        assert stored is None or (stored.status, stored.attempt) == (VersionStatus.RESERVED, attempt)
         self.store.versions[version.id] = version
         self.store.changed.set()
 
-    async def withdraw_after(self, step: int) -> int:
-        later = [item for item in self.store.versions.values() if item.step > step]
+    async def mark_pruned(self, versions: Sequence[int], *, attempt: int) -> None:
+        self.store.check_attempt(attempt)
+        for id in versions:
+            self.store.versions[id] = replace(self.store.versions[id], pruned_at=now())
+
+    async def withdraw_after(self, step: int, *, attempt: int) -> int:
+        self.store.check_attempt(attempt)
+        later = [item for item in self._newest_first(VersionStatus.PUBLISHED) if item.step > step]
         for item in later:
             self.store.versions[item.id] = replace(item, status=VersionStatus.WITHDRAWN)
         return len(later)
 
-    async def reinstate(self, version: int, *, train_step: str | None, location: str) -> None:
+    async def reinstate(self, version: int, *, train_step: str | None, location: str, attempt: int) -> None:
+        self.store.check_attempt(attempt)
         self.store.versions[version] = replace(
             self.store.versions[version], status=VersionStatus.PUBLISHED, train_step=train_step,
-            location=location,
+            location=location, pruned_at=None,
         )  # fmt: skip
 
 
 class _Runs(_Part):
-    async def acquire_trainer(self, owner: str, host: str, pid: int, lease_seconds: float) -> int:
+    async def acquire_trainer(
+        self, owner: str, host: str, pid: int, lease_seconds: float, process: ProcessIdentity | None = None
+    ) -> int:
         self.store.attempt += 1
         return self.store.attempt
+
+    async def discard_checkpoints(self, attempt: int, names: Sequence[str]) -> None:
+        self.store.check_attempt(attempt)
+        self.store.discarded = tuple(names)
 
     async def renew_trainer(self, attempt: int, lease_seconds: float) -> None:
         self.store.check_attempt(attempt)

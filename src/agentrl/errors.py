@@ -6,6 +6,7 @@ AgentRLError
 ├── ModelError             a model folder cannot be used
 ├── StoreError             the database refused or cannot be reached
 │   ├── StoreAwayError     it does not answer now; the same call may succeed later
+│   ├── LeaseHeldError     another process holds the lease
 │   └── LeaseLostError     the claim that a write relied on has expired
 ├── ForestError            training data are no token forest
 ├── PublishError           weights could not be written or do not match their checksums
@@ -60,6 +61,10 @@ class StoreError(AgentRLError):
 
 class StoreAwayError(StoreError):
     """The database does not answer: it may be restarting. The same call may succeed later."""
+
+
+class LeaseHeldError(StoreError):
+    """Another process holds the lease, and it has not expired."""
 
 
 class LeaseLostError(StoreError):

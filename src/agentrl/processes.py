@@ -1,4 +1,4 @@
-"""Child processes that never outlive their parent, and that say why they ended."""
+"""Processes: children that never outlive their parent, and who a process is, so that its end can be seen."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+
+from agentrl.documents.run import ProcessIdentity
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -115,3 +117,62 @@ def tail(log: Path, lines: int = 15, limit: int = 16_384) -> str:
     except FileNotFoundError:
         return ""
     return "\n".join(text.splitlines()[-lines:])
+
+
+def identify(pid: int) -> ProcessIdentity | None:
+    """Identify a running process of this machine and pid namespace; None where /proc does not show it."""
+    started = _start_ticks(pid)
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None
+    if started is None:
+        return None
+    return ProcessIdentity(boot_id=boot_id, pid_namespace=namespace, pid=pid, started=started)
+
+
+def has_ended(process: ProcessIdentity) -> bool:
+    """Return True only if the process is known to have ended; False where it cannot be observed from here."""
+    if not is_observable(process):
+        return False
+    started = _start_ticks(process.pid)
+    if started is not None:
+        return started != process.started
+    try:
+        os.kill(process.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return _is_zombie(process.pid)
+
+
+def is_observable(process: ProcessIdentity) -> bool:
+    """Whether a process, if it runs, runs under this kernel and in this process's pid namespace."""
+    here = identify(os.getpid())
+    return here is not None and (here.boot_id, here.pid_namespace) == (
+        process.boot_id, process.pid_namespace
+    )  # fmt: skip
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Clock ticks from the boot to the start of a process; None where it has ended or is not shown."""
+    fields = _stat(pid)
+    return None if fields is None or fields[0] in _ENDED else int(fields[19])
+
+
+def _is_zombie(pid: int) -> bool:
+    fields = _stat(pid)
+    return fields is not None and fields[0] in _ENDED
+
+
+_ENDED = ("Z", "X", "x")
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of ``/proc/PID/stat`` behind the command's name; the first is the state."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return None

@@ -59,19 +59,21 @@ async def check(run: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def last_checkpoint(output: Path) -> Checkpoint | None:
-    """What the newest complete checkpoint in ``output`` says of itself. ConfigError if it cannot be read."""
+    """Read what the last trainer's newest checkpoint in ``output`` says. ConfigError if one is unreadable."""
     from agentrl.store.check.reading import Checkpoint
 
-    states = sorted(output.glob("checkpoint-*/state.json"))
-    if not states:
-        return None
-    try:
-        state = json.loads(states[-1].read_text(encoding="utf-8"))
-        return Checkpoint(states[-1].parent.name, int(state["step"]), tuple(state["train_steps"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{states[-1]} cannot be read: {error}", cure="leave --output_dir out, or mend the checkpoint"
-        ) from error
+    found: list[tuple[int, Checkpoint]] = []
+    for path in output.glob("checkpoint-*/state.json"):
+        try:
+            state = json.loads(path.read_text(encoding="utf-8"))
+            checkpoint = Checkpoint(path.parent.name, int(state["step"]), tuple(state["train_steps"]))
+            found.append((int(state.get("attempt", 1)), checkpoint))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path} cannot be read: {error}", cure="leave --output_dir out, or repair the checkpoint"
+            ) from error
+    newest = max(found, key=lambda item: (item[0], item[1].step), default=None)
+    return None if newest is None else newest[1]
 
 
 def options_of(arguments: argparse.Namespace) -> CheckOptions:

@@ -30,3 +30,7 @@ class PolicyVersion(Root):
     files: tuple[FileChecksum, ...]
     train_step: str | None
     published_at: datetime = field(default_factory=now)
+    attempt: int | None = None
+    """The trainer that reserved its number; None: published without a reservation."""
+    pruned_at: datetime | None = None
+    """When its folder was given up: it is deleted, or will be."""

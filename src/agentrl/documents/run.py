@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from agentrl.documents.base import Root
+from agentrl.documents.base import Document, Root
 from agentrl.documents.status import EpochStatus
 
 SCHEMA: Final = "schema"
@@ -73,6 +73,19 @@ class EpochOpening(Root):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessIdentity(Document):
+    """One process of one boot of one kernel. Host name and pid alone are shared by many."""
+
+    boot_id: str
+    """Of the kernel that runs it."""
+    pid_namespace: str
+    """In which ``pid`` is its number."""
+    pid: int
+    started: int
+    """Clock ticks from the boot to its start: a later process with the same pid has another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerLease(Root):
     """The one trainer that may plan, commit and revert steps. ``attempt`` fences the ones before it."""
 
@@ -81,6 +94,9 @@ class TrainerLease(Root):
     owner: str | None = None
     host: str | None = None
     pid: int | None = None
+    process: ProcessIdentity | None = None
     lease_expires_at: datetime | None = None
     writes: int = 0
     """Grows with each write that the attempt guards: a takeover and such a write cannot pass each other."""
+    discarded: tuple[str, ...] = ()
+    """Checkpoints that are being deleted: none of them is resumed from."""

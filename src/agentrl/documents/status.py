@@ -78,6 +78,7 @@ class StepStatus(StrEnum):
 class VersionStatus(StrEnum):
     """One published set of weights."""
 
+    RESERVED = "reserved"  # its number and its folder belong to one trainer; nobody may load it yet
     PUBLISHED = "published"
     WITHDRAWN = "withdrawn"  # its step was undone; engines that hold it keep serving until the next
 
@@ -144,11 +145,12 @@ DATA_EDGES: dict[DataStatus, frozenset[DataStatus]] = {
 resume from a checkpoint before the step."""
 
 VERSION_EDGES: dict[VersionStatus, frozenset[VersionStatus]] = {
+    VersionStatus.RESERVED: frozenset({VersionStatus.PUBLISHED}),
     VersionStatus.PUBLISHED: frozenset({VersionStatus.WITHDRAWN}),
     VersionStatus.WITHDRAWN: frozenset({VersionStatus.PUBLISHED}),
 }
-"""``→ WITHDRAWN`` is a resume from a checkpoint before the version's step; ``→ PUBLISHED`` is that step done
-again with the same weights as before."""
+"""``→ WITHDRAWN`` is a resume from a checkpoint before the version's step; ``WITHDRAWN → PUBLISHED`` is that
+step done again with the same weights as before."""
 
 
 def sources(edges: Mapping[_State, frozenset[_State]], target: _State) -> list[str]:

@@ -2,40 +2,91 @@
 
 from __future__ import annotations
 
-from pymongo import ASCENDING, DESCENDING
-from pymongo.errors import DuplicateKeyError
+from collections.abc import Sequence
+from dataclasses import replace
 
+from pymongo import ASCENDING, DESCENDING
+from pymongo.asynchronous.client_session import AsyncClientSession
+
+from agentrl.documents.base import now
 from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.status import VERSION_EDGES, VersionStatus, sources
 from agentrl.errors import StoreError
 from agentrl.store.connection import Json, Part, database_call
 from agentrl.store.names import VERSION
+from agentrl.store.runs import guard
+
+_WITHDRAWN_TOGETHER = 500
+"""Versions that one transaction withdraws: a run may have to withdraw thousands."""
 
 
 class Policies(Part):
-    """What the trainer publishes and engines follow."""
+    """What the trainer publishes and engines follow.
+
+    ``attempt`` is what ``Runs.acquire_trainer`` returned: a trainer that has been replaced gets a
+    LeaseLostError, and nothing is written.
+    """
 
     @database_call
-    async def publish(self, version: PolicyVersion) -> None:
-        """Make a version known. Numbers only grow, withdrawn ones included; repeating the call is harmless.
+    async def reserve(self, version: PolicyVersion, *, attempt: int | None = None) -> None:
+        """Reserve the number and the folder of ``version``, which becomes visible when it is published.
+
+        The reservation of a trainer that has been replaced is taken over. Repeating the call is harmless.
+        Raises StoreError where the number is published already or below an existing one.
+        """
+        document = replace(version, status=VersionStatus.RESERVED).to_document()
+
+        async def write(session: AsyncClientSession) -> None:
+            await guard(self._connection, attempt, session)
+            stored = await self._stored(version.id, session)
+            if stored is None:
+                await self._collection(VERSION).insert_one(document, session=session)
+            elif stored.status is VersionStatus.RESERVED:
+                await self._collection(VERSION).replace_one({"_id": version.id}, document, session=session)
+            else:
+                raise _taken(version)
+
+        await self._connection.transaction(write)
+
+    @database_call
+    async def publish(self, version: PolicyVersion, *, attempt: int | None = None) -> None:
+        """Make a version visible. Numbers only grow, withdrawn ones included; repeating the call is harmless.
 
         Raises StoreError where the number is taken by other weights or below an existing one.
         """
-        newest = await self._newest_id()
-        if newest is not None and newest > version.id:
+
+        async def write(session: AsyncClientSession) -> None:
+            await guard(self._connection, attempt, session)
+            stored = await self._stored(version.id, session)
+            if stored is None:
+                await self._collection(VERSION).insert_one(version.to_document(), session=session)
+            elif (stored.location, stored.files) != (version.location, version.files):
+                raise _taken(version)
+            elif stored.status is VersionStatus.RESERVED:
+                visible = replace(version, status=VersionStatus.PUBLISHED, published_at=now())
+                await self._collection(VERSION).replace_one(
+                    {"_id": version.id}, visible.to_document(), session=session
+                )
+
+        await self._connection.transaction(write)
+
+    async def _stored(self, version: int, session: AsyncClientSession) -> PolicyVersion | None:
+        """The version that has this number, which is the highest. StoreError if a higher one exists."""
+        newest = await self._collection(VERSION).find_one({}, sort=[("_id", DESCENDING)], session=session)
+        if newest is None or newest["_id"] < version:
+            return None
+        if newest["_id"] > version:
             raise StoreError(
-                f"policy version {version.id} is older than version {newest}, which exists",
+                f"policy version {version} is older than version {newest['_id']}, which exists",
                 cure="number versions after the newest one, withdrawn ones included",
             )
-        try:
-            await self._collection(VERSION).insert_one(version.to_document())
-        except DuplicateKeyError:
-            stored = await self.get(version.id)
-            if stored is None or (stored.location, stored.files) != (version.location, version.files):
-                raise StoreError(
-                    f"policy version {version.id} exists with other weights",
-                    cure="is a second trainer running? stop it",
-                ) from None
+        return PolicyVersion.from_document(newest)
+
+    @database_call
+    async def reserved(self) -> PolicyVersion | None:
+        """The version whose number is reserved and that is not published; it has the highest number."""
+        document = await self._collection(VERSION).find_one({"status": VersionStatus.RESERVED.value})
+        return None if document is None else PolicyVersion.from_document(document)
 
     @database_call
     async def latest(self) -> PolicyVersion | None:
@@ -54,7 +105,8 @@ class Policies(Part):
     @database_call
     async def newest_id(self) -> int | None:
         """The highest number of a version, withdrawn ones included; None where there is no version."""
-        return await self._newest_id()
+        newest = await self._collection(VERSION).find_one({}, {"_id": 1}, sort=[("_id", DESCENDING)])
+        return None if newest is None else int(newest["_id"])
 
     @database_call
     async def published(self, limit: int, *, below: int | None = None) -> list[PolicyVersion]:
@@ -79,32 +131,79 @@ class Policies(Part):
         return [PolicyVersion.from_document(document) async for document in cursor]
 
     @database_call
-    async def withdraw_after(self, step: int) -> int:
-        """Withdraw every version of a step above ``step``, which has been undone; returns how many."""
-        result = await self._collection(VERSION).update_many(
-            {"step": {"$gt": step}, "status": {"$in": sources(VERSION_EDGES, VersionStatus.WITHDRAWN)}},
-            {"$set": {"status": VersionStatus.WITHDRAWN.value}},
-        )
-        return result.modified_count
+    async def withdraw_after(self, step: int, *, attempt: int | None = None) -> int:
+        """Withdraw every version of a step above ``step``, which has been undone; returns how many.
+
+        A few hundred in one transaction, the oldest first; called again, it withdraws the rest.
+        """
+        withdrawn = 0
+        while count := await self._withdraw_some(step, attempt):
+            withdrawn += count
+        return withdrawn
+
+    async def _withdraw_some(self, step: int, attempt: int | None) -> int:
+        later: Json = {
+            "step": {"$gt": step}, "status": {"$in": sources(VERSION_EDGES, VersionStatus.WITHDRAWN)},
+        }  # fmt: skip
+
+        async def write(session: AsyncClientSession) -> int:
+            await guard(self._connection, attempt, session)
+            cursor = self._collection(VERSION).find(
+                later, {"_id": 1}, sort=[("_id", ASCENDING)], limit=_WITHDRAWN_TOGETHER, session=session
+            )
+            ids = [document["_id"] async for document in cursor]
+            result = await self._collection(VERSION).update_many(
+                {"_id": {"$in": ids}}, {"$set": {"status": VersionStatus.WITHDRAWN.value}}, session=session
+            )
+            return result.modified_count
+
+        return await self._connection.transaction(write)
 
     @database_call
-    async def reinstate(self, version: int, *, train_step: str | None, location: str) -> None:
+    async def reinstate(
+        self, version: int, *, train_step: str | None, location: str, attempt: int | None = None
+    ) -> None:
         """Publish a withdrawn version again: ``train_step`` has its weights, which lie at ``location``.
 
         Repeating the call is harmless. Raises StoreError for a version that does not exist.
         """
-        allowed = [*sources(VERSION_EDGES, VersionStatus.PUBLISHED), VersionStatus.PUBLISHED.value]
-        result = await self._collection(VERSION).update_one(
-            {"_id": version, "status": {"$in": allowed}},
-            {
-                "$set": {
-                    "status": VersionStatus.PUBLISHED.value, "train_step": train_step, "location": location,
-                }
-            },
-        )  # fmt: skip
-        if result.matched_count == 0:
-            raise StoreError(f"policy version {version} cannot be re-instated: there is none")
+        allowed = [VersionStatus.WITHDRAWN.value, VersionStatus.PUBLISHED.value]
+        again = {
+            "status": VersionStatus.PUBLISHED.value, "train_step": train_step, "location": location,
+            "pruned_at": None,
+        }  # fmt: skip
 
-    async def _newest_id(self) -> int | None:
-        newest = await self._collection(VERSION).find_one({}, {"_id": 1}, sort=[("_id", DESCENDING)])
-        return None if newest is None else int(newest["_id"])
+        async def write(session: AsyncClientSession) -> None:
+            await guard(self._connection, attempt, session)
+            result = await self._collection(VERSION).update_one(
+                {"_id": version, "status": {"$in": allowed}}, {"$set": again}, session=session
+            )
+            if result.matched_count == 0:
+                raise StoreError(f"policy version {version} cannot be re-instated: there is none")
+
+        await self._connection.transaction(write)
+
+    @database_call
+    async def mark_pruned(self, versions: Sequence[int], *, attempt: int | None = None) -> None:
+        """Record that the folders of ``versions`` are given up; they are deleted afterwards."""
+        query = {"_id": {"$in": list(versions)}, "pruned_at": None}
+
+        async def write(session: AsyncClientSession) -> None:
+            await guard(self._connection, attempt, session)
+            await self._collection(VERSION).update_many(
+                query, {"$currentDate": {"pruned_at": True}}, session=session
+            )
+
+        await self._connection.transaction(write)
+
+    @database_call
+    async def of(self, ids: Sequence[int]) -> list[PolicyVersion]:
+        """The versions with these numbers, whatever their status, oldest first."""
+        cursor = self._collection(VERSION).find({"_id": {"$in": list(ids)}}, sort=[("_id", ASCENDING)])
+        return [PolicyVersion.from_document(document) async for document in cursor]
+
+
+def _taken(version: PolicyVersion) -> StoreError:
+    return StoreError(
+        f"policy version {version.id} exists with other weights", cure="is a second trainer running? stop it"
+    )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from pathlib import Path
+from collections.abc import Sequence
 
 from pymongo import ReturnDocument
 from pymongo.asynchronous.client_session import AsyncClientSession
@@ -12,8 +11,10 @@ from pymongo.asynchronous.collection import AsyncCollection
 from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import DuplicateKeyError
 
-from agentrl.documents.run import TRAINER, Gate, TrainerLease
-from agentrl.errors import LeaseLostError, StoreError
+from agentrl.documents.base import plain
+from agentrl.documents.run import TRAINER, Gate, ProcessIdentity, TrainerLease
+from agentrl.errors import LeaseHeldError, LeaseLostError
+from agentrl.processes import has_ended
 from agentrl.store import slots
 from agentrl.store.connection import Connection, Json, Part, database_call
 from agentrl.store.names import GATE, LEASE, STEP
@@ -23,12 +24,14 @@ class Runs(Part):
     """The trainer's lease. Expiry is judged by the server's clock."""
 
     @database_call
-    async def acquire_trainer(self, owner: str, host: str, pid: int, lease_seconds: float) -> int:
+    async def acquire_trainer(
+        self, owner: str, host: str, pid: int, lease_seconds: float, process: ProcessIdentity | None = None
+    ) -> int:
         """Become the run's trainer; returns the attempt, one more than that of the trainer before.
 
-        Steps written under an earlier attempt are refused from then on. The lease is free when it was
-        released, has run out, belongs to ``owner`` already, or to a process of this host that is no more.
-        Raises StoreError that names the holder otherwise.
+        ``owner`` is unique to this start of a trainer. What is written under an earlier attempt is refused
+        from then on. The lease is free when it was released, has run out, belongs to ``owner`` already, or to
+        a process that is known to have ended. Raises LeaseHeldError, which names the holder, otherwise.
         """
         await _prepare_lease(self._connection.database)
         holder = await self.trainer()
@@ -37,11 +40,12 @@ class Runs(Part):
             {"$lte": ["$lease_expires_at", "$$NOW"]},
             {"$eq": ["$owner", slots.literal(owner)]},
         ]
-        if holder.host == host and holder.pid is not None and not _is_alive(holder.pid):
+        if holder.host == host and holder.process is not None and has_ended(holder.process):
             free.append({"$eq": ["$attempt", holder.attempt]})
         taken = {
             "attempt": {"$add": ["$attempt", 1]}, "owner": slots.literal(owner),
-            "host": slots.literal(host), "pid": pid, "lease_expires_at": slots.after(lease_seconds),
+            "host": slots.literal(host), "pid": pid, "process": slots.literal(plain(process)),
+            "lease_expires_at": slots.after(lease_seconds),
         }  # fmt: skip
         document = await self._collection(LEASE).find_one_and_update(
             {"_id": TRAINER, "$expr": {"$or": free}}, [{"$set": taken}],
@@ -66,8 +70,21 @@ class Runs(Part):
         """Give the lease back; it does nothing if another trainer has it by now."""
         await self._collection(LEASE).update_one(
             {"_id": TRAINER, "attempt": attempt},
-            {"$set": {"owner": None, "host": None, "pid": None, "lease_expires_at": None}},
+            {"$set": {"owner": None, "host": None, "pid": None, "process": None, "lease_expires_at": None}},
         )
+
+    @database_call
+    async def discard_checkpoints(self, attempt: int, names: Sequence[str]) -> None:
+        """Record which checkpoints are about to be deleted; no trainer resumes from them any more.
+
+        Raises LeaseLostError, and records nothing, if another trainer has taken over.
+        """
+        result = await self._collection(LEASE).update_one(
+            {"_id": TRAINER, "attempt": attempt},
+            {"$set": {"discarded": list(names)}, "$inc": {"writes": 1}},
+        )
+        if not result.matched_count:
+            raise _replaced(attempt)
 
     @database_call
     async def trainer(self) -> TrainerLease:
@@ -112,23 +129,9 @@ async def _insert_if_missing(collection: AsyncCollection[Json], document: Gate |
             await collection.insert_one(document.to_document())
 
 
-def _is_alive(pid: int) -> bool:
-    """Whether a process of this host runs; one that has ended and waits for its parent does not."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return True
-
-
-def _held(holder: TrainerLease) -> StoreError:
+def _held(holder: TrainerLease) -> LeaseHeldError:
     until = f" until {holder.lease_expires_at:%H:%M:%S} UTC" if holder.lease_expires_at else ""
-    return StoreError(
+    return LeaseHeldError(
         f"this run has a trainer: {holder.owner} (process {holder.pid} on {holder.host}), whose lease is"
         f" alive{until}",
         cure="stop it; or, if it is dead, wait until its lease runs out",

@@ -9,7 +9,7 @@ import random
 import re
 import shutil
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +31,7 @@ STATE = "state.json"
 _TRAINER = "trainer.pt"
 _OPTIMIZER = "optimizer"
 _PREFIX = "checkpoint-"
+_NAME = re.compile(rf"{_PREFIX}(\d+)(?:-(\d+))?")
 _ADAM_COPIES = 3
 _UNREADABLE = (
     OSError, KeyError, ValueError, RuntimeError, EOFError, struct.error, pickle.UnpicklingError,
@@ -49,6 +50,18 @@ class CheckpointState:
     train_steps: tuple[str, ...]
     """``_id`` of every TrainStep whose effect the weights contain."""
     architecture: dict[str, Any]
+    attempt: int = 1
+    """The trainer that wrote it: the lease's."""
+
+
+class Fence(Protocol):
+    """What a trainer asks before it changes checkpoints; both raise LeaseLostError once it is replaced."""
+
+    def check(self) -> None:
+        """Renew the trainer's lease."""
+
+    def discard(self, names: Sequence[str]) -> None:
+        """Record that these checkpoints are about to be deleted."""
 
 
 class Resumable(Protocol):
@@ -92,13 +105,16 @@ def save(
     trained: Resumable,
     *,
     limit: int,
+    fence: Fence | None = None,
 ) -> Path:
-    """Write ``root/checkpoint-000010`` whole, then delete all but the newest ``limit``.
+    """Write ``root/checkpoint-000010`` whole, then delete those before the newest ``limit``.
 
-    Raises PublishError, with nothing left behind, when the disk is full.
+    Of a trainer after the first it is ``checkpoint-000010-ATTEMPT``: two trainers never write one folder.
+    Those with steps that are undone are neither counted nor deleted. Raises PublishError, with nothing left
+    behind, when the disk is full; LeaseLostError when another trainer has taken over.
     """
     policy, kept = trained.policy, trained.kept()
-    target = root / f"{_PREFIX}{state.step:06d}"
+    target = root / _folder_name(state)
     with atomic_folder(target, weight_bytes(kept) * _ADAM_COPIES) as temporary:
         (temporary / "model").mkdir()
         save_model_files(kept, policy.base, temporary / "model", policy.chat_template)
@@ -111,25 +127,37 @@ def save(
             temporary / _TRAINER,
         )
         (temporary / STATE).write_text(json.dumps(asdict(state), indent=1) + "\n", encoding="utf-8")
-    for old in _folders(root)[:-limit]:
-        shutil.rmtree(old, ignore_errors=True)
+        if fence is not None:
+            fence.check()
+    surplus = [item.folder for item in _lineage(root, state.train_steps, state.attempt)[:-limit]]
+    if surplus and fence is not None:
+        fence.discard([folder.name for folder in surplus])
+    for folder in surplus:
+        shutil.rmtree(folder, ignore_errors=True)
     return target
 
 
 def find(
-    root: Path, choice: str | None, steps: Sequence[TrainStep], *, run_name: str, base: Path
+    root: Path,
+    choice: str | None,
+    steps: Sequence[TrainStep],
+    *,
+    run_name: str,
+    base: Path,
+    discarded: Collection[str] = (),
 ) -> Checkpoint | None:
     """The checkpoint to resume from: for ``auto`` the newest complete one whose steps all stand, none for
     ``none``, or a folder.
 
-    ``steps`` are all TrainSteps of the run. Raises ConfigError for a folder that is none, for one of another
-    run, for one that contains steps which the database does not know, and for a named one that contains
-    steps which have been undone; ModelError for another architecture than the model in ``base``.
+    ``steps`` are all TrainSteps of the run. ``discarded`` names checkpoints that are being deleted.
+    Raises ConfigError for a folder that is none, for one of another run, for one that contains steps which
+    the database does not know, and for a named one that contains steps which have been undone; ModelError
+    for another architecture than the model in ``base``.
     """
     if choice in (None, "none"):
         return None
     if choice == "auto":
-        found = (_read(folder) for folder in reversed(_folders(root)))
+        found = (_read(folder) for folder in reversed(_folders(root)) if folder.name not in discarded)
         standing = (item for item in found if not _undone(item, run_name, steps))
         newest = next(standing, None)
         return newest and _checked(newest, base)
@@ -150,14 +178,15 @@ def find(
     return _checked(named, base)
 
 
-def set_aside(root: Path, after: int) -> list[Path]:
-    """Rename the checkpoints of steps above ``after``, which are undone, to ``undone-checkpoint-…``.
+def set_aside(root: Path, train_steps: Collection[str], attempt: int) -> list[Path]:
+    """Rename checkpoints that contain other steps than ``train_steps`` to ``undone-checkpoint-…``.
 
-    They are no longer resumed from, nor counted by ``save_total_limit``. Returns their new places.
+    Those steps are undone. Checkpoints of trainers after ``attempt`` stay. Returns the new places.
     """
     moved = []
+    standing = {item.folder for item in _lineage(root, train_steps, attempt)}
     for folder in _folders(root):
-        if int(folder.name.removeprefix(_PREFIX)) > after:
+        if folder not in standing and _step_and_attempt(folder)[1] <= attempt:
             place = folder.with_name(f"undone-{folder.name}")
             shutil.rmtree(place, ignore_errors=True)
             folder.rename(place)
@@ -185,13 +214,39 @@ def _folders(root: Path) -> list[Path]:
     """Complete checkpoints, oldest first: a temporary folder has another name until it is whole."""
     if not root.is_dir():
         return []
-    found = (path for path in root.iterdir() if re.fullmatch(rf"{_PREFIX}\d+", path.name))
-    return sorted((path for path in found if (path / STATE).is_file()), key=lambda path: path.name)
+    found = (path for path in root.iterdir() if _NAME.fullmatch(path.name))
+    return sorted((path for path in found if (path / STATE).is_file()), key=_step_and_attempt)
+
+
+def _folder_name(state: CheckpointState) -> str:
+    return f"{_PREFIX}{state.step:06d}" + (f"-{state.attempt}" if state.attempt > 1 else "")
+
+
+def _step_and_attempt(folder: Path) -> tuple[int, int]:
+    found = _NAME.fullmatch(folder.name)
+    assert found is not None
+    return int(found[1]), int(found[2] or 1)
+
+
+def _lineage(root: Path, train_steps: Collection[str], attempt: int) -> list[Checkpoint]:
+    """Checkpoints of trainers up to ``attempt`` that contain no other steps, oldest first."""
+    contained = set(train_steps)
+    found = []
+    for folder in _folders(root):
+        try:
+            item = _read(folder)
+        except ConfigError as error:
+            logger.warning("%s", error.message)
+            continue
+        if item.state.attempt <= attempt and contained.issuperset(item.state.train_steps):
+            found.append(item)
+    return found
 
 
 def _read(folder: Path) -> Checkpoint:
     try:
         content = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        content.setdefault("attempt", 1)
         values = {item.name: content[item.name] for item in fields(CheckpointState)}
         state = CheckpointState(**{**values, "train_steps": tuple(content["train_steps"])})
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -6,13 +6,17 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING
 
-from agentrl.errors import LeaseLostError, StoreError
+from agentrl.errors import LeaseHeldError, LeaseLostError, StoreError
 from agentrl.observe.logging import describe_process_id
+from agentrl.processes import identify, is_observable
 from agentrl.store.outage import patient
 
 if TYPE_CHECKING:
@@ -21,14 +25,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RENEWALS_PER_LEASE = 3
+_LOOK_SECONDS = 1.0
+"""How often a lease is looked at that its holder may have left behind."""
 
 
 class TrainerLease:
     """What makes this process the run's one trainer; made by ``hold``."""
 
-    def __init__(self, store: Store, attempt: int, seconds: float) -> None:
+    def __init__(self, store: Store, attempt: int, seconds: float, owner: str = "trainer") -> None:
         self._store = store
         self._seconds = seconds
+        self.owner = owner
+        """The name of this start of a trainer; no other has it."""
         self.attempt = attempt
         """Which start of a trainer on this run this is, from 1; writes under an earlier one are refused."""
         self.lost = asyncio.Event()
@@ -42,6 +50,18 @@ class TrainerLease:
             self.lost.set()
             raise
 
+    async def discard(self, checkpoints: Sequence[str]) -> None:
+        """Record that ``checkpoints`` are about to be deleted. LeaseLostError if another has taken over."""
+        try:
+            await self._store.runs.discard_checkpoints(self.attempt, checkpoints)
+        except LeaseLostError:
+            self.lost.set()
+            raise
+
+    def fence(self) -> ThreadFence:
+        """The lease, for a thread that writes files; call it on the event loop."""
+        return ThreadFence(self, asyncio.get_running_loop())
+
     async def keep(self) -> None:
         """Renew three times a term until the lease is lost; a database that is away is tried again."""
         while not self.lost.is_set():
@@ -54,16 +74,37 @@ class TrainerLease:
                 logger.warning("the trainer's lease could not be renewed: %s", error.message)
 
 
+@dataclass(frozen=True)
+class ThreadFence:
+    """Asks the database, on the event loop, whether this process is still the run's trainer.
+
+    The limits of a database call bound each wait.
+    """
+
+    lease: TrainerLease
+    loop: asyncio.AbstractEventLoop
+
+    def check(self) -> None:
+        """Renew the lease. Raises LeaseLostError if another trainer has taken over."""
+        asyncio.run_coroutine_threadsafe(self.lease.check(), self.loop).result()
+
+    def discard(self, names: Sequence[str]) -> None:
+        """Record that these checkpoints are about to be deleted. Raises LeaseLostError likewise."""
+        asyncio.run_coroutine_threadsafe(self.lease.discard(names), self.loop).result()
+
+
 @asynccontextmanager
-async def hold(store: Store, seconds: float) -> AsyncIterator[TrainerLease]:
+async def hold(
+    store: Store, seconds: float, stop: asyncio.Event | None = None
+) -> AsyncIterator[TrainerLease]:
     """Be the run's trainer for the length of the block.
 
-    Raises StoreError, naming the holder, while another trainer's lease is alive.
+    A lease whose holder cannot be observed from here (another machine, another container) is waited for until
+    it runs out. Raises LeaseHeldError, naming the holder, when the holder is alive, or on ``stop``.
     """
-    attempt = await store.runs.acquire_trainer(
-        describe_process_id(), socket.gethostname(), os.getpid(), seconds
-    )
-    lease = TrainerLease(store, attempt, seconds)
+    owner = f"{describe_process_id()}-{secrets.token_hex(3)}"
+    attempt = await _acquire(store, owner, seconds, stop or asyncio.Event())
+    lease = TrainerLease(store, attempt, seconds, owner)
     keeper = asyncio.create_task(lease.keep(), name="trainer-lease")
     try:
         yield lease
@@ -73,3 +114,25 @@ async def hold(store: Store, seconds: float) -> AsyncIterator[TrainerLease]:
             await keeper
         with contextlib.suppress(StoreError), patient(0):
             await store.runs.release_trainer(attempt)
+
+
+async def _acquire(store: Store, owner: str, seconds: float, stop: asyncio.Event) -> int:
+    """Acquire the lease; see ``hold`` for when it waits."""
+    seen: tuple[int, datetime | None] | None = None
+    while True:
+        try:
+            return await store.runs.acquire_trainer(
+                owner, socket.gethostname(), os.getpid(), seconds, identify(os.getpid())
+            )
+        except LeaseHeldError as error:
+            holder = await store.runs.trainer()
+            term = (holder.attempt, holder.lease_expires_at)
+            is_renewed = seen is not None and seen != term
+            is_seen_alive = holder.process is not None and is_observable(holder.process)
+            if stop.is_set() or (holder.owner is not None and (is_renewed or is_seen_alive)):
+                raise
+            if seen is None:
+                logger.warning("%s; waiting until it is renewed or runs out", error.message)
+            seen = term
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _LOOK_SECONDS)

@@ -21,7 +21,7 @@ from agentrl.train.lease import TrainerLease
 from agentrl.train.model import architecture
 from agentrl.train.resume import Progress
 from agentrl.train.rewards import step_window, window_metrics
-from agentrl.weights.publish import publish
+from agentrl.weights.publish import Shelf, publish
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -182,11 +182,14 @@ class Trainer:
         published = await publish(
             self.store,
             await asyncio.to_thread(self.computer.published),
+            Shelf(
+                root=self.output / "weights",
+                attempt=self.progress.attempt,
+                keep=self.config.published_versions_kept,
+            ),
             tokenizer_files_from=policy.base,
-            folder_root=self.output / "weights",
             step=self.progress.step,
             train_step_id=self.progress.train_steps[-1] if self.progress.train_steps else None,
-            keep=self.config.published_versions_kept,
             chat_template=policy.chat_template,
         )
         self.progress.version = published.id
@@ -203,10 +206,12 @@ class Trainer:
             policy_version=progress.version,
             train_steps=tuple(progress.train_steps),
             architecture=architecture(self.computer.policy.base),
+            attempt=progress.attempt,
         )
         folder = await asyncio.to_thread(
-            checkpoint.save, self.output, state, self.computer, limit=self.config.save_total_limit
-        )
+            checkpoint.save, self.output, state, self.computer,
+            limit=self.config.save_total_limit, fence=self.lease.fence(),
+        )  # fmt: skip
         self.saved_step = progress.step
         logger.info("saved %s", folder)
 

@@ -91,7 +91,6 @@ async def _train(configs: Configs, team: Team | None) -> None:
 
 async def _train_until(stop: asyncio.Event, configs: Configs, team: Team | None) -> None:
     from agentrl.observe.live import StepView
-    from agentrl.observe.logging import describe_process_id
     from agentrl.observe.trackers import open_trackers
     from agentrl.store.client import open_store
     from agentrl.train import resume
@@ -104,18 +103,22 @@ async def _train_until(stop: asyncio.Event, configs: Configs, team: Team | None)
     output = Path(run.output)
     async with (
         await open_store(run) as store,
-        hold(store, configs[ClaimConfig].lease_seconds) as lease,
+        hold(store, configs[ClaimConfig].lease_seconds, stop) as lease,
     ):
         for folder in (output, output / "weights"):
             await asyncio.to_thread(remove_leftovers, folder)
         steps = await store.training.steps(status=None)
         total_steps = await _total_steps(store, configs)
-        computer, found = await asyncio.to_thread(_prepare, configs, output, total_steps, steps, team)
+        discarded = (await store.runs.trainer()).discarded
+        computer, found = await asyncio.to_thread(
+            _prepare, configs, output, total_steps, steps, discarded, team
+        )
         replays = config.resume_from_checkpoint == "auto"
         progress = await resume.begin(
             store, computer.policy.base, found, steps, attempt=lease.attempt, replays=replays
         )
-        await asyncio.to_thread(set_aside, output, progress.step)
+        await lease.check()
+        await asyncio.to_thread(set_aside, output, progress.train_steps, lease.attempt)
         logger.info(
             "training from step %d, policy version %d%s",
             progress.step, progress.version, f" ({found.folder})" if found else "",
@@ -130,7 +133,7 @@ async def _train_until(stop: asyncio.Event, configs: Configs, team: Team | None)
             progress=progress,
             lease=lease,
             output=output,
-            owner=describe_process_id(),
+            owner=lease.owner,
             stop=stop,
             view=StepView(max_steps=config.max_steps),
             tracker=tracker,
@@ -145,7 +148,12 @@ async def _train_until(stop: asyncio.Event, configs: Configs, team: Team | None)
 
 
 def _prepare(
-    configs: Configs, output: Path, total_steps: int | None, steps: Sequence[TrainStep], team: Team | None
+    configs: Configs,
+    output: Path,
+    total_steps: int | None,
+    steps: Sequence[TrainStep],
+    discarded: Sequence[str],
+    team: Team | None,
 ) -> tuple[StepComputer | Leader, Checkpoint | None]:
     """What computes, as the checkpoint to resume from left it; on rank 0 of several, what leads them."""
     from agentrl.train import checkpoint
@@ -157,6 +165,7 @@ def _prepare(
         steps,
         run_name=configs[RunConfig].run_name,
         base=base_folder(configs[ModelConfig]),
+        discarded=discarded,
     )
     if team is None:
         return _build(configs, None, found, total_steps), found

@@ -51,11 +51,11 @@ async def begin(
     """
     step = checkpoint.state.step if checkpoint else 0
     contained = list(checkpoint.state.train_steps) if checkpoint else []
-    await publish_base(store, base)
+    await publish_base(store, base, attempt)
     undone = await store.training.revert_after(step, attempt=attempt)
     if undone:
         logger.info("%d steps after step %d are undone; their data are ready again", undone, step)
-    withdrawn = await store.policies.withdraw_after(step)
+    withdrawn = await store.policies.withdraw_after(step, attempt=attempt)
     if withdrawn:
         logger.info("%d policy versions after step %d are withdrawn", withdrawn, step)
     newest = await store.policies.latest()

@@ -1,23 +1,32 @@
-"""Model folders on disk: written whole or not at all, pruned, and cleaned of what a killed writer left."""
+"""Folders on disk: written whole or not at all, and cleaned of what a killed writer left."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import logging
 import os
+import re
+import secrets
 import shutil
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from agentrl.documents.policy import FileChecksum
+from agentrl.documents.run import ProcessIdentity
 from agentrl.errors import PublishError
-from agentrl.weights.manifest import MANIFEST, write_manifest
+from agentrl.processes import has_ended, identify
+from agentrl.weights.manifest import MANIFEST
 
 logger = logging.getLogger(__name__)
 
 TEMPORARY = ".tmp-"
+ABANDONED_SECONDS = 3600.0
+"""A temporary folder whose writer cannot be observed is removed when nothing changed in it for this long."""
+_WRITER = re.compile(r"-(\d+)\.(\d+)\.([0-9a-f]{8})\.[0-9a-f]{8}$")
+"""Pid, start time, machine and a random part, at the end of a temporary name."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 _HEADROOM_BYTES = 16 << 20
 _READABLE = 0o644
@@ -35,29 +44,9 @@ class SavableModel(Protocol):
         """Names and tensors; tied tensors once."""
 
 
-def version_folder(root: Path, version: int) -> Path:
-    """Where a version lies: ``root/v000007``."""
-    return root / f"v{version:06d}"
-
-
 def weight_bytes(model: SavableModel) -> int:
     """Bytes of the model's parameters, tied ones once."""
     return sum(tensor.numel() * tensor.element_size() for _, tensor in model.named_parameters())
-
-
-def write_version(
-    model: SavableModel, base: Path, root: Path, version: int, chat_template: str | None = None
-) -> tuple[Path, tuple[FileChecksum, ...]]:
-    """Write the weights as ``root/v00000N``: safetensors, config, tokenizer, manifest; replaces a leftover.
-
-    The folder appears under its name only when every file of it is on disk. Raises PublishError, with
-    nothing left behind, when it cannot be written.
-    """
-    target = version_folder(root, version)
-    with atomic_folder(target, weight_bytes(model)) as temporary:
-        save_model_files(model, base, temporary, chat_template)
-        files = write_manifest(temporary, version=version)
-    return target.resolve(), files
 
 
 def save_model_files(model: SavableModel, base: Path, folder: Path, chat_template: str | None = None) -> None:
@@ -75,38 +64,27 @@ def save_model_files(model: SavableModel, base: Path, folder: Path, chat_templat
         path.chmod(_READABLE)
 
 
-def rename_version(root: Path, version: int, to: int) -> Path:
-    """Make the folder of ``version`` that of version ``to``, whose own is replaced; returns where it lies."""
-    folder, target = version_folder(root, version), version_folder(root, to)
-    write_manifest(folder, version=to)
-    _flush_folder(folder)
-    _replace(folder, target)
-    return target.resolve()
-
-
-def remove_version(root: Path, version: int) -> None:
-    """Delete the folder of a version."""
-    shutil.rmtree(version_folder(root, version), ignore_errors=True)
-
-
 @contextlib.contextmanager
 def atomic_folder(target: Path, needed_bytes: int) -> Iterator[Path]:
-    """A temporary folder beside ``target`` that is flushed to disk and renamed to it when the block ends.
+    """Yield an empty folder beside ``target`` that takes its place, flushed to disk, at the end of the block.
 
     Raises PublishError, and removes the temporary folder, when the disk has fewer than ``needed_bytes``
     free or a write fails.
     """
-    temporary = target.parent / f"{TEMPORARY}{target.name}-{os.getpid()}"
+    with explaining_errors(target, needed_bytes):
+        temporary = begin_folder(target, needed_bytes)
+        try:
+            yield temporary
+            finish_folder(temporary, target)
+        finally:
+            discard_folder(temporary)
+
+
+@contextlib.contextmanager
+def explaining_errors(target: Path, needed_bytes: int) -> Iterator[None]:
+    """Raise PublishError for what the disk refuses within the block, which writes ``target``."""
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        free = shutil.disk_usage(target.parent).free
-        if free < needed_bytes + _HEADROOM_BYTES:
-            raise _disk_full(target, needed_bytes)
-        temporary.mkdir()
-        yield temporary
-        _flush_folder(temporary)
-        _replace(temporary, target)
+        yield
     except OSError as error:
         if error.errno in _FULL:
             raise _disk_full(target, needed_bytes) from error
@@ -117,42 +95,80 @@ def atomic_folder(target: Path, needed_bytes: int) -> Iterator[Path]:
         if type(error).__name__ == "SafetensorError":
             raise _safetensors_failed(target, needed_bytes, error) from error
         raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def begin_folder(target: Path, needed_bytes: int) -> Path:
+    """Make an empty temporary folder beside ``target``; its name says which process writes it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(target.parent).free
+    if free < needed_bytes + _HEADROOM_BYTES:
+        raise _disk_full(target, needed_bytes)
+    temporary = target.parent / _temporary_name(target.name)
+    temporary.mkdir()
+    return temporary
+
+
+def finish_folder(temporary: Path, target: Path) -> None:
+    """Flush ``temporary`` to disk and rename it to ``target``; an earlier ``target`` is deleted."""
+    for path in (*temporary.rglob("*"), temporary):
+        _flush(path)
+    _replace(temporary, target)
+
+
+def discard_folder(temporary: Path) -> None:
+    """Delete a temporary folder, if it is there."""
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def remove_leftovers(root: Path) -> list[str]:
-    """Remove the temporary folders of killed writers in ``root``; returns their names."""
+    """Remove the temporary folders of killed writers in ``root``; returns their names.
+
+    Call it before this process writes. A folder stays while its writer lives, or may live where it cannot be
+    observed from here; then the folder is removed after ``ABANDONED_SECONDS`` without a change.
+    """
     if not root.is_dir():
         return []
-    leftovers = sorted(path for path in root.iterdir() if path.name.startswith(TEMPORARY))
+    temporary = sorted(path for path in root.iterdir() if path.name.startswith(TEMPORARY))
+    leftovers = [path for path in temporary if _is_abandoned(path)]
     for path in leftovers:
         shutil.rmtree(path, ignore_errors=True)
         logger.info("removed %s, left by a process that was killed", path)
     return [path.name for path in leftovers]
 
 
-def prune_versions(root: Path, *, keep: int, in_use: Collection[int]) -> list[int]:
-    """Delete all but the newest ``keep`` (at least two) version folders and those ``in_use``."""
-    if not root.is_dir():
-        return []
-    found = sorted(int(path.name[1:]) for path in root.glob("v[0-9]*") if path.name[1:].isdigit())
-    newest = set(found[-max(keep, 2) :])
-    doomed = [version for version in found if version not in newest and version not in in_use]
-    for version in doomed:
-        remove_version(root, version)
-    return doomed
+def _is_abandoned(folder: Path) -> bool:
+    here, writer = identify(os.getpid()), _WRITER.search(folder.name)
+    if here is not None and writer is not None and writer[3] == _machine(here):
+        pid, started = int(writer[1]), int(writer[2])
+        is_own = (pid, started) == (here.pid, here.started)
+        return is_own or has_ended(ProcessIdentity(
+            boot_id=here.boot_id, pid_namespace=here.pid_namespace, pid=pid, started=started
+        ))  # fmt: skip
+    try:
+        changed = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
+    except FileNotFoundError:
+        return False
+    return time.time() - changed > ABANDONED_SECONDS
+
+
+def _temporary_name(name: str) -> str:
+    process = identify(os.getpid())
+    token = secrets.token_hex(4)
+    if process is None:
+        return f"{TEMPORARY}{name}-{os.getpid()}.{token}"
+    return f"{TEMPORARY}{name}-{process.pid}.{process.started}.{_machine(process)}.{token}"
+
+
+def _machine(process: ProcessIdentity) -> str:
+    """A short name of the kernel and the pid namespace of a process."""
+    text = f"{process.boot_id} {process.pid_namespace}"
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 def _accompanies_weights(path: Path) -> bool:
     name = path.name
     hidden = name.startswith(".") or name == MANIFEST
     return path.is_file() and not hidden and not name.endswith(_WEIGHT_SUFFIXES)
-
-
-def _flush_folder(folder: Path) -> None:
-    for path in (*folder.rglob("*"), folder):
-        _flush(path)
 
 
 def _flush(path: Path) -> None:
@@ -165,7 +181,7 @@ def _flush(path: Path) -> None:
 
 def _replace(temporary: Path, target: Path) -> None:
     if target.exists():
-        discarded = target.parent / f"{TEMPORARY}old-{target.name}-{os.getpid()}"
+        discarded = target.parent / _temporary_name(f"old-{target.name}")
         target.rename(discarded)
         temporary.rename(target)
         shutil.rmtree(discarded, ignore_errors=True)

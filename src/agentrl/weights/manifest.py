@@ -32,9 +32,14 @@ def checksums(folder: Path) -> tuple[FileChecksum, ...]:
         ) from error
 
 
-def write_manifest(folder: Path, *, version: int) -> tuple[FileChecksum, ...]:
-    """Write ``manifest.json`` (the version, each file's size and SHA-256) and return the checksums."""
-    files = checksums(folder)
+def write_manifest(
+    folder: Path, *, version: int, files: Sequence[FileChecksum] | None = None
+) -> tuple[FileChecksum, ...]:
+    """Write ``manifest.json`` (the version, each file's size and SHA-256) and return the checksums.
+
+    ``files`` are the checksums where they have been computed already.
+    """
+    files = checksums(folder) if files is None else tuple(files)
     content = {"version": version, "files": [file.to_document() for file in files]}
     (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return files

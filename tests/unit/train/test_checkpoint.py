@@ -103,7 +103,8 @@ def test_checkpoints_of_undone_steps_are_set_aside(tmp_path: Path, base: Path) -
     trained = Trained.load(base)
     for step in (2, 4):
         checkpoint.save(tmp_path, state(base, step), trained, limit=2)
-    assert checkpoint.set_aside(tmp_path, 2) == [tmp_path / "undone-checkpoint-000004"]
+    standing = state(base, 2).train_steps
+    assert checkpoint.set_aside(tmp_path, standing, 1) == [tmp_path / "undone-checkpoint-000004"]
     checkpoint.save(tmp_path, state(base, 3), trained, limit=1)
     assert [path.name for path in sorted(tmp_path.glob("checkpoint-*"))] == ["checkpoint-000003"]
 

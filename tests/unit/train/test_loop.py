@@ -68,7 +68,7 @@ def start(tmp_path: Path, store: FakeStore) -> Start:
         progress = await resume.begin(
             cast("Store", store), base, found, steps, attempt=lease.attempt, replays=choice == "auto"
         )
-        checkpoint.set_aside(output, progress.step)
+        checkpoint.set_aside(output, progress.train_steps, lease.attempt)
         settings = StreamSettings(
             groups_per_step=2, num_epochs=1, freshness=Freshness(max_staleness=9),
             wait_seconds=30.0,
@@ -237,7 +237,7 @@ async def test_starting_anew_chooses_anew(store: FakeStore, start: Start) -> Non
     await trainer.run()
     assert store.train_steps["2/1"].data == ("f/0/1", "f/1/1", "e/0/1", "e/1/1")
     assert [path.name for path in sorted(trainer.output.glob("*checkpoint-*"))] == [
-        "checkpoint-000001", "undone-checkpoint-000001",
+        "checkpoint-000001-2", "undone-checkpoint-000001",
     ]  # fmt: skip
 
 
@@ -248,7 +248,8 @@ CRASHES: dict[str, Any] = {
     "half a checkpoint": ("agentrl.train.checkpoint", "_random_states"),
     "checkpoint written, not renamed": ("agentrl.weights.folder", "_replace"),
     "saved, not published": ("agentrl.train.loop", "publish"),
-    "half a version": ("agentrl.weights.folder", "write_manifest"),
+    "half a version": ("agentrl.weights.versions", "checksums"),
+    "version reserved, not placed": ("agentrl.weights.versions", "write_manifest"),
     "version written, not told": ("fake_store", "_Policies.publish"),
     "published, not pruned": ("agentrl.weights.publish", "_prune"),
 }

@@ -1,7 +1,12 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +17,15 @@ import torch
 from safetensors.torch import save_file
 
 from agentrl.errors import PublishError
-from agentrl.weights.folder import prune_versions, remove_leftovers, version_folder, write_version
-from agentrl.weights.manifest import verify
+from agentrl.processes import identify
+from agentrl.weights.folder import (
+    ABANDONED_SECONDS,
+    atomic_folder,
+    begin_folder,
+    remove_leftovers,
+    save_model_files,
+    weight_bytes,
+)
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -45,29 +57,19 @@ def base(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_version_is_weights_config_tokenizer_and_manifest(tmp_path: Path, base: Path) -> None:
-    folder, files = write_version(Model(), base, tmp_path / "weights", 7)
-    assert folder == tmp_path / "weights" / "v000007"
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "chat_template.jinja", "config.json", "manifest.json", "model.safetensors", "tokenizer.json",
-    ]  # fmt: skip
-    assert (folder / "config.json").read_text() == '{"trained": true}'
-    verify(folder, files)
-    assert [path.name for path in folder.parent.iterdir()] == ["v000007"]
+def write(model: Model, base: Path, target: Path) -> None:
+    """Write a model folder as sft does."""
+    with atomic_folder(target, weight_bytes(model)) as temporary:
+        save_model_files(model, base, temporary)
 
 
-def test_a_chat_template_of_the_run_replaces_the_models(tmp_path: Path, base: Path) -> None:
-    folder, _ = write_version(Model(), base, tmp_path / "weights", 1, chat_template="ours")
-    assert (folder / "chat_template.jinja").read_text() == "ours"
-
-
-def test_a_folder_left_without_its_document_is_replaced(tmp_path: Path, base: Path) -> None:
-    leftover = version_folder(tmp_path / "weights", 3)
-    leftover.mkdir(parents=True)
-    (leftover / "stray").write_text("x")
-    folder, _ = write_version(Model(), base, tmp_path / "weights", 3)
-    assert not (folder / "stray").exists()
-    assert [path.name for path in folder.parent.iterdir()] == ["v000003"]
+def test_an_earlier_folder_is_replaced(tmp_path: Path, base: Path) -> None:
+    target = tmp_path / "models" / "m"
+    target.mkdir(parents=True)
+    (target / "stray").write_text("x")
+    write(Model(), base, target)
+    assert not (target / "stray").exists()
+    assert [path.name for path in target.parent.iterdir()] == ["m"]
 
 
 def test_a_full_disk_is_seen_before_writing(
@@ -75,14 +77,14 @@ def test_a_full_disk_is_seen_before_writing(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(100, 90, 10))
     with pytest.raises(PublishError, match=r"weights is full: v000001 needs 64 bytes, 10 are free"):
-        write_version(Model(), base, tmp_path / "weights", 1)
+        write(Model(), base, tmp_path / "weights" / "v000001")
     assert list((tmp_path / "weights").iterdir()) == []
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_disk_that_fills_up_while_writing_leaves_nothing(tmp_path: Path, base: Path, code: int) -> None:
     with pytest.raises(PublishError, match="is full"):
-        write_version(Model(OSError(code, "full")), base, tmp_path / "weights", 1)
+        write(Model(OSError(code, "full")), base, tmp_path / "weights" / "v000001")
     assert list((tmp_path / "weights").iterdir()) == []
 
 
@@ -92,30 +94,72 @@ def test_safetensors_own_error_is_told_as_a_full_disk(tmp_path: Path, base: Path
 
     failing = Model(SafetensorError("I/O error: No space left on device (os error 28)"))
     with pytest.raises(PublishError, match="is full"):
-        write_version(failing, base, tmp_path / "weights", 1)
+        write(failing, base, tmp_path / "weights" / "v000001")
 
 
 def test_another_write_error_is_named(tmp_path: Path, base: Path) -> None:
     with pytest.raises(PublishError, match="could not be written: Permission denied"):
-        write_version(Model(OSError(errno.EACCES, "Permission denied")), base, tmp_path / "weights", 1)
+        write(Model(OSError(errno.EACCES, "Permission denied")), base, tmp_path / "m")
 
 
-def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
-    (tmp_path / ".tmp-v000002-123" / "inner").mkdir(parents=True)
+WRITES = """
+import sys
+from pathlib import Path
+from agentrl.weights.folder import begin_folder
+print(begin_folder(Path(sys.argv[1]) / "v000002", 1).name, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that has begun to write ``v000002`` into ``tmp_path`` and waits."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITES, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    yield process
+    process.kill()
+    process.communicate(timeout=30)
+
+
+def test_leftovers_of_a_killed_writer_are_removed_and_those_of_a_live_one_stay(
+    tmp_path: Path, writer: subprocess.Popen[str]
+) -> None:
+    assert writer.stdout is not None
+    name = writer.stdout.readline().strip()
     (tmp_path / "v000001").mkdir()
-    assert remove_leftovers(tmp_path) == [".tmp-v000002-123"]
+    assert remove_leftovers(tmp_path) == []
+    writer.send_signal(signal.SIGSTOP)
+    assert remove_leftovers(tmp_path) == []
+    writer.kill()
+    writer.wait(30)
+    assert remove_leftovers(tmp_path) == [name]
     assert [path.name for path in tmp_path.iterdir()] == ["v000001"]
     assert remove_leftovers(tmp_path / "nowhere") == []
 
 
-def test_pruning_spares_the_newest_and_those_in_use(tmp_path: Path) -> None:
-    for version in range(1, 8):
-        version_folder(tmp_path, version).mkdir()
-    assert prune_versions(tmp_path, keep=3, in_use={2}) == [1, 3, 4]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["v000002", "v000005", "v000006", "v000007"]
+def test_what_this_process_left_before_is_removed(tmp_path: Path) -> None:
+    left = begin_folder(tmp_path / "v000001", 1)
+    assert remove_leftovers(tmp_path) == [left.name]
 
 
-def test_pruning_always_spares_two(tmp_path: Path) -> None:
-    for version in (1, 2, 3):
-        version_folder(tmp_path, version).mkdir()
-    assert prune_versions(tmp_path, keep=1, in_use=()) == [1]
+@pytest.mark.parametrize("name", [".tmp-v000001-7.7.00000000.00000000", ".tmp-v000001-7"])
+def test_leftovers_of_a_writer_elsewhere_are_removed_when_they_are_old(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name / "inner" / "file"
+    file.parent.mkdir(parents=True)
+    file.write_text("x")
+    assert remove_leftovers(tmp_path) == []
+    long_ago = time.time() - ABANDONED_SECONDS - 60
+    for path in (file, file.parent, file.parent.parent):
+        os.utime(path, (long_ago, long_ago))
+    assert remove_leftovers(tmp_path) == [name]
+
+
+def test_two_writers_never_share_a_temporary_folder(tmp_path: Path) -> None:
+    assert begin_folder(tmp_path / "v000001", 1) != begin_folder(tmp_path / "v000001", 1)
+    here = identify(os.getpid())
+    assert here is not None
+    assert all(f"-{here.pid}.{here.started}." in path.name for path in tmp_path.iterdir())

@@ -14,7 +14,7 @@ from agentrl.errors import PublishError
 from agentrl.train.model import Policy, load_policy
 from agentrl.weights.follow import versions
 from agentrl.weights.manifest import verify
-from agentrl.weights.publish import publish, publish_base
+from agentrl.weights.publish import Shelf, publish, publish_base
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -30,9 +30,10 @@ async def publish_step(
 ) -> PolicyVersion:
     if 0 not in store.versions:
         await publish_base(cast("Store", store), policy.base)
+    store.attempt = attempt
     return await publish(
-        cast("Store", store), policy.model, tokenizer_files_from=policy.base, folder_root=root,
-        step=step, train_step_id=f"{attempt}/{step}", keep=2,
+        cast("Store", store), policy.model, Shelf(root=root, attempt=attempt, keep=2),
+        tokenizer_files_from=policy.base, step=step, train_step_id=f"{attempt}/{step}",
     )  # fmt: skip
 
 
