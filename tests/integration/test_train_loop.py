@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -61,6 +62,20 @@ def train_in_little(self, data, version):
 StepComputer.train = train_in_little
 sys.exit(main(["train", *sys.argv[1:]]))
 """
+PAUSED_BEFORE_A_FOLDER_APPEARS = """
+import os, signal, sys
+from agentrl.weights import folder
+replace, left = folder._replace, [4]
+def pause_and_replace(temporary, target):
+    left[0] -= 1
+    if left[0] == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    replace(temporary, target)
+folder._replace = pause_and_replace
+from agentrl.cli import main
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+"""The fourth one: they are checkpoint 1, version 1, checkpoint 2, version 2."""
 KILLED_IN_STEP_2, KILLED_IN_STEP_4 = (f"STEP = {step}\n{KILLED_IN_STEP}" for step in (2, 4))
 
 
@@ -266,6 +281,49 @@ async def test_a_trainer_that_is_replaced_ends_and_says_so(run: Run) -> None:
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "has been replaced by another" in output
+
+
+@pytest.mark.timeout(240)
+async def test_a_trainer_paused_past_its_lease_changes_nothing_when_it_goes_on(run: Run) -> None:
+    await run.fill()
+    with run.start("--lease_seconds", "3", program=("-c", PAUSED_BEFORE_A_FOLDER_APPEARS)) as process:
+        try:
+            await paused_past_its_lease(run, process)
+            code, output = run.train("--learning_rate", "1e-3")
+            assert code == 0, output
+            left = await what_is_left(run)
+            process.send_signal(signal.SIGCONT)
+            output, _ = process.communicate(timeout=100)
+        finally:
+            process.kill()
+    assert process.returncode == 1, output
+    assert "has been replaced by another" in output
+    assert "Traceback" not in output
+    assert {key: value for key, value in (await what_is_left(run)).items() if key in left} == left
+
+
+async def paused_past_its_lease(run: Run, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 90
+    status = Path(f"/proc/{process.pid}/status")
+    async with await run.open() as store:
+        while "T (stopped)" not in await asyncio.to_thread(status.read_text):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline
+            await store.wait_for_change("TrainStep", timeout=0.2)
+        expires = (await store.runs.trainer()).lease_expires_at
+        while expires is not None and datetime.now(UTC) <= expires:
+            assert time.monotonic() < deadline
+            await store.wait_for_change("TrainStep", timeout=0.2)
+
+
+async def what_is_left(run: Run) -> dict[str, Any]:
+    """The documents of the versions, and the inode of each folder of a checkpoint or a version."""
+    async with await run.open() as store:
+        versions = await store.policies.all()
+        for version in versions:
+            verify(version.location, version.files)
+    places = [*run.output.glob("*checkpoint-*"), *run.output.glob("weights/v*")]
+    return {"versions": versions, **{str(path): path.stat().st_ino for path in places}}
 
 
 async def test_no_data_in_time_is_told(run: Run) -> None:

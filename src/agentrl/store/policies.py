@@ -8,7 +8,6 @@ from dataclasses import replace
 from pymongo import ASCENDING, DESCENDING
 from pymongo.asynchronous.client_session import AsyncClientSession
 
-from agentrl.documents.base import now
 from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.status import VERSION_EDGES, VersionStatus, sources
 from agentrl.errors import StoreError
@@ -63,9 +62,8 @@ class Policies(Part):
             elif (stored.location, stored.files) != (version.location, version.files):
                 raise _taken(version)
             elif stored.status is VersionStatus.RESERVED:
-                visible = replace(version, status=VersionStatus.PUBLISHED, published_at=now())
                 await self._collection(VERSION).replace_one(
-                    {"_id": version.id}, visible.to_document(), session=session
+                    {"_id": version.id}, version.to_document(), session=session
                 )
 
         await self._connection.transaction(write)

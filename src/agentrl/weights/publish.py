@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.documents.base import now
 from agentrl.documents.policy import FileChecksum, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError
@@ -81,6 +82,7 @@ async def publish(
             )  # fmt: skip
             await store.policies.reserve(document, attempt=shelf.attempt)
             await asyncio.to_thread(place_version, temporary, Path(document.location), number, files)
+            document = replace(document, published_at=now())
             await store.policies.publish(document, attempt=shelf.attempt)
     finally:
         await asyncio.to_thread(discard_folder, temporary)

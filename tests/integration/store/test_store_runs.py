@@ -6,14 +6,18 @@ import asyncio
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
+from agentrl.documents.policy import PolicyVersion
+from agentrl.documents.run import ProcessIdentity
 from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError, StoreError
+from agentrl.processes import identify
 from agentrl.store.client import Store
+from agentrl.train.lease import hold
 
 pytestmark = pytest.mark.integration
 
@@ -24,8 +28,15 @@ def step(attempt: int, number: int) -> TrainStep:
     return TrainStep(id=f"{attempt}/{number}", step=number, policy_version=0, data=(), owner="t")
 
 
-async def acquire(store: Store, owner: str, pid: int | None = None, lease: float = 60.0) -> int:
-    return await store.runs.acquire_trainer(owner, HOST, pid or os.getpid(), lease)
+def version(number: int) -> PolicyVersion:
+    return PolicyVersion(id=number, step=number, location="/w", files=(), train_step=None)
+
+
+async def acquire(
+    store: Store, owner: str, process: ProcessIdentity | None = None, lease: float = 60.0
+) -> int:
+    pid = os.getpid() if process is None else process.pid
+    return await store.runs.acquire_trainer(owner, HOST, pid, lease, process)
 
 
 async def test_a_second_trainer_is_told_who_holds_the_run(store: Store) -> None:
@@ -47,20 +58,49 @@ async def test_of_eight_racers_one_becomes_the_trainer(store: Store) -> None:
 
 
 @pytest.fixture(params=["reaped", "zombie"])
-def dead_pid(request: pytest.FixtureRequest) -> Iterator[int]:
+def dead(request: pytest.FixtureRequest) -> Iterator[ProcessIdentity]:
     """A process that has ended; as a zombie nobody has asked for its exit code yet."""
-    process = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
+    process = subprocess.Popen(["sleep", "60"])
+    identity = identify(process.pid)
+    assert identity is not None
+    process.kill()
     if request.param == "reaped":
         process.wait(30)
     else:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    yield process.pid
-    process.communicate(timeout=30)
+    yield identity
+    process.wait(30)
 
 
-async def test_a_dead_process_of_this_host_is_replaced_at_once(store: Store, dead_pid: int) -> None:
-    await acquire(store, "dead", dead_pid)
+async def test_a_dead_process_of_this_host_is_replaced_at_once(store: Store, dead: ProcessIdentity) -> None:
+    await acquire(store, "dead", dead)
     assert await acquire(store, "new") == 2
+
+
+async def test_a_later_process_with_the_pid_of_a_dead_one_is_not_taken_for_it(store: Store) -> None:
+    here = identify(os.getpid())
+    assert here is not None
+    await acquire(store, "before", replace(here, started=here.started - 1))
+    assert await acquire(store, "new") == 2
+
+
+@pytest.mark.parametrize("elsewhere", [{"boot_id": "another"}, {"pid_namespace": "pid:[1]"}])
+async def test_a_live_trainer_elsewhere_with_our_host_name_and_pid_is_not_evicted(
+    store: Store, elsewhere: dict[str, str]
+) -> None:
+    async with hold(store, 3.0) as first:
+        fields = {f"process.{name}": value for name, value in elsewhere.items()}
+        await store.database["TrainerLease"].update_one({"_id": "trainer"}, {"$set": fields})
+        with pytest.raises(StoreError, match="this run has a trainer"):
+            async with hold(store, 3.0):
+                pytest.fail("two trainers hold one run")
+        await first.check()
+
+
+async def test_a_dead_trainer_elsewhere_is_waited_for_no_longer_than_its_lease(store: Store) -> None:
+    assert await store.runs.acquire_trainer("far", "another-host", 1, 1.5) == 1
+    async with asyncio.timeout(30), hold(store, 60.0) as lease:
+        assert lease.attempt == 2
 
 
 async def test_a_dead_process_elsewhere_is_replaced_when_its_lease_runs_out(store: Store) -> None:
@@ -86,6 +126,19 @@ async def test_every_write_of_a_replaced_trainer_is_refused(store: Store) -> Non
         await training.commit_step("1/2", {}, [], attempt=first)
     with pytest.raises(LeaseLostError):
         await training.revert_after(0, attempt=first)
+    policies = store.policies
+    for refused in (
+        lambda: policies.reserve(version(0), attempt=first),
+        lambda: policies.publish(version(0), attempt=first),
+        lambda: policies.withdraw_after(0, attempt=first),
+        lambda: policies.reinstate(0, train_step=None, location="/w", attempt=first),
+        lambda: policies.mark_pruned([], attempt=first),
+        lambda: store.runs.discard_checkpoints(first, ["checkpoint-000001"]),
+    ):
+        with pytest.raises(LeaseLostError):
+            await refused()
+    assert await policies.all() == []
+    assert (await store.runs.trainer()).discarded == ()
     assert [item.id for item in await training.steps()] == ["1/1"]
     assert await training.revert_after(1, attempt=second) == 1
     await training.plan_step(step(second, 2), attempt=second)

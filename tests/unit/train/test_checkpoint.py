@@ -3,7 +3,8 @@ from __future__ import annotations
 import random
 import shutil
 from collections import namedtuple
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from agentrl.config.schema import ModelConfig, OptimConfig
 from agentrl.documents.status import StepStatus
 from agentrl.documents.training import TrainStep
-from agentrl.errors import ConfigError, ModelError, PublishError
+from agentrl.errors import ConfigError, LeaseLostError, ModelError, PublishError
 from agentrl.train import checkpoint
 from agentrl.train.checkpoint import Checkpoint, CheckpointState
 from agentrl.train.model import Policy, architecture, load_policy
@@ -61,8 +62,26 @@ def base(tmp_path: Path) -> Path:
     return write_tiny_policy(tmp_path / "base")
 
 
-def state(base: Path, step: int = 1, run_name: str = "run") -> CheckpointState:
+class LostFence:
+    """A lease that is lost when ``call`` is made."""
+
+    def __init__(self, call: str) -> None:
+        self.call = call
+
+    def check(self) -> None:
+        self._raise("check")
+
+    def discard(self, names: Sequence[str]) -> None:
+        self._raise("discard")
+
+    def _raise(self, call: str) -> None:
+        if call == self.call:
+            raise LeaseLostError("replaced")
+
+
+def state(base: Path, step: int = 1, run_name: str = "run", attempt: int = 1) -> CheckpointState:
     return CheckpointState(
+        attempt=attempt,
         run_name=run_name, step=step, policy_version=step,
         train_steps=tuple(f"1/{i + 1}" for i in range(step)), architecture=architecture(base),
     )  # fmt: skip
@@ -107,6 +126,48 @@ def test_checkpoints_of_undone_steps_are_set_aside(tmp_path: Path, base: Path) -
     assert checkpoint.set_aside(tmp_path, standing, 1) == [tmp_path / "undone-checkpoint-000004"]
     checkpoint.save(tmp_path, state(base, 3), trained, limit=1)
     assert [path.name for path in sorted(tmp_path.glob("checkpoint-*"))] == ["checkpoint-000003"]
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.glob("*checkpoint-*"))
+
+
+@pytest.mark.parametrize("call", ["check", "discard"])
+def test_a_replaced_trainer_deletes_no_checkpoint(tmp_path: Path, base: Path, call: str) -> None:
+    trained = Trained.load(base)
+    checkpoint.save(tmp_path, state(base, 1), trained, limit=1)
+    with pytest.raises(LeaseLostError):
+        checkpoint.save(tmp_path, state(base, 2), trained, limit=1, fence=LostFence(call))
+    assert names(tmp_path) == ["checkpoint-000001", "checkpoint-000002"][: 1 + (call == "discard")]
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_two_trainers_never_write_one_checkpoint(tmp_path: Path, base: Path) -> None:
+    trained = Trained.load(base)
+    successor = replace(state(base, 2, attempt=3), train_steps=("1/1", "3/2"))
+    checkpoint.save(tmp_path, state(base, 1), trained, limit=2)
+    checkpoint.save(tmp_path, successor, trained, limit=2)
+    checkpoint.save(tmp_path, state(base, 2), trained, limit=1)
+    assert names(tmp_path) == ["checkpoint-000002", "checkpoint-000002-3"]
+    steps = [*committed(1, undone=1), replace(committed(2)[1], id="3/2")]
+    found = find(tmp_path, "auto", run_name="run", base=base, steps=steps)
+    assert found is not None
+    assert found.folder.name == "checkpoint-000002-3"
+    assert checkpoint.set_aside(tmp_path, ("1/1", "1/2"), 1) == []
+    assert checkpoint.set_aside(tmp_path, successor.train_steps, 3) == [
+        tmp_path / "undone-checkpoint-000002"
+    ]  # fmt: skip
+
+
+def test_a_checkpoint_that_is_being_deleted_is_not_resumed_from(tmp_path: Path, base: Path) -> None:
+    trained = Trained.load(base)
+    for step in (1, 2):
+        checkpoint.save(tmp_path, state(base, step), trained, limit=2)
+    found = checkpoint.find(
+        tmp_path, "auto", committed(2), run_name="run", base=base, discarded=["checkpoint-000002"]
+    )
+    assert found is not None
+    assert found.state.step == 1
 
 
 def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, base: Path) -> None:

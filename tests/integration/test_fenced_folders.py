@@ -1,0 +1,131 @@
+"""A trainer that another one has replaced publishes, saves and deletes nothing: on a real server and disk."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl.documents.policy import PolicyVersion
+from agentrl.documents.status import VersionStatus
+from agentrl.errors import LeaseLostError
+from agentrl.store.client import Store
+from agentrl.train.lease import TrainerLease
+from agentrl.weights import publish as publishing
+from agentrl.weights.manifest import verify
+from agentrl.weights.publish import Shelf, publish, publish_base
+
+pytestmark = pytest.mark.integration
+
+
+class Model:
+    """Saves random bytes as its weights."""
+
+    def save_pretrained(self, save_directory: str) -> None:
+        (Path(save_directory) / "model.safetensors").write_bytes(random.randbytes(64))
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter({"w": torch.ones(4, 4)}.items())
+
+
+@dataclass
+class Run:
+    """A store and an output folder that trainers share."""
+
+    store: Store
+    base: Path
+    output: Path
+    leases: list[TrainerLease] = field(default_factory=list)
+
+    async def take_over(self) -> int:
+        """Become the trainer; the one before is not told."""
+        await self.store.database["TrainerLease"].update_one({}, {"$set": {"owner": None}})
+        attempt = await self.store.runs.acquire_trainer("t", "h", os.getpid(), 60.0)
+        self.leases.append(TrainerLease(self.store, attempt, 60.0))
+        return attempt
+
+    async def publish(self, attempt: int, step: int) -> PolicyVersion:
+        return await publish(
+            self.store, Model(), Shelf(root=self.output / "weights", attempt=attempt, keep=2),
+            tokenizer_files_from=self.base, step=step, train_step_id=None,
+        )  # fmt: skip
+
+    def folders(self) -> list[str]:
+        return sorted(path.name for path in (self.output / "weights").iterdir())
+
+
+@pytest.fixture
+async def run(store: Store, tmp_path: Path) -> Run:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    await publish_base(store, base)
+    run = Run(store, base, tmp_path / "output")
+    await run.take_over()
+    return run
+
+
+MOMENTS = ("write_temporary", "place_version", "delete_folders")
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+async def test_a_version_of_a_replaced_trainer_is_not_published_and_replaces_none(
+    run: Run, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """The successor publishes while the first trainer is in the middle of ``moment``."""
+    for step in (1, 2):
+        await run.publish(1, step)
+    loop, whole = asyncio.get_running_loop(), getattr(publishing, moment)
+    successors: list[PolicyVersion] = []
+
+    async def succeed() -> None:
+        attempt = await run.take_over()
+        await run.store.policies.withdraw_after(2, attempt=attempt)
+        successors.extend([await run.publish(attempt, step) for step in (3, 4)])
+
+    def interrupted(*arguments: Any) -> Any:
+        monkeypatch.setattr(publishing, moment, whole)
+        if moment == "write_temporary":
+            result = whole(*arguments)
+            asyncio.run_coroutine_threadsafe(succeed(), loop).result(60)
+            return result
+        asyncio.run_coroutine_threadsafe(succeed(), loop).result(60)
+        return whole(*arguments)
+
+    monkeypatch.setattr(publishing, moment, interrupted)
+    if moment == "delete_folders":
+        await run.publish(1, 3)
+    else:
+        with pytest.raises(LeaseLostError):
+            await run.publish(1, 3)
+    for version in successors:
+        verify(version.location, version.files)
+    newest = await run.store.policies.published(2)
+    assert [(version.id, version.location) for version in reversed(newest)] == [
+        (version.id, version.location) for version in successors
+    ]  # fmt: skip
+    await run.publish(2, 5)
+    assert run.folders() == sorted(
+        Path(version.location).name for version in await run.store.policies.published(2)
+    )  # fmt: skip
+
+
+async def test_a_number_that_a_killed_trainer_reserved_is_published_by_its_successor(run: Run) -> None:
+    location = str(run.output / "weights" / "v000001")
+    left = PolicyVersion(id=1, step=1, location=location, files=(), train_step=None, attempt=1)
+    await run.store.policies.reserve(left, attempt=1)
+    latest = await run.store.policies.latest()
+    assert latest is not None
+    assert latest.id == 0
+    version = await run.publish(await run.take_over(), 1)
+    assert (version.id, Path(version.location).name) == (1, "v000001-2")
+    stored = await run.store.policies.get(1)
+    assert stored is not None
+    assert (stored.status, stored.location) == (VersionStatus.PUBLISHED, version.location)
