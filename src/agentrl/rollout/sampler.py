@@ -7,6 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,11 @@ HOUSEKEEPING_SECONDS = 2.0
 SWEEP_SECONDS = 3.0
 """How long a group waits before any sampler finalises it, not only the one that completed it."""
 
-_WATCHED = ("Task", "DBRecordData", "TrainStep", "PolicyVersion")
+_MOST_QUIET = 3
+"""After so many rounds without work housekeeping is at its rarest: each doubles the wait."""
+
+_WORK = ("Task", "DBRecordData")
+_TRAINING = ("TrainStep", "PolicyVersion")
 _WATCH_SECONDS = 60.0
 _LOOK_POLLS = 3
 LAG_SECONDS = 1.0
@@ -40,6 +45,9 @@ LAG_SECONDS = 1.0
 
 _REST_SECONDS = 0.25
 """Changes that come within this time wake a sampler once."""
+
+_MOST_MISSES = 4
+"""After so many claims without a slot a sampler heeds changes of groups least: each doubles the time."""
 
 LOAD_WARNING_SECONDS = 60.0
 """How often, at most, a sampler warns that the tasks are not loaded to the end."""
@@ -98,6 +106,10 @@ class Sampler:
         self._finalising = asyncio.Lock()
         self._changed = asyncio.Event()
         """Something has changed since the last claim that may have made work."""
+        self._misses = 0
+        """Claims since the last that gave a slot."""
+        self._lacks_work = asyncio.Event()
+        """A claim has found nothing for the first time: the next epoch may be due."""
         self._has_ended = asyncio.Event()
         """A trajectory has ended, and may have completed its group."""
         self._look_at = 0.0
@@ -109,7 +121,10 @@ class Sampler:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Sample until done or stopped; what is still held then is finished or handed back."""
-        jobs = (self._heartbeats(), self._finalise(), self._housekeeping(), self._watch())
+        jobs = (
+            self._heartbeats(), self._finalise(), self._housekeeping(), self._watch_work(),
+            self._watch_training(),
+        )  # fmt: skip
         helpers = [asyncio.create_task(job) for job in jobs]
         for helper in helpers:
             helper.add_done_callback(self._helper_ended)
@@ -129,9 +144,12 @@ class Sampler:
                 raise self._error
             claim = await self._claim(stop) if len(self._running) < self._config.concurrency else None
             if claim is not None:
+                self._misses = 0
                 self._start(claim)
                 self._changed.set()
                 continue
+            if len(self._running) < self._config.concurrency:
+                self._miss()
             if self._running:
                 busy_at = time.monotonic()
             elif await self._is_done(stop):
@@ -165,6 +183,11 @@ class Sampler:
             if stop.is_set():
                 return None
             raise
+
+    def _miss(self) -> None:
+        if self._misses == 0:
+            self._lacks_work.set()
+        self._misses = min(self._misses + 1, _MOST_MISSES)
 
     async def _room(self) -> Room | int | None:
         room = await self._groups_allowed()
@@ -300,25 +323,42 @@ class Sampler:
                 task.cancel()
 
     async def _housekeeping(self) -> None:
-        """What any sampler does for all: expired leases, waiting groups, the next epoch."""
+        """What any sampler does for all: expired leases, waiting groups, the next epoch.
+
+        Where it finds nothing to do it comes more rarely, until the sampler itself lacks work.
+        """
+        quiet = 0
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS * random.uniform(1, 2))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(HOUSEKEEPING_SECONDS * (2**quiet - 1) * random.uniform(1, 2)):
+                    await self._lacks_work.wait()
+            self._lacks_work.clear()
+            quiet = min(quiet + 1, _MOST_QUIET)
             try:
                 freed = await self._store.claims.reap(self._config.split, self._config.claims.max_attempts)
                 await self._finalise_completed()
                 async with self._finalising:
                     swept = await self._finaliser.run_waiting(SWEEP_SECONDS)
                 if await self._open_next_epoch() or freed or swept:
+                    quiet = 0
                     self._changed.set()
             except StoreAwayError:
                 raise
             except StoreError as error:
                 logger.warning("housekeeping failed", extra={"why": error.message})
 
-    async def _watch(self) -> None:
-        """Tell of changes that may have made work: what a Task, its data, a step or a version became."""
+    async def _watch_work(self) -> None:
+        """Look for work after changes of groups and data: at once, then ever later while others take it."""
         while True:
-            if await self._store.wait_for_change(*_WATCHED, timeout=_WATCH_SECONDS):
+            if await self._store.wait_for_change(*_WORK, timeout=_WATCH_SECONDS):
+                self._changed.set()
+                await asyncio.sleep(_REST_SECONDS * 2**self._misses * random.uniform(0.5, 1))
+
+    async def _watch_training(self) -> None:
+        """Look for work at once after a step or a version: both make room for groups."""
+        while True:
+            if await self._store.wait_for_change(*_TRAINING, timeout=_WATCH_SECONDS):
                 self._changed.set()
                 await asyncio.sleep(_REST_SECONDS)
 
