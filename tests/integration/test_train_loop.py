@@ -48,6 +48,21 @@ def train_and_die(self, data, version):
 StepComputer.train = train_and_die
 sys.exit(main(["train", *sys.argv[1:]]))
 """
+KILLED_BETWEEN_PARTS = """
+import os, signal, sys
+from agentrl.cli import main
+from agentrl.store import step_parts
+step_parts.PART = 1
+count = step_parts.StepParts._train
+seen = []
+async def count_and_die(self, number, pending, ids, session):
+    if number == 2 and len(seen) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    seen.extend(ids if number == 2 else ())
+    await count(self, number, pending, ids, session)
+step_parts.StepParts._train = count_and_die
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
 OUT_OF_MEMORY_IN_STEP_2 = """
 import sys
 import torch
@@ -193,6 +208,26 @@ async def test_kill_9_in_a_step_trains_nothing_twice_and_changes_no_loss(
         documents = await store.database["DBRecordData"].find().to_list()
     assert {document["_id"] for document in documents if document["trained_count"] == 1} == {
         item.id for name in GROUPS for item in group(name)
+    }
+
+
+async def test_kill_9_between_two_parts_of_a_commit_trains_all_once(run: Run) -> None:
+    await run.fill()
+    code, output = run.train(program=("-c", KILLED_BETWEEN_PARTS))
+    assert code == -signal.SIGKILL, output
+    [half] = await steps_of(run, StepStatus.COMMITTING)
+    async with await run.open() as store:
+        items = await store.training.fetch(half.data)
+    assert [item.trained_at_steps for item in items] == [(2,), (2,), (), ()]
+    code, output = run.train()
+    assert code == 0, output
+    steps = await steps_of(run)
+    assert [(step.step, step.data == half.data) for step in steps] == [(1, False), (2, True), (3, False)]
+    trained = {item: step.step for step in steps for item in step.data}
+    async with await run.open() as store:
+        documents = await store.database["DBRecordData"].find().to_list()
+    assert {document["_id"]: document["trained_at_steps"] for document in documents} == {
+        item: [number] for item, number in trained.items()
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import TypeVar
 
@@ -70,8 +70,11 @@ class DataStatus(StrEnum):
 class StepStatus(StrEnum):
     """One optimizer step."""
 
+    PLANNING = "planning"  # its data are being marked, a part at a time
     PLANNED = "planned"  # its data are marked; the optimizer has not stepped
-    COMMITTED = "committed"  # the optimizer has stepped
+    COMMITTING = "committing"  # the optimizer has stepped, and the step counts; its data follow in parts
+    COMMITTED = "committed"  # the optimizer has stepped, and all of its data say so
+    REVERTING = "reverting"  # undone, and no longer counted; its data become ready in parts
     REVERTED = "reverted"  # undone: the trainer resumed from a checkpoint before it
 
 
@@ -139,10 +142,28 @@ DATA_EDGES: dict[DataStatus, frozenset[DataStatus]] = {
     DataStatus.READY: frozenset({DataStatus.PLANNED, DataStatus.STALE}),
     DataStatus.PLANNED: frozenset({DataStatus.TRAINED, DataStatus.READY}),
     DataStatus.TRAINED: frozenset({DataStatus.READY}),
-    DataStatus.STALE: frozenset(),
+    DataStatus.STALE: frozenset({DataStatus.READY}),
 }
-"""``PLANNED → READY`` is a trainer that died or a ``max_trained_count`` above 1; ``TRAINED → READY`` is a
-resume from a checkpoint before the step."""
+"""``PLANNED → READY`` is a trainer that died or a ``max_trained_count`` above 1; ``→ READY`` from ``TRAINED``
+and ``STALE`` is a resume from a checkpoint before a step that trained them."""
+
+STEP_EDGES: dict[StepStatus, frozenset[StepStatus]] = {
+    StepStatus.PLANNING: frozenset({StepStatus.PLANNED, StepStatus.REVERTING}),
+    StepStatus.PLANNED: frozenset({StepStatus.COMMITTING, StepStatus.REVERTING}),
+    StepStatus.COMMITTING: frozenset({StepStatus.COMMITTED, StepStatus.REVERTING}),
+    StepStatus.COMMITTED: frozenset({StepStatus.REVERTING}),
+    StepStatus.REVERTING: frozenset({StepStatus.REVERTED}),
+    StepStatus.REVERTED: frozenset(),
+}
+"""A step whose data fit into one transaction passes ``PLANNING`` and ``COMMITTING`` within it, unseen. A
+trainer that dies in one of the ``-ing`` states leaves some data before it and some behind; the next trainer
+finishes the change before it begins."""
+
+STEPPED = (StepStatus.COMMITTING, StepStatus.COMMITTED)
+"""Steps whose updates are in the weights."""
+
+STANDING = (StepStatus.PLANNING, StepStatus.PLANNED, *STEPPED)
+"""Steps that hold their number; of each number there is at most one."""
 
 VERSION_EDGES: dict[VersionStatus, frozenset[VersionStatus]] = {
     VersionStatus.RESERVED: frozenset({VersionStatus.PUBLISHED}),
@@ -151,6 +172,11 @@ VERSION_EDGES: dict[VersionStatus, frozenset[VersionStatus]] = {
 }
 """``→ WITHDRAWN`` is a resume from a checkpoint before the version's step; ``WITHDRAWN → PUBLISHED`` is that
 step done again with the same weights as before."""
+
+
+def values(states: Iterable[StrEnum]) -> list[str]:
+    """The states as they are stored."""
+    return [state.value for state in states]
 
 
 def sources(edges: Mapping[_State, frozenset[_State]], target: _State) -> list[str]:

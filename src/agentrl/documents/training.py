@@ -67,6 +67,18 @@ class DBRecordData(Root):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PendingCommit(Document):
+    """What a commit of several parts needs to go on."""
+
+    max_trained_count: int
+    retrained_interval: int
+    counted: tuple[str, ...] = ()
+    """Tasks whose groups the step's metrics count."""
+    untrained: tuple[str, ...] = ()
+    """Data of the step that it did not train."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainStep(Root):
     """One optimizer step. ``id`` is ``attempt-of-the-run/step``; ``step`` counts committed steps from 1."""
 
@@ -81,5 +93,7 @@ class TrainStep(Root):
     owner: str
     planned_at: datetime = field(default_factory=now)
     committed_at: datetime | None = None
+    pending: PendingCommit | None = None
+    """While it is ``committing``: what is left to do."""
     pruned_at: datetime | None = None
     """When ``agentrl db prune`` last deleted data that it names."""

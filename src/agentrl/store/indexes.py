@@ -8,7 +8,7 @@ from pymongo import ASCENDING, DESCENDING, IndexModel
 from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import OperationFailure
 
-from agentrl.documents.status import StepStatus
+from agentrl.documents.status import STANDING, values
 from agentrl.store.connection import Json
 from agentrl.store.names import CALL, DATA, RECORD, SERVICE, STEP, TASK, VERSION
 from agentrl.store.runs import prepare_gate
@@ -29,7 +29,7 @@ def _index(*fields: str | tuple[str, int], unique: bool = False, where: Json | N
     return IndexModel(keys, unique=unique, partialFilterExpression=where)
 
 
-_LIVING_STEPS = {"status": {"$in": [StepStatus.PLANNED.value, StepStatus.COMMITTED.value]}}
+_LIVING_STEPS = {"status": {"$in": values(STANDING)}}
 
 INDEXES: dict[str, list[IndexModel]] = {
     TASK: [

@@ -12,7 +12,7 @@ from pymongo.read_concern import ReadConcern
 from pymongo.write_concern import WriteConcern
 
 from agentrl.documents.run import ADMISSION
-from agentrl.documents.status import DataStatus, StepStatus, TaskStatus
+from agentrl.documents.status import STEPPED, DataStatus, TaskStatus, values
 from agentrl.store.connection import Json, Part
 from agentrl.store.names import DATA, GATE, STEP, TASK
 
@@ -90,7 +90,7 @@ class Openings(Part):
     async def _has_room(self, split: str, room: Room, session: AsyncClientSession) -> bool:
         if room.after_step is not None:
             last = await self._collection(STEP).find_one(
-                {"status": StepStatus.COMMITTED.value}, {"step": 1}, sort=[("step", DESCENDING)],
+                {"status": {"$in": values(STEPPED)}}, {"step": 1}, sort=[("step", DESCENDING)],
                 session=session,
             )  # fmt: skip
             if (0 if last is None else last["step"]) != room.after_step:

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pymongo import ASCENDING
 from pymongo.asynchronous.client_session import AsyncClientSession
 
-from agentrl.documents.status import DataStatus, RecordStatus, StepStatus
+from agentrl.documents.status import STEPPED, DataStatus, RecordStatus, values
 from agentrl.errors import StoreError
 from agentrl.store.blobs import Blobs
 from agentrl.store.connection import Json, Part, database_call
@@ -125,7 +125,7 @@ class Retention(Part):
         return min(moments, default=None)
 
     async def _planned_at(self, step: int) -> datetime | None:
-        query = {"step": step, "status": StepStatus.COMMITTED.value}
+        query = {"step": step, "status": {"$in": values(STEPPED)}}
         document = await self._collection(STEP).find_one(query, {"planned_at": 1})
         return None if document is None else document["planned_at"]
 

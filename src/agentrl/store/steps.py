@@ -1,8 +1,9 @@
-"""TrainSteps: planned, committed, reverted; the data that they consume move with them."""
+"""TrainSteps: planned, committed, reverted; the data that they consume move with them, part by part."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pymongo import ASCENDING, DESCENDING
@@ -10,16 +11,35 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import DuplicateKeyError
 
 from agentrl.documents.base import plain
-from agentrl.documents.status import DataStatus, StepStatus
-from agentrl.documents.training import TrainStep
+from agentrl.documents.status import STEPPED, StepStatus, values
+from agentrl.documents.training import PendingCommit, TrainStep
 from agentrl.errors import StoreError
-from agentrl.store.connection import Json, Part, database_call
-from agentrl.store.names import DATA, RECORD, STEP, TASK
+from agentrl.store.connection import Json, database_call
+from agentrl.store.names import STEP
 from agentrl.store.runs import guard
+from agentrl.store.step_parts import NotReadyError, StepPart, StepParts, parts_of
+
+_STEPPED = values(STEPPED)
+_PLANS = values((StepStatus.PLANNING, StepStatus.PLANNED))
 
 
-class Steps(Part):
-    """One transaction each: a step and its data never disagree.
+@dataclass(frozen=True)
+class _Change:
+    """A change of one step in parts, a transaction each."""
+
+    parts: Sequence[StepPart]
+    begin: Callable[[AsyncClientSession], Awaitable[bool]]
+    """Joins the first part, and decides; False: it is done already."""
+    write: Callable[[StepPart, AsyncClientSession], Awaitable[None]]
+    end: Callable[[AsyncClientSession], Awaitable[None]]
+    """Joins the last part."""
+
+
+class Steps(StepParts):
+    """Every change is made in parts, one transaction each, so that a step of any size goes through.
+
+    The first part decides: from then on the step counts, or is undone. A change that is interrupted goes on
+    where it was when the call is repeated, or in ``revert_after``, with which each trainer begins.
 
     ``attempt`` is what ``Runs.acquire_trainer`` returned: a trainer that has been replaced gets a
     LeaseLostError, and nothing is written.
@@ -29,31 +49,46 @@ class Steps(Part):
     async def plan_step(self, step: TrainStep, *, attempt: int | None = None) -> None:
         """Name the data of the next step and mark them PLANNED; repeating the call is harmless.
 
-        Raises StoreError, and changes nothing, if some of them are not READY or the step exists.
+        Raises StoreError, and leaves no data marked, if some of them are not READY or the step exists.
         """
-        ready = {"_id": {"$in": list(step.data)}, "status": DataStatus.READY.value}
-        marks = {"$set": {"status": DataStatus.PLANNED.value, "planned_step": step.step}}
 
-        async def write(session: AsyncClientSession) -> None:
-            await guard(self._connection, attempt, session)
+        async def begin(session: AsyncClientSession) -> bool:
             stored = await self._collection(STEP).find_one({"_id": step.id}, session=session)
-            if stored is not None and tuple(stored["data"]) == step.data and stored["status"] == step.status:
-                return
-            await self._collection(STEP).insert_one(step.to_document(), session=session)
-            result = await self._collection(DATA).update_many(ready, marks, session=session)
-            if result.matched_count != len(step.data):
-                raise StoreError(
-                    f"step {step.step} names {len(step.data)} documents, and only {result.matched_count}"
-                    " of them are ready",
-                    cure="is a second trainer running on this run? stop it",
-                )
+            if stored is not None and tuple(stored["data"]) == step.data and stored["status"] in _PLANS:
+                return bool(stored["status"] == StepStatus.PLANNING)
+            document = step.to_document() | {"status": StepStatus.PLANNING.value}
+            await self._collection(STEP).insert_one(document, session=session)
+            return True
+
+        async def mark(part: StepPart, session: AsyncClientSession) -> None:
+            await self._mark(step.step, part[0], session)
+
+        async def end(session: AsyncClientSession) -> None:
+            await self._move(step.id, StepStatus.PLANNING, StepStatus.PLANNED, session)
 
         try:
-            await self._connection.transaction(write)
+            await self._in_parts(_Change(parts_of(step.data), begin, mark, end), attempt)
         except DuplicateKeyError as error:
             raise StoreError(
                 f"step {step.step} has been planned already", cure="is a second trainer running? stop it"
             ) from error
+        except NotReadyError:
+            await self._give_up_plan(step, attempt)
+            raise
+
+    async def _give_up_plan(self, step: TrainStep, attempt: int | None) -> None:
+        """Undo what the first parts of a plan have marked."""
+
+        async def decide(session: AsyncClientSession) -> bool:
+            await guard(self._connection, attempt, session)
+            result = await self._collection(STEP).update_one(
+                {"_id": step.id, "status": StepStatus.PLANNING.value},
+                {"$set": {"status": StepStatus.REVERTING.value}}, session=session,
+            )  # fmt: skip
+            return result.matched_count > 0
+
+        if await self._connection.transaction(decide):
+            await self._revert(step, step.step - 1, attempt)
 
     @database_call
     async def commit_step(
@@ -67,102 +102,146 @@ class Steps(Part):
         that were not trained are ready at once. ``counted`` are the Tasks whose groups the metrics count:
         ``Training.uncounted_groups`` leaves them out from then on. Repeating the call changes nothing.
         """
+        step = await self._step(step_id)
+        if step is None:
+            raise _cannot_commit(step_id)
+        trained = set(trained_ids)
+        pending = step.pending or PendingCommit(
+            max_trained_count=max_trained_count,
+            retrained_interval=retrained_interval,
+            counted=tuple(counted),
+            untrained=tuple(key for key in step.data if key not in trained),
+        )
+        await self._commit(step, pending, plain(dict(metrics)), attempt)
 
-        async def write(session: AsyncClientSession) -> None:
-            await guard(self._connection, attempt, session)
-            step = await self._collection(STEP).find_one({"_id": step_id}, session=session)
-            if step is None or step["status"] == StepStatus.REVERTED.value:
-                raise StoreError(f"step {step_id} is not planned, so it cannot be committed")
-            if step["status"] == StepStatus.COMMITTED.value:
-                return
-            number = step["step"]
-            await self._collection(STEP).update_one(
-                {"_id": step_id, "status": StepStatus.PLANNED.value},
+    async def _commit(
+        self, step: TrainStep, pending: PendingCommit, metrics: Json, attempt: int | None
+    ) -> None:
+        async def begin(session: AsyncClientSession) -> bool:
+            decided = await self._collection(STEP).update_one(
+                {"_id": step.id, "status": StepStatus.PLANNED.value},
                 {
-                    "$set": {"status": StepStatus.COMMITTED.value, "metrics": plain(dict(metrics))},
+                    "$set": {
+                        "status": StepStatus.COMMITTING.value, "metrics": metrics, "pending": plain(pending),
+                    },
                     "$currentDate": {"committed_at": True},
                 },
                 session=session,
-            )
-            planned = {"status": DataStatus.PLANNED.value, "planned_step": number}
-            await self._collection(DATA).update_many(
-                {"_id": {"$in": list(trained_ids)}, **planned},
-                _trained(number, max_trained_count, retrained_interval), session=session,
             )  # fmt: skip
-            await self._collection(DATA).update_many(
-                {"_id": {"$in": step["data"]}, **planned}, _REOPENED, session=session
-            )
-            await self._collection(RECORD).update_many(
-                {"_id": {"$in": list(trained_ids)}},
-                {"$inc": {"trained_count": 1}, "$set": {"last_trained_step": number}}, session=session,
-            )  # fmt: skip
-            await self._collection(TASK).update_many(
-                {"_id": {"$in": list(counted)}, "group.counted_at_step": None},
-                {"$set": {"group.counted_at_step": number}}, session=session,
-            )  # fmt: skip
+            if decided.matched_count:
+                return True
+            now = await self._collection(STEP).find_one({"_id": step.id}, {"status": 1}, session=session)
+            if now is None or now["status"] not in _STEPPED:
+                raise _cannot_commit(step.id)
+            return bool(now["status"] == StepStatus.COMMITTING)
 
-        await self._connection.transaction(write)
+        async def train(part: StepPart, session: AsyncClientSession) -> None:
+            await self._train(step.step, pending, part[0], session)
+            await self._count(step.step, part[1], session)
+
+        async def end(session: AsyncClientSession) -> None:
+            await self._move(step.id, StepStatus.COMMITTING, StepStatus.COMMITTED, session)
+
+        parts = parts_of(step.data, pending.counted)
+        await self._in_parts(_Change(parts, begin, train, end), attempt)
 
     @database_call
     async def revert_after(self, step: int, *, attempt: int | None = None) -> int:
         """Undo every step above ``step`` and every plan that never committed; returns how many steps.
 
-        Their data are READY again, as if those steps had not been. StoreError, and nothing is undone, where
-        data that one of them trained have been pruned.
+        Their data are READY again, as if those steps had not been. Finishes first what an interrupted call
+        has left. StoreError, and nothing is undone, where data that one of them trained have been pruned.
         """
 
-        async def write(session: AsyncClientSession) -> int:
+        async def decide(session: AsyncClientSession) -> int:
             await guard(self._connection, attempt, session)
-            later = {"status": StepStatus.COMMITTED.value, "step": {"$gt": step}}
-            query = {"$or": [later, {"status": StepStatus.PLANNED.value}]}
-            cursor = self._collection(STEP).find(query, {"data": 1}, session=session)
-            undone = [document async for document in cursor]
-            data = sorted({key for document in undone for key in document["data"]})
-            await self._require_unpruned(step, data, session)
-            await self._collection(STEP).update_many(
+            steps = self._collection(STEP)
+            later = {"status": {"$in": _STEPPED}, "step": {"$gt": step}}
+            query = {"$or": [later, {"status": {"$in": _PLANS}}]}
+            fields = {"step": 1, "pruned_at": 1}
+            found = steps.find(query, fields, sort=[("step", DESCENDING)], session=session)
+            undone = [document async for document in found]
+            _require_unpruned(undone)
+            await steps.update_many(
                 {"_id": {"$in": [document["_id"] for document in undone]}},
-                {"$set": {"status": StepStatus.REVERTED.value}}, session=session,
+                {"$set": {"status": StepStatus.REVERTING.value, "pending": None}}, session=session,
             )  # fmt: skip
-            consumed = {
-                "_id": {"$in": data},
-                "status": {
-                    "$in": [DataStatus.PLANNED.value, DataStatus.TRAINED.value, DataStatus.READY.value]
-                },
-            }
-            await self._collection(DATA).update_many(consumed, _as_of(step), session=session)
-            restored = self._collection(DATA).find(
-                {"_id": {"$in": data}}, {"record": 1, "trained_at_steps": 1}, session=session
-            )
-            async for document in restored:
-                trained_at = document["trained_at_steps"]
-                await self._collection(RECORD).update_one(
-                    {"_id": document["record"]},
-                    {
-                        "$set": {
-                            "trained_count": len(trained_at),
-                            "last_trained_step": max(trained_at, default=None),
-                        }
-                    },
-                    session=session,
-                )
-            await self._collection(TASK).update_many(
-                {"group.counted_at_step": {"$gt": step}},
-                {"$set": {"group.counted_at_step": None}}, session=session,
-            )  # fmt: skip
-            return len(undone)
+            return await steps.count_documents({"status": StepStatus.REVERTING.value}, session=session)
 
-        return await self._connection.transaction(write)
+        undone = await self._connection.transaction(decide)
+        await self._finish_commits(attempt)
+        await self._finish_reverts(attempt)
+        return undone
 
-    async def _require_unpruned(self, step: int, data: Sequence[str], session: AsyncClientSession) -> None:
-        query = {"_id": {"$in": data}, "pruned_at": {"$ne": None}, "last_trained_step": {"$gt": step}}
-        pruned = await self._collection(RECORD).find_one(
-            query, {"last_trained_step": 1}, sort=[("last_trained_step", DESCENDING)], session=session
-        )
-        if pruned is not None:
+    async def _finish_commits(self, attempt: int | None) -> None:
+        """Finish the commits that a trainer has left between two parts."""
+        cursor = self._collection(STEP).find({"status": StepStatus.COMMITTING.value})
+        for step in [TrainStep.from_document(document) async for document in cursor]:
+            if step.pending is not None:
+                await self._commit(step, step.pending, {}, attempt)
+
+    async def _finish_reverts(self, attempt: int | None) -> None:
+        """Undo what each REVERTING step did, the last step first: the lowest says how far back it goes."""
+        query = {"status": StepStatus.REVERTING.value}
+        cursor = self._collection(STEP).find(query, {"step": 1}, sort=[("step", DESCENDING)])
+        found = [(document["_id"], document["step"]) async for document in cursor]
+        if not found:
+            return
+        after = found[-1][1] - 1
+
+        async def uncount(session: AsyncClientSession) -> int:
+            await guard(self._connection, attempt, session)
+            return await self._uncount_some(after, session)
+
+        while await self._connection.transaction(uncount):
+            continue
+        for step_id, _ in found:
+            step = await self._step(step_id)
+            if step is not None:
+                await self._revert(step, after, attempt)
+
+    async def _revert(self, step: TrainStep, after: int, attempt: int | None) -> None:
+        async def begin(session: AsyncClientSession) -> bool:
+            return True
+
+        async def restore(part: StepPart, session: AsyncClientSession) -> None:
+            await self._restore(after, part[0], session)
+
+        async def end(session: AsyncClientSession) -> None:
+            await self._move(step.id, StepStatus.REVERTING, StepStatus.REVERTED, session)
+
+        await self._in_parts(_Change(parts_of(step.data), begin, restore, end), attempt)
+
+    async def _in_parts(self, change: _Change, attempt: int | None) -> None:
+        for place, part in enumerate(change.parts, 1):
+
+            async def write(session: AsyncClientSession, place: int = place, part: StepPart = part) -> bool:
+                await guard(self._connection, attempt, session)
+                if place == 1 and not await change.begin(session):
+                    return False
+                await change.write(part, session)
+                if place == len(change.parts):
+                    await change.end(session)
+                return True
+
+            if not await self._connection.transaction(write):
+                return
+
+    async def _move(
+        self, step_id: str, old: StepStatus, new: StepStatus, session: AsyncClientSession
+    ) -> None:
+        result = await self._collection(STEP).update_one(
+            {"_id": step_id, "status": old.value},
+            {"$set": {"status": new.value, "pending": None}}, session=session,
+        )  # fmt: skip
+        if not result.matched_count:
             raise StoreError(
-                f"step {pruned['last_trained_step']} cannot be undone: data that it trained have been pruned",
-                cure="resume from a checkpoint that contains it, or begin another run",
+                f"step {step_id} is no longer {old}", cure="is a second trainer running? stop it"
             )
+
+    async def _step(self, step_id: str) -> TrainStep | None:
+        document = await self._collection(STEP).find_one({"_id": step_id})
+        return None if document is None else TrainStep.from_document(document)
 
     @database_call
     async def steps(
@@ -177,39 +256,22 @@ class Steps(Part):
 
     @database_call
     async def last_step(self) -> TrainStep | None:
-        """The last committed step."""
+        """The last step that counts: committed, or about to be in all of its parts."""
         document = await self._collection(STEP).find_one(
-            {"status": StepStatus.COMMITTED.value}, sort=[("step", DESCENDING)]
+            {"status": {"$in": _STEPPED}}, sort=[("step", DESCENDING)]
         )
         return None if document is None else TrainStep.from_document(document)
 
 
-_REOPENED: Json = {"$set": {"status": DataStatus.READY.value, "planned_step": None}}
+def _require_unpruned(undone: Sequence[Json]) -> None:
+    """StoreError if data of one of these steps, the last of which is the first, have been pruned."""
+    for step in undone:
+        if step.get("pruned_at") is not None:
+            raise StoreError(
+                f"step {step['step']} cannot be undone: data that it trained have been pruned",
+                cure="resume from a checkpoint that contains it, or begin another run",
+            )
 
 
-def _trained(step: int, max_trained_count: int, interval: int) -> list[Json]:
-    done = {"$gte": ["$trained_count", max_trained_count]}
-    return [
-        {
-            "$set": {
-                "trained_count": {"$add": ["$trained_count", 1]},
-                "trained_at_steps": {"$concatArrays": ["$trained_at_steps", [step]]},
-                "planned_step": None,
-                "not_before_step": step + interval,
-            }
-        },
-        {"$set": {"status": {"$cond": [done, DataStatus.TRAINED.value, DataStatus.READY.value]}}},
-    ]
-
-
-def _as_of(step: int) -> list[Json]:
-    kept = {"$filter": {"input": "$trained_at_steps", "cond": {"$lte": ["$$this", step]}}}
-    return [
-        {"$set": {"trained_at_steps": kept, "planned_step": None, "status": DataStatus.READY.value}},
-        {
-            "$set": {
-                "trained_count": {"$size": "$trained_at_steps"},
-                "not_before_step": {"$min": ["$not_before_step", step + 1]},
-            }
-        },
-    ]
+def _cannot_commit(step_id: str) -> StoreError:
+    return StoreError(f"step {step_id} is not planned, so it cannot be committed")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from agentrl.documents.status import DataStatus, RecordStatus, StepStatus
+from agentrl.documents.status import STANDING, STEPPED, DataStatus, RecordStatus, StepStatus, values
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import StoreError
 from agentrl.store.blobs import Blobs
@@ -25,10 +25,10 @@ _RECORD_FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The steps that name some data: {data id: step numbers}."""
+    """The steps that name some data: {data id: step numbers}; one that is being undone may be both."""
 
-    committed: Mapping[str, Sequence[int]]
-    planned: Mapping[str, Sequence[int]]
+    committed: dict[str, set[int]]
+    planned: dict[str, set[int]]
 
 
 class Data(Section):
@@ -125,14 +125,17 @@ def step_problems(data: Json, steps: Steps) -> Iterator[Problem]:
 
 async def _steps_of(moment: Snapshot, page: Sequence[Json]) -> Steps:
     numbers = {number for data in page for number in (*data["trained_at_steps"], data.get("planned_step"))}
-    living = [StepStatus.COMMITTED.value, StepStatus.PLANNED.value]
+    active = values((*STANDING, StepStatus.REVERTING))
     named = {"$setIntersection": ["$data", [data["_id"] for data in page]]}
     pipeline: list[Json] = [
-        {"$match": {"status": {"$in": living}, "step": {"$in": [n for n in numbers if n is not None]}}},
+        {"$match": {"status": {"$in": active}, "step": {"$in": [n for n in numbers if n is not None]}}},
         {"$project": {"step": 1, "status": 1, "data": named}},
     ]
-    by_status: dict[str, dict[str, list[int]]] = {status: {} for status in living}
+    steps = Steps({}, {})
     for step in await moment.aggregate(STEP, pipeline):
         for key in step["data"]:
-            by_status[step["status"]].setdefault(key, []).append(step["step"])
-    return Steps(by_status[StepStatus.COMMITTED], by_status[StepStatus.PLANNED])
+            if step["status"] in (*STEPPED, StepStatus.REVERTING):
+                steps.committed.setdefault(key, set()).add(step["step"])
+            if step["status"] != StepStatus.COMMITTED:
+                steps.planned.setdefault(key, set()).add(step["step"])
+    return steps

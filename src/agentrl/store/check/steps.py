@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import ClassVar
 
-from agentrl.documents.status import DataStatus, StepStatus
+from agentrl.documents.status import STANDING, STEPPED, DataStatus, StepStatus
 from agentrl.store.check.findings import Findings, Invariant, Problem
 from agentrl.store.check.reading import Checkpoint, Section, Snapshot, Whole, differing
 from agentrl.store.connection import Json
@@ -43,13 +43,15 @@ async def _pruned(moment: Snapshot, missing: Collection[str]) -> set[str]:
 
 
 def step_problems(step: Json, data: Mapping[str, Json], pruned: Collection[str]) -> Iterator[Problem]:
-    """What is wrong between a step and the data that it names; a reverted one makes no claim on them."""
+    """What is wrong between a step and the data that it names; one that is undone makes no claim on them."""
     name, number, status = f"TrainStep {step['_id']}", step["step"], step["status"]
-    if (status == StepStatus.COMMITTED) and step.get("committed_at") is None:
+    if status in STEPPED and step.get("committed_at") is None:
         yield Problem(name, "when it was committed", "a time", None)
-    if status == StepStatus.PLANNED and step.get("committed_at") is not None:
-        yield Problem(name, "no commit, since it is planned", None, step["committed_at"])
-    if status == StepStatus.REVERTED:
+    if status in (StepStatus.PLANNING, StepStatus.PLANNED) and step.get("committed_at") is not None:
+        yield Problem(name, f"no commit, since it is {status}", None, step["committed_at"])
+    if (status == StepStatus.COMMITTING) != (step.get("pending") is not None):
+        yield Problem(name, f"pending exactly while it commits (it is {status})", None, step.get("pending"))
+    if status not in STANDING:
         return
     named: Counter[str] = Counter(step["data"])
     for key, times in named.items():
@@ -59,9 +61,10 @@ def step_problems(step: Json, data: Mapping[str, Json], pruned: Collection[str])
             continue
         if key not in data:
             yield Problem(name, f"its training data {key}", "a DBRecordData", "none")
-        elif status == StepStatus.COMMITTED and number not in data[key]["trained_at_steps"]:
-            at_steps = data[key]["trained_at_steps"]
-            yield Problem(f"DBRecordData {key}", f"trained by {name}, which names it", number, at_steps)
+        elif status in STEPPED and number not in data[key]["trained_at_steps"]:
+            if not _is_pending(step, data[key], key):
+                at_steps = data[key]["trained_at_steps"]
+                yield Problem(f"DBRecordData {key}", f"trained by {name}, which names it", number, at_steps)
         elif status == StepStatus.PLANNED:
             yield from differing(
                 f"DBRecordData {key}",
@@ -72,15 +75,23 @@ def step_problems(step: Json, data: Mapping[str, Json], pruned: Collection[str])
             )
 
 
+def _is_pending(step: Json, data: Json, key: str) -> bool:
+    """Whether a commit that is under way has not reached the data, or leaves them out."""
+    if step["status"] != StepStatus.COMMITTING:
+        return False
+    return data.get("planned_step") == step["step"] or key in (step["pending"] or {}).get("untrained", ())
+
+
 class Lineage(Whole):
     """The numbers of the living steps, and the steps of the last checkpoint."""
 
     async def inspect(self, moment: Snapshot, findings: Findings) -> None:
-        living = {"status": {"$in": [StepStatus.COMMITTED.value, StepStatus.PLANNED.value]}}
-        steps = await moment.find(STEP, living, {"step": 1, "status": 1}, by="step")
-        committed = [step for step in steps if step["status"] == StepStatus.COMMITTED]
-        planned = [step for step in steps if step["status"] == StepStatus.PLANNED]
+        steps = await moment.find(STEP, {}, {"step": 1, "status": 1}, by="step")
+        committed = [step for step in steps if step["status"] in STEPPED]
+        planned = [step for step in steps if step["status"] in (StepStatus.PLANNING, StepStatus.PLANNED)]
         findings.add(Invariant.TRAINING, None, number_problems(committed))
+        if self.options.is_final:
+            findings.add(Invariant.TRAINING, None, unfinished_problems(steps))
         findings.add(Invariant.TRAINING, None, plan_problems(planned, len(committed), self.options.is_final))
         checkpoint = self.options.checkpoint
         if checkpoint is None:
@@ -106,9 +117,17 @@ def plan_problems(planned: Sequence[Json], committed: int, is_final: bool) -> It
     for step in planned:
         name = f"TrainStep {step['_id']}"
         if is_final:
-            yield Problem(name, "no plan left at the end of the run", "committed or reverted", "planned")
+            yield Problem(name, "no plan left at the end of the run", "committed or reverted", step["status"])
         elif step["step"] != committed + 1:
             yield Problem(name, "a plan for the next step", committed + 1, step["step"])
+
+
+def unfinished_problems(steps: Sequence[Json]) -> Iterator[Problem]:
+    """Commits and reverts between two of their parts, at the end of a run."""
+    for step in steps:
+        if step["status"] in (StepStatus.COMMITTING, StepStatus.REVERTING):
+            what = "no change left half done at the end of the run"
+            yield Problem(f"TrainStep {step['_id']}", what, "committed or reverted", step["status"])
 
 
 def lineage_problems(checkpoint: Checkpoint, committed: Sequence[Json], is_final: bool) -> Iterator[Problem]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.documents.status import RecordStatus, SlotStatus, StepStatus
+from agentrl.documents.status import STEPPED, RecordStatus, SlotStatus, values
 from agentrl.store.connection import Json
 from agentrl.store.names import CALL, DATA, STEP, TASK
 from agentrl.store.views.parts import NEWEST_FIRST, as_is, first, join, ratio, seconds
@@ -15,7 +15,7 @@ TRAJECTORIES: list[Json] = [
     first("data"),
     join(
         STEP, "last_trained_step", "step", "steps",
-        {"$match": {"status": StepStatus.COMMITTED.value}}, {"$project": as_is("policy_version")},
+        {"$match": {"status": {"$in": values(STEPPED)}}}, {"$project": as_is("policy_version")},
     ),
     {
         "$project": {

@@ -1,0 +1,141 @@
+"""The parts of a step: how its data, Records and Tasks change, a bounded number of them together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from pymongo import UpdateMany
+from pymongo.asynchronous.client_session import AsyncClientSession
+
+from agentrl.documents.status import DataStatus
+from agentrl.documents.training import PendingCommit
+from agentrl.errors import StoreError
+from agentrl.store.connection import Json, Part
+from agentrl.store.names import DATA, RECORD, TASK
+
+PART = 100
+"""Documents of one transaction: 50 MB where each holds 65,536 tokens."""
+
+
+StepPart = tuple[Sequence[str], Sequence[str]]
+"""Ids of data, and ids of Tasks, that one transaction changes."""
+
+
+def parts_of(data: Sequence[str], tasks: Sequence[str] = ()) -> list[StepPart]:
+    """Both sequences cut into parts, side by side; at least one part, which may be empty."""
+    return list(zip_longest(_cut(data), _cut(tasks), fillvalue=()))
+
+
+def _cut(ids: Sequence[str]) -> list[Sequence[str]]:
+    return [ids[start : start + PART] for start in range(0, len(ids), PART)] or [()]
+
+
+class NotReadyError(StoreError):
+    """Some data of a plan are not ready."""
+
+
+class StepParts(Part):
+    """Each method changes one part of a step, and repeating it changes nothing."""
+
+    async def _mark(self, number: int, ids: Sequence[str], session: AsyncClientSession) -> None:
+        """Mark ready data as planned for step ``number``. StoreError if some are not ready."""
+        planned = {"status": DataStatus.PLANNED.value, "planned_step": number}
+        allowed: Json = {"$or": [{"status": DataStatus.READY.value}, planned]}
+        result = await self._collection(DATA).update_many(
+            {"_id": {"$in": list(ids)}, **allowed}, {"$set": planned}, session=session
+        )
+        if result.matched_count != len(ids):
+            raise NotReadyError(
+                f"step {number} names {len(ids)} documents, and only {result.matched_count} of them are"
+                " ready",
+                cure="is a second trainer running on this run? stop it",
+            )
+
+    async def _train(
+        self, number: int, pending: PendingCommit, ids: Sequence[str], session: AsyncClientSession
+    ) -> None:
+        """Count step ``number`` in data and in their Records; data that it left out are ready again."""
+        untrained = set(pending.untrained)
+        trained = [key for key in ids if key not in untrained]
+        planned = {"status": DataStatus.PLANNED.value, "planned_step": number}
+        await self._collection(DATA).update_many(
+            {"_id": {"$in": trained}, **planned}, _trained(number, pending), session=session
+        )
+        if len(trained) < len(ids):
+            await self._collection(DATA).update_many(
+                {"_id": {"$in": list(ids)}, **planned}, _REOPENED, session=session
+            )
+        await self._collection(RECORD).update_many(
+            {"_id": {"$in": trained}, "last_trained_step": {"$ne": number}},
+            {"$inc": {"trained_count": 1}, "$set": {"last_trained_step": number}}, session=session,
+        )  # fmt: skip
+
+    async def _count(self, number: int, tasks: Sequence[str], session: AsyncClientSession) -> None:
+        """Say that the metrics of step ``number`` count the groups of ``tasks``."""
+        if tasks:
+            await self._collection(TASK).update_many(
+                {"_id": {"$in": list(tasks)}, "group.counted_at_step": None},
+                {"$set": {"group.counted_at_step": number}}, session=session,
+            )  # fmt: skip
+
+    async def _uncount_some(self, after: int, session: AsyncClientSession) -> int:
+        """Forget that a step above ``after`` counted groups, of a part of them; returns how many."""
+        counted = {"group.counted_at_step": {"$gt": after}}
+        found = self._collection(TASK).find(counted, {"_id": 1}, limit=PART, session=session)
+        ids = [task["_id"] async for task in found]
+        if ids:
+            await self._collection(TASK).update_many(
+                {"_id": {"$in": ids}}, {"$set": {"group.counted_at_step": None}}, session=session
+            )
+        return len(ids)
+
+    async def _restore(self, after: int, ids: Sequence[str], session: AsyncClientSession) -> None:
+        """Make data and their Records what they were after step ``after``."""
+        later = {"$or": [{"planned_step": {"$gt": after}}, {"trained_at_steps": {"$gt": after}}]}
+        chosen = {"_id": {"$in": list(ids)}}
+        await self._collection(DATA).update_many({**chosen, **later}, _as_of(after), session=session)
+        found = self._collection(DATA).find(chosen, {"record": 1, "trained_at_steps": 1}, session=session)
+        records: dict[tuple[int, ...], list[str]] = {}
+        async for data in found:
+            records.setdefault(tuple(data["trained_at_steps"]), []).append(data["record"])
+        updates = [
+            UpdateMany(
+                {"_id": {"$in": keys}},
+                {"$set": {"trained_count": len(at), "last_trained_step": max(at, default=None)}},
+            )
+            for at, keys in records.items()
+        ]
+        if updates:
+            await self._collection(RECORD).bulk_write(updates, session=session)
+
+
+_REOPENED: Json = {"$set": {"status": DataStatus.READY.value, "planned_step": None}}
+
+
+def _trained(number: int, pending: PendingCommit) -> list[Json]:
+    done = {"$gte": ["$trained_count", pending.max_trained_count]}
+    return [
+        {
+            "$set": {
+                "trained_count": {"$add": ["$trained_count", 1]},
+                "trained_at_steps": {"$concatArrays": ["$trained_at_steps", [number]]},
+                "planned_step": None,
+                "not_before_step": number + pending.retrained_interval,
+            }
+        },
+        {"$set": {"status": {"$cond": [done, DataStatus.TRAINED.value, DataStatus.READY.value]}}},
+    ]
+
+
+def _as_of(step: int) -> list[Json]:
+    kept = {"$filter": {"input": "$trained_at_steps", "cond": {"$lte": ["$$this", step]}}}
+    return [
+        {"$set": {"trained_at_steps": kept, "planned_step": None, "status": DataStatus.READY.value}},
+        {
+            "$set": {
+                "trained_count": {"$size": "$trained_at_steps"},
+                "not_before_step": {"$min": ["$not_before_step", step + 1]},
+            }
+        },
+    ]
