@@ -81,6 +81,7 @@ async def test_a_run_that_goes_on_has_no_violation(store: Store, weights: Path) 
     assert checked[Invariant.GROUPS] == {"groups": 4, "scores": 6}
     assert checked[Invariant.STATES]["leases"] == 1
     assert checked[Invariant.VERSIONS] == {"model calls": 14, "versions": 2, "files": 4}
+    assert checked[Invariant.EPOCHS] == {"epochs": 2, "tasks": 6}
 
 
 async def test_the_command_tells_each_invariant_and_ends_with_the_count(
@@ -90,8 +91,8 @@ async def test_the_command_tells_each_invariant_and_ends_with_the_count(
     words += ["--db_connection_string", str(run_config.db_connection_string)]
     assert await asyncio.to_thread(main, words) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line[:2] for line in lines[:5]] == ["1.", "2.", "3.", "4.", "5."]
-    assert all("checked, 0 violations" in line for line in lines[:5])
+    assert [line[:2] for line in lines[:6]] == ["1.", "2.", "3.", "4.", "5.", "6."]
+    assert all("checked, 0 violations" in line for line in lines[:6])
     assert lines[-1] == "0 violations"
     await Damage(store, weights).set("Record", OTHER, score=0.25)
     assert await asyncio.to_thread(main, words) == 1

@@ -17,6 +17,7 @@ class Invariant(IntEnum):
     GROUPS = 3
     STATES = 4
     VERSIONS = 5
+    EPOCHS = 6
 
     @property
     def title(self) -> str:
@@ -30,6 +31,7 @@ _TITLES: Mapping[Invariant, str] = {
     Invariant.GROUPS: "groups say what their Records say, and every score is a scorer's",
     Invariant.STATES: "states are legal, and no lease outlives its owner",
     Invariant.VERSIONS: "policy versions are whole, and tokens name those that were published",
+    Invariant.EPOCHS: "every epoch holds every task of the file once",
 }
 
 

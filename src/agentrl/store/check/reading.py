@@ -71,6 +71,14 @@ class Snapshot:
         )
         return await cursor.to_list()
 
+    async def each(self, collection: str, query: Json, fields: Projection) -> AsyncIterator[Json]:
+        """Yield documents in the order of ``_id``; memory holds one batch of them."""
+        cursor = self.connection.collection(collection).find(
+            query, fields, sort=[("_id", ASCENDING)], session=self._session
+        )
+        async for document in cursor:
+            yield document
+
     async def ids(self, collection: str, ids: Collection[Any]) -> set[Any]:
         """Which of ``ids`` exist."""
         found = await self.find(collection, {"_id": {"$in": list(ids)}}, {"_id": 1})

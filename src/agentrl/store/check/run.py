@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from agentrl.store.check.data import Data
+from agentrl.store.check.epochs import Epochs
 from agentrl.store.check.findings import Findings, Report, Violation
 from agentrl.store.check.parents import CallParents, RecordParents
 from agentrl.store.check.reading import CheckOptions
@@ -58,6 +59,6 @@ class Checks(Part):
 
 
 def _sections(connection: Connection, options: CheckOptions) -> Sequence[Checkable]:
-    kinds = (Tasks, RecordParents, CallParents, Data, StepData, Lineage, Versions)
+    kinds = (Tasks, RecordParents, CallParents, Data, StepData, Lineage, Versions, Epochs)
     legal = [Legal(connection, options, collection=name) for name in VALIDATORS]
     return [*(kind(connection, options) for kind in kinds), *legal]
