@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -36,11 +36,13 @@ def parse(
     description: str,
     shown: Sequence[type],
     extra: Sequence[type] = (),
+    validate: Callable[[Configs], None] | None = None,
 ) -> Configs:
     """Parse ``argv`` into every group of the schema and ``extra`` (groups of this command alone).
 
     ``--config FILE.yaml`` supplies values under the same names; flags win. ``--help`` lists the groups
-    ``shown`` and ``extra``. Raises ConfigError on unknown flags or keys and on values of a wrong type.
+    ``shown`` and ``extra``. ``validate`` checks the values against each other. Raises ConfigError on unknown
+    flags or keys and on values of a wrong type.
     """
     from transformers.hf_argparser import HfArgumentParser
 
@@ -60,7 +62,10 @@ def parse(
     if remaining:
         what = "flag" if remaining[0].startswith("-") else "argument"
         raise _unknown(what, remaining[0].split("=")[0], [f"--{name}" for name in _names(groups)])
-    return Configs(values)
+    configs = Configs(values)
+    if validate is not None:
+        validate(configs)
+    return configs
 
 
 def _parser(base: Any, groups: Sequence[type], command: str) -> Any:

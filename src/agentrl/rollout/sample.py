@@ -15,6 +15,7 @@ from agentrl.config.schema import (
     TaskConfig,
     TrainConfig,
 )
+from agentrl.config.validate import require_trainable
 
 
 def main(argv: list[str]) -> int:
@@ -24,6 +25,7 @@ def main(argv: list[str]) -> int:
         command="agentrl sample",
         description="Claims tasks of the run, runs and scores their trajectories, finalises groups.",
         shown=[RunConfig, ModelConfig, TaskConfig, SamplingConfig, AgentConfig, ClaimConfig, GroupConfig],
+        validate=require_trainable,
     )
     from agentrl.observe.logging import setup
 

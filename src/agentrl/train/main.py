@@ -29,6 +29,7 @@ from agentrl.config.schema import (
     TaskConfig,
     TrainConfig,
 )
+from agentrl.config.validate import require_trainable
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def main(argv: list[str]) -> int:
         command="agentrl train",
         description="The trainer: waits for sampled groups, trains them and publishes the weights.",
         shown=_SHOWN,
+        validate=require_trainable,
     )
     from agentrl.observe.logging import setup
     from agentrl.train.model import base_folder

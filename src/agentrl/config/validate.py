@@ -1,0 +1,54 @@
+"""Checks of flags against each other: what no process of a run could work with is refused at start."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+from agentrl.config.fields import require
+from agentrl.config.schema import AgentConfig, SamplingConfig, TrainConfig
+
+T = TypeVar("T")
+
+
+class Groups(Protocol):
+    """The parsed groups of flags."""
+
+    def __getitem__(self, cls: type[T]) -> T: ...
+
+
+def require_trainable(configs: Groups) -> None:
+    """Refuse flags with which samplers and the trainer would wait for each other, or sample in vain.
+
+    Samplers and the trainer of a run get the same flags, so that both refuse them. Raises ConfigError.
+    """
+    _require_progress(configs[SamplingConfig], configs[TrainConfig])
+    _require_fitting(configs[AgentConfig], configs[SamplingConfig], configs[TrainConfig])
+
+
+def _require_progress(sampling: SamplingConfig, training: TrainConfig) -> None:
+    """A group is begun under weights that are published, or one version behind them if staleness allows.
+
+    Between two publications the trainer's weights are unpublished: admission counts them as one version more,
+    and allows (``max_staleness`` + 1 − 1) × ``groups_per_step`` groups. At 0 the next step gets none.
+    """
+    is_synchronous = sampling.sync_sampling or sampling.max_staleness == 0
+    flags = "--sync_sampling" if sampling.sync_sampling else "--max_staleness 0"
+    require(
+        not is_synchronous or training.publish_steps == 1,
+        f"{flags} samples a step's groups only under published weights, and --publish_steps is"
+        f" {training.publish_steps}: after step 1 samplers and the trainer would wait for each other",
+        "set --publish_steps 1; or --max_staleness 1 or more, without --sync_sampling",
+    )
+
+
+def _require_fitting(agent: AgentConfig, sampling: SamplingConfig, training: TrainConfig) -> None:
+    """A trajectory's longest path, a prompt and what is generated behind it, is trained in one piece."""
+    longest = agent.max_prompt_tokens + sampling.max_new_tokens
+    require(
+        longest <= training.max_tokens,
+        f"a model call may have --max_prompt_tokens {agent.max_prompt_tokens} + --max_new_tokens"
+        f" {sampling.max_new_tokens} = {longest} tokens, more than a micro-batch of --max_tokens"
+        f" {training.max_tokens}",
+        f"set --max_tokens {longest} or more, or lower one of the other two; samplers and the trainer get"
+        " the same flags",
+    )

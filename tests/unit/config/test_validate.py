@@ -1,0 +1,104 @@
+"""Flags that contradict each other are refused at start, and only those."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentrl.config.load import Configs, parse
+from agentrl.config.schema import AgentConfig, SamplingConfig, TrainConfig
+from agentrl.config.validate import require_trainable
+from agentrl.errors import ConfigError
+from agentrl.rollout import sample
+from agentrl.rollout.admission import Admission
+from agentrl.train import main as train
+
+STEPS = 12
+GROUPS = 3
+
+
+def is_refused(sampling: SamplingConfig, training: TrainConfig) -> bool:
+    try:
+        require_trainable(Configs([sampling, training, AgentConfig()]))
+    except ConfigError:
+        return True
+    return False
+
+
+class Simulation:
+    """A run in which samplers begin what admission allows and the trainer trains as soon as it can."""
+
+    def __init__(self, sampling: SamplingConfig, training: TrainConfig) -> None:
+        self.admission = Admission(sampling, training)
+        self.publish_steps = training.publish_steps
+        self.step = self.open = 0
+        self.versions = [0]
+        """The step of each published version."""
+        self.policies = SimpleNamespace(latest=self._latest)
+        self.training = SimpleNamespace(last_step=self._last_step)
+
+    async def _latest(self) -> Any:
+        return SimpleNamespace(id=len(self.versions) - 1, step=self.versions[-1])
+
+    async def _last_step(self) -> Any:
+        return SimpleNamespace(step=self.step) if self.step else None
+
+    async def makes_progress(self) -> bool:
+        """Whether the run comes to its end; engines load a version when nothing else can be done."""
+        engine = 0
+        while self.step < STEPS:
+            room = await self.admission.groups_allowed(self, engine)  # type: ignore[arg-type]
+            self.open = max(self.open, room.groups)
+            if self.open >= GROUPS:
+                self.open -= GROUPS
+                self.step += 1
+                if self.step % self.publish_steps == 0:
+                    self.versions.append(self.step)
+            elif engine < len(self.versions) - 1:
+                engine += 1
+            else:
+                return False
+        return True
+
+
+@pytest.mark.parametrize("publish_steps", [1, 2, 3, 5])
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
+@pytest.mark.parametrize("sync_sampling", [False, True])
+async def test_what_is_refused_is_what_would_wait_for_ever(
+    publish_steps: int, max_staleness: int, sync_sampling: bool
+) -> None:
+    sampling = SamplingConfig(max_staleness=max_staleness, sync_sampling=sync_sampling)
+    training = TrainConfig(publish_steps=publish_steps, groups_per_step=GROUPS)
+    assert is_refused(sampling, training) != await Simulation(sampling, training).makes_progress()
+
+
+@pytest.mark.parametrize(("max_tokens", "refused"), [(40_963, True), (40_964, False)])
+def test_a_model_call_must_fit_into_a_micro_batch(max_tokens: int, refused: bool) -> None:
+    assert is_refused(SamplingConfig(), TrainConfig(max_tokens=max_tokens)) is refused
+
+
+REFUSED: dict[str, tuple[list[str], list[str]]] = {
+    "waits": (["--max_staleness", "0", "--publish_steps", "2"], ["--max_staleness 0", "--publish_steps is"]),
+    "waits, too": (["--sync_sampling", "true", "--publish_steps", "4"], ["--sync_sampling", "is 4"]),
+    "does not fit": (
+        ["--max_prompt_tokens", "3000", "--max_new_tokens", "1100", "--max_tokens", "4096"],
+        ["3000 + --max_new_tokens 1100 = 4100", "--max_tokens 4096", "set --max_tokens 4100"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", [sample.main, train.main], ids=["sample", "train"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_sampler_and_trainer_refuse_before_they_begin(command: Callable[[list[str]], int], name: str) -> None:
+    flags, words = REFUSED[name]
+    with pytest.raises(ConfigError) as raised:
+        command(["--run_name", "x", *flags])
+    assert all(word in str(raised.value) for word in words), str(raised.value)
+
+
+def test_other_commands_take_the_same_flags() -> None:
+    flags = REFUSED["does not fit"][0]
+    parse(flags, command="agentrl serve", description="", shown=[SamplingConfig])
