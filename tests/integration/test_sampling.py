@@ -87,6 +87,7 @@ class Setting:
             agent=AgentConfig(**flags),
             sampling=SamplingConfig(),
             claims=claims,
+            stop=self.stop,
         )
         self.finaliser = Finaliser(store, GroupConfig(), split=split, seed=0)
         plan = EpochPlan(epochs=epochs, seed=0, num_generations=2, shuffle=False)
@@ -197,6 +198,29 @@ async def test_a_lost_tool_server_keeps_the_turns_before_it(store: Store) -> Non
     assert record.failure.kind == "tool"
     (call,) = await store.dispatches.of_record(record.id)
     assert call.status is CallStatus.COMPLETED
+
+
+@pytest.mark.parametrize("error", [ToolServerError("tool server lost"), EngineError("engine lost")])
+async def test_what_breaks_because_this_process_stops_is_released(store: Store, error: Exception) -> None:
+    await store.tasks.load([task("a", slots=1)])
+    setting = Setting(store, ADD)
+    loop = asyncio.get_running_loop()
+
+    def lost(prompt: str) -> str:
+        """Fail before this process has noticed the signal that ended the server."""
+        loop.call_later(0.05, setting.stop.set)
+        if isinstance(error, EngineError):
+            raise error
+        setting.tools.raised = error
+        return ADD
+
+    setting.engine.script = [lost]
+    await setting.run()
+    (record,) = await setting.records("train/0/a")
+    assert (record.status, record.failure) == (RecordStatus.RELEASED, None)
+    finished = await store.tasks.get("train/0/a")
+    assert finished is not None
+    assert (finished.slots[0].status, finished.slots[0].released) == (SlotStatus.OPEN, 1)
 
 
 async def test_a_trajectory_that_takes_too_long_fails_as_timeout(store: Store) -> None:

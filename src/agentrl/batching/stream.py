@@ -45,6 +45,7 @@ class StreamSettings:
     num_epochs: int
     freshness: Freshness
     wait_seconds: float
+    engine_alive_seconds: float = 10.0
 
 
 class DataStream:
@@ -126,9 +127,14 @@ class DataStream:
                 data = await self._fetch([id for ids in groups.values() for id in ids])
                 return self._step_data(data, version, is_rest=len(groups) < count) if groups else None
             if time.monotonic() >= log_at:
-                logger.info("waiting for groups: %d of %d are ready", len(groups), count)
+                await self._log_wait(len(groups), count)
                 log_at += LOG_EVERY_SECONDS
             await self._store.wait_for_change("DBRecordData", "Task", timeout=POLL_SECONDS)
+
+    async def _log_wait(self, ready: int, count: int) -> None:
+        """Log how many groups are ready, and which samplers and engines are alive."""
+        found = await self._store.presence.look(self._settings.split, self._settings.engine_alive_seconds)
+        logger.info("waiting for groups: %d of %d are ready; %s", ready, count, found.describe())
 
     async def _mark_stale(self, version: int) -> None:
         settings = self._settings

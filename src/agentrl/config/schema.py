@@ -16,6 +16,8 @@ __all__ = [
     "TrainConfig", "flag",
 ]  # fmt: skip
 
+_MISSED_HEARTBEATS = 5
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -275,6 +277,11 @@ class EngineConfig:
             self, "inf_tp_size", "inf_mem_ratio", "max_running_requests", "max_total_tokens",
             "heartbeat_seconds", "engine_start_seconds",
         )  # fmt: skip
+
+    @property
+    def alive_seconds(self) -> float:
+        """An engine whose last heartbeat is older than this is dead."""
+        return _MISSED_HEARTBEATS * self.heartbeat_seconds
 
 
 GROUPS: tuple[type, ...] = (

@@ -17,7 +17,6 @@ from agentrl.errors import AgentRLError, ConfigError
 if TYPE_CHECKING:
     from agentrl.store.client import Store
 
-_MISSED_HEARTBEATS = 5
 _USAGE = """\
 usage: agentrl audit run | record ID | records | curve [--run_name R] [--flag VALUE …]
 
@@ -113,7 +112,7 @@ async def _run(store: Store, configs: Configs) -> RenderableType:
             f"run {store.run_name!r} is empty",
             cure="mind --run_name; `agentrl tasks load FILE.jsonl` fills a new run",
         )
-    return render_state(state, alive_seconds=_MISSED_HEARTBEATS * configs[EngineConfig].heartbeat_seconds)
+    return render_state(state, alive_seconds=configs[EngineConfig].alive_seconds)
 
 
 async def _record(store: Store, wanted: str) -> RenderableType:

@@ -87,6 +87,8 @@ class RunState:
     failures: Sequence[FailureCount]
     data: Sequence[DataCount]
     lengths: Sequence[LengthBias]
+    samplers: Mapping[str, int]
+    """sampler → slots of the train split that it holds under live leases."""
     engines: Sequence[InferenceService]
     versions: Sequence[PolicyVersion]
     """The newest ones, newest first."""
@@ -112,6 +114,7 @@ async def read_state(store: Store) -> RunState:
         failures=await _failures(store),
         data=await _data(store),
         lengths=await _lengths(store),
+        samplers=(await store.presence.look("train", 0.0)).claims,
         engines=[InferenceService.from_document(document) for document in engines],
         versions=[PolicyVersion.from_document(document) for document in versions],
         steps=[TrainStep.from_document(document) for document in reversed(steps)],
@@ -128,6 +131,7 @@ def render_state(state: RunState, *, alive_seconds: float) -> RenderableType:
         *([_failure_table(state)] if state.failures else []),
         _data_table(state),
         *([_length_table(state)] if state.lengths else []),
+        _sampler_table(state),
         _engine_table(state, alive_seconds),
         _version_table(state),
         _step_table(state),
@@ -172,6 +176,11 @@ def _length_table(state: RunState) -> RenderableType:
     ]
     columns = ["split", "sampled", "tokens each", "trained", "tokens each", "trained / sampled"]
     return table("Length bias (generated tokens of scored trajectories)", columns, rows)
+
+
+def _sampler_table(state: RunState) -> RenderableType:
+    rows = [[excerpt(name, 60), claims] for name, claims in state.samplers.items()]
+    return table("Samplers that hold claims (split train)", ["sampler", "claims"], rows)
 
 
 def _engine_table(state: RunState, alive_seconds: float) -> RenderableType:

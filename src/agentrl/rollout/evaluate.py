@@ -89,7 +89,7 @@ async def _evaluate_until(stop: asyncio.Event, configs: Configs) -> int:
         plan = EpochPlan(
             epochs=1, seed=run.seed, num_generations=tasks.num_generations, shuffle=tasks.shuffle_tasks
         )
-        async with open_worker(store, configs, version=version) as (worker, _):
+        async with open_worker(store, configs, version=version, stop=stop) as (worker, _):
             sampler = Sampler(
                 store,
                 worker,

@@ -59,7 +59,7 @@ async def _sample_until(stop: asyncio.Event, configs: Configs) -> None:
             )  # fmt: skip
         if sampling.resample_error_records:
             await store.claims.reopen_failed(TRAIN_SPLIT)
-        async with open_worker(store, configs) as (worker, router):
+        async with open_worker(store, configs, stop=stop) as (worker, router):
             admission = Admission(sampling, configs[TrainConfig])
             sampler = Sampler(
                 store,

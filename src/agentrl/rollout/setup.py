@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MISSED_HEARTBEATS = 5
-"""An engine that missed so many is taken for dead."""
-
 
 def owner_name() -> str:
     """This process's name in claims: unique, and readable."""
@@ -82,7 +79,7 @@ async def live_engines(
     store: Store, engine: EngineConfig, version: int | None = None
 ) -> Sequence[InferenceService]:
     """Engines with a recent heartbeat; with ``version``, those that serve it."""
-    services = await store.services.live(engine.heartbeat_seconds * MISSED_HEARTBEATS)
+    services = await store.services.live(engine.alive_seconds)
     return [item for item in services if version is None or item.policy_version == version]
 
 
@@ -129,9 +126,12 @@ async def load_tasks(
 
 @asynccontextmanager
 async def open_worker(
-    store: Store, configs: Configs, *, version: int | None = None
+    store: Store, configs: Configs, *, version: int | None = None, stop: asyncio.Event | None = None
 ) -> AsyncIterator[tuple[Worker, EngineRouter]]:
-    """A worker with everything that it needs; with ``version`` it uses engines that serve it."""
+    """A worker with everything that it needs; with ``version`` it uses engines that serve it.
+
+    ``stop`` is the event that a signal to this process sets.
+    """
     agent, sampling, engine = configs[AgentConfig], configs[SamplingConfig], configs[EngineConfig]
     await allow_configured_imports(store, configs)
     get_agent(agent.agent_name)
@@ -157,6 +157,7 @@ async def open_worker(
                     agent=agent,
                     sampling=sampling,
                     claims=configs[ClaimConfig],
+                    stop=stop or asyncio.Event(),
                 ),
                 router,
             )

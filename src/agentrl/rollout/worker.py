@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig
@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from agentrl.store.client import Store
 
 logger = logging.getLogger(__name__)
+
+_DEPENDENCIES = frozenset({"engine", "tool", "scorer"})
+"""Kinds of failure that a signal to other processes can cause."""
+
+_SIGNAL_SECONDS = 0.5
+"""How much later this process may notice a signal that ended a tool server or an engine."""
 
 
 class Router(Protocol):
@@ -51,12 +57,15 @@ class Worker:
     agent: AgentConfig
     sampling: SamplingConfig
     claims: ClaimConfig
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once this process is asked to stop: what an engine or a tool server fails at then is no failure."""
 
     async def run(self, claim: Claim) -> bool:
         """Run one claimed trajectory to its score; True if it was scored.
 
         What fails is marked on the Record and retried later, by anyone. Cancellation leaves the claim as it
-        is: the caller hands it back. A database that stays away is a StoreError.
+        is: the caller hands it back. So does a failure of an engine, a tool server or a scorer while this
+        process stops. A database that stays away is a StoreError.
         """
         try:
             try:
@@ -78,6 +87,12 @@ class Worker:
         except LeaseLostError:
             logger.warning("the claim was lost; its result is dropped", extra={"record": claim.record_id})
         return False
+
+    async def _stops(self) -> bool:
+        """Whether this process stops. A signal to a whole group may end a tool server first."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.stop.wait(), _SIGNAL_SECONDS)
+        return self.stop.is_set()
 
     async def _converse(self, claim: Claim) -> tuple[Rollout, Outcome]:
         await self.store.records.create(claim)
@@ -150,6 +165,9 @@ class Worker:
         await self.store.records.advance(claim, status, **fields)
 
     async def _fail(self, claim: Claim, kind: str, message: str) -> None:
+        if kind in _DEPENDENCIES and await self._stops():
+            logger.info("interrupted", extra={"record": claim.record_id, "why": message})
+            raise asyncio.CancelledError
         logger.warning("trajectory failed", extra={"record": claim.record_id, "kind": kind, "why": message})
         failure = Failure(kind=kind, message=message)
         await self.store.claims.fail(

@@ -20,6 +20,7 @@ from agentrl.store.connection import Connection
 from agentrl.store.dispatches import Dispatches
 from agentrl.store.embedded import EmbeddedMongo
 from agentrl.store.imports import Imports
+from agentrl.store.liveness import Presence
 from agentrl.store.migrate import check_version, open_schema
 from agentrl.store.names import TASK
 from agentrl.store.policies import Policies
@@ -48,6 +49,7 @@ class Store:
         self.policies = Policies(connection)
         self.services = Services(connection)
         self.runs = Runs(connection)
+        self.presence = Presence(connection)
         self.imports = Imports(connection)
         self._changes = Changes(connection)
 

@@ -19,6 +19,7 @@ from agentrl.config.load import Configs, parse
 from agentrl.config.schema import (
     AdapterConfig,
     ClaimConfig,
+    EngineConfig,
     GroupConfig,
     LossConfig,
     MemoryConfig,
@@ -228,6 +229,7 @@ def _stream(store: Store, configs: Configs, replay: Mapping[int, tuple[str, ...]
             decay=configs[LossConfig].out_of_date_decay,
         ),
         wait_seconds=train.data_wait_seconds,
+        engine_alive_seconds=configs[EngineConfig].alive_seconds,
     )
     return DataStream(store, settings, replay)
 

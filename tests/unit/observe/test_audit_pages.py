@@ -133,6 +133,7 @@ def state(**changes: Any) -> RunState:
         "lengths": [
             LengthBias(split="train", sampled=40, sampled_tokens=50.0, trained=30, trained_tokens=45.0)
         ],
+        "samplers": {"host-1": 3},
         "engines": [engine, dead, stopped], "versions": [version],
         "steps": [
             documents.step(6), documents.step(7, status=StepStatus.PLANNED, committed_at=None, metrics={}),
@@ -153,6 +154,7 @@ def test_the_state_of_a_run_is_tables() -> None:
     assert ["engine", "3", "engine", "[x]", "gone", "second", "line"] in rows(page, "engine ")
     assert rows(page, "trained ") == [["trained", "30", "12,345", "2,345"]]
     assert rows(page, "train ")[-1] == ["train", "40", "50.0", "30", "45.0", "0.90"]
+    assert rows(page, "host-1") == [["host-1", "3"]]
     assert rows(page, "http://127.0.0.1:4000")[0][1:5] == ["local", "ready", "7", "3"]
     assert rows(page, "http://127.0.0.1:4001")[0][1:4] == ["sglang", "dead", "–"]
     assert "4002" not in page
