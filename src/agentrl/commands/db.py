@@ -5,11 +5,20 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from agentrl.commands import db_check, db_export, db_migrate, db_prune, db_reopen, db_rescore, db_users
+from agentrl.commands import (
+    db_accept,
+    db_check,
+    db_export,
+    db_migrate,
+    db_prune,
+    db_reopen,
+    db_rescore,
+    db_users,
+)
 from agentrl.config.load import CommandParser
 from agentrl.config.schema import RunConfig
 
-SUBCOMMANDS = (db_check, db_export, db_prune, db_rescore, db_reopen, db_users, db_migrate)
+SUBCOMMANDS = (db_check, db_export, db_prune, db_rescore, db_reopen, db_users, db_migrate, db_accept)
 """Each has ``register(subparsers)``, which adds its parser and sets ``handler`` on it: a coroutine function
 ``handler(run: RunConfig, arguments: argparse.Namespace) -> int``, whose result is the exit code.
 """

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import difflib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -22,8 +22,14 @@ T = TypeVar("T")
 class Configs:
     """The parsed groups; ``configs[LossConfig]`` is the group."""
 
-    def __init__(self, groups: Sequence[Any]) -> None:
+    def __init__(self, groups: Sequence[Any], given: Iterable[str] = ()) -> None:
+        """``given`` are the flags that were given, not left at their defaults."""
         self._groups = {type(group): group for group in groups}
+        self.given = frozenset(given)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield every group."""
+        return iter(self._groups.values())
 
     def __getitem__(self, cls: type[T]) -> T:
         return cast("T", self._groups[cls])
@@ -62,7 +68,8 @@ def parse(
     if remaining:
         what = "flag" if remaining[0].startswith("-") else "argument"
         raise _unknown(what, remaining[0].split("=")[0], [f"--{name}" for name in _names(groups)])
-    configs = Configs(values)
+    words = {word.lstrip("-").partition("=")[0] for word in argv if word.startswith("--")}
+    configs = Configs(values, words & set(_names(groups)) | set(defaults))
     if validate is not None:
         validate(configs)
     return configs

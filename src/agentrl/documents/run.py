@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Final
+from typing import Any, Final
 
 from agentrl.documents.base import Document, Root
 from agentrl.documents.status import EpochStatus
@@ -25,15 +25,39 @@ TRAINER: Final = "trainer"
 """``_id`` of the ``TrainerLease``, alone in its collection."""
 
 
+SETTINGS: Final = ("tasks", "model", "chat", "sampling", "temperature", "groups", "loss", "adapter")
+"""What the processes of a run must agree on, by concern: the ``_id`` of a document of ``Settings``."""
+
+FLAGS: Final = ("sample", "train", "serve")
+"""Roles whose flags are kept: those that the first process had."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFact(Root):
-    """A document of ``Run``."""
+    """What administrators keep in ``Run``."""
 
     id: str
     version: int | None = None
     importing: bool | None = None
     """True while an import goes on."""
     paths: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings(Root):
+    """Settings or flags, inserted once, by the first process that starts."""
+
+    id: str
+    values: dict[str, Any]
+    """Name → value, without secrets."""
+    by: str
+    """The command and the host that wrote them."""
+    at: datetime
+
+
+def flags_key(role: str) -> str:
+    """The ``_id`` in ``Settings`` of a role's flags."""
+    return f"flags/{role}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

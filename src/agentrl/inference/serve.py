@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.config.load import parse
+from agentrl.config.load import Configs, parse
 from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
 from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.service import InferenceService
@@ -60,6 +60,10 @@ async def serve(run: RunConfig, model: ModelConfig, config: EngineConfig) -> Non
 
 
 async def _serve(store: Store, run: RunConfig, model: ModelConfig, config: EngineConfig) -> None:
+    from agentrl.observe.begin_run import begin_model, begin_run
+
+    await begin_run(store, Configs([run, model, config]), "serve", {})
+    await begin_model(store, model.model_name_or_path, "serve")
     version, folder = await _starting_weights(store, model)
     port = config.port or free_port(config.host)
     service_id = f"{socket.gethostname().split('.')[0]}-{port}-{uuid.uuid4().hex[:6]}"

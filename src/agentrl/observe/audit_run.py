@@ -13,6 +13,7 @@ from rich.text import Text
 
 from agentrl.documents.base import now
 from agentrl.documents.policy import PolicyVersion
+from agentrl.documents.run import RunSettings
 from agentrl.documents.service import InferenceService
 from agentrl.documents.status import DataStatus, RecordStatus, ServiceStatus, TaskStatus
 from agentrl.documents.training import TrainStep
@@ -95,6 +96,8 @@ class RunState:
     steps: Sequence[TrainStep]
     """The last ones, oldest first."""
     at: datetime
+    settings: Sequence[RunSettings] = ()
+    """What the run was begun with."""
 
     @property
     def empty(self) -> bool:
@@ -119,6 +122,7 @@ async def read_state(store: Store) -> RunState:
         versions=[PolicyVersion.from_document(document) for document in versions],
         steps=[TrainStep.from_document(document) for document in reversed(steps)],
         at=now(),
+        settings=await store.settings.all(),
     )
 
 
@@ -126,6 +130,7 @@ def render_state(state: RunState, *, alive_seconds: float) -> RenderableType:
     """The tables. An engine whose last heartbeat is older than ``alive_seconds`` counts as dead."""
     return Group(
         Text(f"run {state.run_name}, {state.at:%Y-%m-%d %H:%M:%S} UTC", style="bold"),
+        *([_settings_table(state)] if state.settings else []),
         _status_table("Tasks", "split", state.tasks, [str(status) for status in TaskStatus]),
         _status_table("Records", "split", state.records, [str(status) for status in RecordStatus]),
         *([_failure_table(state)] if state.failures else []),
@@ -136,6 +141,19 @@ def render_state(state: RunState, *, alive_seconds: float) -> RenderableType:
         _version_table(state),
         _step_table(state),
     )
+
+
+def _settings_table(state: RunState) -> RenderableType:
+    rows = [
+        [
+            fact.id,
+            excerpt(", ".join(f"{name} {value}" for name, value in fact.values.items()), 400),
+            excerpt(fact.by, 60),
+            age(fact.at, state.at),
+        ]
+        for fact in state.settings
+    ]
+    return table("Begun with", ["concern", "settings", "by", "when"], rows, text=3)
 
 
 def _status_table(

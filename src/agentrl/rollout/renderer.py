@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -39,6 +40,7 @@ class ChatRenderer:
         """
         self._tokenizer = tokenizer
         self._variables = dict(special_tokens or {})
+        self._template_hash = hashlib.sha256(template.encode("utf-8", "replace")).hexdigest()[:16]
         self.eos_ids = frozenset(eos_ids)
         try:
             self._template = _environment().from_string(template)
@@ -46,6 +48,11 @@ class ChatRenderer:
             raise ModelError(
                 f"the chat template is no valid Jinja: {error}", cure="give another by --chat_template FILE"
             ) from error
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What every sampler of a run must have alike."""
+        return {"chat_template": f"sha256 {self._template_hash}"}
 
     @classmethod
     def open(cls, folder: str | Path, chat_template: str | Path | None = None) -> Self:

@@ -44,6 +44,8 @@ async def _sample(configs: Configs) -> None:
 
 
 async def _sample_until(stop: asyncio.Event, configs: Configs) -> None:
+    from agentrl.config.facts import sampler_facts
+    from agentrl.observe.begin_run import begin_model, begin_run
     from agentrl.rollout.admission import Admission
     from agentrl.rollout.finalise import TRAIN_SPLIT, Finaliser
     from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
@@ -52,6 +54,8 @@ async def _sample_until(stop: asyncio.Event, configs: Configs) -> None:
 
     run, tasks, sampling = configs[RunConfig], configs[TaskConfig], configs[SamplingConfig]
     async with await open_store(run) as store:
+        await begin_run(store, configs, "sample", sampler_facts(configs))
+        await begin_model(store, configs[ModelConfig].model_name_or_path, "sample")
         if tasks.train_file is not None:
             await load_tasks(
                 store, run, tasks, tasks.train_file,
@@ -60,6 +64,7 @@ async def _sample_until(stop: asyncio.Event, configs: Configs) -> None:
         if sampling.resample_error_records:
             await store.claims.reopen_failed(TRAIN_SPLIT)
         async with open_worker(store, configs, stop=stop) as (worker, router):
+            await store.settings.begin("chat", worker.renderer.facts, "sample")
             admission = Admission(sampling, configs[TrainConfig])
             sampler = Sampler(
                 store,

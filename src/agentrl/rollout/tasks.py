@@ -12,6 +12,7 @@ from agentrl.documents.task_file import read_tasks
 from agentrl.errors import ConfigError
 from agentrl.extensions import paths_among
 from agentrl.observe.untrusted import clean
+from agentrl.rollout.finalise import TRAIN_SPLIT
 
 
 def main(argv: list[str]) -> int:
@@ -56,6 +57,8 @@ async def _load(arguments: argparse.Namespace) -> int:
     for warning in (*result.warnings, *unknown_names(result.names)):
         print(f"warning  {warning}")
     async with await open_store(_run(arguments)) as store:
+        if arguments.split == TRAIN_SPLIT:
+            await store.settings.begin("tasks", {"num_generations": arguments.num_generations}, "tasks")
         loaded = await store.tasks.load(result.tasks, update=arguments.update)
         paths = paths_among((*result.names.get("scorer", ()), *result.names.get("agent_name", ())))
         if not await store.imports.add(paths):

@@ -27,6 +27,7 @@ from agentrl.store.policies import Policies
 from agentrl.store.records import Records
 from agentrl.store.runs import Runs
 from agentrl.store.services import Services
+from agentrl.store.settings import Settings
 from agentrl.store.tasks import Tasks
 from agentrl.store.training import Training
 from agentrl.store.waiting import Changes
@@ -51,6 +52,7 @@ class Store:
         self.runs = Runs(connection)
         self.presence = Presence(connection)
         self.imports = Imports(connection)
+        self.settings = Settings(connection)
         self._changes = Changes(connection)
 
     @property

@@ -19,7 +19,9 @@ EPOCH: Final = "Epoch"
 """What samplers write to open epochs."""
 LEASE: Final = "TrainerLease"
 """What trainers write to exclude each other."""
-COLLECTIONS: Final = (TASK, RECORD, CALL, DATA, VERSION, SERVICE, STEP, RUN, GATE, EPOCH, LEASE)
+SETTINGS: Final = "Settings"
+"""What a run was begun with: the first process that starts inserts it, and only administrators change it."""
+COLLECTIONS: Final = (TASK, RECORD, CALL, DATA, VERSION, SERVICE, STEP, RUN, GATE, EPOCH, LEASE, SETTINGS)
 
 SCHEMA_VERSION: Final = 3
 """Version of the shape that this code reads and writes. A database without one in ``Run`` has version 1."""

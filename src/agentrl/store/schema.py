@@ -12,12 +12,36 @@ from agentrl.documents.base import Document, Root
 from agentrl.documents.dispatch import DispatchedSamplingTask
 from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.record import Record
-from agentrl.documents.run import IMPORTS, SCHEMA, EpochOpening, Gate, RunFact, TrainerLease
+from agentrl.documents.run import (
+    FLAGS,
+    IMPORTS,
+    SCHEMA,
+    EpochOpening,
+    Gate,
+    RunFact,
+    RunSettings,
+    TrainerLease,
+    flags_key,
+)
+from agentrl.documents.run import SETTINGS as CONCERNS
 from agentrl.documents.service import InferenceService
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, TrainStep
 from agentrl.store.connection import Json
-from agentrl.store.names import CALL, DATA, EPOCH, GATE, LEASE, RECORD, RUN, SERVICE, STEP, TASK, VERSION
+from agentrl.store.names import (
+    CALL,
+    DATA,
+    EPOCH,
+    GATE,
+    LEASE,
+    RECORD,
+    RUN,
+    SERVICE,
+    SETTINGS,
+    STEP,
+    TASK,
+    VERSION,
+)
 from agentrl.store.slots import LEASE_DEADLINE
 
 _PLAIN: dict[Any, tuple[str, list[str]]] = {
@@ -114,6 +138,7 @@ _RUN = {
         "Run.version", "the version of the database's shape", bsonType=["int", "long"], minimum=1
     ),
 }
+_KEYS = [*CONCERNS, *map(flags_key, FLAGS)]
 
 VALIDATORS: dict[str, Json] = {
     name: {"$jsonSchema": schema}
@@ -126,6 +151,7 @@ VALIDATORS: dict[str, Json] = {
         SERVICE: _object(InferenceService),
         STEP: _object(TrainStep),
         RUN: _object(RunFact, **_RUN),
+        SETTINGS: _object(RunSettings, _id=_extra("Settings._id", "a concern or flags/ROLE", enum=_KEYS)),
         GATE: _object(Gate),
         EPOCH: _object(EpochOpening),
         LEASE: _object(TrainerLease),

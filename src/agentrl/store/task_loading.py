@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, ParamSpec, TypeVar
 
 import bson
 from pymongo import UpdateOne
@@ -16,9 +16,12 @@ from agentrl.documents.base import now, plain
 from agentrl.documents.status import SlotStatus, TaskStatus
 from agentrl.documents.task import Task, task_key
 from agentrl.errors import TaskFileError
-from agentrl.store.connection import Connection, Json, Part, database_call
+from agentrl.store.connection import Connection, Json, Part
 from agentrl.store.epochs import Epochs, LoadLease
 from agentrl.store.names import TASK
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _BATCH = 1000
 _BATCH_BYTES = 8 * 2**20
@@ -111,17 +114,17 @@ class TaskLoading(Part):
         await lease.expect(len(missing))
         inserted = 0
         for batch in _batches(tasks, missing):
-            inserted += await self._insert([task for _, task in batch])
+            inserted += await self._call(self._insert, [task for _, task in batch])
             await lease.renew()
         return inserted
 
     async def _compare(self, tasks: Sequence[Task], places: Sequence[int]) -> _Comparison:
         found = _Comparison()
-        if places and not await self._has_tasks(tasks[places[0]]):
+        if places and not await self._call(self._has_tasks, tasks[places[0]]):
             found.missing.extend(places)
             return found
         for batch in _batches(tasks, places):
-            stored = await self._stored([task.id for _, task in batch])
+            stored = await self._call(self._stored, [task.id for _, task in batch])
             for place, task in batch:
                 found.add(place, task, stored.get(task.id))
         return found
@@ -130,28 +133,28 @@ class TaskLoading(Part):
         """Change the tasks at ``changed``; returns how many, and the ids of those that have been begun."""
         if not changed:
             return 0, ()
-        epochs = await self._epochs(tasks[changed[0]].split)
+        epochs = await self._call(self._epochs, tasks[changed[0]].split)
         left: list[str] = []
         for batch in _batches(tasks, changed):
-            left += await self._update([task for _, task in batch], epochs)
+            left += await self._call(self._update, [task for _, task in batch], epochs)
         return len(changed) - len(left), tuple(left)
 
-    @database_call
+    async def _call(self, method: Callable[P, Awaitable[R]], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call one step of a load, again while the database is away; it may be repeated."""
+        return await self._connection.patiently(lambda: method(*args, **kwargs), "tasks: load")
+
     async def _has_tasks(self, task: Task) -> bool:
         query = {"split": task.split, "epoch": task.epoch}
         return await self._collection(TASK).find_one(query, {"_id": 1}) is not None
 
-    @database_call
     async def _epochs(self, split: str) -> list[int]:
         return sorted(await self._collection(TASK).distinct("epoch", {"split": split}))
 
-    @database_call
     async def _stored(self, ids: Sequence[str]) -> dict[str, Json]:
         shown = {**dict.fromkeys(_CONTENT, 1), "slots.traj_id": 1}
         cursor = self._collection(TASK).find({"_id": {"$in": list(ids)}}, shown)
         return {document["_id"]: document async for document in cursor}
 
-    @database_call
     async def _insert(self, tasks: Iterable[Task]) -> int:
         """Insert those that are not there; returns how many."""
         documents = [task.to_document() for task in tasks]
@@ -164,7 +167,6 @@ class TaskLoading(Part):
             return int(error.details["nInserted"])
         return len(documents)
 
-    @database_call
     async def _update(self, tasks: Sequence[Task], epochs: Sequence[int]) -> list[str]:
         """Give tasks that nobody has begun their new text, in every epoch; returns the ids of the others."""
         collection = self._collection(TASK)

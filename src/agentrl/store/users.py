@@ -24,6 +24,7 @@ from agentrl.store.names import (
     RECORD,
     RUN,
     SERVICE,
+    SETTINGS,
     STEP,
     TASK,
     VERSION,
@@ -47,13 +48,13 @@ def _packed(collection: str) -> dict[str, list[str]]:
 ROLES: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
     "agentrl_sampler": {
         TASK: _CHANGE, RECORD: _CHANGE, CALL: _ADD, DATA: _ADD, GATE: _CHANGE, EPOCH: _CHANGE,
-        **_packed(CALL), **_packed(DATA),
+        SETTINGS: _ADD, **_packed(CALL), **_packed(DATA),
     },
     "agentrl_trainer": {
         TASK: ["update"], RECORD: ["update"], DATA: ["update"], STEP: _CHANGE, VERSION: _CHANGE,
-        LEASE: _CHANGE,
+        LEASE: _CHANGE, SETTINGS: _ADD,
     },
-    "agentrl_engine": {SERVICE: _CHANGE},
+    "agentrl_engine": {SERVICE: _CHANGE, SETTINGS: _ADD},
     "agentrl_auditor": {},
 }  # fmt: skip
 """Role → collection → what it may do there. All may read the whole run and follow its changes."""

@@ -8,7 +8,6 @@ SIGTERM and SIGINT: the current step is finished and saved; the same command goe
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import signal
 from collections.abc import Mapping, Sequence
@@ -31,7 +30,6 @@ from agentrl.config.schema import (
     TrainConfig,
 )
 from agentrl.config.validate import require_trainable
-from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentrl.batching.stream import DataStream
@@ -95,7 +93,6 @@ async def _train(configs: Configs, team: Team | None) -> None:
 async def _train_until(stop: asyncio.Event, configs: Configs, team: Team | None) -> None:
     from agentrl.observe.live import StepView
     from agentrl.observe.trackers import open_trackers
-    from agentrl.store.client import open_store
     from agentrl.train import resume
     from agentrl.train.checkpoint import set_aside
     from agentrl.train.lease import hold
@@ -105,7 +102,7 @@ async def _train_until(stop: asyncio.Event, configs: Configs, team: Team | None)
     run, config = configs[RunConfig], configs[TrainConfig]
     output = Path(run.output)
     async with (
-        await open_store(run) as store,
+        await _join(configs) as store,
         hold(store, configs[ClaimConfig].lease_seconds, stop) as lease,
     ):
         for folder in (output, output / "weights"):
@@ -150,6 +147,22 @@ async def _train_until(stop: asyncio.Event, configs: Configs, team: Team | None)
         team.tell("end")
 
 
+async def _join(configs: Configs) -> Store:
+    """The run's store; ConfigError where these flags contradict what the run was begun with."""
+    from agentrl.config.facts import trainer_facts
+    from agentrl.observe.begin_run import begin_model, begin_run
+    from agentrl.store.client import open_store
+
+    store = await open_store(configs[RunConfig])
+    try:
+        await begin_run(store, configs, "train", trainer_facts(configs))
+        await begin_model(store, configs[ModelConfig].model_name_or_path, "train")
+    except BaseException:
+        await store.close()
+        raise
+    return store
+
+
 def _prepare(
     configs: Configs,
     output: Path,
@@ -181,6 +194,7 @@ def _prepare(
 def _build(
     configs: Configs, team: Team | None, found: Checkpoint | None, total_steps: int | None
 ) -> StepComputer:
+    from agentrl.config.facts import temperature
     from agentrl.train import checkpoint
     from agentrl.train.build import Recipe, build_computer
 
@@ -194,7 +208,7 @@ def _build(
         seed=configs[RunConfig].seed,
         adapter=configs[AdapterConfig],
         memory=configs[MemoryConfig],
-        temperature=_temperature(configs[SamplingConfig].preferred_sampling_params),
+        temperature=temperature(configs[SamplingConfig].preferred_sampling_params),
     )
     computer = build_computer(
         recipe, weights=found.model if found else None, total_steps=total_steps, team=team
@@ -202,17 +216,6 @@ def _build(
     if found:
         checkpoint.restore(found, computer)
     return computer
-
-
-def _temperature(sampling_params: str) -> float:
-    """The sampling temperature: the trainer's logprobs are those of logits/temperature."""
-    try:
-        return float(json.loads(sampling_params).get("temperature") or 1.0)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"--preferred_sampling_params is {sampling_params!r}: {error}",
-            cure="give JSON, e.g. '{\"temperature\": 1}'",
-        ) from error
 
 
 def _stream(store: Store, configs: Configs, replay: Mapping[int, tuple[str, ...]]) -> DataStream:

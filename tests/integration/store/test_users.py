@@ -123,6 +123,8 @@ async def test_a_sampler_samples_and_does_no_more(
         assert "no change stream" not in caplog.text
         assert await store.services.live(10) == []
         assert await store.policies.latest() is not None
+        await store.settings.begin("tasks", {"num_generations": 2}, "sample")
+        await store.settings.begin("tasks", {"num_generations": 2}, "sample")
         data = tuple(meta.id for meta in await store.training.ready("train"))
         step = TrainStep(id="1/2", step=2, policy_version=1, data=data[:2], owner="s")
         database = store.database
@@ -134,6 +136,8 @@ async def test_a_sampler_samples_and_does_no_more(
             lambda: database["Task"].drop(),
             lambda: database.command("collMod", "Record", validator={}),
             lambda: database["Task"].create_index("x"),
+            lambda: store.settings.forget("sampling"),
+            lambda: database["Settings"].update_one({"_id": "tasks"}, {"$set": {"by": "me"}}),
             lambda: database.client["other"]["Task"].insert_one({}),
             lambda: database.client["other"]["Task"].find_one({}),
             lambda: database.command("usersInfo", 1),

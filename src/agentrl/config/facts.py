@@ -1,0 +1,88 @@
+"""The settings that all processes of a run must agree on, by concern."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.load import Configs
+from agentrl.config.schema import (
+    AdapterConfig,
+    AgentConfig,
+    GroupConfig,
+    LossConfig,
+    RunConfig,
+    SamplingConfig,
+    TaskConfig,
+)
+from agentrl.errors import ConfigError
+
+Facts = dict[str, dict[str, Any]]
+"""Concern → setting → value."""
+
+_SAMPLED = ("tool_call_parser", "agent_name", "system_prompt", "query_prompt", "new_context")
+_ARCHITECTURE = (
+    "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "intermediate_size",
+)  # fmt: skip
+
+
+def sampler_facts(configs: Configs) -> Facts:
+    """Return what samplers decide: group size, order, prompts, and how groups become advantages."""
+    agent = configs[AgentConfig]
+    return {
+        "tasks": {"num_generations": configs[TaskConfig].num_generations},
+        "temperature": {"temperature": temperature(configs[SamplingConfig].preferred_sampling_params)},
+        "sampling": {
+            **{name: getattr(agent, name) for name in _SAMPLED},
+            "seed": configs[RunConfig].seed,
+            "shuffle_tasks": configs[TaskConfig].shuffle_tasks,
+        },
+        "groups": dataclasses.asdict(configs[GroupConfig]),
+    }
+
+
+def trainer_facts(configs: Configs) -> Facts:
+    """Return what the trainer decides: the loss and the adapters; the temperature is the samplers' too."""
+    return {
+        "temperature": {"temperature": temperature(configs[SamplingConfig].preferred_sampling_params)},
+        "loss": dataclasses.asdict(configs[LossConfig]),
+        "adapter": dataclasses.asdict(configs[AdapterConfig]),
+    }
+
+
+def temperature(sampling_params: str) -> float:
+    """Return the sampling temperature of ``--preferred_sampling_params``: 1 where it names none."""
+    try:
+        return float(json.loads(sampling_params).get("temperature") or 1.0)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"--preferred_sampling_params is {sampling_params!r}: {error}",
+            cure="give JSON, e.g. '{\"temperature\": 1}'",
+        ) from error
+
+
+def model_facts(folder: Path) -> dict[str, Any]:
+    """Return a model's shape, and the hash of its tokenizer; what the folder lacks is left out."""
+    facts: dict[str, Any] = {}
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        facts = {name: content[name] for name in _ARCHITECTURE if content.get(name) is not None}
+        tokenizer = (folder / "tokenizer.json").read_bytes()
+        facts["tokenizer"] = f"sha256 {hashlib.sha256(tokenizer).hexdigest()[:16]}"
+    except (OSError, ValueError, AttributeError):
+        return facts
+    return facts
+
+
+def public_flags(configs: Configs) -> dict[str, Any]:
+    """Return every flag but the secret ones, by name."""
+    return {
+        item.name: getattr(group, item.name)
+        for group in configs
+        for item in dataclasses.fields(group)
+        if item.repr
+    }

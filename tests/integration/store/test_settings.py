@@ -1,0 +1,122 @@
+"""What a run was begun with: written once, compared, shown, and set anew on request."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from db_command import agentrl_db
+from rich.console import Console
+from small_run import add_task, claim
+
+from agentrl.config.facts import sampler_facts, trainer_facts
+from agentrl.config.load import Configs, parse
+from agentrl.config.schema import RunConfig
+from agentrl.errors import ConfigError
+from agentrl.observe.audit_run import read_state, render_state
+from agentrl.observe.begin_run import begin_run
+from agentrl.store.client import Store
+
+pytestmark = pytest.mark.integration
+
+
+def flags(*words: str) -> Configs:
+    return parse(words, command="agentrl sample", description="", shown=[])
+
+
+async def join(store: Store, role: str, *words: str) -> None:
+    configs = flags(*words)
+    facts = sampler_facts(configs) if role == "sample" else trainer_facts(configs)
+    await begin_run(store, configs, role, facts)
+
+
+async def test_the_first_process_writes_and_every_other_is_compared(store: Store) -> None:
+    results = await asyncio.gather(
+        *(join(store, "sample", "--num_generations", str(4 + number % 2)) for number in range(8)),
+        return_exceptions=True,
+    )
+    assert sum(isinstance(result, ConfigError) for result in results) == 4
+    (tasks,) = [fact for fact in await store.settings.all() if fact.id == "tasks"]
+    stored = tasks.values["num_generations"]
+    other = 9 - stored
+    with pytest.raises(ConfigError) as caught:
+        await join(store, "sample", "--num_generations", str(other))
+    assert f"--num_generations is {other}, and the run has {stored}" in str(caught.value)
+    assert "by agentrl sample on " in str(caught.value)
+    assert "another --run_name" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("role", "first", "then", "named"),
+    [
+        ("train", ["--loss_calculater", "GRPO"], ["--loss_calculater", "GSPO"], "--loss_calculater is"),
+        ("train", [], ["--epsilon", "0.3"], "--epsilon is 0.3, and the run has 0.2"),
+        ("train", [], ["--lora_rank", "8"], "--lora_rank is 8"),
+        ("sample", [], ["--tool_call_parser", "qwen"], "--tool_call_parser is 'qwen'"),
+        ("sample", [], ["--seed", "3"], "--seed is 3"),
+        ("sample", [], ["--adv_scaling", "2"], "--adv_scaling is 2"),
+        ("sample", [], ["--preferred_sampling_params", '{"temperature": 0.5}'], "--temperature is 0.5"),
+    ],
+)  # fmt: skip
+async def test_what_must_not_change_silently_is_named_and_can_be_accepted(
+    store: Store, run_config: RunConfig, role: str, first: list[str], then: list[str], named: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    await join(store, role, *first)
+    with pytest.raises(ConfigError) as caught:
+        await join(store, role, *then)
+    assert named in str(caught.value)
+    concern = str(caught.value).partition("`agentrl db accept ")[2].partition(" ")[0]
+    assert await agentrl_db(run_config, "accept", concern) == 0
+    assert "it was " in capsys.readouterr().out
+    await join(store, role, *then)
+    with pytest.raises(ConfigError):
+        await join(store, role, *first)
+
+
+async def test_what_may_change_between_restarts_is_not_compared(store: Store) -> None:
+    await join(store, "sample")
+    await join(store, "sample", "--max_concurrent_samples_per_process", "3", "--max_turns", "4")
+    await join(store, "train")
+    await join(store, "train", "--learning_rate", "1e-3", "--save_steps", "7", "--max_tokens", "128")
+
+
+async def test_a_trainer_is_held_to_the_group_size_that_it_is_given(store: Store) -> None:
+    await join(store, "sample", "--num_generations", "4")
+    await join(store, "train")
+    with pytest.raises(ConfigError, match="--num_generations is 8, and the run has 4"):
+        await join(store, "train", "--num_generations", "8")
+
+
+async def test_the_group_size_is_fixed_once_a_trajectory_has_begun(
+    store: Store, run_config: RunConfig
+) -> None:
+    await join(store, "sample", "--num_generations", "4")
+    await agentrl_db(run_config, "accept", "tasks")
+    await join(store, "sample", "--num_generations", "2")
+    await add_task(store, "train/0/a", 0)
+    await claim(store)
+    with pytest.raises(ConfigError, match="cannot change any more"):
+        await agentrl_db(run_config, "accept", "tasks")
+
+
+async def test_the_flags_of_each_role_are_kept_without_secrets_and_shown(store: Store) -> None:
+    secret = "mongodb://someone:hunter2@host/"
+    await join(
+        store, "sample", "--db_connection_string", secret, "--mcp_manager_url", "http://u:hunter2@h/mcpapi",
+        "--engine_args", "--api-key sk-0123456789abcdef0123",
+    )  # fmt: skip
+    await join(store, "train", "--learning_rate", "0.5")
+    kept = await store.database["Settings"].find({"_id": {"$in": ["flags/sample", "flags/train"]}}).to_list()
+    sample, train = sorted(kept, key=lambda document: str(document["_id"]))
+    assert train["values"]["learning_rate"] == 0.5
+    assert sample["values"]["run_name"]
+    assert "db_connection_string" not in sample["values"]
+    everything = str(await store.database["Settings"].find({}).to_list())
+    assert "hunter2" not in everything
+    assert "sk-0123456789" not in everything
+    console = Console(width=160, record=True, file=None)
+    with console.capture() as shown:
+        console.print(render_state(await read_state(store), alive_seconds=10))
+    assert "Begun with" in shown.get()
+    assert "num_generations 8" in shown.get()
