@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -20,6 +21,8 @@ _RESTART_SECONDS = 2.0
 _GONE_SECONDS = 20.0
 _STOPPED = (0, -signal.SIGTERM)
 """Exit codes of a process that was told to stop; the second, of one that had only begun to start."""
+_REFUSED = 1
+"""Exit code of a process whose write was refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,30 @@ class Actor:
     def freeze(self) -> bool:
         """SIGSTOP; False where it does not run."""
         return self._signal(signal.SIGSTOP)
+
+    def set_aside(self) -> subprocess.Popen[bytes] | None:
+        """SIGSTOP, and leave the name to the next process; None where it does not run."""
+        frozen = self.process if self.freeze() else None
+        if frozen is not None:
+            self.process = None
+        return frozen
+
+    async def end_superseded(self, frozen: subprocess.Popen[bytes], seconds: float) -> None:
+        """SIGCONT a process that was set aside; it must end with an error within ``seconds``.
+
+        With 0 seconds it is killed: no other has taken its place.
+        """
+        if seconds:
+            signal_session(frozen, signal.SIGCONT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(frozen.wait, seconds)
+        code = frozen.poll()
+        if code is None:
+            signal_session(frozen, signal.SIGKILL)
+            await asyncio.to_thread(frozen.wait, _GONE_SECONDS)
+        if seconds and code != _REFUSED:
+            shown = "it went on" if code is None else tail(self.log)
+            self.exits.append(Exit(f"superseded {self.name}", frozen.returncode, shown))
 
     def thaw(self) -> None:
         """SIGCONT."""

@@ -35,6 +35,9 @@ class Database(Protocol):
     async def kill(self, seconds: float) -> None:
         """SIGKILL the server that takes the writes; it is started on its data after ``seconds``."""
 
+    async def freeze(self, seconds: float) -> None:
+        """SIGSTOP to the server that takes the writes, and SIGCONT after ``seconds``."""
+
     async def stop(self) -> None:
         """Stop it."""
 
@@ -66,6 +69,12 @@ class SingleServer:
             await asyncio.to_thread(self._wait_until_gone)
         await asyncio.sleep(seconds)
         await asyncio.to_thread(self._mongo.up)
+
+    async def freeze(self, seconds: float) -> None:
+        """Connections stay open meanwhile, and nothing answers."""
+        pid = self._mongo.status().pid
+        if pid is not None:
+            await _freeze(pid, seconds)
 
     async def stop(self) -> None:
         """Close the proxies and stop the server."""
@@ -106,6 +115,18 @@ class ThreeServers:
         await asyncio.sleep(seconds)
         await asyncio.to_thread(self._set.start_member, killed)
 
+    async def freeze(self, seconds: float) -> None:
+        """The primary; the others elect another meanwhile."""
+        await _freeze(await asyncio.to_thread(self._set.primary_pid), seconds)
+
     async def stop(self) -> None:
         """Stop all three."""
         await asyncio.to_thread(self._set.down)
+
+
+async def _freeze(pid: int, seconds: float) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        os.kill(pid, signal.SIGCONT)

@@ -7,7 +7,7 @@ import logging
 import resource
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from agentrl.chaos.actors import Actor
 from agentrl.chaos.database import Database
 from agentrl.chaos.plan import DATABASE, Fault, FaultKind
 from agentrl.chaos.proxy import Proxy
+from agentrl.errors import StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,13 @@ _POLL_SECONDS = 0.01
 _REFUSE_SECONDS = 4.0
 _ACTIVE_SECONDS = 20.0
 """How long a version is waited for that shows that training goes on, so that another comes soon."""
+
+_LOOK_SECONDS = 0.5
+_TAKEOVER_SECONDS = 90.0
+"""How long a trainer may take to start in the place of a frozen one."""
+
+_REFUSED_SECONDS = 90.0
+"""How long a superseded trainer may take to notice: it computes and writes a step at the most."""
 
 _FLIPPED = 0x40
 _BREATH_SECONDS = 5.0
@@ -39,6 +47,8 @@ class Injector:
     proxies: Mapping[str, Proxy]
     database: Database
     weights: Path
+    trainer_attempt: Callable[[], Awaitable[int]]
+    """Which start of a trainer on the run holds the lease, or held it last."""
     done: Counter[str] = field(default_factory=Counter)
     _ends: float = float("inf")
     _database_busy: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -65,8 +75,11 @@ class Injector:
             async with self._database_busy:
                 if time.monotonic() > self._ends:
                     return
-                await self.database.kill(fault.seconds)
-                self.done[f"kill {DATABASE}"] += 1
+                if fault.kind is FaultKind.FREEZE:
+                    await self.database.freeze(fault.seconds)
+                else:
+                    await self.database.kill(fault.seconds)
+                self.done[f"{fault.kind} {DATABASE}"] += 1
                 await asyncio.sleep(_BREATH_SECONDS)
         elif fault.kind in (FaultKind.CUT, FaultKind.STALL, FaultKind.DELAY):
             await self._disturb(fault, self.proxies[fault.target])
@@ -88,10 +101,43 @@ class Injector:
                     await asyncio.sleep(fault.seconds)
                 finally:
                     actor.thaw()
+            elif fault.kind is FaultKind.SUPERSEDE:
+                hit = await self._supersede(actor, fault.seconds)
             else:
                 hit = await self._fill(actor, fault.seconds)
         if hit:
             self.done[f"{fault.kind} {actor.role}"] += 1
+
+    async def _supersede(self, actor: Actor, seconds: float) -> bool:
+        """Freeze the trainer past its lease, start another, and let the first go on once it is replaced."""
+        attempt = await self._attempt()
+        frozen = actor.set_aside() if attempt is not None else None
+        if attempt is None or frozen is None:
+            return False
+        is_replaced = False
+        try:
+            await asyncio.sleep(seconds)
+            actor.start()
+            is_replaced = await self._is_replaced(attempt)
+        finally:
+            await actor.end_superseded(frozen, _REFUSED_SECONDS if is_replaced else 0.0)
+        return is_replaced
+
+    async def _is_replaced(self, attempt: int) -> bool:
+        """Wait for a trainer after ``attempt``; False where none comes in time."""
+        deadline = time.monotonic() + _TAKEOVER_SECONDS
+        while time.monotonic() < deadline:
+            if (await self._attempt() or 0) > attempt:
+                return True
+            await asyncio.sleep(_LOOK_SECONDS)
+        return False
+
+    async def _attempt(self) -> int | None:
+        """The attempt of the last trainer; None while the database is away."""
+        try:
+            return await self.trainer_attempt()
+        except StoreError:
+            return None
 
     async def _fill(self, actor: Actor, seconds: float) -> bool:
         """Files of the process cannot grow beyond a MiB: its writes fail with EFBIG, as they would for want

@@ -2,9 +2,11 @@
 
     bash scripts/chaos.sh --minutes 10 --seed 7
 
-Four samplers, two engines, a trainer and MongoDB run in a folder of their own. By a plan made from the seed,
-processes and the database are killed and started again, samplers are frozen past their leases, connections
-are cut, stalled and delayed, the trainer's disk is full, and published weights are damaged.
+Four samplers, two engines, a trainer, two processes that open epochs of many tasks, and MongoDB run in a
+folder of their own. By a plan made from the seed, processes and the database are killed and started again, or
+frozen past leases and time-outs; a frozen trainer is replaced by another; connections are cut, stalled and
+delayed; the trainer's disk is full; and published weights are damaged. Samplers keep most token arrays in
+GridFS, so that uploads are interrupted too.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ from pathlib import Path
 from agentrl.chaos.actors import Actor, watch
 from agentrl.chaos.database import Database, SingleServer, ThreeServers
 from agentrl.chaos.faults import Injector
+from agentrl.chaos.opener import SPLIT
 from agentrl.chaos.plan import Members, make_plan
-from agentrl.chaos.report import Report, examine
-from agentrl.chaos.scene import LEASE_SECONDS, RUN, Scene
+from agentrl.chaos.report import Report, check_run, examine
+from agentrl.chaos.scene import LEASE_SECONDS, OPENINGS, RUN, Scene
 from agentrl.config.load import CommandParser
 from agentrl.config.schema import RunConfig
 from agentrl.errors import AgentRLError, ConfigError, StoreError
@@ -53,6 +56,7 @@ class Options:
     gap: float
     replica_set: bool
     keep: Path | None
+    tasks: int
 
 
 def main(argv: list[str]) -> int:
@@ -76,16 +80,22 @@ def main(argv: list[str]) -> int:
 
 async def run(options: Options, folder: Path) -> Report:
     """One run under fire in ``folder``, from nothing to its report; nothing is left running."""
-    scene = Scene(folder=folder, seed=options.seed)
+    scene = Scene(folder=folder, seed=options.seed, tasks=options.tasks)
     await asyncio.to_thread(scene.prepare)
     single = SingleServer(folder / "mongo")
     database: Database = ThreeServers(folder / "mongo") if options.replica_set else single
     try:
         await database.start()
         async with await open_store(RunConfig(run_name=RUN, db_connection_string=database.uri)) as store:
-            members = Members.of(samplers=4, engines=2)
+            members = Members.of(samplers=4, engines=2, openers=2)
             actors = await scene.cast(members, database)
-            injector = Injector(actors, single.proxies, database, scene.output / "weights")
+
+            async def trainer_attempt() -> int:
+                return (await store.runs.trainer()).attempt
+
+            injector = Injector(
+                actors, single.proxies, database, scene.output / "weights", trainer_attempt
+            )
             return await _run(options, scene, members, injector, store, database.uri)
     finally:
         await database.stop()
@@ -116,7 +126,10 @@ async def _run(
         await asyncio.gather(*(actor.stop(_STOP_SECONDS) for actor in actors))
     exits = [exit for actor in actors for exit in actor.exits]
     report = Report(faults=injector.done, exits=exits, seconds=seconds, finished=finished)
-    await examine(store, scene.logs, scene.check_command(uri), report)
+    await examine(store, scene.logs, report)
+    check_run(scene.check_command(uri, is_final=False), report)
+    await _remove_openings(store)
+    check_run(scene.check_command(uri, is_final=True), report)
     return report
 
 
@@ -126,7 +139,10 @@ async def _finish(store: Store, actors: Mapping[str, Actor]) -> bool:
     They leave by themselves when every task is sampled and all that can be is trained; False if one does not,
     or fails.
     """
-    workers = [actor for actor in actors.values() if actor.role != "engine"]
+    opener = actors["opener-0"]
+    if opener.pid is None:
+        opener.start()
+    workers = [actor for actor in actors.values() if actor.role in ("sampler", "trainer")]
     await asyncio.gather(*(actor.stop(_STOP_SECONDS) for actor in workers))
     epochs = max(await store.tasks.epochs("train"), default=0) + 1
     logger.info("nothing goes wrong any more; the run goes on to the end of its %d epochs", epochs)
@@ -136,7 +152,7 @@ async def _finish(store: Store, actors: Mapping[str, Actor]) -> bool:
         if actor.pid is None:
             actor.start()
     deadline = time.monotonic() + FINISH_SECONDS
-    while any(actor.pid is not None for actor in workers):
+    while any(actor.pid is not None for actor in workers) or await _is_opening(store):
         if time.monotonic() > deadline or any(actor.has_failed for actor in workers):
             return False
         await asyncio.sleep(_POLL_SECONDS)
@@ -145,6 +161,16 @@ async def _finish(store: Store, actors: Mapping[str, Actor]) -> bool:
 
 async def _has_trained(store: Store) -> bool:
     return bool(await store.training.steps())
+
+
+async def _remove_openings(store: Store) -> None:
+    """Delete the split that was only opened: a run that is over has no slot that nobody sampled."""
+    await store.database["Task"].delete_many({"split": SPLIT})
+    await store.database["Epoch"].delete_many({"_id": {"$regex": f"^{SPLIT}/"}})
+
+
+async def _is_opening(store: Store) -> bool:
+    return await store.epochs.next_epoch(SPLIT, OPENINGS) is not None
 
 
 async def _reach(condition: Callable[[], Awaitable[bool]], seconds: float, otherwise: str) -> None:
@@ -171,11 +197,13 @@ def _parse(argv: list[str]) -> Options:
     parser.add_argument("--minutes", type=float, default=10.0, help="how long things go wrong (%(default)g)")
     parser.add_argument("--seed", type=int, default=0, help="of the plan and of the run (%(default)s)")
     parser.add_argument("--gap", type=float, default=6.0, help="mean seconds between faults (%(default)g)")
+    parser.add_argument(
+        "--tasks", type=int, default=2000, help="tasks whose epochs are opened under fire (%(default)s)"
+    )
     parser.add_argument("--replica_set", action="store_true", help="three mongods, the primary killed often")
     parser.add_argument("--keep", type=Path, help="run in this folder, and leave it there")
     options = Options(**vars(parser.parse_args(argv)))
-    if options.minutes <= 0 or options.gap <= 0:
-        raise ConfigError(
-            f"--minutes is {options.minutes:g} and --gap is {options.gap:g}", cure="give values above 0"
-        )
+    if options.minutes <= 0 or options.gap <= 0 or options.tasks <= 0:
+        given = f"--minutes is {options.minutes:g}, --gap is {options.gap:g}, --tasks is {options.tasks}"
+        raise ConfigError(given, cure="give values above 0")
     return options

@@ -16,11 +16,12 @@ class FaultKind(StrEnum):
     """What can go wrong."""
 
     KILL = "kill"  # SIGKILL; started again after ``seconds``
-    FREEZE = "freeze"  # SIGSTOP for ``seconds``, longer than a lease, then SIGCONT
+    FREEZE = "freeze"  # SIGSTOP for ``seconds``, longer than a lease (mongod: than a time-out), then SIGCONT
     CUT = "cut"  # every connection to the database is reset, and new ones are refused for ``seconds``
     STALL = "stall"  # connections stay open and carry nothing for ``seconds``
     DELAY = "delay"  # whatever a connection carries comes ``latency`` seconds late, for ``seconds``
     FILL = "fill"  # the trainer's files cannot grow for ``seconds``: weights and checkpoints fail
+    SUPERSEDE = "supersede"  # the trainer is frozen past its lease, and another takes its place meanwhile
     CORRUPT = "corrupt"  # a byte of the next published version is flipped before the engines load it
 
 
@@ -41,19 +42,21 @@ class Members:
 
     samplers: tuple[str, ...]
     engines: tuple[str, ...]
+    openers: tuple[str, ...]
 
     @classmethod
-    def of(cls, samplers: int, engines: int) -> Members:
-        """``sampler-0`` …, ``engine-0`` …"""
+    def of(cls, samplers: int, engines: int, openers: int) -> Members:
+        """``sampler-0`` …, ``engine-0`` …, ``opener-0`` …"""
         return cls(
             samplers=tuple(f"sampler-{number}" for number in range(samplers)),
             engines=tuple(f"engine-{number}" for number in range(engines)),
+            openers=tuple(f"opener-{number}" for number in range(openers)),
         )
 
     @property
     def clients(self) -> tuple[str, ...]:
         """Every process that is connected to the database."""
-        return (*self.samplers, *self.engines, TRAINER)
+        return (*self.samplers, *self.engines, *self.openers, TRAINER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +98,17 @@ def make_plan(
 
 
 def _choices(members: Members, lease_seconds: float, replica_set: bool) -> list[_Choice]:
-    restart = (0.5, 5.0)
+    restart, past_lease = (0.5, 5.0), (1.1 * lease_seconds, 1.6 * lease_seconds)
     choices = [
         _Choice(FaultKind.KILL, members.samplers, 4, restart),
         _Choice(FaultKind.KILL, members.engines, 2, restart),
         _Choice(FaultKind.KILL, (TRAINER,), 3, restart),
         _Choice(FaultKind.KILL, (DATABASE,), 12 if replica_set else 2, (0.5, 12.0)),
-        _Choice(FaultKind.FREEZE, members.samplers, 2, (1.1 * lease_seconds, 1.6 * lease_seconds)),
+        _Choice(FaultKind.KILL, members.openers, 2, restart),
+        _Choice(FaultKind.FREEZE, members.samplers, 2, past_lease),
+        _Choice(FaultKind.FREEZE, members.openers, 1, past_lease),
+        _Choice(FaultKind.FREEZE, (DATABASE,), 2, (10.5, 14.0)),
+        _Choice(FaultKind.SUPERSEDE, (TRAINER,), 1, past_lease),
         _Choice(FaultKind.FILL, (TRAINER,), 1, (8.0, 16.0)),
         _Choice(FaultKind.CORRUPT, (WEIGHTS,), 1, (4.0, 8.0)),
     ]

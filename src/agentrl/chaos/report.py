@@ -22,7 +22,8 @@ _SEEN = {
     "late results refused": re.compile(r"the claim was lost"),
     "publications refused by a full disk": re.compile(r"the disk of .* is full"),
     "damaged versions refused by an engine": re.compile(r"version \d+ refused"),
-    "operations repeated for want of the database": re.compile(r"the database does not answer"),
+    "superseded trainers refused": re.compile(r"this trainer .* has been replaced"),
+    "outages waited for": re.compile(r"the database is away"),
 }
 _KEPT = (RecordStatus.SCORED, RecordStatus.READY, RecordStatus.ABANDONED)
 _CHECK_SECONDS = 600.0
@@ -43,13 +44,15 @@ class Report:
     versions: int = 0
     acknowledged: int = 0
     seen: Counter[str] = field(default_factory=Counter)
-    check: str = ""
+    checks: list[str] = field(default_factory=list)
+    """What each ``agentrl db check`` printed."""
     violations: list[str] = field(default_factory=list)
 
     def lines(self) -> Iterator[str]:
         """The report; its last line is ``N violations``."""
-        yield from (line for line in self.check.splitlines() if line[:1].isdigit() and "checked" in line)
-        yield ""
+        for check in self.checks:
+            yield from (line for line in check.splitlines() if line[:1].isdigit() and "checked" in line)
+            yield ""
         yield f"{'faults':<46} {sum(self.faults.values()):>6}"
         for name, count in sorted(self.faults.items()):
             yield f"  {name:<44} {count:>6}"
@@ -66,10 +69,10 @@ class Report:
         yield f"{len(self.violations)} violations"
 
 
-async def examine(store: Store, logs: Path, check_command: Sequence[str], report: Report) -> None:
-    """Fill in the report: figures from the database and the logs, and the run's invariants.
+async def examine(store: Store, logs: Path, report: Report) -> None:
+    """Fill in the report: figures from the database and the logs.
 
-    Beyond what ``agentrl db check`` finds, a violation is: a score that a sampler was told is stored and that
+    Beyond what ``check_run`` finds, a violation is: a score that a sampler was told is stored and that
     is not there; a process that ended by itself; a traceback; a run that does not come to its end.
     """
     records = await store.records.counts("train")
@@ -86,7 +89,6 @@ async def examine(store: Store, logs: Path, check_command: Sequence[str], report
     if not report.finished:
         left = {str(status): count for status, count in (await store.tasks.counts("train")).items() if count}
         report.violations.append(f"samplers and trainer did not come to their end in time; tasks: {left}")
-    _check(check_command, report)
 
 
 async def _lost(store: Store, acknowledged: Sequence[str]) -> list[str]:
@@ -113,9 +115,10 @@ def _read_logs(logs: Path, report: Report) -> list[str]:
     return list(acknowledged)
 
 
-def _check(command: Sequence[str], report: Report) -> None:
+def check_run(command: Sequence[str], report: Report) -> None:
+    """Run ``agentrl db check``; what it finds is added to the report."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=_CHECK_SECONDS, check=False)
-    report.check = done.stdout
+    report.checks.append(done.stdout)
     if done.returncode == 0:
         return
     counted = re.findall(r"(\d+) violations?", done.stdout)

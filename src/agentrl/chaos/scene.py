@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,9 @@ RUN = "chaos"
 LEASE_SECONDS = 12.0
 MANY_EPOCHS = 100_000
 """More than are ever begun; the run is ended by starting its processes again with fewer."""
+
+OPENINGS = 4
+"""Epochs of the split that is only opened."""
 
 _TASKS = 24
 _BUILD_SECONDS = 300.0
@@ -52,6 +56,8 @@ class Scene:
 
     folder: Path
     seed: int
+    tasks: int
+    """Of the split whose epochs are opened under fire, and never sampled."""
 
     @property
     def output(self) -> Path:
@@ -77,9 +83,8 @@ class Scene:
              "answer": "0", "scorer": _SCORER, "agent_name": "react"}
             for number in range(_TASKS)
         )  # fmt: skip
-        (self.folder / "tasks.jsonl").write_text(
-            "".join(f"{json.dumps(task)}\n" for task in tasks), encoding="utf-8"
-        )
+        _write(self.folder / "tasks.jsonl", tasks)
+        _write(self._openings, ({"id": f"{number:06d}", "query": "?"} for number in range(self.tasks)))
         flags = {
             **_FLAGS, "run_name": RUN, "seed": self.seed, "output_dir": str(self.output),
             "log_dir": str(self.logs), "model_name_or_path": str(self._model),
@@ -89,16 +94,18 @@ class Scene:
 
     async def cast(self, members: Members, database: Database) -> dict[str, Actor]:
         """Every process of the run by name, none of them started."""
+        openings = ("--openings_file", str(self._openings), "--openings", str(OPENINGS))
         commands = {
-            **dict.fromkeys(members.engines, ("serve", "--engine", "local")),
-            **dict.fromkeys(members.samplers, ("sample",)),
-            TRAINER: ("train",),
+            **dict.fromkeys(members.openers, ("agentrl.chaos.opener", *openings)),
+            **dict.fromkeys(members.engines, ("agentrl.cli", "serve", "--engine", "local")),
+            **dict.fromkeys(members.samplers, ("agentrl.chaos.sampler", "sample")),
+            TRAINER: ("agentrl.cli", "train"),
         }
         return {
             name: Actor(
                 name=name,
                 command=[
-                    sys.executable, "-m", "agentrl.cli", *words, "--config", str(self._config),
+                    sys.executable, "-m", *words, "--config", str(self._config),
                     "--db_connection_string", await database.uri_for(name),
                 ],
                 log=self.logs / f"{name}.out",
@@ -107,12 +114,12 @@ class Scene:
             for name, words in commands.items()
         }  # fmt: skip
 
-    def check_command(self, uri: str) -> list[str]:
-        """``agentrl db check`` on the finished run."""
+    def check_command(self, uri: str, *, is_final: bool) -> list[str]:
+        """``agentrl db check`` on the finished run; ``is_final``: every slot is terminal."""
         return [
-            sys.executable, "-m", "agentrl.cli", "db", "check", "--run_name", RUN, "--final",
+            sys.executable, "-m", "agentrl.cli", "db", "check", "--run_name", RUN,
             "--db_connection_string", uri, "--output_dir", str(self.output),
-            "--lease_seconds", str(LEASE_SECONDS),
+            "--lease_seconds", str(LEASE_SECONDS), *(["--final"] if is_final else []),
         ]  # fmt: skip
 
     @property
@@ -122,3 +129,12 @@ class Scene:
     @property
     def _config(self) -> Path:
         return self.folder / "run.yml"
+
+    @property
+    def _openings(self) -> Path:
+        return self.folder / "openings.jsonl"
+
+
+def _write(path: Path, tasks: Iterable[Mapping[str, str]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(f"{json.dumps(task)}\n" for task in tasks)

@@ -62,6 +62,13 @@ class Member:
             return
         raise StoreError("no free port was found in five tries")
 
+    @property
+    def pid(self) -> int:
+        """Its process id; StoreError before ``start``."""
+        if self._pid is None:
+            raise StoreError("this member has not been started")
+        return self._pid
+
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
         if self._pid is None or not self.running:
@@ -117,6 +124,10 @@ class ReplicaSet:
                     return number
             time.sleep(0.1)
         raise StoreError(f"the replica set elected no primary within {_PRIMARY_SECONDS:.0f} s")
+
+    def primary_pid(self) -> int:
+        """The process of the member that takes writes."""
+        return self._members[self.primary()].pid
 
     def kill_primary(self, alone_seconds: float = 0.0) -> int:
         """SIGKILL the primary; returns its number.

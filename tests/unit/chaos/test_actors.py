@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,3 +79,29 @@ async def test_stopping_is_an_exit_only_with_an_error(tmp_path: Path, program: s
         await asyncio.to_thread(actor.process.wait, 10)
     await actor.stop(10)
     assert [exit.code for exit in actor.exits] == exits
+
+
+@pytest.mark.parametrize(("program", "codes"), [("time.sleep(0.3); raise SystemExit(1)", []), ("", [0])])
+async def test_a_superseded_process_must_end_with_an_error(
+    tmp_path: Path, program: str, codes: list[int]
+) -> None:
+    ready = tmp_path / "ready"
+    lines = f"import pathlib, time; pathlib.Path({str(ready)!r}).touch(); time.sleep(0.3); {program}"
+    actor = Actor("trainer", [sys.executable, "-c", lines], tmp_path / "x.out", environment())
+    actor.start()
+    async with asyncio.timeout(30):
+        await until(ready.exists)
+    frozen = actor.set_aside()
+    assert frozen is not None
+    assert actor.pid is None
+    await actor.end_superseded(frozen, 30.0)
+    assert [exit.code for exit in actor.exits] == codes
+
+
+async def test_a_process_that_nobody_replaced_is_killed(actor: Actor) -> None:
+    actor.start()
+    frozen = actor.set_aside()
+    assert frozen is not None
+    await actor.end_superseded(frozen, 0.0)
+    assert frozen.poll() == -signal.SIGKILL
+    assert actor.exits == []

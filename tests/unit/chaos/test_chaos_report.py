@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl.chaos.actors import Exit
-from agentrl.chaos.report import Report, examine
+from agentrl.chaos.report import Report, check_run, examine
 from agentrl.documents.status import RecordStatus, TaskStatus
 
 LOG = """\
@@ -61,7 +61,8 @@ def report(*exits: Exit, finished: bool = True) -> Report:
 
 async def examined(found: Report, logs: Path, *ids: str, check: str = SOUND, log: str = LOG) -> list[str]:
     (logs / "sampler-0.out").write_text(log, encoding="utf-8")
-    await examine(store(*ids), logs, [sys.executable, "-c", check], found)
+    await examine(store(*ids), logs, found)
+    check_run([sys.executable, "-c", check], found)
     return list(found.lines())
 
 

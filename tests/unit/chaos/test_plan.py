@@ -6,7 +6,7 @@ import pytest
 
 from agentrl.chaos.plan import DATABASE, TRAINER, Fault, FaultKind, Members, make_plan
 
-MEMBERS = Members.of(samplers=4, engines=2)
+MEMBERS = Members.of(samplers=4, engines=2, openers=2)
 
 
 def plan(seed: int = 0, *, seconds: float = 600, replica_set: bool = False) -> list[Fault]:
@@ -22,10 +22,10 @@ def test_the_seed_makes_the_plan() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_kind_comes_before_any_comes_again(seed: int) -> None:
-    opening = plan(seed)[:11]
+    opening = plan(seed)[:15]
     assert {fault.kind for fault in opening} == set(FaultKind)
     killed = {fault.target.partition("-")[0] for fault in opening if fault.kind is FaultKind.KILL}
-    assert killed == {"sampler", "engine", TRAINER, DATABASE}
+    assert killed == {"sampler", "engine", "opener", TRAINER, DATABASE}
 
 
 def test_faults_come_in_order_within_the_time_and_about_every_gap() -> None:
@@ -35,10 +35,16 @@ def test_faults_come_in_order_within_the_time_and_about_every_gap() -> None:
     assert len(times) == pytest.approx(1000, rel=0.1)
 
 
-def test_only_samplers_are_frozen_and_always_past_their_lease() -> None:
-    frozen = [fault for fault in plan() if fault.kind is FaultKind.FREEZE]
-    assert frozen
-    assert all(fault.target in MEMBERS.samplers and fault.seconds > 12 for fault in frozen)
+def test_what_is_frozen_is_frozen_past_its_lease_or_time_out() -> None:
+    frozen = [fault for fault in plan() if fault.kind in (FaultKind.FREEZE, FaultKind.SUPERSEDE)]
+    kinds = {fault.target.partition("-")[0] for fault in frozen}
+    assert kinds == {"sampler", "opener", TRAINER, DATABASE}
+    assert all(fault.seconds > (10 if fault.target == DATABASE else 12) for fault in frozen)
+
+
+def test_the_trainer_is_frozen_only_to_be_replaced() -> None:
+    replaced = [fault for fault in plan() if fault.target == TRAINER and fault.kind is FaultKind.FREEZE]
+    assert replaced == []
 
 
 def test_only_delays_have_a_latency() -> None:
