@@ -88,7 +88,9 @@ class History:
         """The next epoch of the training tasks."""
         epochs = await self.store.tasks.epochs("train")
         if epochs and not await self.store.tasks.any_in("train", TaskStatus.CREATED):
-            await self.store.tasks.open_epoch("train", max(epochs) + 1, 0, GENERATIONS)
+            following = await self.store.tasks.next_epoch("train", max(epochs) + 2)
+            if following is not None:
+                await self.store.tasks.open_epoch("train", following, 0, GENERATIONS)
 
     async def claim(self) -> None:
         """A sampler claims a slot; it may die before it makes the Record."""

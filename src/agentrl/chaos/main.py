@@ -93,9 +93,7 @@ async def run(options: Options, folder: Path) -> Report:
             async def trainer_attempt() -> int:
                 return (await store.runs.trainer()).attempt
 
-            injector = Injector(
-                actors, single.proxies, database, scene.output / "weights", trainer_attempt
-            )
+            injector = Injector(actors, single.proxies, database, scene.output / "weights", trainer_attempt)
             return await _run(options, scene, members, injector, store, database.uri)
     finally:
         await database.stop()
@@ -170,7 +168,7 @@ async def _remove_openings(store: Store) -> None:
 
 
 async def _is_opening(store: Store) -> bool:
-    return await store.epochs.next_epoch(SPLIT, OPENINGS) is not None
+    return await store.tasks.next_epoch(SPLIT, OPENINGS) is not None
 
 
 async def _reach(condition: Callable[[], Awaitable[bool]], seconds: float, otherwise: str) -> None:

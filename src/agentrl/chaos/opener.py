@@ -51,9 +51,9 @@ async def open_all(run: RunConfig, tasks: TaskConfig, config: OpenerConfig) -> N
             path = config.openings_file
             await load_tasks(store, run, tasks, path, split=SPLIT, num_generations=GENERATIONS)
             while True:
-                epoch = await store.epochs.next_epoch(SPLIT, config.openings)
+                epoch = await store.tasks.next_epoch(SPLIT, config.openings)
                 if epoch is not None:
-                    opened = await store.epochs.open_epoch(SPLIT, epoch, run.seed, GENERATIONS)
+                    opened = await store.tasks.open_epoch(SPLIT, epoch, run.seed, GENERATIONS)
                     logger.info("epoch %d: %d tasks were missing", epoch, opened)
                 await asyncio.sleep(_PAUSE_SECONDS)
 
