@@ -44,6 +44,7 @@ FINISH_SECONDS = 300.0
 """How long the rest of the last epoch may take once nothing goes wrong any more."""
 
 _STOP_SECONDS = 60.0
+_PAGE = 1000
 _POLL_SECONDS = 0.5
 
 
@@ -163,7 +164,9 @@ async def _has_trained(store: Store) -> bool:
 
 async def _remove_openings(store: Store) -> None:
     """Delete the split that was only opened: a run that is over has no slot that nobody sampled."""
-    await store.database["Task"].delete_many({"split": SPLIT})
+    tasks = store.database["Task"]
+    while page := await tasks.find({"split": SPLIT}, {"_id": 1}, limit=_PAGE).to_list():
+        await tasks.delete_many({"_id": {"$in": [task["_id"] for task in page]}})
     await store.database["Epoch"].delete_many({"_id": {"$regex": f"^{SPLIT}/"}})
 
 
