@@ -7,15 +7,20 @@ import logging
 import resource
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentrl.chaos.actors import Actor
 from agentrl.chaos.database import Database
 from agentrl.chaos.plan import DATABASE, Fault, FaultKind
 from agentrl.chaos.proxy import Proxy
+from agentrl.documents.status import EpochStatus
 from agentrl.errors import StoreError
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +33,7 @@ _ACTIVE_SECONDS = 20.0
 """How long a version is waited for that shows that training goes on, so that another comes soon."""
 
 _LOOK_SECONDS = 0.5
+_OPENING_SECONDS = 20.0
 _TAKEOVER_SECONDS = 90.0
 """How long a trainer may take to start in the place of a frozen one."""
 
@@ -47,8 +53,8 @@ class Injector:
     proxies: Mapping[str, Proxy]
     database: Database
     weights: Path
-    trainer_attempt: Callable[[], Awaitable[int]]
-    """Which start of a trainer on the run holds the lease, or held it last."""
+    store: Store
+    """The run, to see what goes on in it."""
     done: Counter[str] = field(default_factory=Counter)
     _ends: float = float("inf")
     _database_busy: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -76,7 +82,7 @@ class Injector:
                 if time.monotonic() > self._ends:
                     return
                 if fault.kind is FaultKind.FREEZE:
-                    await self.database.freeze(fault.seconds)
+                    await self._freeze_database(fault.seconds)
                 else:
                     await self.database.kill(fault.seconds)
                 self.done[f"{fault.kind} {DATABASE}"] += 1
@@ -135,9 +141,28 @@ class Injector:
     async def _attempt(self) -> int | None:
         """The attempt of the last trainer; None while the database is away."""
         try:
-            return await self.trainer_attempt()
+            return (await self.store.runs.trainer()).attempt
         except StoreError:
             return None
+
+    async def _freeze_database(self, seconds: float) -> None:
+        """Freeze it in the middle of an epoch's opening, if one begins within ``_OPENING_SECONDS``."""
+        deadline = time.monotonic() + _OPENING_SECONDS
+        while time.monotonic() < deadline:
+            if await self._is_opening():
+                break
+            await asyncio.sleep(_LOOK_SECONDS)
+        await self.database.freeze(seconds)
+
+    async def _is_opening(self) -> bool:
+        try:
+            with self.store.reading("openings"):
+                opening = await self.store.database["Epoch"].find_one({"status": EpochStatus.OPENING.value})
+        except StoreError:
+            return False
+        if opening is not None:
+            self.done["openings interrupted"] += 1
+        return opening is not None
 
     async def _fill(self, actor: Actor, seconds: float) -> bool:
         """Files of the process cannot grow beyond a MiB: its writes fail with EFBIG, as they would for want

@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
 
 async def run(options: Options, folder: Path) -> Report:
     """One run under fire in ``folder``, from nothing to its report; nothing is left running."""
-    scene = Scene(folder=folder, seed=options.seed, tasks=options.tasks)
+    scene = Scene(folder=folder, seed=options.seed, tasks=options.tasks, seconds=60 * options.minutes)
     await asyncio.to_thread(scene.prepare)
     single = SingleServer(folder / "mongo")
     database: Database = ThreeServers(folder / "mongo") if options.replica_set else single
@@ -90,11 +90,7 @@ async def run(options: Options, folder: Path) -> Report:
         async with await open_store(RunConfig(run_name=RUN, db_connection_string=database.uri)) as store:
             members = Members.of(samplers=4, engines=2, openers=2)
             actors = await scene.cast(members, database)
-
-            async def trainer_attempt() -> int:
-                return (await store.runs.trainer()).attempt
-
-            injector = Injector(actors, single.proxies, database, scene.output / "weights", trainer_attempt)
+            injector = Injector(actors, single.proxies, database, scene.output / "weights", store)
             return await _run(options, scene, members, injector, store, database.uri)
     finally:
         await database.stop()
@@ -111,8 +107,11 @@ async def _run(
     )  # fmt: skip
     try:
         for actor in actors:
-            actor.start()
+            if actor.role != "opener":
+                actor.start()
         await _reach(lambda: _has_trained(store), READY_SECONDS, "no step was trained")
+        for name in members.openers:
+            injector.actors[name].start()
         logger.info("the first step is trained; %d faults in %g minutes", len(plan), options.minutes)
         started = time.monotonic()
         await injector.run(plan, 60 * options.minutes)
@@ -138,11 +137,11 @@ async def _finish(store: Store, actors: Mapping[str, Actor]) -> bool:
     They leave by themselves when every task is sampled and all that can be is trained; False if one does not,
     or fails.
     """
-    opener = actors["opener-0"]
-    if opener.pid is None:
-        opener.start()
     workers = [actor for actor in actors.values() if actor.role in ("sampler", "trainer")]
-    await asyncio.gather(*(actor.stop(_STOP_SECONDS) for actor in workers))
+    openers = [actor for actor in actors.values() if actor.role == "opener"]
+    await asyncio.gather(*(actor.stop(_STOP_SECONDS) for actor in (*workers, *openers)))
+    for opener in openers:
+        opener.command = [*opener.command, "--openings_pause", "0.5"]
     epochs = max(await store.tasks.epochs("train"), default=0) + 1
     logger.info("nothing goes wrong any more; the run goes on to the end of its %d epochs", epochs)
     for actor in actors.values():

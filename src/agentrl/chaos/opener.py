@@ -17,7 +17,6 @@ logger = logging.getLogger(__name__)
 
 SPLIT = "openings"
 GENERATIONS = 1
-_PAUSE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +24,8 @@ class OpenerConfig:
     """What is opened."""
 
     openings_file: str = flag("", "task file of the split that is opened")
-    openings: int = flag(4, "epochs to open in all")
+    openings: int = flag(6, "epochs to open in all")
+    openings_pause: float = flag(1.0, "seconds between two of them")
 
 
 def main(argv: list[str]) -> int:
@@ -55,7 +55,7 @@ async def open_all(run: RunConfig, tasks: TaskConfig, config: OpenerConfig) -> N
                 if epoch is not None:
                     opened = await store.tasks.open_epoch(SPLIT, epoch, run.seed, GENERATIONS)
                     logger.info("epoch %d: %d tasks were missing", epoch, opened)
-                await asyncio.sleep(_PAUSE_SECONDS)
+                await asyncio.sleep(config.openings_pause)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ LEASE_SECONDS = 12.0
 MANY_EPOCHS = 100_000
 """More than are ever begun; the run is ended by starting its processes again with fewer."""
 
-OPENINGS = 4
+OPENINGS = 6
 """Epochs of the split that is only opened."""
 
 _TASKS = 24
@@ -58,6 +58,8 @@ class Scene:
     seed: int
     tasks: int
     """Of the split whose epochs are opened under fire, and never sampled."""
+    seconds: float
+    """How long things go wrong: the openings are spread over them."""
 
     @property
     def output(self) -> Path:
@@ -94,7 +96,10 @@ class Scene:
 
     async def cast(self, members: Members, database: Database) -> dict[str, Actor]:
         """Every process of the run by name, none of them started."""
-        openings = ("--openings_file", str(self._openings), "--openings", str(OPENINGS))
+        openings = (
+            "--openings_file", str(self._openings), "--openings", str(OPENINGS),
+            "--openings_pause", str(self.seconds / (2 * OPENINGS)),
+        )  # fmt: skip
         commands = {
             **dict.fromkeys(members.openers, ("agentrl.chaos.opener", *openings)),
             **dict.fromkeys(members.engines, ("agentrl.cli", "serve", "--engine", "local")),
