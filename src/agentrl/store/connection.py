@@ -42,6 +42,8 @@ _AUTHENTICATION_CODES = (13, 18)
 _DISK_FULL_CODES = (14031, 17)
 _KEY_NOT_FOUND = 211
 """A primary that has just been elected cannot yet check the time that the one before it signed."""
+_NO_SESSIONS = "Sessions are not supported"
+"""What the driver says of a replica set's member that has just started, too."""
 _PASSING_LABELS = ("TransientTransactionError", "UnknownTransactionCommitResult", "RetryableWriteError")
 
 
@@ -119,6 +121,7 @@ class Connection:
         unreachable = isinstance(error, (ServerSelectionTimeoutError, NetworkTimeout, ExecutionTimeout))
         passing = any(error.has_error_label(label) for label in _PASSING_LABELS)
         passing = passing or (isinstance(error, OperationFailure) and error.code == _KEY_NOT_FOUND)
+        passing = passing or (isinstance(error, ConfigurationError) and _NO_SESSIONS in str(error))
         if unreachable or passing or error.timeout or isinstance(error, pymongo.errors.ConnectionFailure):
             return StoreAwayError(
                 f"{doing}: MongoDB at {self.host} did not answer within {self.timeout:g} s"

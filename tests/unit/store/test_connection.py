@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from pymongo.errors import (
     AutoReconnect,
+    ConfigurationError,
     NetworkTimeout,
     NotPrimaryError,
     OperationFailure,
@@ -47,6 +48,14 @@ async def flaky(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., 
     connection = Connection("mongodb://127.0.0.1:1/", "run", 0.2)
     yield lambda *errors: Flaky(connection, *errors)
     await connection.close()
+
+
+async def test_a_member_that_has_just_started_is_away() -> None:
+    connection = Connection("mongodb://127.0.0.1:1/", "run", 0.2)
+    unready = ConfigurationError("Sessions are not supported by this MongoDB deployment")
+    found = connection.error("planning", unready)
+    await connection.close()
+    assert isinstance(found, StoreAwayError)
 
 
 async def test_messages_name_the_host_and_never_the_password() -> None:
