@@ -7,6 +7,7 @@ AgentRLError
 ├── StoreError             the database refused or cannot be reached
 │   ├── StoreAwayError     it does not answer now; the same call may succeed later
 │   ├── LeaseHeldError     another process holds the lease
+│   ├── StoreDeniedError   it refuses this user: no retry helps
 │   └── LeaseLostError     the claim that a write relied on has expired
 ├── ForestError            training data are no token forest
 ├── PublishError           weights could not be written or do not match their checksums
@@ -65,6 +66,10 @@ class StoreAwayError(StoreError):
 
 class LeaseHeldError(StoreError):
     """Another process holds the lease, and it has not expired."""
+
+
+class StoreDeniedError(StoreError):
+    """The database refuses this user, or what the user wants to do."""
 
 
 class LeaseLostError(StoreError):

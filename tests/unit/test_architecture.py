@@ -18,7 +18,9 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"train", "inference"}),
     frozenset({"observe", "batching", "weights", "conversion", "cli", "commands", "quickstart", "chaos"}),
     frozenset({"store", "scoring", "config", "tools"}),
-    frozenset({"losses", "documents", "errors", "extensions", "machine", "processes", "supervise"}),
+    frozenset(
+        {"losses", "documents", "errors", "extensions", "barrier", "machine", "processes", "supervise"}
+    ),
 )
 """From the top to the ground; a package imports its own floor and those below it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from agentrl.barrier import describe
 from agentrl.errors import AgentRLError
 from agentrl.observe.redact import redact_and_cut
 
@@ -11,17 +12,9 @@ MESSAGE_CHARS = 8 * 1024
 
 def failure_text(error: BaseException | str) -> str:
     """The message of ``error``, behind the name of its class unless it is one of ours. Raises nothing."""
-    text = error if isinstance(error, str) else _described(error)
+    if isinstance(error, str):
+        text = error
+    else:
+        text = str(error) if isinstance(error, AgentRLError) else describe(error)
     shown = redact_and_cut(text, MESSAGE_CHARS)
     return shown.encode("utf-8", "replace").decode("utf-8")
-
-
-def _described(error: BaseException) -> str:
-    name = type(error).__name__
-    try:
-        text = str(error)
-    except Exception:  # noqa: BLE001  an extension's exception may raise anything here
-        return f"{name}, whose message cannot be shown"
-    if isinstance(error, AgentRLError):
-        return text
-    return f"{name}: {text}" if text else name

@@ -88,7 +88,7 @@ class ChatRenderer:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:
             roles = " ".join(str(message.get("role")) for message in messages)
             raise TrajectoryError(
                 f"the chat template cannot render the roles [{roles}]: {error}",

@@ -6,20 +6,23 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, Protocol
 
+from agentrl.barrier import contain, contain_call, describe
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, without_results
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.status import CallStatus, StopReason
+from agentrl.documents.storable import clean, storable
 from agentrl.documents.task import Claim
+from agentrl.errors import ToolServerError, TrajectoryError
 from agentrl.inference.engine import Generation
 from agentrl.inference.parsers import ParsedMessage, ToolCall, ToolCallParser, typed_call, validate_call
 from agentrl.inference.sampling import SamplingParams
 from agentrl.rollout.context import get_context_manager
 from agentrl.rollout.conversation import Conversation
 from agentrl.rollout.renderer import ChatRenderer, Message
-from agentrl.rollout.storable import clean, storable
 from agentrl.scoring.answers import extract_answer
 from agentrl.tools.base import Schema, ToolResult
 
@@ -50,6 +53,27 @@ class Outcome:
 
     stop_reason: StopReason
     final_answer: str | None = None
+
+
+def checked_outcome(agent: str, value: object) -> Outcome:
+    """The outcome that ``agent`` returned, storable; TrajectoryError where it is none."""
+    if not isinstance(value, Outcome):
+        raise TrajectoryError(
+            f"agent {agent} returned {describe(value)}", cure="return Outcome(stop_reason, final_answer)"
+        )
+    if not isinstance(value.final_answer, (str, NoneType)):
+        raise TrajectoryError(
+            f"agent {agent} returned the final answer {describe(value.final_answer)}",
+            cure="an answer is a string, or None",
+        )
+    try:
+        reason = StopReason(value.stop_reason)
+    except ValueError as error:
+        raise TrajectoryError(
+            f"agent {agent} returned the stop reason {describe(value.stop_reason)}",
+            cure=f"known: {', '.join(StopReason)}",
+        ) from error
+    return Outcome(reason, clean(value.final_answer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +195,9 @@ class Rollout:
         params = self._params.replace(**changes).seeded(*self._seed, self.turns)
         generation = await self._engine.generate(conversation.prompt_ids(), params)
         text = self._renderer.decode(generation.output_ids)
-        parsed = _cleaned(self._parser.parse(text))
+        parsed = contain_call(
+            lambda: _cleaned(self._parser.parse(text)), "the tool-call parser", TrajectoryError
+        )
         message = self._message(text, parsed)
         conversation.append_generation(generation.output_ids, message)
         self._texts[text] += 1
@@ -221,16 +247,19 @@ class Rollout:
         return list(pending.executions)
 
     def append_messages(self, messages: Sequence[Message]) -> None:
-        """Add messages behind the last turn."""
-        self._conversation.append_messages(messages)
+        """Add messages behind the last turn; TrajectoryError where one is no message."""
+        self._conversation.append_messages(_messages(messages))
 
     async def reset_context(self) -> bool:
         """Start a new prefix as ``--new_context`` says; False where that ends, or the new one is full."""
-        messages = await get_context_manager(self.config.new_context)(self)
+        name = self.config.new_context
+        manager = get_context_manager(name)
+        messages = await contain(lambda: manager(self), f"context manager {name}", TrajectoryError)
         if messages is None:
             return False
+        first = _messages(messages)
         await self.finish()
-        self._conversation = Conversation(self._renderer, messages, self.schemas)
+        self._conversation = Conversation(self._renderer, first, self.schemas)
         self._parent = None
         self.context_resets += 1
         return not self.context_is_full
@@ -245,8 +274,10 @@ class Rollout:
 
     async def _run(self, call: ToolCall, pending: _Pending) -> str:
         self.tool_calls += 1
-        result = await self._tools.call(call.name, call.arguments)
-        text = clean(result.text)
+        result = await contain(
+            lambda: self._tools.call(call.name, call.arguments), f"tool {call.name}", ToolServerError
+        )
+        text = str(clean(result.text))
         pending.executions.append(
             ToolExecution(
                 name=call.name,
@@ -287,7 +318,7 @@ class Rollout:
             messages=tuple(storable(message) for message in pending.messages),
             response=storable(pending.response),
             tool_executions=tuple(pending.executions),
-            tools=pending.tools,
+            tools=None if pending.tools is None else tuple(map(storable, pending.tools)),
             error=pending.error,
             finish_reason=generation.finish_reason,
             versions=generation.versions,
@@ -295,7 +326,7 @@ class Rollout:
             generated_tokens=len(generation.output_ids),
             cached_tokens=generation.cached_tokens,
             engine=generation.engine_url,
-            sampling_params=pending.params.to_request(),
+            sampling_params=storable(pending.params.to_request()),
             generate_seconds=generation.seconds,
             tool_seconds=pending.tool_seconds,
             context_ids=pack_ids(pending.context_ids),
@@ -307,6 +338,18 @@ class Rollout:
 def _cleaned(parsed: ParsedMessage) -> ParsedMessage:
     calls = tuple(ToolCall(clean(call.name), clean(call.arguments), call.typed) for call in parsed.tool_calls)
     return ParsedMessage(parsed.content, calls, clean(parsed.error))
+
+
+def _messages(messages: Sequence[Message]) -> list[Message]:
+    """Messages from an extension, as a template and a document take them."""
+    if not isinstance(messages, (list, tuple)):
+        raise TrajectoryError(f"messages are {describe(messages)}", cure="give a list of messages")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise TrajectoryError(
+                f"a message is {describe(message)}", cure="a message is a mapping with a text 'role'"
+            )
+    return [dict(clean(dict(message))) for message in messages]
 
 
 def _first_messages(session: Rollout) -> list[Message]:

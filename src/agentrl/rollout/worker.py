@@ -8,18 +8,29 @@ from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from agentrl.barrier import contain, contain_call
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig
 from agentrl.documents.dispatch import DispatchedSamplingTask
 from agentrl.documents.record import Failure
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim
-from agentrl.errors import ConfigError, FailureError, LeaseLostError, StoreError
+from agentrl.errors import (
+    ConfigError,
+    FailureError,
+    LeaseLostError,
+    StoreAwayError,
+    StoreDeniedError,
+    StoreError,
+    ToolServerError,
+    TrajectoryError,
+)
 from agentrl.extensions import allow_imports, is_importable
 from agentrl.inference.parsers import ToolCallParser
 from agentrl.inference.sampling import SamplingParams
-from agentrl.rollout.agents import get_agent
+from agentrl.rollout.agents import Agent, get_agent
+from agentrl.rollout.failures import failure_text
 from agentrl.rollout.renderer import ChatRenderer
-from agentrl.rollout.session import Engine, Outcome, Rollout, Tools
+from agentrl.rollout.session import Engine, Outcome, Rollout, Tools, checked_outcome
 from agentrl.scoring.registry import ScorerContext, ScoreResult, run_scorer
 
 if TYPE_CHECKING:
@@ -65,7 +76,8 @@ class Worker:
 
         What fails is marked on the Record and retried later, by anyone. Cancellation leaves the claim as it
         is: the caller hands it back. So does a failure of an engine, a tool server or a scorer while this
-        process stops. A database that stays away is a StoreError.
+        process stops. A database that stays away, or refuses this user, is a StoreError. What a document
+        cannot hold is a failure of this trajectory alone.
         """
         try:
             try:
@@ -76,14 +88,14 @@ class Worker:
                 limit = self.agent.trajectory_timeout_seconds
                 await self._fail(claim, "timeout", f"the trajectory took longer than {limit:g} s")
             except FailureError as error:
-                await self._fail(claim, error.kind, str(error))
+                await self._fail(claim, error.kind, error)
             except ConfigError as error:
-                await self._fail(claim, "trajectory", str(error))
-            except (StoreError, asyncio.CancelledError):
+                await self._fail(claim, TrajectoryError.kind, error)
+            except (LeaseLostError, StoreAwayError, StoreDeniedError):
                 raise
             except Exception as error:
-                logger.exception("an agent raised", extra={"record": claim.record_id})
-                await self._fail(claim, "internal", f"{type(error).__name__}: {error}")
+                logger.exception("a trajectory cannot go on", extra={"record": claim.record_id})
+                await self._fail(claim, FailureError.kind, error)
         except LeaseLostError:
             logger.warning("the claim was lost; its result is dropped", extra={"record": claim.record_id})
         return False
@@ -99,12 +111,10 @@ class Worker:
         agent_name = claim.task.agent_name or self.agent.agent_name
         if not all(map(is_importable, (agent_name, claim.task.scorer))):
             allow_imports(await self.store.imports.paths())  # loaded after this process began
-        agent = get_agent(agent_name)
+        agent = contain_call(lambda: get_agent(agent_name), f"agent {agent_name}", TrajectoryError)
         await self._advance(claim, RecordStatus.RUNNING)
-        schemas = await self.tools.schemas(claim.task.tools)
-
-        async def write(call: DispatchedSamplingTask) -> None:
-            await self.store.dispatches.add(claim, call)
+        schemas = await contain(lambda: self.tools.schemas(claim.task.tools), "tools", ToolServerError)
+        writer = _CallWriter(self.store, claim)
 
         async with self.router.session(claim.record_id) as engine:
             session = Rollout(
@@ -117,14 +127,9 @@ class Worker:
                 parser=self.parser,
                 params=self.params,
                 seed=self.seed,
-                write=write,
+                write=writer.write,
             )
-            try:
-                outcome = await agent(session)
-            except FailureError:
-                await session.finish()
-                raise
-            await session.finish()
+            outcome = await self._ask(agent, agent_name, session, writer)
         await self._advance(
             claim,
             RecordStatus.COMPLETED,
@@ -132,6 +137,22 @@ class Worker:
             stop_reason=outcome.stop_reason,
         )
         return session, outcome
+
+    async def _ask(self, agent: Agent, name: str, session: Rollout, writer: _CallWriter) -> Outcome:
+        """Run the agent and write its last model call, also where it failed."""
+        try:
+            outcome = await contain(lambda: agent(session), f"agent {name}", FailureError)
+            outcome = contain_call(
+                lambda: checked_outcome(name, outcome), f"the outcome of agent {name}", TrajectoryError
+            )
+        except (FailureError, ConfigError):
+            if writer.error is None:
+                await session.finish()
+            writer.check()
+            raise
+        writer.check()
+        await session.finish()
+        return outcome
 
     async def _score(self, claim: Claim, session: Rollout, outcome: Outcome) -> bool:
         await self._advance(claim, RecordStatus.SCORING)
@@ -164,15 +185,49 @@ class Worker:
     async def _advance(self, claim: Claim, status: RecordStatus, **fields: object) -> None:
         await self.store.records.advance(claim, status, **fields)
 
-    async def _fail(self, claim: Claim, kind: str, message: str) -> None:
+    async def _fail(self, claim: Claim, kind: str, why: Exception | str) -> None:
+        message = failure_text(why)
         if kind in _DEPENDENCIES and await self._stops():
             logger.info("interrupted", extra={"record": claim.record_id, "why": message})
             raise asyncio.CancelledError
         logger.warning("trajectory failed", extra={"record": claim.record_id, "kind": kind, "why": message})
-        failure = Failure(kind=kind, message=message)
-        await self.store.claims.fail(
-            claim,
-            failure,
-            max_attempts=self.claims.max_attempts,
-            backoff_seconds=self.claims.retry_backoff_seconds,
-        )
+        try:
+            await self.store.claims.fail(
+                claim,
+                Failure(kind=kind, message=message),
+                max_attempts=self.claims.max_attempts,
+                backoff_seconds=self.claims.retry_backoff_seconds,
+            )
+        except (LeaseLostError, StoreAwayError, StoreDeniedError):
+            raise
+        except StoreError as error:
+            logger.error(
+                "a failure cannot be stored; the lease of its slot runs out",
+                extra={"record": claim.record_id, "why": error.message},
+            )
+
+
+class _CallWriter:
+    """Stores the model calls of one trajectory, and remembers the error that ended it.
+
+    An agent may suppress that error, or raise another because of it; ``check`` raises the one that counts.
+    """
+
+    def __init__(self, store: Store, claim: Claim) -> None:
+        self._store = store
+        self._claim = claim
+        self.error: StoreError | None = None
+
+    async def write(self, call: DispatchedSamplingTask) -> None:
+        """Store one call; after an error, no further call."""
+        self.check()
+        try:
+            await self._store.dispatches.add(self._claim, call)
+        except StoreError as error:
+            self.error = error
+            raise
+
+    def check(self) -> None:
+        """Raise the error, if there was one."""
+        if self.error is not None:
+            raise self.error

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import numbers
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.barrier import contain, describe
+from agentrl.documents.storable import storable
 from agentrl.errors import ConfigError, FailureError, ScorerError
 from agentrl.extensions import Extensions
 
@@ -69,25 +72,35 @@ def get_scorer(name: str) -> Scorer:
 async def run_scorer(name: str, context: ScorerContext, timeout: float) -> ScoreResult:
     """Score one trajectory within ``timeout`` seconds; ``details.scorer`` of the result is ``name``.
 
-    What goes wrong is a ScorerError, never a score.
+    Its details are storable. What goes wrong is a ScorerError, never a score; only the cancellation of this
+    task passes.
     """
+
+    async def call() -> ScoreResult:
+        return _checked(name, await get_scorer(name)(context))
+
     try:
         async with asyncio.timeout(timeout):
-            result = await get_scorer(name)(context)
+            return await contain(call, f"scorer {name}", ScorerError)
     except TimeoutError as error:
         raise ScorerError(f"scorer {name} took longer than {timeout:g} s") from error
     except ScorerError:
         raise
     except (ConfigError, FailureError) as error:
         raise ScorerError(f"scorer {name}: {error.message}", cure=error.cure) from error
-    except Exception as error:
-        raise ScorerError(f"scorer {name} raised {type(error).__name__}: {error}") from error
+
+
+def _checked(name: str, result: float | ScoreResult) -> ScoreResult:
+    """The result with its details made storable; ScorerError where it is no score."""
     if not isinstance(result, ScoreResult):
-        result = ScoreResult(_number(name, result))
-    return ScoreResult(_number(name, result.score), {**result.details, "scorer": name})
+        return ScoreResult(_number(name, result), {"scorer": name})
+    details = storable(result.details)
+    if not isinstance(details, dict):
+        raise ScorerError(f"scorer {name} gave the details {describe(result.details)}, which are no mapping")
+    return ScoreResult(_number(name, result.score), {**details, "scorer": name})
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, (bool, int, float)) and math.isfinite(value):
+    if isinstance(value, numbers.Real) and math.isfinite(value):
         return float(value)
-    raise ScorerError(f"scorer {name} returned {value!r}, which is no finite number")
+    raise ScorerError(f"scorer {name} returned {describe(value)}, which is no finite number")

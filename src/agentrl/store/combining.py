@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context
 from typing import Any, Generic, TypeVar
 
-from pymongo.errors import OperationFailure
+from agentrl.store.connection import is_outage
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -18,8 +18,8 @@ class Combiner(Generic[Item, Result]):
     """Writes together what waits while a write is under way; a single item waits for nothing.
 
     ``together`` gives the results or errors of its items in order, or None where it cannot write all of them.
-    Then, and where the server refuses the write, each item is written by ``alone`` and has the result or the
-    error that it would have had by itself. So both must be such that repeating a write changes nothing.
+    Then, and after every error but an outage, each item is written by ``alone``: one that cannot be encoded,
+    or that the server refuses, has its own error, and the others are written. Both must be idempotent.
     """
 
     def __init__(
@@ -46,23 +46,36 @@ class Combiner(Generic[Item, Result]):
         try:
             while self._waiting:
                 batch, self._waiting = self._waiting[:_AT_ONCE], self._waiting[_AT_ONCE:]
-                items = [item for item, _ in batch]
-                for (_, future), result in zip(batch, await self._results(items), strict=True):
-                    if future.cancelled():
-                        continue
-                    if isinstance(result, BaseException):
-                        future.set_exception(result)
-                    else:
-                        future.set_result(result)
+                await self._write_batch(batch)
         finally:
             self._writer = None
+
+    async def _write_batch(self, batch: Sequence[tuple[Item, asyncio.Future[Result]]]) -> None:
+        """Write the batch and give every caller its result."""
+        results: Sequence[Result | BaseException]
+        try:
+            try:
+                results = await self._results([item for item, _ in batch])
+            except Exception as error:  # noqa: BLE001  every caller receives it
+                results = [error] * len(batch)
+            for (_, future), result in zip(batch, results, strict=True):
+                if future.cancelled():
+                    continue
+                if isinstance(result, BaseException):
+                    future.set_exception(result)
+                else:
+                    future.set_result(result)
+        finally:
+            for _, future in batch:
+                if not future.done():
+                    future.cancel()
 
     async def _results(self, items: list[Item]) -> Sequence[Result | BaseException]:
         if len(items) > 1:
             together = asyncio.create_task(self._together(items))
             await asyncio.wait([together])
             error = together.exception()
-            if error is not None and not isinstance(error, OperationFailure):
+            if error is not None and is_outage(error):
                 return [error] * len(items)
             results: Sequence[Result | BaseException] | None = (
                 None if error is not None else together.result()

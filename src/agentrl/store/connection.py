@@ -8,12 +8,14 @@ from contextlib import asynccontextmanager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import pymongo
+from bson.errors import BSONError
 from pymongo import AsyncMongoClient
 from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.asynchronous.collection import AsyncCollection
 from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import (
     ConfigurationError,
+    ConnectionFailure,
     ExecutionTimeout,
     InvalidURI,
     NetworkTimeout,
@@ -26,7 +28,7 @@ from pymongo.read_preferences import ReadPreference
 from pymongo.uri_parser import parse_uri
 from pymongo.write_concern import WriteConcern
 
-from agentrl.errors import StoreAwayError, StoreError
+from agentrl.errors import StoreAwayError, StoreDeniedError, StoreError
 from agentrl.store.outage import OutageLog, retry_while_away
 from agentrl.store.refusals import refusal
 
@@ -45,6 +47,17 @@ _KEY_NOT_FOUND = 211
 _NO_SESSIONS = "Sessions are not supported"
 """What the driver says of a replica set's member that has just started, too."""
 _PASSING_LABELS = ("TransientTransactionError", "UnknownTransactionCommitResult", "RetryableWriteError")
+
+
+UNENCODABLE = (BSONError, OverflowError, UnicodeEncodeError, RecursionError)
+"""What encoding a document raises where it cannot hold a value."""
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether the database is away, rather than that it refuses what it was asked."""
+    if isinstance(error, PyMongoError):
+        return isinstance(error, ConnectionFailure) or error.timeout
+    return isinstance(error, StoreAwayError)
 
 
 class Connection:
@@ -112,12 +125,14 @@ class Connection:
     def error(self, doing: str, error: PyMongoError) -> StoreError:
         """The StoreError that a driver error becomes."""
         if isinstance(error, OperationFailure) and error.code in _AUTHENTICATION_CODES:
-            return StoreError(
+            return StoreDeniedError(
                 f"{doing}: MongoDB at {self.host} refused the user: {error.details or error}",
                 cure="check user, password and authSource in --db_connection_string",
             )
         if isinstance(error, OperationFailure) and error.code in _DISK_FULL_CODES:
-            return StoreError(f"{doing}: the disk of MongoDB at {self.host} is full", cure="free some space")
+            return StoreAwayError(
+                f"{doing}: the disk of MongoDB at {self.host} is full", cure="free some space"
+            )
         unreachable = isinstance(error, (ServerSelectionTimeoutError, NetworkTimeout, ExecutionTimeout))
         passing = any(error.has_error_label(label) for label in _PASSING_LABELS)
         passing = passing or (isinstance(error, OperationFailure) and error.code == _KEY_NOT_FOUND)
@@ -144,6 +159,8 @@ class Connection:
                 return error
             if isinstance(error, PyMongoError):
                 return self.error(doing, error)
+            if isinstance(error, UNENCODABLE):
+                return StoreError(f"{doing}: no document can hold this: {type(error).__name__}: {error}")
             raise error
 
         return await retry_while_away(operation, failure, self.outage)

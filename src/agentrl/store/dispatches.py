@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import bson
+from bson.raw_bson import RawBSONDocument
 from pymongo import ASCENDING, UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
@@ -20,7 +22,7 @@ from agentrl.store.leases import lease_lost, lost_claims
 from agentrl.store.names import CALL, RECORD
 
 _LARGE = 256 * 1024
-"""Bytes of token ids from which on a call has a transaction to itself."""
+"""Bytes from which on a call has a transaction to itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class _Addition:
 
     claim: Claim
     call: DispatchedSamplingTask
-    document: Json
+    document: RawBSONDocument
 
     @property
     def running(self) -> Json:
@@ -52,10 +54,11 @@ class Dispatches(Part):
         """Store a call and count it in its Record, in one transaction; repeating it changes nothing.
 
         Calls of several trajectories that come at the same time share a transaction. Raises LeaseLostError
-        when the claim no longer holds or the Record is not running.
+        when the claim no longer holds or the Record is not running, StoreError where no document can hold it.
         """
-        addition = _Addition(claim, call, await self._blobs.offload(call.to_document()))
-        if len(call.context_ids) + len(call.output_ids) > _LARGE:
+        document = RawBSONDocument(bson.encode(await self._blobs.offload(call.to_document())))
+        addition = _Addition(claim, call, document)
+        if len(document.raw) > _LARGE:
             await self._add(addition)
         else:
             await self._adding.write(addition)
