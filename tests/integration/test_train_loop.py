@@ -118,7 +118,7 @@ class Run:
             "--log_dir", str(self.folder / "logs"), "--model_name_or_path", str(self.base),
             "--groups_per_step", "2", "--num_generations", "2", "--max_staleness", "9",
             "--learning_rate", "1e-2", "--save_steps", "1", "--max_prompt_tokens", "1536",
-            "--max_new_tokens", "512", *more,
+            "--max_new_tokens", "512", "--verify_data", "false", *more,
         ]  # fmt: skip
 
     def start(self, *more: str, program: tuple[str, ...] = ("-m", "agentrl.train")) -> subprocess.Popen[str]:

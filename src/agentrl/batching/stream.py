@@ -16,6 +16,7 @@ from agentrl.documents.training import DBRecordData
 from agentrl.errors import AgentRLError, TrainingError
 
 if TYPE_CHECKING:
+    from agentrl.conversion.verify import Verify
     from agentrl.store.client import Store
 
 logger = logging.getLogger(__name__)
@@ -55,9 +56,19 @@ class DataStream:
     """
 
     def __init__(
-        self, store: Store, settings: StreamSettings, replay: Mapping[int, tuple[str, ...]] | None = None
+        self,
+        store: Store,
+        settings: StreamSettings,
+        replay: Mapping[int, tuple[str, ...]] | None = None,
+        *,
+        verify: Verify | None = None,
     ) -> None:
-        """``replay`` names what undone steps had planned: {step: (data id, …)}."""
+        """``replay`` names what undone steps had planned: {step: (data id, …)}.
+
+        ``verify`` checks groups that a step would train first; those that it finds a problem with are
+        quarantined. None trusts whoever wrote them.
+        """
+        self._verify = verify
         self._store = store
         self._settings = settings
         self._replay = dict(replay or {})
@@ -125,6 +136,8 @@ class DataStream:
             groups = await self._choose(step, version, count)
             if len(groups) == count or finished:
                 data = await self._fetch([id for ids in groups.values() for id in ids])
+                if await self._quarantine_unproven(data):
+                    continue
                 return self._step_data(data, version, is_rest=len(groups) < count) if groups else None
             if time.monotonic() >= log_at:
                 await self._log_wait(len(groups), count)
@@ -171,6 +184,16 @@ class DataStream:
             logger.info("step %d cannot train what it trained before: some of it is taken", step)
             return None
         return self._step_data(data, version, is_rest=False)
+
+    async def _quarantine_unproven(self, data: Sequence[DBRecordData]) -> bool:
+        """Set aside the groups that ``verify`` finds a problem with; True if there are any."""
+        problems = {} if self._verify is None else await self._verify(data)
+        for task, problem in problems.items():
+            count = await self._store.training.quarantine({"task": task}, problem)
+            logger.error(
+                "%d trajectories of group %s are not trained: %s (agentrl db check)", count, task, problem
+            )
+        return bool(problems)
 
     async def _fetch(self, ids: Sequence[str]) -> list[DBRecordData]:
         fetched = {item.id: item for item in await self._store.training.fetch(ids)}

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from agentrl.documents.record import Record
     from agentrl.documents.task import Task
     from agentrl.scoring.registry import ScorerContext
-    from agentrl.store.groups import Decide
-    from agentrl.store.rescoring import NewScore, Rescored, Rescoring, StoredGroup
+    from agentrl.store.groups import Decide, StoredGroup
+    from agentrl.store.rescoring import NewScore, Rescored, Rescoring
 
 _GROUPS_AT_A_TIME = 8
 _ERRORS_SHOWN = 5

@@ -230,6 +230,9 @@ class TrainConfig:
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward")
     loss_seq_chunk_size: int | None = flag(None, "tokens per chunk of the logprob projection (default: 1024)")
     autocast_bf16: bool = flag(False, "float32 weights, bfloat16 matrix products")
+    verify_data: bool = flag(
+        True, "check training data against their Records and model calls before a step trains them"
+    )
     data_wait_seconds: float = flag(3600.0, "give up when no step's worth of data comes for this long")
     report_to: str = flag("none", "trackers: none, tensorboard, wandb, mlflow; comma-separated")
     dp_replicate_size: int = flag(1, "copies of the model; each is sharded over the ranks that are left")

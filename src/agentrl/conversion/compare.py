@@ -35,8 +35,13 @@ def explain_difference(
     expected = to_training_data(_task(data), _record(data), calls, data.advantage, config)
     if expected is None:
         return "its calls have no token to train"
-    differences = [_difference(name, data, expected) for name in _COMPARED]
-    return "; ".join(text for text in differences if text) or None
+    return differences(data, expected)
+
+
+def differences(data: DBRecordData, expected: DBRecordData, *, also: Sequence[str] = ()) -> str | None:
+    """The fields of ``data`` that differ from ``expected``; None where none does. ``also``: more fields."""
+    found = [_difference(name, data, expected) for name in (*also, *_COMPARED)]
+    return "; ".join(text for text in found if text) or None
 
 
 def _difference(name: str, data: DBRecordData, expected: DBRecordData) -> str | None:

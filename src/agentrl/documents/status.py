@@ -65,6 +65,7 @@ class DataStatus(StrEnum):
     PLANNED = "planned"  # named by a TrainStep that has not committed
     TRAINED = "trained"  # named by a committed TrainStep; ``max_trained_count`` is reached
     STALE = "stale"  # older than ``max_staleness``: kept, never trained
+    QUARANTINED = "quarantined"  # cannot or must not be trained, because of its ``problem``: kept
 
 
 class StepStatus(StrEnum):
@@ -139,10 +140,11 @@ RECORD_REVISIONS: dict[RecordStatus, frozenset[RecordStatus]] = {
 ``agentrl db reopen`` makes it one that has not been decided (``→ SCORED``)."""
 
 DATA_EDGES: dict[DataStatus, frozenset[DataStatus]] = {
-    DataStatus.READY: frozenset({DataStatus.PLANNED, DataStatus.STALE}),
+    DataStatus.READY: frozenset({DataStatus.PLANNED, DataStatus.STALE, DataStatus.QUARANTINED}),
     DataStatus.PLANNED: frozenset({DataStatus.TRAINED, DataStatus.READY}),
     DataStatus.TRAINED: frozenset({DataStatus.READY}),
     DataStatus.STALE: frozenset({DataStatus.READY}),
+    DataStatus.QUARANTINED: frozenset(),
 }
 """``PLANNED → READY`` is a trainer that died or a ``max_trained_count`` above 1; ``→ READY`` from ``TRAINED``
 and ``STALE`` is a resume from a checkpoint before a step that trained them."""

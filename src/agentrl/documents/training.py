@@ -59,6 +59,8 @@ class DBRecordData(Root):
     planned_step: int | None = None
     not_before_step: int = 0
     """First step that may train it again."""
+    problem: str | None = None
+    """Why it is quarantined."""
     created_at: datetime = field(default_factory=now)
     input_ids: bytes
     """int32[tokens], nodes in order."""

@@ -46,6 +46,15 @@ class GroupOutcome:
     summary: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredGroup:
+    """A Task, its Records and their model calls."""
+
+    task: Task
+    records: tuple[Record, ...]
+    calls: Mapping[str, list[DispatchedSamplingTask]]
+
+
 Decide = Callable[[Task, list[Record], Mapping[str, list[DispatchedSamplingTask]]], GroupOutcome]
 """Pure: (task, its Records of every attempt, calls by Record id) → outcome. It may run more than once."""
 
@@ -68,6 +77,12 @@ class Groups(Part):
         return [document["_id"] async for document in cursor]
 
     @database_call
+    async def stored_group(self, task_id: str) -> StoredGroup | None:
+        """Read a group with its model calls; None where there is no such Task."""
+        document = await self._collection(TASK).find_one({"_id": task_id})
+        return None if document is None else await self._read_group(document)
+
+    @database_call
     async def finalise_group(self, task_id: str, decide: Decide) -> bool:
         """Move a WAITING Task to COMPLETED with everything that follows from it, in one transaction.
 
@@ -77,15 +92,13 @@ class Groups(Part):
         document = await self._collection(TASK).find_one({"_id": task_id, "status": TaskStatus.WAITING.value})
         if document is None:
             return False
-        task = Task.from_document(document)
-        cursor = self._collection(RECORD).find({"task": task_id}, sort=[("traj_id", 1), ("attempt", 1)])
-        records = [Record.from_document(record) async for record in cursor]
-        live = {slot.record_id for slot in task.slots if slot.status is SlotStatus.SCORED}
-        if any(record.id in live and record.status is not RecordStatus.SCORED for record in records):
+        group = await self._read_group(document)
+        live = _live(group.task)
+        if any(record.id in live and record.status is not RecordStatus.SCORED for record in group.records):
             return False  # someone finalised the group between the two reads
-        outcome = decide(
-            task, records, await read_calls(self._connection, sorted(map(str, live)), readable=False)
-        )
+        if (problem := slot_problem(group.task, group.records)) is not None:
+            raise StoreError(problem, cure="agentrl db check lists what contradicts what")
+        outcome = decide(group.task, list(group.records), group.calls)
         blobs = Blobs(self._connection, DATA)
         data = [await blobs.offload(item.to_document()) for item in outcome.data]
         unchanged = {
@@ -166,6 +179,13 @@ class Groups(Part):
         cursor = self._collection(TASK).find(query, {"group": 1}, sort=[("group.finalised_at", ASCENDING)])
         return [{"task": document["_id"], **document["group"]} async for document in cursor]
 
+    async def _read_group(self, document: Json) -> StoredGroup:
+        task = Task.from_document(document)
+        cursor = self._collection(RECORD).find({"task": task.id}, sort=[("traj_id", 1), ("attempt", 1)])
+        records = tuple([Record.from_document(record) async for record in cursor])
+        calls = await read_calls(self._connection, sorted(_live(task)), readable=False)
+        return StoredGroup(task=task, records=records, calls=calls)
+
     async def _settle(self, outcomes: Sequence[RecordOutcome], session: AsyncClientSession) -> None:
         updates = [
             UpdateOne(
@@ -187,6 +207,27 @@ class Groups(Part):
                 f"{len(updates) - result.matched_count} of {len(updates)} Records of the group were not"
                 " scored, and only scored ones can be settled"
             )
+
+
+def slot_problem(task: Task, records: Sequence[Record]) -> str | None:
+    """Say where a score is not that of the attempt which holds its slot; None where every score is."""
+    slots_by_number = {slot.traj_id: slot for slot in task.slots}
+    scored = {record.id for record in records if record.score is not None}
+    for record in records:
+        slot = slots_by_number.get(record.traj_id)
+        if record.score is None:
+            continue
+        if slot is None or slot.status is not SlotStatus.SCORED or slot.record_id != record.id:
+            return f"Record {record.id} has a score, and its slot is not scored by it"
+        if slot.score != record.score:
+            return f"Record {record.id} has the score {record.score}, and its slot {slot.score}"
+    missing = sorted(_live(task) - scored)
+    return f"Record {missing[0]} has no score, and its slot has" if missing else None
+
+
+def _live(task: Task) -> set[str]:
+    """The Records of the attempts that scored the slots of a Task."""
+    return {str(slot.record_id) for slot in task.slots if slot.status is SlotStatus.SCORED}
 
 
 def _complete(summary: dict[str, Any]) -> list[Json]:

@@ -11,7 +11,6 @@ from pymongo import ASCENDING, UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.base import plain
-from agentrl.documents.dispatch import DispatchedSamplingTask
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Task
@@ -19,7 +18,7 @@ from agentrl.errors import StoreError
 from agentrl.store import slots
 from agentrl.store.connection import Json, Part, database_call
 from agentrl.store.dispatches import read_calls
-from agentrl.store.groups import Decide, GroupOutcome
+from agentrl.store.groups import Decide, GroupOutcome, StoredGroup
 from agentrl.store.names import RECORD, TASK
 from agentrl.store.regroup import Hindrance, drop_data, hindrance, insert_data, read_records
 
@@ -38,16 +37,6 @@ class NewScore:
 
     score: float
     details: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredGroup:
-    """What scoring a group again needs."""
-
-    task: Task
-    records: tuple[Record, ...]
-    """The Records to score."""
-    calls: Mapping[str, Sequence[DispatchedSamplingTask]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

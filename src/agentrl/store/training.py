@@ -157,6 +157,18 @@ class Training(Groups, Steps):
         return marked
 
     @database_call
+    async def quarantine(self, query: Json, problem: str) -> int:
+        """Set ready training data aside for good because of ``problem``; returns how many.
+
+        ``query`` selects them: ``{"task": …}`` for a whole group, ``{"_id": …}`` for one.
+        """
+        result = await self._collection(DATA).update_many(
+            {**query, "status": DataStatus.READY.value},
+            {"$set": {"status": DataStatus.QUARANTINED.value, "problem": problem}},
+        )
+        return result.modified_count
+
+    @database_call
     async def fetch(self, ids: Sequence[str]) -> list[DBRecordData]:
         """Whole documents, in the order of ``ids``. StoreError if one is missing."""
         parts = [ids[start : start + _FETCHED_TOGETHER] for start in range(0, len(ids), _FETCHED_TOGETHER)]

@@ -221,6 +221,7 @@ def _build(
 def _stream(store: Store, configs: Configs, replay: Mapping[int, tuple[str, ...]]) -> DataStream:
     from agentrl.batching.freshness import Freshness
     from agentrl.batching.stream import DataStream, StreamSettings
+    from agentrl.conversion.verify import verifier
 
     sampling, tasks, train = configs[SamplingConfig], configs[TaskConfig], configs[TrainConfig]
     settings = StreamSettings(
@@ -234,7 +235,7 @@ def _stream(store: Store, configs: Configs, replay: Mapping[int, tuple[str, ...]
         wait_seconds=train.data_wait_seconds,
         engine_alive_seconds=configs[EngineConfig].alive_seconds,
     )
-    return DataStream(store, settings, replay)
+    return DataStream(store, settings, replay, verify=verifier(store) if train.verify_data else None)
 
 
 async def _total_steps(store: Store, configs: Configs) -> int | None:
