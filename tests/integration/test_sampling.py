@@ -130,6 +130,9 @@ async def test_a_group_is_sampled_scored_and_made_into_training_data(store: Stor
     for record in records:
         assert (record.turns, record.tool_calls, record.stop_reason) == (2, 1, StopReason.ANSWERED)
         assert (record.min_version, record.max_version) == (3, 3)
+        assert record.completed_at is not None
+        assert record.scored_at is not None
+        assert record.completed_at <= record.scored_at
         calls = await store.dispatches.of_record(record.id)
         assert [call.index for call in calls] == [0, 1]
         assert calls[0].tool_executions[0].result == "3"

@@ -31,13 +31,17 @@ def check_mongod(run: RunConfig) -> Check:
 
 
 async def check_database(run: RunConfig) -> Check:
-    """Whether the database answers; with no URI, whether the embedded one is there to be started."""
-    from agentrl.store.client import open_store
+    """Whether the database answers; with no URI, whether the embedded one is there to be started.
+
+    Nothing is created.
+    """
+    from agentrl.store.client import run_exists
 
     name = "database"
     try:
-        async with await open_store(run):
-            return Check(name, "ok", redact(run.db_connection_string or f"embedded, in {run.mongo_dir}"))
+        state = "has the run" if await run_exists(run) else "has no run of that name yet"
+        where = redact(run.db_connection_string or f"embedded, in {run.mongo_dir}")
+        return Check(name, "ok", f"{where}: {state} {run.run_name}")
     except AgentRLError as error:
         return Check(
             name,

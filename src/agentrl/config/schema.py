@@ -16,6 +16,7 @@ __all__ = [
     "TrainConfig", "flag",
 ]  # fmt: skip
 
+SYSTEM_DATABASES = frozenset({"admin", "config", "local"})
 _MISSED_HEARTBEATS = 5
 
 
@@ -47,6 +48,11 @@ class RunConfig:
             bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,47}", self.run_name)),
             f"--run_name is {self.run_name!r}",
             "use up to 48 letters, digits, '_' and '-': it names the database and the folders",
+        )
+        require(
+            self.run_name.lower() not in SYSTEM_DATABASES,
+            f"--run_name is {self.run_name!r}, the name of one of MongoDB's own databases",
+            "choose another name: the run's database is named after it",
         )
 
     @property

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -67,7 +68,7 @@ def render_record(
     ``failures`` are the failed attempts at the same trajectory, this Record among them or not.
     """
     by_id = {call.id: call for call in calls}
-    parts: list[RenderableType] = [_header(record, trained_at_steps)]
+    parts: list[RenderableType] = [_header(record, calls, trained_at_steps)]
     for call in calls:
         parts += _turn(call, by_id.get(call.parent) if call.parent else None)
     parts += _ending(record)
@@ -75,16 +76,18 @@ def render_record(
     return Group(*parts)
 
 
-def _header(record: Record, trained_at_steps: Sequence[int]) -> Text:
-    seconds = (record.completed_at - record.created_at).total_seconds() if record.completed_at else None
+def _header(record: Record, calls: Sequence[DispatchedSamplingTask], trained_at_steps: Sequence[int]) -> Text:
     steps = ", ".join(map(str, trained_at_steps))
     lines = [
         f"task {record.task} · trajectory {record.traj_id} · attempt {record.attempt} · epoch {record.epoch}"
         f" · by {record.owner or 'nobody'} · {record.created_at:%Y-%m-%d %H:%M:%S} UTC"
-        f" · {fixed(seconds, 1)} s",
+        f" · {fixed(_seconds(record.created_at, _ended_at(record)), 1)} s",
         f"{record.turns} turns · {record.tool_calls} tool calls · {record.context_resets} context resets"
         f" · {record.generated_tokens} generated tokens · last prompt {record.prompt_tokens} tokens"
         f" · policy version {versions(record.min_version, record.max_version)}",
+        f"model calls {sum(call.generate_seconds for call in calls):.2f} s"
+        f" · tools {sum(call.tool_seconds for call in calls):.2f} s"
+        f" · scoring {fixed(_seconds(record.completed_at, _scored_at(record)), 2)} s",
         f"advantage {fixed(record.advantage, sign=True)} · "
         + (f"trained at step {steps}" if steps else "not trained"),
     ]
@@ -92,6 +95,24 @@ def _header(record: Record, trained_at_steps: Sequence[int]) -> Text:
     header.append(f"  {record.status.upper()}", style="bold")
     header.append(f"  score {fixed(record.score)}\n", style="bold")
     return header.append(clean("\n".join(lines)))
+
+
+def _scored_at(record: Record) -> datetime | None:
+    """When the first score was written; a later rescoring says nothing of the trajectory's time."""
+    if record.score_history:
+        return cast("datetime | None", record.score_history[0].get("scored_at"))
+    return record.scored_at
+
+
+def _ended_at(record: Record) -> datetime | None:
+    if record.failure is not None:
+        return record.failure.at
+    return _scored_at(record) or record.completed_at
+
+
+def _seconds(begin: datetime | None, end: datetime | None) -> float | None:
+    """Between two times, which may be of two clocks; None where one is not known."""
+    return None if begin is None or end is None else max(0.0, (end - begin).total_seconds())
 
 
 def _turn(call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None) -> Iterator[RenderableType]:

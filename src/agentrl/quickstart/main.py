@@ -91,6 +91,8 @@ def _parse(argv: list[str]) -> Options:
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise ConfigError(f"--{name} is {value}", cure=f"give --{name} a value above 0")
+    if options.run_name is not None:
+        RunConfig(run_name=options.run_name)
     return options
 
 

@@ -13,8 +13,8 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import PyMongoError
 
-from agentrl.config.schema import RunConfig
-from agentrl.errors import StoreError
+from agentrl.config.schema import SYSTEM_DATABASES, RunConfig
+from agentrl.errors import ConfigError, StoreError
 from agentrl.store.claims import Claims
 from agentrl.store.connection import Connection
 from agentrl.store.dispatches import Dispatches
@@ -32,7 +32,6 @@ from agentrl.store.tasks import Tasks
 from agentrl.store.training import Training
 from agentrl.store.waiting import Changes
 
-_SYSTEM = {"admin", "config", "local"}
 _RUNS_SHOWN = 20
 
 
@@ -111,6 +110,7 @@ async def open_store(run: RunConfig) -> Store:
     the run's schema is of another version than this code's.
     """
     async with _connected(run, "preparing the database") as connection:
+        await connection.patiently(lambda: _check_name(connection), "looking for the run")
         await connection.patiently(lambda: open_schema(connection.database), "preparing the database")
         return Store(connection)
 
@@ -131,7 +131,22 @@ async def open_existing(run: RunConfig, *, any_version: bool = False) -> Store:
 async def open_connection(run: RunConfig) -> Connection:
     """Connect to the server of a run that need not exist; nothing is written."""
     async with _connected(run, "connecting") as connection:
+        await _check_name(connection)
         return connection
+
+
+async def run_exists(run: RunConfig) -> bool:
+    """Look whether the run's database is there; nothing is written.
+
+    Raises as ``open_store``, but for rights: what ``open_store`` would create may still be refused.
+    """
+    async with _connected(run, "looking for the run") as connection:
+        await _check_name(connection)
+        exists = bool(await connection.database.list_collection_names(filter={"name": TASK}))
+        if exists:
+            await check_version(connection.database)
+        await connection.close()
+        return exists
 
 
 @asynccontextmanager
@@ -152,11 +167,26 @@ async def _connected(run: RunConfig, doing: str) -> AsyncIterator[Connection]:
         raise
 
 
+async def _check_name(connection: Connection) -> None:
+    """Raise ConfigError where a database's name differs from the run's in case alone, as MongoDB refuses."""
+    wanted = connection.database.name
+    found = await connection.client.admin.command(
+        "listDatabases", nameOnly=True, filter={"name": {"$regex": f"^{wanted}$", "$options": "i"}}
+    )
+    names = [database["name"] for database in found["databases"]]
+    if names and wanted not in names:
+        raise ConfigError(
+            f"--run_name is {wanted!r}, and MongoDB at {connection.host} has a database {names[0]!r}: names"
+            " must differ in more than case",
+            cure=f"give --run_name {names[0]} to go on with that run, or another name",
+        )
+
+
 async def _no_run(connection: Connection) -> StoreError:
     names = await connection.client.list_database_names()
     runs = [
         name
-        for name in sorted(set(names) - _SYSTEM)
+        for name in sorted(set(names) - SYSTEM_DATABASES)
         if await connection.client[name].list_collection_names(filter={"name": TASK})
     ]
     shown = ", ".join(runs[:_RUNS_SHOWN]) + (", …" if len(runs) > _RUNS_SHOWN else "")

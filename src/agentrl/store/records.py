@@ -37,7 +37,10 @@ class _Advance:
         """The move, if the claim holds and an edge leads there: who takes a slot over fails its Record."""
         allowed = [*sources(RECORD_EDGES, self.status), self.status.value]
         query = {"_id": self.claim.record_id, "owner": self.claim.owner, "status": {"$in": allowed}}
-        return UpdateOne(query, {"$set": {"status": self.status.value, **self.fields}})
+        update: Json = {"$set": {"status": self.status.value, **self.fields}}
+        if self.status is RecordStatus.COMPLETED:
+            update["$currentDate"] = {"completed_at": True}
+        return UpdateOne(query, update)
 
 
 class Records(Part):

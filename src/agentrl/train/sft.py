@@ -87,12 +87,43 @@ def main(argv: list[str]) -> int:
         )
     if configs[RunConfig].output_dir is None:
         raise ConfigError("no folder for the trained model is given", cure="give --output_dir FOLDER")
+    _check_output(configs)
     with launched_team() as team:
         if team is not None and team.rank > 0:
             _follow(configs, team)
         else:
             _fine_tune(configs, team)
     return 0
+
+
+def _check_output(configs: Configs) -> None:
+    """Raise ConfigError where the trained model would replace, or be written into, what it is made from.
+
+    The output folder is replaced as a whole, so it must be new, empty or a model's.
+    """
+    from agentrl.train.model import base_folder
+
+    output = Path(configs[RunConfig].output).resolve()
+    inputs = {"the model": base_folder(configs[ModelConfig])}
+    for name, file in (
+        ("--train_file", configs[TaskConfig].train_file),
+        ("--chat_template", configs[ModelConfig].chat_template),
+    ):
+        if file is not None:
+            inputs[name] = Path(file)
+    for name, path in inputs.items():
+        source = path.resolve()
+        if output == source or output in source.parents or source in output.parents:
+            raise ConfigError(
+                f"--output_dir {output} would overwrite {name}, {path}", cure="give a folder of its own"
+            )
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"--output_dir {output} is a file", cure="give a folder")
+    if output.is_dir() and any(output.iterdir()) and not (output / "config.json").is_file():
+        raise ConfigError(
+            f"--output_dir {output} holds other things than a model, and would be replaced",
+            cure="give a new or an empty folder",
+        )
 
 
 def _follow(configs: Configs, team: Team) -> None:

@@ -23,7 +23,7 @@ def record(**changes: Any) -> Record:
         "advantage": 0.5, "turns": 2, "tool_calls": 1, "prompt_tokens": 140, "generated_tokens": 42,
         "min_version": 4, "max_version": 5, "owner": "node-7", "trained_count": 1, "last_trained_step": 6,
         "traj": (f"{RECORD_ID}/0", f"{RECORD_ID}/1"), "created_at": NOW,
-        "completed_at": NOW + timedelta(seconds=2.5),
+        "completed_at": NOW + timedelta(seconds=2.5), "scored_at": NOW + timedelta(seconds=3.25),
     }  # fmt: skip
     return Record(**(fields | changes))
 
@@ -46,6 +46,7 @@ def two_turns() -> list[DispatchedSamplingTask]:
     arguments = {"expression": "17 * 23"}
     first = call(
         0,
+        tool_seconds=0.02,
         messages=(
             {"role": "system", "content": "You may calculate."},
             {"role": "user", "content": "What is 17 * 23?"},

@@ -36,6 +36,7 @@ def test_a_trajectory_reads_turn_by_turn() -> None:
         "train/0/task_001/3/1  READY  score 1.000",
         "2 turns · 1 tool calls · 0 context resets · 42 generated tokens · last prompt 140 tokens · policy"
         " version 4–5",
+        "model calls 2.50 s · tools 0.02 s · scoring 0.75 s",
         "advantage +0.500 · trained at step 6",
         "turn 1 · version 4 · 100 prompt tokens (0 cached) + 20 generated in 1.25 s · stop",
         "system",

@@ -68,6 +68,28 @@ def test_wrong_flags_are_told(flags: list[str], change: list[str], says: str) ->
         main([*flags, "--output_dir", "one", *change])
 
 
+@pytest.mark.parametrize(
+    ("output", "says"),
+    [
+        ("base", "would overwrite the model"),
+        ("base/tuned", "would overwrite the model"),
+        (".", "would overwrite"),
+        ("data", "would overwrite --train_file"),
+        ("notes", "holds other things than a model"),
+        ("conversations.jsonl", "would overwrite --train_file|is a file"),
+    ],
+)
+def test_no_input_is_overwritten(flags: list[str], tmp_path: Path, output: str, says: str) -> None:
+    for folder in ("data", "notes"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "kept.jsonl").write_text((tmp_path / "conversations.jsonl").read_text())
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    file = ["--train_file", "data/kept.jsonl"] if output == "data" else []
+    with pytest.raises(ConfigError, match=says):
+        main([*flags, *file, "--output_dir", output, "--log_dir", str(tmp_path.parent / "logs")])
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
 def test_a_folder_for_the_model_is_needed(flags: list[str]) -> None:
     with pytest.raises(ConfigError, match="no folder for the trained model"):
         main(flags)
