@@ -17,19 +17,22 @@ _WIDTH = 150
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One ratio beside its target; less is better where ``more`` is False. No target: to be read."""
+    """One ratio beside its target; less is better where ``more`` is False.
+
+    Without a target it is to be read; without a baseline there is no ratio.
+    """
 
     what: str
     ours: str
     baseline: str
-    ratio: float
+    ratio: float | None
     target: float | None = None
     more: bool = True
 
     @property
     def passed(self) -> bool | None:
         """Whether the ratio meets its target; None where there is none."""
-        if self.target is None:
+        if self.target is None or self.ratio is None:
             return None
         return self.ratio >= self.target if self.more else self.ratio <= self.target
 
@@ -48,5 +51,6 @@ def print_rows(what: str, rows: list[Row]) -> None:
     verdicts = {True: "pass", False: "FAIL", None: ""}
     for row in rows:
         limit = "–" if row.target is None else f"{'≥' if row.more else '≤'} {row.target:g}"
-        table.add_row(row.what, row.ours, row.baseline, f"{row.ratio:.3g}", limit, verdicts[row.passed])
+        reached = "–" if row.ratio is None else f"{row.ratio:.3g}"
+        table.add_row(row.what, row.ours, row.baseline, reached, limit, verdicts[row.passed])
     Console(width=_WIDTH, markup=False, highlight=False).print(table)

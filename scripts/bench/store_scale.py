@@ -1,0 +1,213 @@
+"""What the store costs as claimers, samplers and waiting processes grow in number, against another commit.
+
+Each workload runs in child processes (``store_scale_child.py``), with this checkout's sources and with those
+of ``--against`` in turn, on one server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+import uuid
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from pymongo import AsyncMongoClient
+from rows import Row
+from store_measure import percentile
+
+_CHILD = Path(__file__).with_name("store_scale_child.py")
+_OURS = Path(__file__).resolve().parents[2]
+_LONGEST_SECONDS = 600.0
+_PROCESSES = 8
+_TRAJECTORY_SECONDS = 20.0
+_WARM_UP_SECONDS = 40.0
+_POLL_SECONDS = 0.5
+
+Json = dict[str, Any]
+
+
+async def admission(uri: str, quick: bool, against: Path | None) -> list[Row]:
+    """Claims a second and commands a claim: 1, 8 and 64 claimers of a process, 32 clients."""
+    options = {"seconds": 1.5 if quick else 4.0}
+    ours, theirs = await _in_turn("admission", uri, options, against, rounds=1 if quick else 2)
+    groups = dict.fromkeys(("1 claimer", "8 claimers", "64 claimers"), "groups of 8")
+    rows = []
+    for name, what in {**groups, "32 clients": "groups of 1"}.items():
+        for field, unit, more in (("rate", "claims/s", True), ("commands", "commands a claim", False)):
+            mine, other = ([found[name][field] for found in side] for side in (ours, theirs))
+            rows.append(_row(f"{unit}, {name}, {what}", mine, other, more))
+    return rows
+
+
+async def finalising(uri: str, quick: bool, against: Path | None) -> list[Row]:
+    """Reads of a group and commands a trajectory, by 1 and by 32 samplers with 64 trajectories at a time."""
+    rows = []
+    for samplers in (1, 32):
+        options = {"samplers": samplers, "groups": 32 if quick else 64, "seconds": 1.0}
+        ours, theirs = await _in_turn("finalising", uri, options, against, rounds=1)
+        for field, unit in (("reads", "reads of a group"), ("commands", "commands a trajectory")):
+            mine, other = ([found[field] for found in side] for side in (ours, theirs))
+            rows.append(_row(f"{unit}, {samplers} sampler{'s'[: samplers > 1]}", mine, other, more=False))
+    return rows
+
+
+async def streams(uri: str, quick: bool, against: Path | None) -> list[Row]:
+    """What a renewed lease costs the server while 1 and 100 processes wait for changes."""
+    rows = []
+    for waiting in (1, 100):
+        options = {"waiting": waiting}
+        ours, theirs = await _in_turn("streams", uri, options, against, rounds=1 if quick else 2)
+        mine, other = ([found["microseconds"] for found in side] for side in (ours, theirs))
+        rows.append(_row(f"µs of mongod's CPU a renewal, {waiting} waiting", mine, other, more=False))
+    return rows
+
+
+async def samplers(uri: str, quick: bool, against: Path | None) -> list[Row]:
+    """1,000 samplers, a client each, with one trajectory of 20 s at a time, on one server.
+
+    Measuring begins when as many trajectories have begun as there are samplers.
+    """
+    count, seconds = (200, 8.0) if quick else (1000, 25.0)
+    found = [await _many_samplers(uri, source, count, seconds) for source in _sources(against)]
+    ours, theirs = found[0], found[1] if against else None
+    rows = []
+    for field, more in (
+        ("trajectories/s", True), ("commands a trajectory", False), ("ms, claim p99", False),
+        ("connections", False), ("change streams", False), ("% of a core, mongod", False),
+    ):  # fmt: skip
+        other = [] if theirs is None else [theirs[field]]
+        rows.append(_row(f"{field}, {count:,} samplers", [ours[field]], other, more))
+    return rows
+
+
+def _row(what: str, ours: Sequence[float], theirs: Sequence[float], more: bool) -> Row:
+    mine = statistics.median(ours)
+    other = statistics.median(theirs) if theirs else None
+    return Row(
+        what=what, ours=f"{mine:.4g}", baseline="–" if other is None else f"{other:.4g}",
+        ratio=mine / other if other else None, more=more,
+    )  # fmt: skip
+
+
+def _sources(against: Path | None) -> list[Path]:
+    return [_OURS] if against is None else [_OURS, against]
+
+
+async def _in_turn(
+    workload: str, uri: str, options: Json, against: Path | None, *, rounds: int
+) -> tuple[list[Json], list[Json]]:
+    """What each side found, the first of a round changing each time."""
+    found: dict[Path, list[Json]] = {source: [] for source in _sources(against)}
+    for number in range(rounds):
+        for source in sorted(found, reverse=bool(number % 2)):
+            child = await _start(source, workload, uri, {**options, "run": _run_name()})
+            found[source].append(await _result(child))
+    return found[_OURS], [] if against is None else found[against]
+
+
+async def _many_samplers(uri: str, source: Path, count: int, seconds: float) -> Json:
+    """The whole of several processes' samplers, between two moments."""
+    run = _run_name()
+    groups = int(count / 8 * (3 + (seconds + 60) / _TRAJECTORY_SECONDS))
+    await _result(await _start(source, "prepare", uri, {"run": run, "groups": groups}))
+    options = {"run": run, "samplers": count // _PROCESSES, "seconds": _TRAJECTORY_SECONDS}
+    children = [await _start(source, "join", uri, options) for _ in range(_PROCESSES)]
+    client: AsyncMongoClient[Json] = AsyncMongoClient(uri)
+    try:
+        await asyncio.gather(*(_hear(child, "ready") for child in children))
+        began = time.monotonic()
+        records = client[run]["Record"]
+        while await records.estimated_document_count() < count:
+            if time.monotonic() - began > _WARM_UP_SECONDS:
+                print(f"not every sampler has claimed in {_WARM_UP_SECONDS:g} s", file=sys.stderr, flush=True)
+                break
+            await asyncio.sleep(_POLL_SECONDS)
+        status = await client.admin.command("serverStatus")
+        mongod = psutil.Process(status["pid"])
+        for child in children:
+            _say(child)
+        before = mongod.cpu_times()
+        await asyncio.sleep(seconds)
+        after = mongod.cpu_times()
+        status = await client.admin.command("serverStatus")
+        found = {
+            "connections": status["connections"]["current"],
+            "change streams": await _count_streams(client),
+            "% of a core, mongod": 100 * (after.user + after.system - before.user - before.system) / seconds,
+        }
+        for child in children:
+            _say(child)
+        parts = await asyncio.gather(*(_result(child) for child in children))
+        ended = sum(part["ended"] for part in parts)
+        if ended:
+            raise RuntimeError(f"{ended} of {count} samplers ended by themselves; see above")
+        scored = sum(part["scored"] for part in parts)
+        if not scored:
+            raise RuntimeError(f"{count} samplers scored nothing within {seconds:g} s")
+        claims = [value for part in parts for value in part["claims"]]
+        return {
+            **found, "trajectories/s": scored / seconds, "ms, claim p99": 1000 * percentile(claims, 0.99),
+            "commands a trajectory": sum(part["commands"] for part in parts) / scored,
+        }  # fmt: skip
+    finally:
+        for child in children:
+            if child.returncode is None:
+                child.kill()
+        await asyncio.gather(*(child.wait() for child in children))
+        await client.drop_database(run)
+        await client.close()
+
+
+async def _count_streams(client: AsyncMongoClient[Json]) -> int:
+    is_stream = {"cursor.originatingCommand.pipeline.0.$changeStream": {"$exists": True}}
+    pipeline: list[Json] = [
+        {"$currentOp": {"allUsers": True, "idleCursors": True}}, {"$match": is_stream}, {"$count": "streams"},
+    ]  # fmt: skip
+    async for found in await client.admin.aggregate(pipeline):
+        return int(found["streams"])
+    return 0
+
+
+def _run_name() -> str:
+    return f"bench_scale_{uuid.uuid4().hex[:8]}"
+
+
+async def _start(source: Path, workload: str, uri: str, options: Json) -> Process:
+    folders = [str(source / "src"), str(_CHILD.parent)]
+    return await asyncio.create_subprocess_exec(
+        sys.executable, str(_CHILD), workload, uri, json.dumps(options),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)}, stdin=PIPE, stdout=PIPE, limit=1 << 26,
+    )  # fmt: skip
+
+
+async def _result(child: Process) -> Json:
+    """The last line that the child prints, once it has ended."""
+    assert child.stdout is not None
+    async with asyncio.timeout(_LONGEST_SECONDS):
+        lines = (await child.stdout.read()).decode().splitlines()
+        await child.wait()
+    if child.returncode or not lines:
+        raise RuntimeError(f"a workload ended with exit code {child.returncode}; see above")
+    found: Json = json.loads(lines[-1])
+    return found
+
+
+async def _hear(child: Process, said: str) -> None:
+    assert child.stdout is not None
+    async with asyncio.timeout(_LONGEST_SECONDS):
+        line = (await child.stdout.readline()).decode().strip()
+    if line != said:
+        raise RuntimeError(f"a workload said {line!r} instead of {said!r}; see above")
+
+
+def _say(child: Process) -> None:
+    assert child.stdin is not None
+    child.stdin.write(b"\n")

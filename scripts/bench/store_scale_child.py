@@ -1,0 +1,271 @@
+"""A workload of the scaling rows, run with the sources of one commit; prints what it cost as a line of JSON.
+
+    python scripts/bench/store_scale_child.py WORKLOAD URI OPTIONS
+
+``store_scale.py`` starts it with that commit's ``src`` on PYTHONPATH, so it only uses calls that old and new
+commits have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import psutil
+import pymongo.monitoring
+from pymongo import AsyncMongoClient
+from store_data import SPLIT, make_call, make_tasks
+
+from agentrl.config.schema import ClaimConfig, GroupConfig, RunConfig
+from agentrl.documents.status import RecordStatus, TaskStatus
+from agentrl.documents.task import Claim
+from agentrl.rollout.finalise import Finaliser
+from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
+from agentrl.store.client import Store, open_store
+from agentrl.store.connection import Connection
+
+_LEASE = 60.0
+_ADMITTED = 100_000
+_TIMEOUT = 120.0
+_OPENINGS_AT_ONCE = 16
+_POLL_SECONDS = 0.05
+_RENEWALS, _RENEWED_AT_ONCE = 1600, 8
+
+
+class Commands(pymongo.monitoring.CommandListener):
+    """Counts the commands of clients that are made from now on, and reads of a group's Records."""
+
+    def __init__(self) -> None:
+        self.sent: Counter[str] = Counter()
+
+    def started(self, event: pymongo.monitoring.CommandStartedEvent) -> None:
+        """Count it."""
+        self.sent[event.command_name] += 1
+        if event.command.get("find") == "Record" and "task" in event.command.get("filter", {}):
+            self.sent["reads of a group"] += 1
+
+    def succeeded(self, event: pymongo.monitoring.CommandSucceededEvent) -> None:
+        """Nothing is kept of answers."""
+
+    def failed(self, event: pymongo.monitoring.CommandFailedEvent) -> None:
+        """Nothing is kept of answers."""
+
+    def total(self) -> int:
+        """All commands, but for those that read on in a cursor."""
+        return sum(self.sent.values()) - self.sent["reads of a group"] - self.sent["getMore"]
+
+
+COMMANDS = Commands()
+
+
+class Worker:
+    """Trajectories of one call without an engine: each lasts ``seconds`` on average."""
+
+    def __init__(self, store: Store, seconds: float) -> None:
+        self._store = store
+        self._seconds = seconds
+        self._is_first = True
+        self.scored = 0
+
+    async def run(self, claim: Claim) -> bool:
+        """One trajectory from Record to score."""
+        records, least = self._store.records, 0.0 if self._is_first else 0.5
+        self._is_first = False
+        await records.create(claim)
+        await records.advance(claim, RecordStatus.RUNNING)
+        await asyncio.sleep(self._seconds * random.uniform(least, least + 1))
+        await self._store.dispatches.add(claim, make_call(claim.record_id, 0, context=64, output=8))
+        await records.advance(claim, RecordStatus.COMPLETED, final_answer="1889", stop_reason="answered")
+        await records.advance(claim, RecordStatus.SCORING)
+        await self._store.claims.score(claim, float(random.random() < 0.5))
+        self.scored += 1
+        return True
+
+
+def run_config(uri: str, name: str) -> RunConfig:
+    """The run of that name."""
+    return RunConfig(run_name=name, db_connection_string=uri, db_timeout_seconds=_TIMEOUT)
+
+
+def make_sampler(store: Store, worker: Worker, owner: str, concurrency: int, generations: int) -> Sampler:
+    """A sampler whose groups are bounded by a limit that is never reached."""
+
+    async def allowed() -> int:
+        return _ADMITTED
+
+    plan = EpochPlan(epochs=1, seed=0, num_generations=generations, shuffle=False)
+    config = SamplerConfig(
+        split=SPLIT, owner=owner, concurrency=concurrency, claims=ClaimConfig(lease_seconds=_LEASE), plan=plan
+    )
+    return Sampler(store, worker, Finaliser(store, GroupConfig(), split=SPLIT, seed=0), config, allowed)  # type: ignore[arg-type]
+
+
+async def admission(uri: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Claims a second, and commands a claim, of claimers that open every group through the gate."""
+    found = {}
+    for name, clients, claimers, generations in (
+        ("1 claimer", 1, 1, 8), ("8 claimers", 1, 8, 8), ("64 claimers", 1, 64, 8), ("32 clients", 32, 1, 1),
+    ):  # fmt: skip
+        async with AsyncExitStack() as stack:
+            run = run_config(uri, f"{options['run']}_{clients}_{claimers}")
+            stores = [await stack.enter_async_context(await open_store(run)) for _ in range(clients)]
+            await stores[0].tasks.load(make_tasks(4000 if generations == 8 else 8000, generations))
+            before = COMMANDS.total()
+            claims, seconds = await _claim_for(stores, claimers, options["seconds"])
+            found[name] = {"rate": claims / seconds, "commands": (COMMANDS.total() - before) / claims}
+            await stores[0].database.client.drop_database(run.run_name)
+    return found
+
+
+async def _claim_for(stores: list[Store], claimers: int, seconds: float) -> tuple[int, float]:
+    """How many slots were claimed, and the seconds until the last claimer ended."""
+    began = time.perf_counter()
+
+    async def claimer(store: Store, owner: str) -> int:
+        claimed = 0
+        while time.perf_counter() - began < seconds:
+            claim = await store.claims.claim(
+                split=SPLIT, owner=owner, lease_seconds=600.0, max_groups_open=_ADMITTED
+            )
+            claimed += claim is not None
+        return claimed
+
+    counts = await asyncio.gather(
+        *(claimer(store, f"c{number}") for store in stores for number in range(claimers))
+    )
+    return sum(counts), time.perf_counter() - began
+
+
+async def finalising(uri: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Reads of a group and operations a trajectory, from the first claim until every group is finalised."""
+    samplers, groups = options["samplers"], options["groups"]
+    watching: AsyncMongoClient[dict[str, Any]] = options["uncounted"]
+    tasks = watching[options["run"]]["Task"]
+    async with AsyncExitStack() as stack:
+        run = run_config(uri, options["run"])
+        stores = [await stack.enter_async_context(await open_store(run)) for _ in range(samplers)]
+        await stores[0].tasks.load(make_tasks(groups))
+        COMMANDS.sent.clear()
+        workers = [Worker(store, options["seconds"]) for store in stores]
+        made = [
+            make_sampler(store, worker, f"s{number}", 64 // samplers, 8)
+            for number, (store, worker) in enumerate(zip(stores, workers, strict=True))
+        ]
+        running = [asyncio.create_task(sampler.run(asyncio.Event())) for sampler in made]
+        while True:
+            await asyncio.sleep(_POLL_SECONDS)
+            if await tasks.count_documents({"status": TaskStatus.COMPLETED.value}) == groups:
+                break
+        found = {
+            "reads": COMMANDS.sent["reads of a group"] / groups,
+            "commands": COMMANDS.total() / sum(worker.scored for worker in workers),
+        }
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await watching.drop_database(run.run_name)
+    return found
+
+
+async def streams(uri: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Microseconds of mongod's CPU for a renewed lease, while ``waiting`` stores wait for changes."""
+    async with AsyncExitStack() as stack:
+        run = run_config(uri, options["run"])
+        store = await stack.enter_async_context(await open_store(run))
+        await store.tasks.load(make_tasks(8))
+        claims = [await store.claims.claim(split=SPLIT, owner="a", lease_seconds=600.0) for _ in range(64)]
+        held = [claim for claim in claims if claim is not None]
+        waiting = [
+            await stack.enter_async_context(Store(Connection(uri, run.run_name, _TIMEOUT)))
+            for _ in range(options["waiting"])
+        ]
+        waits = [asyncio.create_task(each.wait_for_change("Task", timeout=3600.0)) for each in waiting]
+        await asyncio.sleep(3.0)
+        status = await store.database.client.admin.command("serverStatus")
+        mongod = psutil.Process(status["pid"])
+        began = mongod.cpu_times()
+        for number in range(_RENEWALS // _RENEWED_AT_ONCE):
+            first = number * _RENEWED_AT_ONCE % len(held)
+            await store.claims.heartbeat(held[first : first + _RENEWED_AT_ONCE], 600.0)
+        ended = mongod.cpu_times()
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+        await store.database.client.drop_database(run.run_name)
+    return {"microseconds": 1e6 * (ended.user + ended.system - began.user - began.system) / _RENEWALS}
+
+
+async def prepare(uri: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Make the run that samplers join."""
+    async with await open_store(run_config(uri, options["run"])) as store:
+        await store.tasks.load(make_tasks(options["groups"]))
+    return {}
+
+
+async def join(uri: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Samplers with a client each; prints ``ready``, and measures from a line on stdin to the next."""
+    claimed: list[float] = []
+    stores = [Store(Connection(uri, options["run"], _TIMEOUT)) for _ in range(options["samplers"])]
+    gate = asyncio.Semaphore(_OPENINGS_AT_ONCE)
+
+    async def connect(store: Store) -> None:
+        async with gate:
+            await store.runs.trainer()
+
+    await asyncio.gather(*map(connect, stores))
+    workers = [Worker(store, options["seconds"]) for store in stores]
+    running = []
+    for number, (store, worker) in enumerate(zip(stores, workers, strict=True)):
+        store.claims.claim = _timed(store.claims.claim, claimed)  # type: ignore[method-assign]
+        sampler = make_sampler(store, worker, f"{os.getpid()}-{number}", 1, 8)
+        running.append(asyncio.create_task(sampler.run(asyncio.Event())))
+    await _line("ready")
+    claimed.clear()
+    COMMANDS.sent.clear()
+    scored = sum(worker.scored for worker in workers)
+    await _line("measuring")
+    scored = sum(worker.scored for worker in workers) - scored
+    ended = [task for task in running if task.done()]
+    return {"scored": scored, "commands": COMMANDS.total(), "claims": claimed, "ended": len(ended)}
+
+
+async def _line(said: str) -> None:
+    print(said, flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+
+
+def _timed(claim: Callable[..., Awaitable[Claim | None]], seconds: list[float]) -> Any:
+    """``claim``, which keeps how long it took when it gave a slot."""
+
+    async def timed(**wish: Any) -> Claim | None:
+        began = time.perf_counter()
+        claimed = await claim(**wish)
+        if claimed is not None:
+            seconds.append(time.perf_counter() - began)
+        return claimed
+
+    return timed
+
+
+async def _main() -> None:
+    workload, uri, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    options["uncounted"] = AsyncMongoClient(uri)
+    pymongo.monitoring.register(COMMANDS)
+    workloads: dict[str, Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]] = {
+        "admission": admission, "finalising": finalising, "streams": streams, "prepare": prepare,
+        "join": join,
+    }  # fmt: skip
+    print(json.dumps(await workloads[workload](uri, options)), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())
