@@ -17,6 +17,7 @@ from agentrl.documents.dispatch import ToolExecution
 from agentrl.documents.record import Failure, Record
 from agentrl.documents.status import RecordStatus, StopReason, TaskStatus
 from agentrl.errors import StoreError
+from agentrl.rollout import housekeeping
 from agentrl.rollout import sampler as sampler_module
 from agentrl.rollout.agents import agent
 from agentrl.rollout.session import Outcome, Rollout
@@ -32,7 +33,7 @@ MEGABYTES_17 = 17 * 2**20
 async def begun(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A published version, and a sampler that looks for work often."""
     monkeypatch.setattr(sampler_module, "POLL_SECONDS", 0.05)
-    monkeypatch.setattr(sampler_module, "HOUSEKEEPING_SECONDS", 0.1)
+    monkeypatch.setattr(housekeeping, "HOUSEKEEPING_SECONDS", 0.1)
     await run.publish(store, tmp_path, 0, step=0, train_step=None)
 
 

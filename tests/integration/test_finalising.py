@@ -14,6 +14,7 @@ from test_sampling import Setting, task
 from agentrl.config.schema import RunConfig
 from agentrl.documents.record import Failure
 from agentrl.documents.status import RecordStatus, TaskStatus
+from agentrl.rollout import housekeeping
 from agentrl.rollout import sampler as sampler_module
 from agentrl.store.client import Store, open_store
 
@@ -26,7 +27,7 @@ GROUPS = 12
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler_module, "POLL_SECONDS", 0.05)
-    monkeypatch.setattr(sampler_module, "HOUSEKEEPING_SECONDS", 0.1)
+    monkeypatch.setattr(housekeeping, "HOUSEKEEPING_SECONDS", 0.1)
 
 
 class Reads(pymongo.monitoring.CommandListener):
@@ -75,7 +76,7 @@ async def test_a_group_is_read_once_to_finalise_it_however_many_samplers_there_a
 async def test_a_failure_that_completes_a_group_finalises_it_too(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampler_module, "SWEEP_SECONDS", 3600.0)
+    monkeypatch.setattr(housekeeping, "SWEEP_SECONDS", 3600.0)
     await store.tasks.load([task("a")])
     setting = Setting(store, "<answer>3</answer>")
     claim = await store.claims.claim(split="train", owner="dead", lease_seconds=60)
@@ -108,7 +109,7 @@ async def test_what_a_killed_sampler_completed_is_finalised_by_another(
         assert await killed.claims.reap("train", max_attempts=1) == 1
     assert await other.training.waiting_groups("train") == ["train/0/a"]
     assert await other.training.waiting_groups("train", waiting_seconds=600.0) == []
-    monkeypatch.setattr(sampler_module, "SWEEP_SECONDS", 0.2)
+    monkeypatch.setattr(housekeeping, "SWEEP_SECONDS", 0.2)
     await Setting(other, "<answer>3</answer>").run()
     finished = await other.tasks.get("train/0/a")
     assert finished is not None

@@ -24,6 +24,7 @@ from agentrl.documents.task import Slot, Task
 from agentrl.errors import EngineError, ModelError, ToolServerError
 from agentrl.inference.parsers import get_parser
 from agentrl.inference.sampling import SamplingParams
+from agentrl.rollout import housekeeping
 from agentrl.rollout import sampler as sampler_module
 from agentrl.rollout.evaluate import EvalConfig, collect, served_version
 from agentrl.rollout.finalise import Finaliser
@@ -41,7 +42,7 @@ ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler_module, "POLL_SECONDS", 0.05)
-    monkeypatch.setattr(sampler_module, "HOUSEKEEPING_SECONDS", 0.1)
+    monkeypatch.setattr(housekeeping, "HOUSEKEEPING_SECONDS", 0.1)
     monkeypatch.setattr(sampler_module, "GRACE_SECONDS", 0.1)
 
 
@@ -306,7 +307,7 @@ async def test_groups_are_begun_soon_after_engines_have_loaded_what_nobody_annou
 ) -> None:
     monkeypatch.setattr(sampler_module, "POLL_SECONDS", 600.0)
     monkeypatch.setattr(sampler_module, "LAG_SECONDS", 0.05)
-    monkeypatch.setattr(sampler_module, "HOUSEKEEPING_SECONDS", 600.0)
+    monkeypatch.setattr(housekeeping, "HOUSEKEEPING_SECONDS", 600.0)
     await store.tasks.load([task("a")])
     setting = Setting(store, right_then_wrong())
     looks = iter(range(1000))

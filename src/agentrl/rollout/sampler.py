@@ -1,4 +1,4 @@
-"""A sampler's loop: claim, run many trajectories at once, keep leases, finalise groups, stop cleanly."""
+"""A sampler's loop: claim, run many trajectories at once, keep leases, stop cleanly."""
 
 from __future__ import annotations
 
@@ -7,34 +7,26 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema import ClaimConfig
-from agentrl.documents.status import TaskStatus
 from agentrl.documents.task import Claim
 from agentrl.errors import StoreAwayError, StoreError
 from agentrl.rollout.finalise import Finaliser
+from agentrl.rollout.housekeeping import EpochPlan, Housekeeping
 from agentrl.rollout.worker import Worker
 from agentrl.store.openings import Room
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
 
+__all__ = ["EpochPlan", "Sampler", "SamplerConfig"]
+
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0
 """How often a sampler looks for work that no change tells of: a retry that is due, a lease that ran out."""
-
-HOUSEKEEPING_SECONDS = 2.0
-"""How often, at most, a sampler does what any does for all: it waits up to twice as long, by chance."""
-
-SWEEP_SECONDS = 3.0
-"""How long a group waits before any sampler finalises it, not only the one that completed it."""
-
-_MOST_QUIET = 3
-"""After so many rounds without work housekeeping is at its rarest: each doubles the wait."""
 
 _WORK = ("Task", "DBRecordData")
 _TRAINING = ("TrainStep", "PolicyVersion")
@@ -49,9 +41,6 @@ _REST_SECONDS = 0.25
 _MOST_MISSES = 4
 """After so many claims without a slot a sampler heeds changes of groups least: each doubles the time."""
 
-LOAD_WARNING_SECONDS = 60.0
-"""How often, at most, a sampler warns that the tasks are not loaded to the end."""
-
 GRACE_SECONDS = 5.0
 """How long trajectories may still finish once the sampler is told to stop."""
 
@@ -60,16 +49,6 @@ _CANCEL_SECONDS = 5.0
 
 _RELEASE_SECONDS = 5.0
 """How long the hand-back of claims may take; then their leases run out."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpochPlan:
-    """How often the tasks of a split are sampled, and how each epoch's groups are made."""
-
-    epochs: int
-    seed: int
-    num_generations: int
-    shuffle: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,32 +77,33 @@ class Sampler:
         """``groups_allowed`` says how many groups may be open right now; None is any number."""
         self._store = store
         self._worker = worker
-        self._finaliser = finaliser
         self._config = config
         self._groups_allowed = groups_allowed
         self._running: dict[asyncio.Task[bool], Claim] = {}
         self._error: BaseException | None = None
-        self._finalising = asyncio.Lock()
         self._changed = asyncio.Event()
         """Something has changed since the last claim that may have made work."""
         self._misses = 0
         """Claims since the last that gave a slot."""
-        self._lacks_work = asyncio.Event()
-        """A claim has found nothing for the first time: the next epoch may be due."""
-        self._has_ended = asyncio.Event()
-        """A trajectory has ended, and may have completed its group."""
         self._look_at = 0.0
         """When new groups are looked for at the latest (``time.monotonic``)."""
-        self._warn_at = time.monotonic() + POLL_SECONDS
-        """When the next warning about tasks that are not loaded may be logged (``time.monotonic``)."""
         self.scored = 0
         """Trajectories that this sampler has scored."""
+        self._housekeeping = Housekeeping(
+            store,
+            finaliser,
+            config.plan,
+            split=config.split,
+            max_attempts=config.claims.max_attempts,
+            made_work=self._changed.set,
+            first_warning_seconds=POLL_SECONDS,
+        )
 
     async def run(self, stop: asyncio.Event) -> None:
         """Sample until done or stopped; what is still held then is finished or handed back."""
         jobs = (
-            self._heartbeats(), self._finalise(), self._housekeeping(), self._watch_work(),
-            self._watch_training(),
+            self._heartbeats(), self._housekeeping.finalise_own(), self._housekeeping.work_for_all(),
+            self._watch_work(), self._watch_training(),
         )  # fmt: skip
         helpers = [asyncio.create_task(job) for job in jobs]
         for helper in helpers:
@@ -186,7 +166,7 @@ class Sampler:
 
     def _miss(self) -> None:
         if self._misses == 0:
-            self._lacks_work.set()
+            self._housekeeping.work_ran_out()
         self._misses = min(self._misses + 1, _MOST_MISSES)
 
     async def _room(self) -> Room | int | None:
@@ -204,7 +184,7 @@ class Sampler:
         if task.cancelled():
             return
         self._running.pop(task, None)
-        self._has_ended.set()
+        self._housekeeping.trajectory_ended()
         self._changed.set()
         if task.exception() is not None:
             self._error = task.exception()
@@ -237,65 +217,11 @@ class Sampler:
 
     async def _is_done(self, stop: asyncio.Event) -> bool:
         try:
-            return await self._nothing_is_left()
+            return await self._housekeeping.nothing_is_left()
         except StoreAwayError:
             if stop.is_set():
                 return False
             raise
-
-    async def _nothing_is_left(self) -> bool:
-        tasks, split = self._store.tasks, self._config.split
-        following = await self._following_epoch()  # before the tasks: one that opens now has open ones
-        if await tasks.any_in(split, TaskStatus.CREATED, TaskStatus.RUNNING, TaskStatus.WAITING):
-            return False
-        if not await tasks.any_in(split, TaskStatus.COMPLETED):
-            return False
-        if following is not None:
-            await self._open_next_epoch()
-        return following is None
-
-    async def _open_next_epoch(self) -> bool:
-        """Open or complete the next epoch once no task waits for its first claim; True if any was added."""
-        plan, split = self._config.plan, self._config.split
-        if await self._store.tasks.any_in(split, TaskStatus.CREATED):
-            return False
-        following = await self._following_epoch()
-        if following is None:
-            return False
-        opened = await self._store.tasks.open_epoch(
-            split, following, plan.seed, plan.num_generations, plan.shuffle
-        )
-        if opened:
-            logger.info("epoch opened", extra={"epoch": following, "tasks": opened})
-        return opened > 0
-
-    async def _following_epoch(self) -> int | None:
-        """The first epoch that does not hold every task; None where all of the plan do."""
-        following = await self._store.tasks.next_epoch(self._config.split, self._config.plan.epochs)
-        if following == 0 and time.monotonic() >= self._warn_at:
-            self._warn_at = time.monotonic() + LOAD_WARNING_SECONDS
-            logger.warning(
-                "the tasks of split %s are not loaded to the end: this sampler waits for the rest; if no"
-                " process is loading them, run: agentrl tasks load FILE", self._config.split,
-            )  # fmt: skip
-        return following
-
-    async def _finalise(self) -> None:
-        """Finalise each group at once that this sampler's trajectories complete."""
-        while True:
-            await self._has_ended.wait()
-            self._has_ended.clear()
-            try:
-                await self._finalise_completed()
-            except StoreAwayError:
-                raise
-            except StoreError as error:
-                logger.warning("a group will be finalised later", extra={"why": error.message})
-
-    async def _finalise_completed(self) -> None:
-        async with self._finalising:
-            if await self._finaliser.run_completed():
-                self._changed.set()
 
     async def _heartbeats(self) -> None:
         """Renew every lease of this sampler; a trajectory whose claim is lost is given up."""
@@ -321,32 +247,6 @@ class Sampler:
                 )
                 self._running.pop(task)
                 task.cancel()
-
-    async def _housekeeping(self) -> None:
-        """What any sampler does for all: expired leases, waiting groups, the next epoch.
-
-        Where it finds nothing to do it comes more rarely, until the sampler itself lacks work.
-        """
-        quiet = 0
-        while True:
-            await asyncio.sleep(HOUSEKEEPING_SECONDS * random.uniform(1, 2))
-            with suppress(TimeoutError):
-                async with asyncio.timeout(HOUSEKEEPING_SECONDS * (2**quiet - 1) * random.uniform(1, 2)):
-                    await self._lacks_work.wait()
-            self._lacks_work.clear()
-            quiet = min(quiet + 1, _MOST_QUIET)
-            try:
-                freed = await self._store.claims.reap(self._config.split, self._config.claims.max_attempts)
-                await self._finalise_completed()
-                async with self._finalising:
-                    swept = await self._finaliser.run_waiting(SWEEP_SECONDS)
-                if await self._open_next_epoch() or freed or swept:
-                    quiet = 0
-                    self._changed.set()
-            except StoreAwayError:
-                raise
-            except StoreError as error:
-                logger.warning("housekeeping failed", extra={"why": error.message})
 
     async def _watch_work(self) -> None:
         """Look for work after changes of groups and data: at once, then ever later while others take it."""
@@ -376,7 +276,7 @@ class Sampler:
             await asyncio.wait(list(left), timeout=_CANCEL_SECONDS)
         self._running.clear()
         if await self._bounded(self._release(list(left.values()))):
-            await self._bounded(self._finalise_completed())
+            await self._bounded(self._housekeeping.finalise_completed())
 
     async def _bounded(self, work: Coroutine[Any, Any, None]) -> bool:
         """Do ``work`` within ``_RELEASE_SECONDS``; False where it failed or took longer."""

@@ -1,0 +1,160 @@
+"""What a sampler does beside its trajectories: it finalises groups, frees what others lost, opens epochs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from agentrl.documents.status import TaskStatus
+from agentrl.errors import StoreAwayError, StoreError
+from agentrl.rollout.finalise import Finaliser
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
+
+logger = logging.getLogger(__name__)
+
+HOUSEKEEPING_SECONDS = 2.0
+"""How often, at most, a sampler does what any sampler does for all; the wait is up to twice as long."""
+
+SWEEP_SECONDS = 3.0
+"""How long a group waits before any sampler finalises it, not only the one that completed it."""
+
+_MOST_QUIET = 3
+"""After so many rounds that find nothing to do they are rarest: each doubles the wait."""
+
+LOAD_WARNING_SECONDS = 60.0
+"""How often a sampler warns that the split's tasks are not loaded to the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochPlan:
+    """How often the tasks of a split are sampled, and how each epoch's groups are made."""
+
+    epochs: int
+    seed: int
+    num_generations: int
+    shuffle: bool
+
+
+class Housekeeping:
+    """Finalises groups, reaps leases that ran out and opens epochs, for the samplers of one split."""
+
+    def __init__(
+        self,
+        store: Store,
+        finaliser: Finaliser,
+        plan: EpochPlan,
+        *,
+        split: str,
+        max_attempts: int,
+        made_work: Callable[[], None],
+        first_warning_seconds: float,
+    ) -> None:
+        """``made_work`` is called when there may be more to claim."""
+        self._store = store
+        self._finaliser = finaliser
+        self._plan = plan
+        self._split = split
+        self._max_attempts = max_attempts
+        self._made_work = made_work
+        self._finalising = asyncio.Lock()
+        self._has_ended = asyncio.Event()
+        self._lacks_work = asyncio.Event()
+        self._warn_at = time.monotonic() + first_warning_seconds
+        """When the next warning about tasks that are not loaded may be logged (``time.monotonic``)."""
+
+    def trajectory_ended(self) -> None:
+        """Note that a trajectory of this sampler has ended, which may have completed its group."""
+        self._has_ended.set()
+
+    def work_ran_out(self) -> None:
+        """Note that a claim found nothing: the next epoch may be due."""
+        self._lacks_work.set()
+
+    async def finalise_own(self) -> None:
+        """Finalise each group at once that this sampler's trajectories complete."""
+        while True:
+            await self._has_ended.wait()
+            self._has_ended.clear()
+            await self.finalise_completed()
+
+    async def finalise_completed(self) -> None:
+        """Finalise the groups that this process has completed until now."""
+        async with self._finalising:
+            if await self._finaliser.run_completed():
+                self._made_work()
+
+    async def work_for_all(self) -> None:
+        """Do what any sampler does for all: expired leases, groups that were left waiting, the next epoch.
+
+        Rounds that find nothing to do become rarer, until the sampler itself lacks work.
+        """
+        quiet = 0
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_SECONDS * random.uniform(1, 2))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(HOUSEKEEPING_SECONDS * (2**quiet - 1) * random.uniform(1, 2)):
+                    await self._lacks_work.wait()
+            self._lacks_work.clear()
+            quiet = min(quiet + 1, _MOST_QUIET)
+            try:
+                if await self._work_once():
+                    quiet = 0
+                    self._made_work()
+            except StoreAwayError:
+                raise
+            except StoreError as error:
+                logger.warning("housekeeping failed", extra={"why": error.message})
+
+    async def _work_once(self) -> bool:
+        freed = await self._store.claims.reap(self._split, self._max_attempts)
+        await self.finalise_completed()
+        async with self._finalising:
+            swept = await self._finaliser.run_waiting(SWEEP_SECONDS)
+        opened = await self.open_next_epoch()
+        return freed > 0 or swept > 0 or opened
+
+    async def nothing_is_left(self) -> bool:
+        """Whether every group of every epoch is finalised; opens the next epoch where one is due."""
+        tasks, split = self._store.tasks, self._split
+        following = await self._following_epoch()  # before the tasks: one that opens now has open ones
+        if await tasks.any_in(split, TaskStatus.CREATED, TaskStatus.RUNNING, TaskStatus.WAITING):
+            return False
+        if not await tasks.any_in(split, TaskStatus.COMPLETED):
+            return False
+        if following is not None:
+            await self.open_next_epoch()
+        return following is None
+
+    async def open_next_epoch(self) -> bool:
+        """Open or complete the next epoch once no task waits for its first claim; True if any was added."""
+        if await self._store.tasks.any_in(self._split, TaskStatus.CREATED):
+            return False
+        following = await self._following_epoch()
+        if following is None:
+            return False
+        plan = self._plan
+        opened = await self._store.tasks.open_epoch(
+            self._split, following, plan.seed, plan.num_generations, plan.shuffle
+        )
+        if opened:
+            logger.info("epoch opened", extra={"epoch": following, "tasks": opened})
+        return opened > 0
+
+    async def _following_epoch(self) -> int | None:
+        """The first epoch that does not hold every task; None where all of the plan do."""
+        following = await self._store.tasks.next_epoch(self._split, self._plan.epochs)
+        if following == 0 and time.monotonic() >= self._warn_at:
+            self._warn_at = time.monotonic() + LOAD_WARNING_SECONDS
+            logger.warning(
+                "the tasks of split %s are not loaded to the end: this sampler waits for the rest; if no"
+                " process is loading them, run: agentrl tasks load FILE", self._split,
+            )  # fmt: skip
+        return following
