@@ -125,7 +125,7 @@ class Rescoring(Part):
             return Rescored(changed=len(earlier), kept_because=kept_because)
         live = [record.id for record in renewed if record.score is not None]
         task = Task.from_document(document)
-        outcome = decide(task, renewed, await read_calls(self._connection, live))
+        outcome = decide(task, renewed, await read_calls(self._connection, live, readable=False))
         if not dry_run:
             await self._write(document, earlier, scores, outcome)
         return Rescored(changed=len(earlier), decided_again=True)

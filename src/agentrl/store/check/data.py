@@ -63,7 +63,7 @@ class Data(Section):
 
     async def _compare_tokens(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
         tasks = await moment.by_id(TASK, {data["task"] for data in page}, {"group.rules": 1})
-        calls = await read_calls(self.connection, [data["_id"] for data in page])
+        calls = await read_calls(self.connection, [data["_id"] for data in page], readable=False)
         blobs = Blobs(self.connection, DATA)
         for document in page:
             try:
