@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -112,6 +112,15 @@ class _Training(_Part):
 
     async def fetch(self, ids: Sequence[str]) -> list[DBRecordData]:
         return [self.store.data[id] for id in reversed(ids)]
+
+    async def fetch_readable(self, ids: Sequence[str]) -> tuple[dict[str, DBRecordData], dict[str, str]]:
+        return {item.id: item for item in await self.fetch(ids)}, {}
+
+    async def quarantine(self, query: Mapping[str, str], problem: str) -> int:
+        bad = [self.store.data[query["_id"]]]
+        bad = [item for item in bad if item.status is DataStatus.READY]
+        self._set(bad, DataStatus.QUARANTINED)
+        return len(bad)
 
     async def plan_step(self, step: TrainStep, *, attempt: int) -> None:
         self.store.check_attempt(attempt)

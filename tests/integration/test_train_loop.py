@@ -21,6 +21,7 @@ from tiny_policy import write_tiny_policy
 from training_data import group
 
 from agentrl.config.schema import RunConfig
+from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.status import DataStatus, StepStatus, TaskStatus
 from agentrl.documents.task import Task
 from agentrl.documents.training import TrainStep
@@ -210,6 +211,26 @@ async def test_kill_9_in_a_step_trains_nothing_twice_and_changes_no_loss(
     assert {document["_id"] for document in documents if document["trained_count"] == 1} == {
         item.id for name in GROUPS for item in group(name)
     }
+
+
+async def test_bad_data_are_set_aside_and_all_others_trained(run: Run) -> None:
+    await run.fill()
+    bad = {
+        "b/0/1": {"input_ids": pack_ids([10**6] * 10)},
+        "c/1/1": {"behavior_logprobs": pack_floats([float("nan")] * 4)},
+        "e/0/1": {"input_ids": b"123"},
+    }
+    async with await run.open() as store:
+        for key, fields in bad.items():
+            await store.database["DBRecordData"].update_one({"_id": key}, {"$set": fields})
+    code, output = run.train()
+    assert code == 0, output
+    async with await run.open() as store:
+        documents = await store.database["DBRecordData"].find().to_list()
+    status = {document["_id"]: document["status"] for document in documents}
+    assert {key for key, value in status.items() if value == "quarantined"} == bad.keys()
+    assert {value for key, value in status.items() if key not in bad} == {"trained"}
+    assert [step.step for step in await steps_of(run)] == [1, 2, 3]
 
 
 async def test_kill_9_between_two_parts_of_a_commit_trains_all_once(run: Run) -> None:

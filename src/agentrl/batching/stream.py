@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,11 @@ POLL_SECONDS = 10.0
 
 LOG_EVERY_SECONDS = 30.0
 _LOOKAHEAD_STEPS = 8
+_LONGEST_PROBLEM = 500
+"""Characters of a problem that are kept."""
+
+_UNUSABLE_GROUPS = 8
+"""So many groups in a row, all of whose data are bad, are no accident of single trajectories."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,8 @@ class StreamSettings:
     num_epochs: int
     freshness: Freshness
     wait_seconds: float
+    problem_of: Callable[[DBRecordData], str | None] = lambda _: None
+    """Why data cannot be trained; called in a worker thread for all data before a step is planned."""
     engine_alive_seconds: float = 10.0
 
 
@@ -75,6 +82,9 @@ class DataStream:
         self._stale = 0
         self._prefetched: tuple[tuple[int, int], asyncio.Task[StepData | None]] | None = None
         self._avoid: frozenset[str] = frozenset()
+        self._quarantined = 0
+        self._unusable_groups = 0
+        """Groups in a row of which nothing can be trained."""
 
     def prefetch(self, step: int, version: int) -> None:
         """Begin to wait for the data of ``step``, which is expected to start from ``version``."""
@@ -102,6 +112,11 @@ class DataStream:
         """Trajectories that were set aside as stale since the last call."""
         stale, self._stale = self._stale, 0
         return stale
+
+    def count_quarantined(self) -> int:
+        """Trajectories that were set aside since the last call because they cannot be trained."""
+        quarantined, self._quarantined = self._quarantined, 0
+        return quarantined
 
     async def close(self) -> None:
         """Stop prefetching."""
@@ -134,11 +149,13 @@ class DataStream:
                 return planned
             finished = await self._sampling_finished()
             groups = await self._choose(step, version, count)
+            if not groups and finished:
+                return None
             if len(groups) == count or finished:
-                data = await self._fetch([id for ids in groups.values() for id in ids])
-                if await self._quarantine_unproven(data):
+                data = await self._usable(groups)
+                if data is None:
                     continue
-                return self._step_data(data, version, is_rest=len(groups) < count) if groups else None
+                return self._step_data(data, version, is_rest=len(groups) < count)
             if time.monotonic() >= log_at:
                 await self._log_wait(len(groups), count)
                 log_at += LOG_EVERY_SECONDS
@@ -175,29 +192,68 @@ class DataStream:
         return groups
 
     async def _replayed(self, step: int, version: int) -> StepData | None:
-        """What ``step`` took when it was last done; None where it was not, or some of it is not ready now."""
+        """What ``step`` took when it was last done; None where it was not, or some of it is not ready now.
+
+        Data that cannot be trained any more are left out.
+        """
         ids = self._replay.get(step)
         if not ids:
             return None
-        data = await self._fetch(ids)
-        if any(item.status is not DataStatus.READY for item in data):
+        found, problems = await self._read(ids)
+        await self._quarantine(problems)
+        data = [found[id] for id in ids if id in found and id not in problems]
+        data = [item for item in data if item.status is not DataStatus.QUARANTINED]
+        if len(found.keys() | problems.keys()) < len(ids) or any(
+            item.status is not DataStatus.READY for item in data
+        ):
             logger.info("step %d cannot train what it trained before: some of it is taken", step)
             return None
-        return self._step_data(data, version, is_rest=False)
+        return self._step_data(data, version, is_rest=False) if data else None
 
     async def _quarantine_unproven(self, data: Sequence[DBRecordData]) -> bool:
         """Set aside the groups that ``verify`` finds a problem with; True if there are any."""
         problems = {} if self._verify is None else await self._verify(data)
         for task, problem in problems.items():
             count = await self._store.training.quarantine({"task": task}, problem)
+            self._quarantined += count
             logger.error(
                 "%d trajectories of group %s are not trained: %s (agentrl db check)", count, task, problem
             )
         return bool(problems)
 
-    async def _fetch(self, ids: Sequence[str]) -> list[DBRecordData]:
-        fetched = {item.id: item for item in await self._store.training.fetch(ids)}
-        return [fetched[id] for id in ids]
+    async def _usable(self, groups: Mapping[str, Sequence[str]]) -> list[DBRecordData] | None:
+        """The data of ``groups``; None where some were set aside or have changed: the choice is made anew."""
+        ids = [id for members in groups.values() for id in members]
+        found, problems = await self._read(ids)
+        for members in groups.values():
+            unusable = all(id in problems for id in members)
+            self._unusable_groups = self._unusable_groups + 1 if unusable else 0
+        if self._unusable_groups >= max(_UNUSABLE_GROUPS, self._settings.groups_per_step):
+            key, why = next(iter(problems.items()))
+            raise TrainingError(
+                f"no trajectory of the last {self._unusable_groups} groups can be trained; {key}: {why}",
+                cure="see that engines and the trainer have the same model (--model_name_or_path) and limits",
+            )
+        await self._quarantine(problems)
+        if problems or len(found) < len(ids):
+            return None
+        data = [found[id] for id in ids]
+        return None if await self._quarantine_unproven(data) else data
+
+    async def _read(self, ids: Sequence[str]) -> tuple[dict[str, DBRecordData], dict[str, str]]:
+        """Data by id, and why some of them cannot be trained."""
+        found, problems = await self._store.training.fetch_readable(ids)
+        return found, problems | await asyncio.to_thread(self._problems, list(found.values()))
+
+    def _problems(self, data: Sequence[DBRecordData]) -> dict[str, str]:
+        ready = [item for item in data if item.status is DataStatus.READY]
+        why = {item.id: self._settings.problem_of(item) for item in ready}
+        return {id: problem for id, problem in why.items() if problem is not None}
+
+    async def _quarantine(self, problems: Mapping[str, str]) -> None:
+        for id, why in problems.items():
+            logger.error("trajectory %s is set aside, and its group is trained without it: %s", id, why)
+            self._quarantined += await self._store.training.quarantine({"_id": id}, why[:_LONGEST_PROBLEM])
 
     def _step_data(self, data: Sequence[DBRecordData], version: int, *, is_rest: bool) -> StepData:
         groups = tuple(dict.fromkeys(item.task for item in data))

@@ -125,7 +125,7 @@ async def _record(store: Store, wanted: str) -> RenderableType:
 
 
 async def _records(store: Store, configs: Configs) -> RenderableType:
-    from agentrl.observe.audit_list import read_records, render_records
+    from agentrl.observe.audit_list import quarantined, read_records, render_records
 
     flags = configs[RecordsFlags]
     records = await read_records(store, flags.status, flags.limit)
@@ -134,7 +134,7 @@ async def _records(store: Store, configs: Configs) -> RenderableType:
         raise AgentRLError(
             f"run {store.run_name!r} has no Record{of_status}", cure="`agentrl audit run` shows its state"
         )
-    return render_records(records)
+    return render_records(records, await quarantined(store, records))
 
 
 async def _curve(store: Store, configs: Configs) -> None:

@@ -56,6 +56,8 @@ class DataCount:
     count: int
     tokens: int
     trainable_tokens: int
+    because: str | None = None
+    """Why one of them is quarantined."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,10 +176,16 @@ def _failure_table(state: RunState) -> RenderableType:
 def _data_table(state: RunState) -> RenderableType:
     order = [str(status) for status in DataStatus]
     rows = [
-        [data.status, data.count, f"{data.tokens:,}", f"{data.trainable_tokens:,}"]
+        [
+            data.status,
+            data.count,
+            f"{data.tokens:,}",
+            f"{data.trainable_tokens:,}",
+            excerpt(data.because or "", 120),
+        ]
         for data in sorted(state.data, key=lambda data: order.index(data.status))
     ]
-    return table("Training data", ["status", "trajectories", "tokens", "trainable tokens"], rows)
+    return table("Training data", ["status", "trajectories", "tokens", "trainable tokens", "why"], rows)
 
 
 def _length_table(state: RunState) -> RenderableType:
@@ -286,6 +294,7 @@ async def _data(store: Store) -> list[DataCount]:
         "count": {"$sum": 1},
         "tokens": {"$sum": "$tokens"},
         "trainable_tokens": {"$sum": "$trainable_tokens"},
+        "because": {"$max": "$problem"},
     }
     groups = await _aggregate(store, "DBRecordData", {"$group": {"_id": "$status", **fields}})
     return [DataCount(status=group.pop("_id"), **group) for group in groups]

@@ -17,7 +17,8 @@ from agentrl.store.names import CALL, DATA, RECORD, STEP, TASK
 
 _BATCH = 100
 _DEAD = [RecordStatus.FAILED.value, RecordStatus.RELEASED.value, RecordStatus.ABANDONED.value]
-_USED = [DataStatus.TRAINED.value, DataStatus.STALE.value]
+_UNTRAINED = [DataStatus.STALE.value, DataStatus.QUARANTINED.value]
+_USED = [DataStatus.TRAINED.value, *_UNTRAINED]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +107,7 @@ class Retention(Part):
         if limits.before_step is not None:
             newest = min(newest, limits.before_step - 1)
         begun = await self._begun(limits)
-        untrained = {"status": DataStatus.STALE.value, "trained_count": 0, **_before("created_at", begun)}
+        untrained = {"status": {"$in": _UNTRAINED}, "trained_count": 0, **_before("created_at", begun)}
         trained = {
             "status": {"$in": _USED}, "trained_count": {"$gt": 0},
             "trained_at_steps": {"$not": {"$gt": newest}}, **_before("created_at", limits.before),

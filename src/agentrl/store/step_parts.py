@@ -130,8 +130,10 @@ def _trained(number: int, pending: PendingCommit) -> list[Json]:
 
 def _as_of(step: int) -> list[Json]:
     kept = {"$filter": {"input": "$trained_at_steps", "cond": {"$lte": ["$$this", step]}}}
+    quarantined = DataStatus.QUARANTINED.value
+    status = {"$cond": [{"$eq": ["$status", quarantined]}, quarantined, DataStatus.READY.value]}
     return [
-        {"$set": {"trained_at_steps": kept, "planned_step": None, "status": DataStatus.READY.value}},
+        {"$set": {"trained_at_steps": kept, "planned_step": None, "status": status}},
         {
             "$set": {
                 "trained_count": {"$size": "$trained_at_steps"},

@@ -14,7 +14,7 @@ from pymongo import ASCENDING
 from agentrl.documents.base import Root
 from agentrl.documents.status import DataStatus
 from agentrl.documents.training import DBRecordData
-from agentrl.errors import StoreError
+from agentrl.errors import StoreAwayError, StoreError
 from agentrl.store.blobs import Blobs
 from agentrl.store.claims import Claims
 from agentrl.store.connection import Json, database_call
@@ -168,20 +168,36 @@ class Training(Groups, Steps):
         )
         return result.modified_count
 
-    @database_call
     async def fetch(self, ids: Sequence[str]) -> list[DBRecordData]:
-        """Whole documents, in the order of ``ids``. StoreError if one is missing."""
-        parts = [ids[start : start + _FETCHED_TOGETHER] for start in range(0, len(ids), _FETCHED_TOGETHER)]
-        found = {item.id: item for part in await asyncio.gather(*map(self._fetch, parts)) for item in part}
+        """Whole documents, in the order of ``ids``. StoreError if one is missing or cannot be read."""
+        found, unreadable = await self.fetch_readable(ids)
         missing = [key for key in ids if key not in found]
         if missing:
-            raise StoreError(f"{len(missing)} training documents are missing, {missing[0]} among them")
+            why = unreadable.get(missing[0], "it is not there")
+            raise StoreError(f"{len(missing)} training documents are missing, {missing[0]} among them: {why}")
         return [found[key] for key in ids]
 
-    async def _fetch(self, ids: Sequence[str]) -> list[DBRecordData]:
+    @database_call
+    async def fetch_readable(self, ids: Sequence[str]) -> tuple[dict[str, DBRecordData], dict[str, str]]:
+        """Whole documents, {id: document}, and why others cannot be read; some may not be there at all."""
+        parts = [ids[start : start + _FETCHED_TOGETHER] for start in range(0, len(ids), _FETCHED_TOGETHER)]
+        unreadable: dict[str, str] = {}
+        read = await asyncio.gather(*(self._fetch(part, unreadable) for part in parts))
+        return {item.id: item for part in read for item in part}, unreadable
+
+    async def _fetch(self, ids: Sequence[str], unreadable: dict[str, str]) -> list[DBRecordData]:
         documents = await self._collection(DATA).find({"_id": {"$in": list(ids)}}).to_list()
         blobs = Blobs(self._connection, DATA)
-        return [DBRecordData.from_document(await blobs.restore(document)) for document in documents]
+        read = []
+        for document in documents:
+            try:
+                read.append(DBRecordData.from_document(await blobs.restore(document)))
+            except StoreAwayError:
+                raise
+            except (StoreError, ValueError, TypeError, KeyError) as error:
+                why = error.message if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
+                unreadable[document["_id"]] = f"it cannot be read: {why}"
+        return read
 
     @database_call
     async def mean_generated_tokens(

@@ -106,6 +106,7 @@ class Trainer:
             **result.metrics,
             **await window_metrics(self.store, window, [item.record for item in batch.data]),
             "stale_trajectories": self.stream.count_stale(),
+            "quarantined_trajectories": self.stream.count_quarantined(),
             "groups": len(batch.groups),
             "groups_open": await self.store.training.open_groups(self.split),
             "groups_ready": await self.stream.ready_groups(plan.step + 1, progress.version),

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,7 +130,7 @@ async def _train_until(stop: asyncio.Event, configs: Configs, team: Team | None)
             run_name=run.run_name,
             config=config,
             computer=computer,
-            stream=_stream(store, configs, progress.replay),
+            stream=_stream(store, configs, computer, progress.replay),
             progress=progress,
             lease=lease,
             output=output,
@@ -218,9 +219,12 @@ def _build(
     return computer
 
 
-def _stream(store: Store, configs: Configs, replay: Mapping[int, tuple[str, ...]]) -> DataStream:
+def _stream(
+    store: Store, configs: Configs, computer: StepComputer | Leader, replay: Mapping[int, tuple[str, ...]]
+) -> DataStream:
     from agentrl.batching.freshness import Freshness
     from agentrl.batching.stream import DataStream, StreamSettings
+    from agentrl.batching.usable import problem_of
     from agentrl.conversion.verify import verifier
 
     sampling, tasks, train = configs[SamplingConfig], configs[TaskConfig], configs[TrainConfig]
@@ -233,6 +237,11 @@ def _stream(store: Store, configs: Configs, replay: Mapping[int, tuple[str, ...]
             decay=configs[LossConfig].out_of_date_decay,
         ),
         wait_seconds=train.data_wait_seconds,
+        problem_of=partial(
+            problem_of,
+            vocab_size=computer.policy.model.config.get_text_config().vocab_size,
+            max_tokens=train.max_tokens,
+        ),
         engine_alive_seconds=configs[EngineConfig].alive_seconds,
     )
     return DataStream(store, settings, replay, verify=verifier(store) if train.verify_data else None)

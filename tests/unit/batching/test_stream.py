@@ -197,3 +197,40 @@ async def test_an_undone_step_whose_data_are_taken_chooses_anew(store: FakeStore
     batch = await data.take(1, 0)
     assert batch is not None
     assert batch.groups == ("a", "b")
+
+
+async def test_a_datum_that_cannot_be_trained_is_set_aside_and_its_group_trained(store: FakeStore) -> None:
+    store.add(*group("a"), *group("b"))
+    data = stream(store, problem_of=lambda item: "too long" if item.id == "a/1/1" else None)
+    batch = await data.take(1, 0)
+    assert batch is not None
+    assert [item.id for item in batch.data] == ["a/0/1", "b/0/1", "b/1/1"]
+    assert store.with_status(DataStatus.QUARANTINED) == ["a/1/1"]
+    assert (data.count_quarantined(), data.count_quarantined()) == (1, 0)
+
+
+async def test_a_group_of_which_nothing_can_be_trained_makes_way(store: FakeStore) -> None:
+    store.add(*group("a"), *group("b"), *group("c"))
+    batch = await stream(store, problem_of=lambda item: "bad" if item.task == "a" else None).take(1, 0)
+    assert batch is not None
+    assert batch.groups == ("b", "c")
+
+
+async def test_many_groups_in_a_row_that_cannot_be_trained_end_training(store: FakeStore) -> None:
+    for name in "abcdefghijklm":
+        store.add(*group(name))
+    with pytest.raises(TrainingError, match=r"no trajectory of the last 8 groups can be trained; .*: bad"):
+        await stream(store, problem_of=lambda _: "bad").take(1, 0)
+    assert len(store.with_status(DataStatus.QUARANTINED)) == 12
+
+
+async def test_an_undone_step_leaves_out_what_cannot_be_trained_any_more(store: FakeStore) -> None:
+    store.add(*group("a"), *group("b"))
+    problem_of = {"a/0/1": "bad"}.get
+    settings = replace(stream(store)._settings, problem_of=lambda item: problem_of(item.id))
+    data = DataStream(cast("Store", store), settings, {1: ("b/1/1", "a/0/1", "b/0/1")})
+    for _ in range(2):
+        batch = await data.take(1, 0)
+        assert batch is not None
+        assert [item.id for item in batch.data] == ["b/1/1", "b/0/1"]
+    assert store.with_status(DataStatus.QUARANTINED) == ["a/0/1"]

@@ -43,6 +43,9 @@ class Data(Section):
         records = await moment.by_id(RECORD, ids, _RECORD_FIELDS)
         steps = await _steps_of(moment, page)
         findings.count(Invariant.TRAINING, "training data", len(page))
+        quarantined = [data for data in page if data["status"] == DataStatus.QUARANTINED]
+        if quarantined:
+            findings.count(Invariant.TRAINING, "quarantined data", len(quarantined))
         for data in page:
             key = data["_id"]
             record = records.get(key)
@@ -59,7 +62,7 @@ class Data(Section):
                 what = "no plan left at the end of the run"
                 problem = Problem(f"DBRecordData {key}", what, "another status", data["status"])
                 findings.add(Invariant.TRAINING, key, [problem])
-        await self._compare_tokens(moment, page, findings)
+        await self._compare_tokens(moment, [item for item in page if item not in quarantined], findings)
 
     async def _compare_tokens(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
         tasks = await moment.by_id(TASK, {data["task"] for data in page}, {"group.rules": 1})
@@ -103,6 +106,9 @@ def count_problems(data: Json, record: Json, limit: int) -> Iterator[Problem]:
         yield Problem(name, "trained at most max_trained_count times", f"at most {limit}", count)
     if status == DataStatus.TRAINED and not count:
         yield Problem(name, "trained at least once, since it is trained", "1 or more", count)
+    if (status == DataStatus.QUARANTINED) != (data.get("problem") is not None):
+        what = f"a problem exactly where it is quarantined (it is {status})"
+        yield Problem(name, what, "a problem", data.get("problem"))
     if (status == DataStatus.PLANNED) != (planned is not None):
         expected = "a step" if status == DataStatus.PLANNED else None
         yield Problem(name, f"a planned_step exactly where it is planned (it is {status})", expected, planned)

@@ -7,7 +7,7 @@ from agentrl.store.connection import Json
 from agentrl.store.names import CALL, DATA, STEP, TASK
 from agentrl.store.views.parts import NEWEST_FIRST, as_is, first, join, ratio, seconds
 
-_DATA_FIELDS = as_is("status", "trained_at_steps", "tokens", "trainable_tokens")
+_DATA_FIELDS = as_is("status", "problem", "trained_at_steps", "tokens", "trainable_tokens")
 
 TRAJECTORIES: list[Json] = [
     NEWEST_FIRST,
@@ -25,6 +25,7 @@ TRAJECTORIES: list[Json] = [
                 "context_resets", "prompt_tokens", "generated_tokens", "min_version", "max_version",
             ),
             "training_status": "$data.status",
+            "quarantined_because": "$data.problem",
             "trained_at_steps": "$data.trained_at_steps",
             "staleness": {"$subtract": [{"$first": "$steps.policy_version"}, "$min_version"]},
             "tokens": "$data.tokens",

@@ -1,0 +1,92 @@
+"""Bad training data on a real server: set aside with the reason, shown, legal, and in nobody's way."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_run as run
+from rich.console import Console
+
+from agentrl.batching.freshness import Freshness
+from agentrl.batching.stream import DataStream, StreamSettings
+from agentrl.batching.usable import problem_of
+from agentrl.commands import db
+from agentrl.commands.db_check import options_of
+from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.status import DataStatus
+from agentrl.observe.audit_list import quarantined, read_records, render_records
+from agentrl.observe.audit_run import read_state, render_state
+from agentrl.store import blobs
+from agentrl.store.check.run import Checks
+from agentrl.store.client import Store
+
+pytestmark = pytest.mark.integration
+
+BAD, GOOD = f"{run.READY}/0/1", f"{run.READY}/1/1"
+OPTIONS = replace(options_of(db.parser().parse_args(["check", "--run_name", "any"])), settle_seconds=0.0)
+
+
+async def lose_file(store: Store) -> None:
+    """Move the arrays of one datum to GridFS, then lose a file of them."""
+    document = await store.database["DBRecordData"].find_one({"_id": BAD})
+    assert document is not None
+    moved = await blobs.Blobs(store.connection, "DBRecordData").offload(document)
+    await store.database["DBRecordData"].replace_one({"_id": BAD}, moved)
+    result = await store.database["DBRecordData.packed.chunks"].delete_many({})
+    assert result.deleted_count > 0
+
+
+def set_fields(**fields: Any) -> Callable[[Store], Awaitable[Any]]:
+    return lambda store: store.database["DBRecordData"].update_one({"_id": BAD}, {"$set": fields})
+
+
+DAMAGES: dict[str, tuple[Callable[[Store], Awaitable[Any]], str]] = {
+    "outside the vocabulary": (set_fields(input_ids=pack_ids([10**6] * 12)), "outside the vocabulary"),
+    "corrupt": (set_fields(input_ids=b"\x01\x02\x03"), "cannot be read"),
+    "NaN": (set_fields(behavior_logprobs=pack_floats([float("nan")] * 8)), "not finite"),
+    "no file": (lose_file, "missing from GridFS"),
+}
+
+
+def take_from(store: Store) -> DataStream:
+    settings = StreamSettings(
+        groups_per_step=1, num_epochs=1, wait_seconds=20.0, freshness=Freshness(max_staleness=1),
+        problem_of=partial(problem_of, vocab_size=1000, max_tokens=4096),
+    )  # fmt: skip
+    return DataStream(store, settings)
+
+
+def shown(page: Any) -> str:
+    console = Console(file=StringIO(), width=250)
+    console.print(page)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+async def test_one_bad_datum_is_set_aside_and_the_rest_of_its_group_is_trained(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    damage, why = DAMAGES[name]
+    await run.build(store, tmp_path / "weights", unfinished=False)
+    if damage is lose_file:
+        monkeypatch.setattr(blobs, "_LIMIT", 8)
+    await damage(store)
+    batch = await take_from(store).take(2, 1)
+    assert batch is not None
+    assert [item.id for item in batch.data] == [GOOD]
+    assert (await store.training.counts("train"))[DataStatus.QUARANTINED] == 1
+    report = await Checks(store.connection).run(OPTIONS)
+    assert [str(violation.problem) for violation in report.violations] == []
+    state = await read_state(store)
+    assert why in shown(render_state(state, alive_seconds=9.0))
+    records = await read_records(store, None, 20)
+    assert "quarantined: " in shown(render_records(records, await quarantined(store, records)))
+    trajectory = await store.database["audit_trajectories"].find_one({"_id": BAD})
+    assert trajectory is not None
+    assert why in trajectory["quarantined_because"]
