@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import small_run as run
 
@@ -14,7 +16,7 @@ from agentrl.config.schema import GroupConfig
 from agentrl.conversion.outcome import GroupRules
 from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.record import Failure
-from agentrl.documents.status import RecordStatus, StopReason, TaskStatus, VersionStatus
+from agentrl.documents.status import RecordStatus, StopReason, TaskStatus
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError
@@ -31,6 +33,10 @@ SPLITS = ("train", "eval")
 GENERATIONS = 2
 MAX_ATTEMPTS = 2
 GROUPS_PER_STEP = 2
+
+
+class DiedError(Exception):
+    """The trainer is killed here."""
 
 
 @dataclass
@@ -63,7 +69,8 @@ class History:
             self.score, self.score, self.score, self.score, self.fail, self.release, self.expire,
             self.write_late, self.reap, self.finalise, self.finalise, self.start_trainer, self.train,
             self.train, self.train,
-            self.die_in_a_step, self.save, self.update_engines, self.update_engines, self.mark_stale,
+            self.die_in_a_step, self.die_between_parts, self.die_publishing, self.save,
+            self.update_engines, self.update_engines, self.mark_stale,
             self.reopen, self.rescore, self.prune, self.open_epoch, self.resample_errors,
         ]  # fmt: skip
 
@@ -179,13 +186,13 @@ class History:
         """A trainer starts: from the last checkpoint, or from nothing."""
         if not self.running and self.rng.random() < 0.5:
             return
+        self.attempt = await self.store.runs.acquire_trainer("trainer", "host", 1, 600.0)
         if await self.store.policies.get(0) is None:
             await self._publish(0, step=0, train_step=None)
-        self.attempt = await self.store.runs.acquire_trainer("trainer", "host", 1, 600.0)
         self.step = self.checkpoint.step if self.checkpoint else 0
         self.contained = list(self.checkpoint.train_steps) if self.checkpoint else []
         await self.store.training.revert_after(self.step, attempt=self.attempt)
-        await self.store.policies.withdraw_after(self.step)
+        await self.store.policies.withdraw_after(self.step, attempt=self.attempt)
 
     async def train(self) -> None:
         """A step is planned and committed, and mostly published."""
@@ -196,13 +203,54 @@ class History:
         self.step = plan.step
         self.contained.append(plan.id)
         if self.rng.random() < 0.8:
-            known = await self.store.policies.all()
-            await self._publish(max(item.id for item in known) + 1, step=plan.step, train_step=plan.id)
+            reserved, newest = await self.store.policies.reserved(), await self.store.policies.newest_id()
+            number = reserved.id if reserved else 1 + (newest or 0)
+            await self._publish(number, step=plan.step, train_step=plan.id)
 
     async def die_in_a_step(self) -> None:
         """A trainer plans a step and dies."""
         if await self._plan() is not None:
             self.attempt = 0
+
+    async def die_between_parts(self) -> None:
+        """A trainer dies between two transactions of a plan, a commit or an undoing; another may start."""
+        work = self.rng.choice([self.train, self.start_trainer])
+        before = self.step, list(self.contained)
+        with self._transactions(self.rng.randint(1, 6)), contextlib.suppress(DiedError):
+            await work()
+            return
+        self.attempt = 0
+        self.step, self.contained = before
+
+    async def die_publishing(self) -> None:
+        """A trainer reserves a version and dies before it publishes it."""
+        newest = await self.store.policies.newest_id()
+        if self.attempt and newest is not None and self.contained:
+            folder = self.weights / f"reserved-{self.attempt}-{newest + 1}"
+            reserved = PolicyVersion(
+                id=newest + 1, step=self.step, location=str(folder), files=(), train_step=self.contained[-1],
+                attempt=self.attempt,
+            )  # fmt: skip
+            if await self.store.policies.reserved() is None:
+                await self.store.policies.reserve(reserved, attempt=self.attempt)
+            self.attempt = 0
+
+    @contextlib.contextmanager
+    def _transactions(self, limit: int) -> Iterator[None]:
+        """Within the block, the trainer dies before its transaction number ``limit`` + 1."""
+        connection = self.store.connection
+        whole = connection.transaction
+        done = 0
+
+        async def transaction(callback: Callable[[Any], Any]) -> Any:
+            nonlocal done
+            done += 1
+            if done > limit:
+                raise DiedError
+            return await whole(callback)
+
+        with mock.patch.object(connection, "transaction", transaction):
+            yield
 
     async def save(self) -> None:
         """The trainer saves a checkpoint."""
@@ -276,15 +324,15 @@ class History:
         return [key for task in chosen for key in groups[task]]
 
     async def _publish(self, version: int, *, step: int, train_step: str | None) -> None:
-        folder = self.weights / f"v{version:06d}"
-        folder.mkdir(parents=True)
+        folder = self.weights / f"v{version:06d}-{self.attempt}"
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "model.safetensors").write_bytes(bytes([version % 256, self.attempt % 256]) * 8)
-        await self.store.policies.publish(
-            PolicyVersion(
-                id=version, step=step, location=str(folder), files=checksums(folder), train_step=train_step,
-                status=VersionStatus.PUBLISHED,
-            )
+        policy = PolicyVersion(
+            id=version, step=step, location=str(folder), files=checksums(folder), train_step=train_step,
+            attempt=self.attempt,
         )  # fmt: skip
+        await self.store.policies.reserve(policy, attempt=self.attempt)
+        await self.store.policies.publish(policy, attempt=self.attempt)
 
 
 def _decide_by(rules: Mapping[str, Any] | None) -> Decide | None:

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest import mock
 
 import pytest
 import small_run as run
@@ -16,6 +17,7 @@ from legal_history import History
 from agentrl.commands import db
 from agentrl.commands.db_check import options_of
 from agentrl.config.schema import GroupConfig
+from agentrl.store import step_parts
 from agentrl.store.check.run import Checks
 from agentrl.store.client import Store
 
@@ -58,7 +60,7 @@ async def test_every_legal_history_is_clean(
     store: Store, rng: random.Random, rules: GroupConfig, operations: int
 ) -> None:
     await empty(store)
-    with TemporaryDirectory() as weights:
+    with TemporaryDirectory() as weights, mock.patch.object(step_parts, "PART", 1):
         history = History(store, Path(weights), rng, rules)
         await history.load()
         await history.go_on(operations)
