@@ -23,26 +23,32 @@ class ExtensionExitError(Exception):
 
 
 async def contain(call: Callable[[], Awaitable[T]], what: str, failure: type[FailureError]) -> T:
-    """Await ``call()``; what it raises becomes ``failure``, with ``what`` in its message.
+    """Await ``call()`` in a task of its own; what it raises becomes ``failure``, which names ``what``.
 
-    A FailureError and a ConfigError pass as they are. So does the cancellation of this task, even where the
-    extension suppressed it.
+    A FailureError and a ConfigError pass as they are. So does the cancellation of the caller, even where the
+    extension suppresses it.
     """
     own = asyncio.current_task()
     _contain_tasks(asyncio.get_running_loop())
-    outside = _inside.get()
-    _inside.set(True)
+
+    async def run() -> T:
+        _inside.set(True)
+        try:
+            return await call()
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise ExtensionExitError(describe(error)) from error
+
     try:
-        result = await call()
-    except (FailureError, ConfigError):
-        raise
+        result = await asyncio.create_task(run(), name=what)
     except BaseException as error:
-        if _is_ours(error, own):
+        if _is_closed(error, own):
+            raise
+        if _is_cancelled(own):
+            raise asyncio.CancelledError from error
+        if isinstance(error, (FailureError, ConfigError)):
             raise
         raise failure(f"{what} raised {describe(error)}") from error
-    finally:
-        _inside.set(outside)
-    if own is not None and own.cancelling():
+    if _is_cancelled(own):
         raise asyncio.CancelledError
     return result
 
@@ -64,15 +70,17 @@ def describe(value: object) -> str:
         text = str(value) if isinstance(value, BaseException) else repr(value)
     except BaseException as error:  # noqa: BLE001  an extension's class may raise anything here
         return f"{name}, which cannot be shown ({type(error).__name__})"
-    if isinstance(value, BaseException):
-        return f"{name}: {text}" if text else name
-    return text
+    if not isinstance(value, BaseException) or isinstance(value, ExtensionExitError):
+        return text
+    return f"{name}: {text}" if text else name
 
 
-def _is_ours(error: BaseException, own: asyncio.Task[Any] | None) -> bool:
-    """Whether ``error`` ends this task: it is cancelled, or its coroutine is closed from outside."""
-    if isinstance(error, asyncio.CancelledError):
-        return own is not None and own.cancelling() > 0
+def _is_cancelled(task: asyncio.Task[Any] | None) -> bool:
+    return task is not None and task.cancelling() > 0
+
+
+def _is_closed(error: BaseException, own: asyncio.Task[Any] | None) -> bool:
+    """Whether the caller's coroutine is closed from outside: then another task runs, or none."""
     return isinstance(error, GeneratorExit) and _current_task() is not own
 
 

@@ -62,6 +62,11 @@ async def bad_agent(session: Rollout) -> Any:
             raise KeyboardInterrupt
         case "cancelled":
             raise asyncio.CancelledError
+        case "cancels its task":
+            own = asyncio.current_task()
+            assert own is not None
+            own.cancel()
+            await asyncio.sleep(0)
         case "messages":
             session.append_messages(["hello"])  # type: ignore[list-item]
         case "large answer":
@@ -80,6 +85,7 @@ BAD_AGENTS = {
     "exit in a task": ("internal", "SystemExit: 1"),
     "interrupt": ("internal", "raised KeyboardInterrupt"),
     "cancelled": ("internal", "raised CancelledError"),
+    "cancels its task": ("internal", "raised CancelledError"),
     "messages": ("trajectory", "a message is 'hello'"),
     "large answer": ("internal", "records: advance"),
 }

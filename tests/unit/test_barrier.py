@@ -45,6 +45,13 @@ async def cancels_itself() -> None:
     raise asyncio.CancelledError
 
 
+async def cancels_its_task() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(0)
+
+
 async def closes() -> None:
     raise GeneratorExit
 
@@ -66,8 +73,8 @@ def is_not_async() -> Awaitable[None]:
 
 
 BAD = [
-    exits, exits_in_a_task, exits_in_a_group, exits_in_a_thread, interrupts, cancels_itself, closes, ends,
-    cannot_be_shown, recurses, is_not_async,
+    exits, exits_in_a_task, exits_in_a_group, exits_in_a_thread, interrupts, cancels_itself,
+    cancels_its_task, closes, ends, cannot_be_shown, recurses, is_not_async,
 ]  # fmt: skip
 
 
