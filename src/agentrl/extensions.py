@@ -51,7 +51,7 @@ def check_importable(name: str, kind: str = "function") -> None:
         raise ConfigError(
             f"the {kind} {name!r} is of a module that this process may not import",
             cure=f"if you trust it: --allowed_modules {name.partition(':')[0]}, or load the task file that"
-            " names it with `agentrl tasks load` as a user who may write Run",
+            " names it with `agentrl tasks load` as a user who may write Imports",
         )
 
 

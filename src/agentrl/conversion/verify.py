@@ -6,6 +6,7 @@ sampler could have sampled and scored by itself passes; everything else does not
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -38,7 +39,8 @@ def verifier(store: Store) -> Verify:
         problems: dict[str, str] = {}
         for task_id, items in by_task.items():
             try:
-                problem = group_problem(await store.training.stored_group(task_id), items)
+                group = await store.training.stored_group(task_id)
+                problem = await asyncio.to_thread(group_problem, group, items)
             except StoreAwayError:
                 raise
             except (AgentRLError, ValueError, TypeError, KeyError) as error:

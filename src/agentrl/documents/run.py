@@ -15,9 +15,6 @@ from agentrl.documents.status import EpochStatus
 SCHEMA: Final = "schema"
 """``_id`` of ``{version}`` in ``Run``: the version of the database's shape. Administrators change it."""
 
-IMPORTS: Final = "imports"
-"""``_id`` of ``{paths}`` in ``Run``: the functions that loaded tasks name as ``module:function``."""
-
 ADMISSION: Final = "admission"
 """``_id`` of the ``Gate`` in ``Admission``."""
 
@@ -40,6 +37,13 @@ class RunFact(Root):
     version: int | None = None
     importing: bool | None = None
     """True while an import goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportList(Root):
+    """The functions that tasks may name as ``module:function``; alone in its collection."""
+
+    id: str = "imports"
     paths: tuple[str, ...] = ()
 
 

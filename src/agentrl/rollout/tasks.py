@@ -63,7 +63,9 @@ async def _load(arguments: argparse.Namespace) -> int:
         paths = paths_among((*result.names.get("scorer", ()), *result.names.get("agent_name", ())))
         if not await store.imports.add(paths):
             modules = ",".join(sorted({path.partition(":")[0] for path in paths}))
-            print(f"warning  this user may not write Run: start samplers with --allowed_modules {modules}")
+            print(
+                f"warning  this user may not write Imports: start samplers with --allowed_modules {modules}"
+            )
     for reason in result.skipped:
         print(f"skipped  {reason}")
     for task_id in loaded.left:

@@ -10,12 +10,12 @@ from typing import Final
 from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import DuplicateKeyError
 
-from agentrl.documents.run import ADMISSION, IMPORTS, SCHEMA, TRAINER
+from agentrl.documents.run import ADMISSION, SCHEMA, TRAINER, ImportList
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.errors import StoreError
 from agentrl.store.connection import Connection, Json, Part, database_call
 from agentrl.store.indexes import prepare
-from agentrl.store.names import GATE, LEASE, RECORD, RUN, SCHEMA_VERSION, TASK
+from agentrl.store.names import GATE, IMPORTS, LEASE, RECORD, RUN, SCHEMA_VERSION, TASK
 from agentrl.store.slots import LIVE
 
 _STOP = "stop its processes and wait until the leases have run out (--lease_seconds)"
@@ -52,13 +52,14 @@ async def released_records(database: AsyncDatabase[Json]) -> int:
 async def moved_gate_and_lease(database: AsyncDatabase[Json]) -> int:
     """2 → 3: the gate and the trainer's lease leave ``Run``, which only administrators may write.
 
-    The functions that tasks name enter it, so that samplers go on importing them.
+    The functions that tasks name are listed in ``Imports``, so that samplers go on importing them.
     """
     moved = 0
     named = [name for field in ("scorer", "agent_name") for name in await database[TASK].distinct(field)]
     paths = sorted({name for name in named if isinstance(name, str) and ":" in name})
     if paths:
-        await database[RUN].update_one({"_id": IMPORTS}, {"$set": {"paths": paths}}, upsert=True)
+        imports = ImportList(paths=tuple(paths))
+        await database[IMPORTS].replace_one({"_id": imports.id}, imports.to_document(), upsert=True)
     for key, target in ((ADMISSION, GATE), (TRAINER, LEASE)):
         document = await database[RUN].find_one({"_id": key})
         if document is not None:

@@ -14,10 +14,10 @@ from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.record import Record
 from agentrl.documents.run import (
     FLAGS,
-    IMPORTS,
     SCHEMA,
     EpochOpening,
     Gate,
+    ImportList,
     RunFact,
     RunSettings,
     TrainerLease,
@@ -33,6 +33,7 @@ from agentrl.store.names import (
     DATA,
     EPOCH,
     GATE,
+    IMPORTS,
     LEASE,
     RECORD,
     RUN,
@@ -133,7 +134,7 @@ _LEASE_DEADLINE = _extra(
     f"Task.{LEASE_DEADLINE}", "when the first lease of its slots runs out", bsonType=["date", "null"]
 )
 _RUN = {
-    "_id": _extra("Run._id", f"one of {SCHEMA}, {IMPORTS}", enum=[SCHEMA, IMPORTS]),
+    "_id": _extra("Run._id", f"one of {SCHEMA}", enum=[SCHEMA]),
     "version": _extra(
         "Run.version", "the version of the database's shape", bsonType=["int", "long"], minimum=1
     ),
@@ -153,6 +154,7 @@ VALIDATORS: dict[str, Json] = {
         RUN: _object(RunFact, **_RUN),
         SETTINGS: _object(RunSettings, _id=_extra("Settings._id", "a concern or flags/ROLE", enum=_KEYS)),
         GATE: _object(Gate),
+        IMPORTS: _object(ImportList),
         EPOCH: _object(EpochOpening),
         LEASE: _object(TrainerLease),
     }.items()

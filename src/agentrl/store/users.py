@@ -146,7 +146,7 @@ def privileges_of(role: str, database: str) -> list[Json]:
     privileges += [_privilege(database, name, actions) for name, actions in ROLES[role].items()]
     if not database and ROLES[role]:
         privileges += [_privilege("", name, _MAKE) for name in (*COLLECTIONS, *VIEWS)]
-        privileges += [_privilege("", name, _ADD) for name in (RUN, GATE)]
+        privileges += [_privilege("", name, _ADD) for name in (RUN, GATE)]  # never changed by them
     return privileges
 
 

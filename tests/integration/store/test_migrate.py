@@ -80,6 +80,8 @@ async def test_the_gate_and_the_lease_leave_the_run_document(store: Store, run_c
     lease = await database["TrainerLease"].find_one({"_id": "trainer"})
     for name in ("Run", "Admission", "TrainerLease"):
         await database[name].drop()
+    await run.add_task(store, run.READY, 0)
+    await database["Task"].update_one({"_id": run.READY}, {"$set": {"scorer": "mine.scorers:close"}})
     old = [{"_id": "schema", "version": 2}, gate, lease]
     await database["Run"].insert_many([document for document in old if document is not None])
     with pytest.raises(StoreError, match=f"trainer t holds run '{run_config.run_name}'"):
@@ -88,6 +90,7 @@ async def test_the_gate_and_the_lease_leave_the_run_document(store: Store, run_c
     assert await agentrl_db(run_config, "migrate") == 0
     assert [document["_id"] async for document in database["Run"].find()] == ["schema"]
     assert await database["Admission"].find_one({"_id": "admission"}) == gate
+    assert await store.imports.paths() == {"mine.scorers:close"}
     async with await open_store(run_config) as opened:
         assert (await opened.runs.trainer()).attempt == attempt
         assert await opened.runs.acquire_trainer("u", "h", 1, 60) == attempt + 1

@@ -1,0 +1,211 @@
+"""What somebody who holds a sampler's password can do: every line that docs/operations.md says of it."""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_run as run
+from db_command import agentrl_db
+from pymongo.asynchronous.database import AsyncDatabase
+
+import agentrl
+from agentrl.config.schema import RunConfig
+from agentrl.conversion.verify import verifier
+from agentrl.documents.task import task_key
+from agentrl.errors import ConfigError, StoreError
+from agentrl.extensions import allow_imports
+from agentrl.scoring.registry import get_scorer
+from agentrl.store.client import Store, open_existing
+
+pytestmark = pytest.mark.integration
+
+DOCUMENTED = Path(agentrl.__file__).parents[2] / "docs" / "operations.md"
+Json = dict[str, Any]
+Database = AsyncDatabase[Json]
+Attempts = Callable[[Database], list[Awaitable[object]]]
+FIRST = f"{run.READY}/0/1"
+
+
+@pytest.fixture
+async def thief(
+    store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> AsyncIterator[Store]:
+    """The run through the sampler's user; ``store`` is the administrator's view of it."""
+    await run.build(store, tmp_path / "weights", unfinished=False)
+    await store.runs.acquire_trainer("trainer", "host", 1, 60)
+    await store.settings.begin("tasks", {"num_generations": 2}, "train")
+    assert await agentrl_db(run_config, "users", "--create") == 0
+    found = re.search(r"^agentrl_sampler +made +(\S+)$", capsys.readouterr().out, re.MULTILINE)
+    assert found is not None
+    async with await open_existing(dataclasses.replace(run_config, db_connection_string=found[1])) as opened:
+        yield opened
+    for role in ("sampler", "trainer", "engine", "auditor"):
+        await store.database.command("dropUser", f"agentrl_{role}")
+        await store.database.command("dropRole", f"agentrl_{role}")
+
+
+def test_every_line_is_documented() -> None:
+    section = DOCUMENTED.read_text(encoding="utf-8").partition("stolen sampler credential")[2]
+    lines = set(re.findall(r"^- (.+)$", section.partition("\n## ")[0], re.MULTILINE))
+    assert {line.partition(":")[0] for line in lines} == {*REFUSED, *REFUSED_BY_READERS, *ALLOWED}
+
+
+REFUSED: dict[str, Attempts] = {
+    "take or hold the trainer's lease, or fence the trainer out": lambda d: [
+        d["TrainerLease"].update_one({}, {"$inc": {"attempt": 1}}),
+        d["TrainerLease"].update_one({}, {"$set": {"owner": "me"}}),
+        d["TrainerLease"].insert_one({"_id": "trainer"}),
+        d["TrainerLease"].delete_many({}),
+    ],
+    "change the schema version, or mark an import": lambda d: [
+        d["Run"].update_one({"_id": "schema"}, {"$set": {"version": 9}}),
+        d["Run"].update_one({"_id": "schema"}, {"$set": {"importing": True}}),
+        d["Run"].insert_one({"_id": "schema", "importing": True}),
+    ],
+    "list a module for samplers to import": lambda d: [
+        d["Imports"].insert_one({"_id": "imports", "paths": ["sys:exit"]}),
+        d["Imports"].update_one({}, {"$set": {"paths": ["sys:exit"]}}, upsert=True),
+    ],
+    "publish, withdraw or change a policy version": lambda d: [
+        d["PolicyVersion"].insert_one({"_id": 9}),
+        d["PolicyVersion"].update_one({}, {"$set": {"status": "withdrawn"}}),
+    ],
+    "write a training step": lambda d: [
+        d["TrainStep"].insert_one({"_id": "9/9"}),
+        d["TrainStep"].update_one({}, {"$set": {"status": "reverted"}}),
+    ],
+    "register an engine, or change the url of one": lambda d: [
+        d["InferenceService"].insert_one({"_id": "e"}),
+        d["InferenceService"].update_one({}, {"$set": {"url": "http://me"}}),
+    ],
+    "change training data or model calls that are stored": lambda d: [
+        d["DBRecordData"].update_one({}, {"$set": {"advantage": 9.0}}),
+        d["DispatchedSamplingTask"].update_one({}, {"$set": {"response": {}}}),
+    ],
+    "change what the run was begun with": lambda d: [
+        d["Settings"].update_one({}, {"$set": {"values": {}}}),
+    ],
+    "delete a document, drop a collection, change a validator or an index": lambda d: [
+        *(d[name].delete_many({}) for name in ("Task", "Record", "DBRecordData", "Admission")),
+        d["Task"].drop(),
+        d.command("collMod", "Record", validator={}),
+        d["Task"].drop_indexes(),
+        d.client.drop_database(d.name),
+    ],
+    "read or write another run": lambda d: [
+        d.client["other"]["Task"].find_one({}),
+        d.client["other"]["Task"].insert_one({}),
+    ],
+    "manage users": lambda d: [
+        d.command("createUser", "me", pwd="x", roles=[]),
+        d.command("updateUser", "agentrl_sampler", roles=[{"role": "root", "db": "admin"}]),
+        d.command("usersInfo", 1),
+    ],
+    "store a document that a validator refuses": lambda d: [
+        d["Record"].insert_one({"_id": "x", "unknown": 1}),
+        d["Record"].insert_one({"_id": "x", "unknown": 1}, bypass_document_validation=True),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", REFUSED)
+async def test_the_server_refuses_it(thief: Store, line: str) -> None:
+    for attempt in REFUSED[line](thief.database):
+        with pytest.raises(Exception, match=r"not authorized|failed validation"):
+            await attempt
+
+
+Trick = Callable[[Store, Store], Awaitable[None]]
+
+
+async def _change_a_score(thief: Store, store: Store) -> None:
+    ready = (await store.training.ready("train"))[0]
+    await thief.database["Record"].update_one({"_id": ready.id}, {"$set": {"score": 9.0}})
+    problems = await verifier(store)(await store.training.fetch([ready.id]))
+    assert "has the score 9.0" in problems[ready.task]
+
+
+async def _score_without_a_slot(thief: Store, store: Store) -> None:
+    key = task_key("train", 0, "new")
+    await run.add_task(thief, key, -1)
+    for value in (0.0, 1.0):
+        await run.score(thief, await run.claim(thief), value)
+    document = await thief.database["Record"].find_one({"_id": FIRST}) or {}
+    await thief.database["Record"].insert_one(
+        {**document, "_id": f"{key}/0/9", "task": key, "attempt": 9, "score": 9.0}
+    )
+    with pytest.raises(StoreError, match="its slot is not scored by it"):
+        await store.training.finalise_group(key, lambda *_: pytest.fail("the group was decided"))
+
+
+async def _forge_training_data(thief: Store, store: Store) -> None:
+    document = await thief.database["DBRecordData"].find_one({"_id": FIRST}) or {}
+    forged = {**document, "_id": "x/0/1", "record": "x/0/1", "advantage": 9.0}
+    await thief.database["DBRecordData"].insert_one(forged)
+    (problem,) = (await verifier(store)(await store.training.fetch(["x/0/1"]))).values()
+    assert "give no training data x/0/1" in problem
+
+
+async def _name_a_path(thief: Store, store: Store) -> None:
+    await thief.database["Task"].update_many(
+        {}, {"$set": {"scorer": "antigravity:fly", "agent_name": "sys:exit"}}
+    )
+    task = await store.tasks.get(run.READY)
+    assert task is not None
+    paths = await store.imports.paths()
+
+    def score() -> None:
+        allow_imports(paths)
+        with pytest.raises(ConfigError, match="may not import"):
+            get_scorer(task.scorer)
+
+    contextvars.copy_context().run(score)
+
+
+REFUSED_BY_READERS: dict[str, Trick] = {
+    "a score changed after its group was finalised": _change_a_score,
+    "a score of a Record that does not hold its slot": _score_without_a_slot,
+    "training data that follow from no trajectory": _forge_training_data,
+    "a scorer or an agent that a task names by a path": _name_a_path,
+}
+
+
+async def _read_everything(thief: Store, store: Store) -> None:
+    names = await store.database.list_collection_names()
+    for name in {*names} - {"system.views"}:
+        await thief.database[name].find_one({})
+
+
+async def _invent_a_trajectory(thief: Store, store: Store) -> None:
+    await run.add_task(thief, task_key("train", 0, "invented"), -1)
+    claim = await run.claim(thief)
+    await run.score(thief, claim, 1.0)
+    record = await store.records.get(claim.record_id)
+    assert record is not None
+    assert record.score == 1.0
+
+
+async def _hold_the_run_up(thief: Store, store: Store) -> None:
+    await run.add_task(thief, task_key("train", 0, "more"), -1)
+    await thief.claims.release(await run.claim(thief))
+    await run.fail(thief, await run.claim(thief), max_attempts=1)
+    changed = await thief.database["Task"].update_many({}, {"$set": {"query": "?"}})
+    assert changed.modified_count > 0
+
+
+ALLOWED: dict[str, Trick] = {
+    "read the whole run, with queries and answers": _read_everything,
+    "invent a trajectory of a slot that it claims, with model calls and a score": _invent_a_trajectory,
+    "take, release and fail slots, and add and change tasks": _hold_the_run_up,
+}
+
+
+@pytest.mark.parametrize("line", [*REFUSED_BY_READERS, *ALLOWED])
+async def test_who_reads_it_refuses_it_or_every_sampler_may(thief: Store, store: Store, line: str) -> None:
+    await {**REFUSED_BY_READERS, **ALLOWED}[line](thief, store)
