@@ -6,14 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import NoneType
 from typing import Any, Protocol
 
-from agentrl.barrier import contain, contain_call, describe
+from agentrl.barrier import contain, contain_call
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, without_results
 from agentrl.documents.packing import pack_floats, pack_ids
-from agentrl.documents.status import CallStatus, StopReason
+from agentrl.documents.status import CallStatus
 from agentrl.documents.storable import clean, storable
 from agentrl.documents.task import Claim
 from agentrl.errors import ToolServerError, TrajectoryError
@@ -22,6 +21,8 @@ from agentrl.inference.parsers import ParsedMessage, ToolCall, ToolCallParser, t
 from agentrl.inference.sampling import SamplingParams
 from agentrl.rollout.context import get_context_manager
 from agentrl.rollout.conversation import Conversation
+from agentrl.rollout.outcome import Outcome as Outcome
+from agentrl.rollout.outcome import checked_messages
 from agentrl.rollout.renderer import ChatRenderer, Message
 from agentrl.scoring.answers import extract_answer
 from agentrl.tools.base import Schema, ToolResult
@@ -45,35 +46,6 @@ class Tools(Protocol):
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Run one tool."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a trajectory ended."""
-
-    stop_reason: StopReason
-    final_answer: str | None = None
-
-
-def checked_outcome(agent: str, value: object) -> Outcome:
-    """The outcome that ``agent`` returned, storable; TrajectoryError where it is none."""
-    if not isinstance(value, Outcome):
-        raise TrajectoryError(
-            f"agent {agent} returned {describe(value)}", cure="return Outcome(stop_reason, final_answer)"
-        )
-    if not isinstance(value.final_answer, (str, NoneType)):
-        raise TrajectoryError(
-            f"agent {agent} returned the final answer {describe(value.final_answer)}",
-            cure="an answer is a string, or None",
-        )
-    try:
-        reason = StopReason(value.stop_reason)
-    except ValueError as error:
-        raise TrajectoryError(
-            f"agent {agent} returned the stop reason {describe(value.stop_reason)}",
-            cure=f"known: {', '.join(StopReason)}",
-        ) from error
-    return Outcome(reason, clean(value.final_answer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +220,7 @@ class Rollout:
 
     def append_messages(self, messages: Sequence[Message]) -> None:
         """Add messages behind the last turn; TrajectoryError where one is no message."""
-        self._conversation.append_messages(_messages(messages))
+        self._conversation.append_messages(checked_messages(messages))
 
     async def reset_context(self) -> bool:
         """Start a new prefix as ``--new_context`` says; False where that ends, or the new one is full."""
@@ -257,7 +229,7 @@ class Rollout:
         messages = await contain(lambda: manager(self), f"context manager {name}", TrajectoryError)
         if messages is None:
             return False
-        first = _messages(messages)
+        first = checked_messages(messages)
         await self.finish()
         self._conversation = Conversation(self._renderer, first, self.schemas)
         self._parent = None
@@ -338,18 +310,6 @@ class Rollout:
 def _cleaned(parsed: ParsedMessage) -> ParsedMessage:
     calls = tuple(ToolCall(clean(call.name), clean(call.arguments), call.typed) for call in parsed.tool_calls)
     return ParsedMessage(parsed.content, calls, clean(parsed.error))
-
-
-def _messages(messages: Sequence[Message]) -> list[Message]:
-    """Messages from an extension, as a template and a document take them."""
-    if not isinstance(messages, (list, tuple)):
-        raise TrajectoryError(f"messages are {describe(messages)}", cure="give a list of messages")
-    for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise TrajectoryError(
-                f"a message is {describe(message)}", cure="a message is a mapping with a text 'role'"
-            )
-    return [dict(clean(dict(message))) for message in messages]
 
 
 def _first_messages(session: Rollout) -> list[Message]:

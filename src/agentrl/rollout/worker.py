@@ -29,8 +29,9 @@ from agentrl.inference.parsers import ToolCallParser
 from agentrl.inference.sampling import SamplingParams
 from agentrl.rollout.agents import Agent, get_agent
 from agentrl.rollout.failures import failure_text
+from agentrl.rollout.outcome import checked_outcome
 from agentrl.rollout.renderer import ChatRenderer
-from agentrl.rollout.session import Engine, Outcome, Rollout, Tools, checked_outcome
+from agentrl.rollout.session import Engine, Outcome, Rollout, Tools
 from agentrl.scoring.registry import ScorerContext, ScoreResult, run_scorer
 
 if TYPE_CHECKING:
