@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -381,6 +382,59 @@ async def what_is_left(run: Run) -> dict[str, Any]:
             verify(version.location, version.files)
     places = [*run.output.glob("*checkpoint-*"), *run.output.glob("weights/v*")]
     return {"versions": versions, **{str(path): path.stat().st_ino for path in places}}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", folder], check=False)
+    if mounted.returncode:
+        pytest.skip("a file system can be mounted by root only")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.timeout(240)
+async def test_a_full_disk_pauses_training_until_there_is_space(run: Run, small_disk: Path) -> None:
+    await run.fill()
+    filler = small_disk / "filler"
+    with run.start("--output_dir", str(small_disk / "output"), "--max_staleness", "1") as process:
+        try:
+            log = [await read_until(process, "training from step 0")]
+            await asyncio.to_thread(fill_disk, filler)
+            log.append(await read_until(process, "training pauses at step"))
+            async with await run.open() as store:
+                ahead = await store.training.last_step()
+                newest = await store.policies.latest()
+            assert ahead is not None
+            assert newest is not None
+            assert ahead.step == newest.step + 2
+            filler.unlink()
+            output, _ = await asyncio.to_thread(process.communicate, timeout=100)
+        finally:
+            process.kill()
+    assert process.returncode == 0, "".join([*log, output])
+    async with await run.open() as store:
+        assert [version.step for version in await store.policies.all()][-1] == 3
+
+
+async def read_until(process: subprocess.Popen[str], text: str) -> str:
+    """What the process prints, up to the line that holds ``text``."""
+    lines: list[str] = []
+    assert process.stdout is not None
+    async with asyncio.timeout(100):
+        while not lines or text not in lines[-1]:
+            lines.append(await asyncio.to_thread(process.stdout.readline))
+            assert lines[-1], "".join(lines)
+    return "".join(lines)
+
+
+def fill_disk(file: Path) -> None:
+    with contextlib.suppress(OSError), file.open("wb", buffering=0) as sink:
+        while True:
+            sink.write(bytes(1 << 20))
 
 
 async def test_no_data_in_time_is_told(run: Run) -> None:

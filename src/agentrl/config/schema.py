@@ -229,6 +229,14 @@ class TrainConfig:
     save_total_limit: int = flag(2, "checkpoints kept")
     publish_steps: int = flag(1, "publish weights every so many steps")
     published_versions_kept: int = flag(4, "published weight folders kept on disk")
+    publish_wait_seconds: float = flag(
+        600.0,
+        "how long training pauses when weights cannot be published and data would become too stale; then it"
+        " saves and ends",
+    )
+    fallback_output_dir: str | None = flag(
+        None, "folder on another disk for checkpoints that --output_dir has no space for"
+    )
     max_bad_steps: int = flag(3, "steps in a row without a finite loss and gradient that end the training")
     resume_from_checkpoint: str | None = flag(
         "auto", "'auto' (the newest one whose steps have not been undone), a checkpoint folder, or 'none'"
@@ -255,8 +263,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         require_positive(
             self, "groups_per_step", "max_tokens", "max_trained_count", "save_steps", "save_total_limit",
-            "publish_steps", "published_versions_kept", "loss_seq_chunk_size", "data_wait_seconds",
-            "max_bad_steps",
+            "publish_steps", "published_versions_kept", "publish_wait_seconds", "loss_seq_chunk_size",
+            "data_wait_seconds", "max_bad_steps",
             "dp_replicate_size", "tp_size", "pp_size", "cp_size", "ep_size",
         )  # fmt: skip
         require(

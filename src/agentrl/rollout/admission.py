@@ -17,9 +17,9 @@ class Admission:
     """Bounds the groups that are sampled or wait to be trained.
 
     Groups are trained in the order in which they were begun. With at most (``max_staleness`` + 1) ×
-    ``groups_per_step`` of them open, the step in progress included, a group that is begun under the newest
-    weights is trained at most ``max_staleness`` versions later. An engine that serves older weights uses up
-    that allowance by as many versions as it lags.
+    ``groups_per_step`` of them open, the step in progress included, a group that is begun under the weights
+    of the last step is trained at most ``max_staleness`` steps later. Weights that are not published yet, and
+    an engine that serves older ones, use up that allowance by as many optimizer steps as they lag.
     """
 
     sampling: SamplingConfig
@@ -27,7 +27,7 @@ class Admission:
 
     @property
     def max_staleness(self) -> int:
-        """Versions that sampling may run ahead: none with ``--sync_sampling``."""
+        """Optimizer steps that sampling may run ahead: none with ``--sync_sampling``."""
         return 0 if self.sampling.sync_sampling else self.sampling.max_staleness
 
     async def groups_allowed(self, store: Store, engine_version: int | None) -> Room:
@@ -37,10 +37,12 @@ class Admission:
         """
         newest = await store.policies.latest()
         step = await store.training.last_step()
-        published = newest.id if newest is not None else 0
-        is_unpublished = step is not None and (newest is None or newest.step < step.step)
-        serving = published if engine_version is None else min(engine_version, published)
-        engines_lag = published - serving
-        lag = engines_lag + int(is_unpublished)
+        trained = 0 if step is None else step.step
+        published = 0 if newest is None else newest.step
+        served = published
+        if newest is not None and engine_version is not None and engine_version < newest.id:
+            serving = await store.policies.get(engine_version)
+            served = 0 if serving is None else min(serving.step, published)
+        lag = max(trained, published) - served
         groups = max(0, self.max_staleness + 1 - lag) * self.training.groups_per_step
-        return Room(groups, after_step=0 if step is None else step.step, engines_lag=engines_lag > 0)
+        return Room(groups, after_step=trained, engines_lag=served < published)

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.batching.stream import DataStream, StepData
@@ -16,12 +15,11 @@ from agentrl.documents.training import TrainStep
 from agentrl.errors import PublishError, TrainingError
 from agentrl.observe.live import StepView
 from agentrl.observe.trackers import Tracker
-from agentrl.train import checkpoint
 from agentrl.train.lease import TrainerLease
-from agentrl.train.model import architecture
 from agentrl.train.resume import Progress
 from agentrl.train.rewards import step_window, window_metrics
-from agentrl.weights.publish import Shelf, publish
+from agentrl.train.saving import Saver
+from agentrl.train.staleness import staleness_metrics
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -39,33 +37,32 @@ class Trainer:
     run_name: str
     config: TrainConfig
     computer: StepComputer | Leader
+    saver: Saver
     stream: DataStream
     progress: Progress
     lease: TrainerLease
-    output: Path
     owner: str
     stop: asyncio.Event
     view: StepView
     tracker: Tracker
     split: str = "train"
-    saved_step: int = 0
-    seconds_publish: float = 0.0
     skipped: int = 0
 
     async def run(self) -> None:
         """Train until ``max_steps``, the end of the data, or ``stop``; publish and save what is not yet."""
         try:
-            if self._publication_is_due():
-                await self._publish_if_needed()
+            await self.saver.publish_if_due()
             while not self._is_done():
                 started = time.perf_counter()
                 batch = await self._next_data()
                 if batch is None:
                     break
                 await self._train(batch, time.perf_counter() - started)
+        except PublishError as error:
+            raise await self.saver.keep(error) from error
         finally:
             await self.stream.close()
-        await self._finish()
+        await self.saver.finish()
 
     def _is_done(self) -> bool:
         return self.stop.is_set() or 0 < self.config.max_steps <= self.progress.step
@@ -111,10 +108,11 @@ class Trainer:
             "groups_open": await self.store.training.open_groups(self.split),
             "groups_ready": await self.stream.ready_groups(plan.step + 1, progress.version),
             "seconds_data": seconds_data,
-            "seconds_publish": self.seconds_publish,
+            "seconds_publish": self.saver.seconds_publish,
         }
+        metrics |= await staleness_metrics(self.store, metrics, progress.step)
         await self._commit(plan, metrics, window.tasks)
-        await self._follow_up(plan)
+        await self.saver.after_step()
 
     async def _commit(self, plan: TrainStep, metrics: dict[str, Any], counted: Sequence[str]) -> None:
         await self.store.training.commit_step(
@@ -128,28 +126,11 @@ class Trainer:
         )
         progress = self.progress
         progress.step = plan.step
-        progress.is_published = False
         progress.train_steps.append(plan.id)
         self.skipped = 0
         self.stream.avoid(frozenset())
         self.view.step(plan.step, metrics)
         self.tracker.log(plan.step, metrics)
-
-    async def _follow_up(self, plan: TrainStep) -> None:
-        """Save, then publish, where it is time; a disk that is full is told, and tried again next time.
-
-        Saved first, a step that others have seen the weights of is rarely undone.
-        """
-        try:
-            if plan.step % self.config.save_steps == 0:
-                await self._save_if_needed()
-            if self._publication_is_due():
-                await self._publish_if_needed()
-        except PublishError as error:
-            logger.error("%s", error)
-
-    def _publication_is_due(self) -> bool:
-        return self.progress.step % self.config.publish_steps == 0
 
     async def _skip(self, plan: TrainStep, metrics: dict[str, Any]) -> None:
         """Undo a step whose loss or gradient is not finite; its data are tried again behind others."""
@@ -171,54 +152,7 @@ class Trainer:
     def _prefetch(self, step: int) -> None:
         if 0 < self.config.max_steps <= step:
             return
-        publishes = step % self.config.publish_steps == 0
-        self.stream.prefetch(step + 1, self.progress.version + (1 if publishes else 0))
-
-    async def _publish_if_needed(self) -> None:
-        if self.progress.is_published:
-            return
-        await self.lease.check()
-        started = time.perf_counter()
-        policy = self.computer.policy
-        published = await publish(
-            self.store,
-            await asyncio.to_thread(self.computer.published),
-            Shelf(
-                root=self.output / "weights",
-                attempt=self.progress.attempt,
-                keep=self.config.published_versions_kept,
-            ),
-            tokenizer_files_from=policy.base,
-            step=self.progress.step,
-            train_step_id=self.progress.train_steps[-1] if self.progress.train_steps else None,
-            chat_template=policy.chat_template,
-        )
-        self.progress.version = published.id
-        self.progress.is_published = True
-        self.seconds_publish = time.perf_counter() - started
-
-    async def _save_if_needed(self) -> None:
-        progress = self.progress
-        if progress.step == self.saved_step:
-            return
-        state = checkpoint.CheckpointState(
-            run_name=self.run_name,
-            step=progress.step,
-            policy_version=progress.version,
-            train_steps=tuple(progress.train_steps),
-            architecture=architecture(self.computer.policy.base),
-            attempt=progress.attempt,
-        )
-        folder = await asyncio.to_thread(
-            checkpoint.save, self.output, state, self.computer,
-            limit=self.config.save_total_limit, fence=self.lease.fence(),
-        )  # fmt: skip
-        self.saved_step = progress.step
-        logger.info("saved %s", folder)
-
-    async def _finish(self) -> None:
-        await self._save_if_needed()
-        await self._publish_if_needed()
+        self.stream.prefetch(step + 1, self.progress.version + (1 if self.saver.is_due(step) else 0))
 
 
 async def _cancel(*tasks: asyncio.Task[Any]) -> None:

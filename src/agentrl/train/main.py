@@ -98,6 +98,7 @@ async def _train_until(stop: asyncio.Event, configs: Configs, team: Team | None)
     from agentrl.train.checkpoint import set_aside
     from agentrl.train.lease import hold
     from agentrl.train.loop import Trainer
+    from agentrl.train.saving import Saver
     from agentrl.weights.folder import remove_leftovers
 
     run, config = configs[RunConfig], configs[TrainConfig]
@@ -106,20 +107,24 @@ async def _train_until(stop: asyncio.Event, configs: Configs, team: Team | None)
         await _join(configs) as store,
         hold(store, configs[ClaimConfig].lease_seconds, stop) as lease,
     ):
-        for folder in (output, output / "weights"):
+        fallback = Path(config.fallback_output_dir) / run.run_name if config.fallback_output_dir else None
+        roots = [output] if fallback is None else [output, fallback]
+        await asyncio.to_thread(_check_space, configs, output, roots[1:])
+        for folder in (*roots, output / "weights"):
             await asyncio.to_thread(remove_leftovers, folder)
         steps = await store.training.steps(status=None)
         total_steps = await _total_steps(store, configs)
         discarded = (await store.runs.trainer()).discarded
         computer, found = await asyncio.to_thread(
-            _prepare, configs, output, total_steps, steps, discarded, team
+            _prepare, configs, roots, total_steps, steps, discarded, team
         )
         replays = config.resume_from_checkpoint == "auto"
         progress = await resume.begin(
             store, computer.policy.base, found, steps, attempt=lease.attempt, replays=replays
         )
         await lease.check()
-        await asyncio.to_thread(set_aside, output, progress.train_steps, lease.attempt)
+        for root in roots:
+            await asyncio.to_thread(set_aside, root, progress.train_steps, lease.attempt)
         logger.info(
             "training from step %d, policy version %d%s",
             progress.step, progress.version, f" ({found.folder})" if found else "",
@@ -130,15 +135,27 @@ async def _train_until(stop: asyncio.Event, configs: Configs, team: Team | None)
             run_name=run.run_name,
             config=config,
             computer=computer,
+            saver=Saver(
+                store=store,
+                run_name=run.run_name,
+                config=config,
+                computer=computer,
+                progress=progress,
+                lease=lease,
+                output=output,
+                max_staleness=_max_staleness(configs[SamplingConfig]),
+                stop=stop,
+                fallback=fallback,
+                saved=found.folder if found else None,
+                saved_step=progress.step,
+            ),
             stream=_stream(store, configs, computer, progress.replay),
             progress=progress,
             lease=lease,
-            output=output,
             owner=lease.owner,
             stop=stop,
             view=StepView(max_steps=config.max_steps),
             tracker=tracker,
-            saved_step=progress.step,
         )
         try:
             await trainer.run()
@@ -166,7 +183,7 @@ async def _join(configs: Configs) -> Store:
 
 def _prepare(
     configs: Configs,
-    output: Path,
+    roots: Sequence[Path],
     total_steps: int | None,
     steps: Sequence[TrainStep],
     discarded: Sequence[str],
@@ -176,14 +193,19 @@ def _prepare(
     from agentrl.train import checkpoint
     from agentrl.train.model import base_folder
 
-    found = checkpoint.find(
-        output,
-        configs[TrainConfig].resume_from_checkpoint,
-        steps,
-        run_name=configs[RunConfig].run_name,
-        base=base_folder(configs[ModelConfig]),
-        discarded=discarded,
-    )
+    candidates = [
+        checkpoint.find(
+            root,
+            configs[TrainConfig].resume_from_checkpoint,
+            steps,
+            run_name=configs[RunConfig].run_name,
+            base=base_folder(configs[ModelConfig]),
+            discarded=discarded,
+        )
+        for root in roots
+    ]
+    complete = [candidate for candidate in candidates if candidate is not None]
+    found = max(complete, key=lambda candidate: candidate.state.step, default=None)
     if team is None:
         return _build(configs, None, found, total_steps), found
     from agentrl.train.parallel.together import lead
@@ -232,7 +254,7 @@ def _stream(
         groups_per_step=train.groups_per_step,
         num_epochs=tasks.num_train_epochs,
         freshness=Freshness(
-            max_staleness=0 if sampling.sync_sampling else sampling.max_staleness,
+            max_staleness=_max_staleness(sampling),
             policy=train.staleness_policy,
             decay=configs[LossConfig].out_of_date_decay,
         ),
@@ -245,6 +267,20 @@ def _stream(
         engine_alive_seconds=configs[EngineConfig].alive_seconds,
     )
     return DataStream(store, settings, replay, verify=verifier(store) if train.verify_data else None)
+
+
+def _check_space(configs: Configs, output: Path, others: Sequence[Path]) -> None:
+    from agentrl.train.model import base_folder
+    from agentrl.train.space import check_output, retention
+
+    model = configs[ModelConfig]
+    is_adapter = configs[AdapterConfig].lora_rank > 0
+    kept = retention(base_folder(model), model.dtype, configs[TrainConfig], is_adapter=is_adapter)
+    check_output(output, kept, others)
+
+
+def _max_staleness(sampling: SamplingConfig) -> int:
+    return 0 if sampling.sync_sampling else sampling.max_staleness
 
 
 async def _total_steps(store: Store, configs: Configs) -> int | None:

@@ -28,11 +28,18 @@ class Progress:
     """Committed optimizer steps that the weights contain."""
     version: int = 0
     """The newest published version."""
-    is_published: bool = True
-    """The weights are those of ``version``."""
+    published_step: int = 0
+    """The step whose weights ``version`` has."""
+    is_overdue: bool = False
+    """A publication failed, and none has succeeded since."""
     train_steps: list[str] = field(default_factory=list)
     replay: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """What the steps that are undone had planned: {step: (data id, …)}; done again, they train the same."""
+
+    @property
+    def is_published(self) -> bool:
+        """The weights are those of ``version``."""
+        return self.step == self.published_step
 
 
 async def begin(
@@ -64,7 +71,7 @@ async def begin(
         attempt=attempt,
         step=step,
         version=version,
-        is_published=version_step == step,
+        published_step=version_step,
         train_steps=contained,
         replay=replay_after(steps, step) if replays else {},
     )

@@ -19,7 +19,12 @@ def store(version: int | None, version_step: int = 0, last_step: int | None = No
     async def last() -> Any:
         return None if last_step is None else SimpleNamespace(step=last_step)
 
-    return SimpleNamespace(policies=SimpleNamespace(latest=latest), training=SimpleNamespace(last_step=last))
+    async def get(number: int) -> Any:
+        """Up to the newest version, one was published after each step."""
+        return SimpleNamespace(id=number, step=number)
+
+    policies = SimpleNamespace(latest=latest, get=get)
+    return SimpleNamespace(policies=policies, training=SimpleNamespace(last_step=last))
 
 
 def admission(*, sync: bool, max_staleness: int = 1) -> Admission:
@@ -46,6 +51,17 @@ async def test_staleness_bounds_the_groups_ahead(max_staleness: int, groups: int
 )
 async def test_an_engine_that_lags_uses_up_the_allowance(state: Any, engine: int, groups: int) -> None:
     assert (await admission(sync=False).groups_allowed(state, engine)).groups == groups
+
+
+@pytest.mark.parametrize(("step", "groups"), [(4, 16), (5, 12), (7, 4), (8, 0), (12, 0)])
+async def test_every_step_that_is_not_published_uses_up_the_allowance(step: int, groups: int) -> None:
+    allowed = admission(sync=False, max_staleness=3)
+    assert (await allowed.groups_allowed(store(1, 4, last_step=step), 1)).groups == groups
+
+
+async def test_an_engine_lags_by_steps_not_by_versions() -> None:
+    allowed = admission(sync=False, max_staleness=7)
+    assert (await allowed.groups_allowed(store(2, 8, last_step=8), 1)).groups == 4
 
 
 @pytest.mark.parametrize(("engine", "lags"), [(5, True), (6, False), (7, False), (None, False)])

@@ -31,6 +31,7 @@ from agentrl.train.compute import StepComputer, StepResult
 from agentrl.train.lease import TrainerLease
 from agentrl.train.loop import Trainer
 from agentrl.train.rewards import step_window, trajectory_means, window_metrics
+from agentrl.train.saving import Saver
 from agentrl.weights.folder import remove_leftovers
 from agentrl.weights.manifest import verify
 
@@ -53,7 +54,7 @@ async def store() -> FakeStore:
 def start(tmp_path: Path, store: FakeStore) -> Start:
     base, output = write_tiny_policy(tmp_path / "base"), tmp_path / "output"
 
-    async def begin(choice: str = "auto", **changes: Any) -> Trainer:
+    async def begin(choice: str = "auto", max_staleness: int = 9, **changes: Any) -> Trainer:
         config = TrainConfig(**{"groups_per_step": 2, "save_steps": 1, **changes})
         lease = TrainerLease(cast("Store", store), await store.runs.acquire_trainer("me", "h", 1, 60.0), 60.0)
         steps = await store.training.steps()
@@ -73,12 +74,17 @@ def start(tmp_path: Path, store: FakeStore) -> Start:
             groups_per_step=2, num_epochs=1, freshness=Freshness(max_staleness=9),
             wait_seconds=30.0,
         )  # fmt: skip
+        stop = asyncio.Event()
+        saver = Saver(
+            store=cast("Store", store), run_name="run", config=config, computer=computer, progress=progress,
+            lease=lease, output=output, max_staleness=max_staleness, stop=stop, saved_step=progress.step,
+            saved=found.folder if found else None,
+        )  # fmt: skip
         return Trainer(
-            store=cast("Store", store), run_name="run", config=config, computer=computer,
+            store=cast("Store", store), run_name="run", config=config, computer=computer, saver=saver,
             stream=DataStream(cast("Store", store), settings, progress.replay), progress=progress,
-            lease=lease, output=output, owner="me",
-            stop=asyncio.Event(), view=StepView(Console(file=StringIO())),
-            tracker=open_trackers("none", RunConfig(), output), saved_step=progress.step,
+            lease=lease, owner="me", stop=stop, view=StepView(Console(file=StringIO())),
+            tracker=open_trackers("none", RunConfig(), output),
         )  # fmt: skip
 
     return begin
@@ -143,7 +149,7 @@ async def reference(store: FakeStore, start: Start) -> tuple[dict[str, Any], dic
     trainer = await start("none")
     await trainer.run()
     left = told(store)
-    shutil.rmtree(trainer.output)
+    shutil.rmtree(trainer.saver.output)
     return left, fresh
 
 
@@ -191,7 +197,7 @@ async def resumed_after_step_2(store: FakeStore, start: Start, **changes: Any) -
     """A trainer that goes on from a checkpoint of step 2 where step 3 had been trained and published."""
     trainer = await start(save_steps=2, max_steps=3)
     await trainer.run()
-    shutil.rmtree(trainer.output / "checkpoint-000003")
+    shutil.rmtree(trainer.saver.output / "checkpoint-000003")
     return cast("Trainer", await start(**{"max_steps": 3, **changes}))
 
 
@@ -206,7 +212,7 @@ async def test_a_replayed_step_with_equal_weights_is_the_version_that_it_was(
     assert {version.status for version in store.versions.values()} == {VersionStatus.PUBLISHED}
     assert store.versions[3].train_step == "2/3"
     verify(store.versions[3].location, store.versions[3].files)
-    assert sorted(path.name for path in (trainer.output / "weights").iterdir()) == [
+    assert sorted(path.name for path in (trainer.saver.output / "weights").iterdir()) == [
         "v000001", "v000002", "v000003",
     ]  # fmt: skip
 
@@ -236,7 +242,7 @@ async def test_starting_anew_chooses_anew(store: FakeStore, start: Start) -> Non
     trainer = await start("none", max_steps=1)
     await trainer.run()
     assert store.train_steps["2/1"].data == ("f/0/1", "f/1/1", "e/0/1", "e/1/1")
-    assert [path.name for path in sorted(trainer.output.glob("*checkpoint-*"))] == [
+    assert [path.name for path in sorted(trainer.saver.output.glob("*checkpoint-*"))] == [
         "checkpoint-000001-2", "undone-checkpoint-000001",
     ]  # fmt: skip
 
@@ -247,7 +253,7 @@ CRASHES: dict[str, Any] = {
     "committed, not saved": ("agentrl.train.checkpoint", "save"),
     "half a checkpoint": ("agentrl.train.checkpoint", "_random_states"),
     "checkpoint written, not renamed": ("agentrl.weights.folder", "_replace"),
-    "saved, not published": ("agentrl.train.loop", "publish"),
+    "saved, not published": ("agentrl.train.saving", "publish"),
     "half a version": ("agentrl.weights.versions", "checksums"),
     "version reserved, not placed": ("agentrl.weights.versions", "write_manifest"),
     "version written, not told": ("fake_store", "_Policies.publish"),
@@ -271,11 +277,11 @@ async def test_a_trainer_that_dies_anywhere_ends_where_one_does_that_did_not(
         with pytest.raises(Killed):
             await trainer.run()
     trainer = await start()
-    remove_leftovers(trainer.output)
-    remove_leftovers(trainer.output / "weights")
+    remove_leftovers(trainer.saver.output)
+    remove_leftovers(trainer.saver.output / "weights")
     await trainer.run()
     assert told(store) == untouched
-    assert not list(trainer.output.glob("**/.tmp-*"))
+    assert not list(trainer.saver.output.glob("**/.tmp-*"))
 
 
 async def test_a_trainer_that_was_replaced_writes_nothing_more(store: FakeStore, start: Start) -> None:
@@ -323,6 +329,72 @@ async def test_a_full_disk_does_not_end_training(
     assert len(committed(store)) == 3
     assert sorted(store.versions) == [0]
     assert "is full" in caplog.text
+
+
+class Disk:
+    """The disk of a folder: full, or as it is."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_full = True
+        self.pauses = 0
+        usage = shutil.disk_usage
+
+        def look(path: Path) -> Any:
+            is_there = self.is_full and Path(path).is_relative_to(folder)
+            return Usage(100, 90, 10) if is_there else usage(path)
+
+        monkeypatch.setattr(shutil, "disk_usage", look)
+
+
+async def test_training_pauses_at_the_staleness_bound_until_it_can_publish(
+    store: FakeStore, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = await start(max_staleness=1, save_steps=99)
+    disk = Disk(trainer.saver.output, monkeypatch)
+    paused_at: list[int] = []
+
+    async def make_space(_: Saver, __: float) -> None:
+        paused_at.append(len(committed(store)))
+        disk.is_full = len(paused_at) < 3
+
+    monkeypatch.setattr(Saver, "_sleep", make_space)
+    await trainer.run()
+    assert paused_at == [2, 2, 2]
+    assert "training pauses at step 2, 2 steps ahead of version 0" in caplog.text
+    assert f"the disk of {trainer.saver.output / 'weights'} is full" in caplog.text
+    assert "10 are free" in caplog.text
+    assert [(version.id, version.step) for version in store.versions.values()] == [(0, 0), (1, 2), (2, 3)]
+
+
+async def test_training_that_cannot_publish_ends_with_what_it_has_kept(
+    store: FakeStore, start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trainer = await start(max_staleness=1, publish_wait_seconds=0.01)
+    trainer.saver.fallback = tmp_path / "fallback"
+    Disk(trainer.saver.output, monkeypatch)
+    with pytest.raises(PublishError, match=r"training stops at step 2: the disk of .* is full") as stopped:
+        await trainer.run()
+    kept = tmp_path / "fallback" / "checkpoint-000002"
+    assert f"Kept: {kept} (step 2), version 0 of step 0" in stopped.value.message
+    assert (kept / "state.json").is_file()
+    assert len(committed(store)) == 2
+
+
+async def test_staleness_counts_optimizer_steps_whether_they_are_published_or_not(
+    store: FakeStore, start: Start
+) -> None:
+    await (await start(publish_steps=99)).run()
+    steps = [step.metrics for step in store.train_steps.values()]
+    assert [step["staleness_mean"] for step in steps] == [0.0, 1.0, 2.0]
+    assert [list(step["staleness_histogram"]) for step in steps] == [["0"], ["1"], ["2"]]
+    assert steps[0]["staleness_histogram"]["0"] == steps[0]["trainable_tokens"]
+
+
+async def test_weights_are_published_early_where_sampling_waits_for_them(
+    store: FakeStore, start: Start
+) -> None:
+    await (await start(publish_steps=99, max_staleness=1)).run()
+    assert [(version.id, version.step) for version in store.versions.values()] == [(0, 0), (1, 2), (2, 3)]
 
 
 async def test_three_losses_that_are_not_finite_end_training(

@@ -1,0 +1,196 @@
+"""Checkpoints and publications of a trainer; training pauses while it cannot publish."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl.config.schema import TrainConfig
+from agentrl.errors import PublishError
+from agentrl.train import checkpoint
+from agentrl.train.lease import TrainerLease
+from agentrl.train.model import architecture
+from agentrl.train.resume import Progress
+from agentrl.weights.publish import Shelf, publish
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
+    from agentrl.train.compute import StepComputer
+    from agentrl.train.parallel.together import Leader
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
+
+
+@dataclass(kw_only=True)
+class Saver:
+    """Saves and publishes one trainer's weights. ``stop`` set: a pause ends, and so does training."""
+
+    store: Store
+    run_name: str
+    config: TrainConfig
+    computer: StepComputer | Leader
+    progress: Progress
+    lease: TrainerLease
+    output: Path
+    max_staleness: int
+    """Optimizer steps that training may be ahead of the newest published version: sampling waits beyond."""
+    stop: asyncio.Event
+    fallback: Path | None = None
+    """Where checkpoints go that ``output`` cannot take."""
+    saved: Path | None = None
+    """The newest checkpoint."""
+    saved_step: int = 0
+    seconds_publish: float = 0.0
+
+    def is_due(self, step: int) -> bool:
+        """Whether the weights of ``step`` are to be published.
+
+        Every ``publish_steps``, and earlier where sampling waits for newer weights: admission counts
+        the steps since the newest published version as staleness.
+        """
+        ahead = step - self.progress.published_step
+        return step % self.config.publish_steps == 0 or ahead > self.max_staleness
+
+    async def after_step(self) -> None:
+        """Save, then publish, where it is due. Saved first, a step whose weights others saw is rarely undone.
+
+        A disk that refuses is logged and tried again after the next step, as long as the staleness bound
+        holds; then training pauses. Raises PublishError when the pause was in vain.
+        """
+        if self.progress.step % self.config.save_steps == 0:
+            try:
+                await self._save()
+            except PublishError as error:
+                await self.lease.check()
+                logger.error("no checkpoint at step %d: %s", self.progress.step, error)
+        await self.publish_if_due()
+
+    async def publish_if_due(self) -> None:
+        """Publish where it is due. A failure is logged within the staleness bound, and retried beyond it."""
+        progress = self.progress
+        if progress.is_published or not (self.is_due(progress.step) or progress.is_overdue):
+            return None
+        deadline = time.monotonic() + self.config.publish_wait_seconds
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                return await self._publish()
+            except PublishError as error:
+                await self.lease.check()
+                progress.is_overdue = True
+                ahead, left = progress.step - progress.published_step, deadline - time.monotonic()
+                if ahead <= self.max_staleness:
+                    logger.error("step %d is not published: %s", progress.step, error)
+                    return None
+                if left <= 0 or self.stop.is_set():
+                    raise
+                logger.error(
+                    "training pauses at step %d, %d steps ahead of version %d (--max_staleness %d):"
+                    " trying again for %.0f s: %s",
+                    progress.step, ahead, progress.version, self.max_staleness, left, error,
+                )  # fmt: skip
+            await self._sleep(min(pause, max(left, 0.0)))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def finish(self) -> None:
+        """Save and publish what is not yet. Raises PublishError, naming what is kept, if either fails."""
+        failed: list[PublishError] = []
+        for write in (self._save, self._publish):
+            try:
+                await write()
+            except PublishError as error:
+                await self.lease.check()
+                failed.append(error)
+        if failed:
+            raise self.stopped(*failed)
+
+    async def keep(self, error: PublishError) -> PublishError:
+        """Save a checkpoint, since training ends with ``error``; return the error that names what is kept."""
+        try:
+            await self._save()
+        except PublishError as other:
+            await self.lease.check()
+            return self.stopped(error, other)
+        return self.stopped(error)
+
+    def stopped(self, *errors: PublishError) -> PublishError:
+        """The error with which training ends: what could not be written, and what is kept."""
+        progress = self.progress
+        kept = "no checkpoint" if self.saved is None else f"{self.saved} (step {self.saved_step})"
+        cures = dict.fromkeys(error.cure for error in errors if error.cure)
+        return PublishError(
+            f"training stops at step {progress.step}: {'; '.join(error.message for error in errors)}."
+            f" Kept: {kept}, version {progress.version} of step {progress.published_step}",
+            cure="; ".join(cures) + "; then start the trainer again: it resumes",
+        )
+
+    async def _publish(self) -> None:
+        progress = self.progress
+        if progress.is_published:
+            return
+        await self.lease.check()
+        started = time.perf_counter()
+        policy = self.computer.policy
+        published = await publish(
+            self.store,
+            await asyncio.to_thread(self.computer.published),
+            Shelf(
+                root=self.output / "weights",
+                attempt=progress.attempt,
+                keep=self.config.published_versions_kept,
+            ),
+            tokenizer_files_from=policy.base,
+            step=progress.step,
+            train_step_id=progress.train_steps[-1] if progress.train_steps else None,
+            chat_template=policy.chat_template,
+        )
+        progress.version, progress.published_step = published.id, progress.step
+        progress.is_overdue = False
+        self.seconds_publish = time.perf_counter() - started
+
+    async def _save(self) -> None:
+        """Save a checkpoint of the last step, where the output folder refuses it in the fallback folder."""
+        progress = self.progress
+        if progress.step == self.saved_step:
+            return
+        try:
+            await self._save_in(self.output)
+        except PublishError as error:
+            if self.fallback is None:
+                raise
+            await self.lease.check()
+            logger.error("step %d is saved in --fallback_output_dir: %s", progress.step, error)
+            await self._save_in(self.fallback)
+
+    async def _save_in(self, root: Path) -> None:
+        progress = self.progress
+        state = checkpoint.CheckpointState(
+            run_name=self.run_name,
+            step=progress.step,
+            policy_version=progress.version,
+            train_steps=tuple(progress.train_steps),
+            architecture=architecture(self.computer.policy.base),
+            attempt=progress.attempt,
+        )
+        self.saved = await asyncio.to_thread(
+            checkpoint.save, root, state, self.computer,
+            limit=self.config.save_total_limit, fence=self.lease.fence(),
+        )  # fmt: skip
+        self.saved_step = progress.step
+        logger.info("saved %s", self.saved)
+
+    async def _sleep(self, seconds: float) -> None:
+        """Wait, but no longer than until training is stopped or another trainer takes over."""
+        events = [asyncio.create_task(event.wait()) for event in (self.stop, self.lease.lost)]
+        try:
+            await asyncio.wait(events, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in events:
+                task.cancel()
+            await asyncio.gather(*events, return_exceptions=True)
