@@ -26,17 +26,18 @@ def require_trainable(configs: Groups) -> None:
 
 
 def _require_progress(sampling: SamplingConfig, training: TrainConfig) -> None:
-    """A group is begun under weights that are published, or one version behind them if staleness allows.
+    """A group is begun under weights that are published, or some steps behind them if staleness allows.
 
-    Between two publications the trainer's weights are unpublished: admission counts them as one version more,
-    and allows (``max_staleness`` + 1 − 1) × ``groups_per_step`` groups. At 0 the next step gets none.
+    Between two publications the trainer's weights are unpublished. Admission counts each such step, and the
+    trainer publishes early when more than ``max_staleness`` are: at 0 after every step, whatever
+    ``publish_steps`` says.
     """
     is_synchronous = sampling.sync_sampling or sampling.max_staleness == 0
     flags = "--sync_sampling" if sampling.sync_sampling else "--max_staleness 0"
     require(
         not is_synchronous or training.publish_steps == 1,
         f"{flags} samples a step's groups only under published weights, and --publish_steps is"
-        f" {training.publish_steps}: after step 1 samplers and the trainer would wait for each other",
+        f" {training.publish_steps}: after step 1 samplers would wait for weights that are not published",
         "set --publish_steps 1; or --max_staleness 1 or more, without --sync_sampling",
     )
 
