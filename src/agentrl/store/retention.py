@@ -75,8 +75,9 @@ class Retention(Part):
     async def prune(self, limits: Limits, *, dry_run: bool = False) -> Pruned:
         """Delete calls and data of finished trajectories within ``limits``, a batch to a transaction.
 
-        Finished are the trained and the stale ones, and those that failed, were handed back or abandoned;
-        whatever waits to be trained, or is planned, stays. Records, Tasks and TrainSteps get ``pruned_at``.
+        Finished are the trained, stale and quarantined ones, and those that failed, were handed back or
+        abandoned; whatever waits to be trained, or is planned, stays. Records, Tasks and TrainSteps get
+        ``pruned_at``.
         """
         total = Pruned()
         async for batch in self._candidates(limits):

@@ -97,6 +97,14 @@ async def test_stale_data_go_and_planned_data_stay(store: Store, tmp_path: Path)
     assert await violations(store) == []
 
 
+async def test_quarantined_data_go(store: Store, tmp_path: Path) -> None:
+    await run.build(store, tmp_path / "weights")
+    assert await store.training.quarantine({"task": run.READY}, "it is bad") == 2
+    await prune(store, older_than_days=0, last_step=0)
+    assert (await store.training.counts("train"))[DataStatus.QUARANTINED] == 0
+    assert await violations(store) == []
+
+
 async def test_the_limits_of_age_and_step(store: Store, tmp_path: Path) -> None:
     await run.build(store, tmp_path / "weights")
     assert await prune(store, older_than_days=1) == Pruned()
