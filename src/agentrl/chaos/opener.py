@@ -11,7 +11,8 @@ import sys
 from dataclasses import dataclass
 
 from agentrl.config.load import parse
-from agentrl.config.schema import RunConfig, TaskConfig, flag
+from agentrl.config.schema import RunConfig, flag
+from agentrl.documents.task_file import read_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -36,20 +37,19 @@ def main(argv: list[str]) -> int:
     from agentrl.observe.logging import setup
 
     setup(configs[RunConfig], "opener")
-    asyncio.run(open_all(configs[RunConfig], configs[TaskConfig], configs[OpenerConfig]))
+    asyncio.run(open_all(configs[RunConfig], configs[OpenerConfig]))
     return 0
 
 
-async def open_all(run: RunConfig, tasks: TaskConfig, config: OpenerConfig) -> None:
+async def open_all(run: RunConfig, config: OpenerConfig) -> None:
     """Load the file, then open epoch after epoch as samplers do."""
-    from agentrl.rollout.setup import load_tasks
     from agentrl.store.client import open_store
     from agentrl.store.outage import patient
 
+    result = read_tasks(config.openings_file, split=SPLIT, seed=run.seed, num_generations=GENERATIONS)
     with patient(run.db_wait_seconds):
         async with await open_store(run) as store:
-            path = config.openings_file
-            await load_tasks(store, run, tasks, path, split=SPLIT, num_generations=GENERATIONS)
+            await store.tasks.load(result.tasks)
             while True:
                 epoch = await store.tasks.next_epoch(SPLIT, config.openings)
                 if epoch is not None:
