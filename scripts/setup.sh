@@ -65,7 +65,7 @@ fi
 
 python=$(find_python)
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || fail "cannot make $venv: install the venv module (Debian: apt install python3-venv)"
-pip() { PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip --quiet "$@" 2> >(grep -v '^WARNING: Location' >&2); }
+pip() { step env PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip --quiet "$@" 2> >(grep -v '^WARNING: Location' >&2); }
 
 printf 'setup: installing into %s (a few minutes, once)\n' "$venv"
 torch=$(grep '^torch==' requirements/lock.txt)

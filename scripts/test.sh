@@ -20,7 +20,7 @@ elif [ $# -eq 0 ]; then
   export AGENTRL_REQUIRE_ENGINES=sglang
 fi
 
-"$bin/ruff" check .
-"$bin/ruff" format --check .
-"$bin/mypy"
+step "$bin/ruff" check .
+step "$bin/ruff" format --check .
+step "$bin/mypy"
 exec "$bin/python" -m pytest "$@"

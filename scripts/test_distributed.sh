@@ -24,7 +24,7 @@ failed=0
 for line in "${known[@]}"; do
   read -r processes layout <<<"$line"
   mkdir "$folder/$layout"
-  if ! timeout 240 "$python" -m torch.distributed.run --standalone --nproc_per_node "$processes" \
+  if ! step timeout 240 "$python" -m torch.distributed.run --standalone --nproc_per_node "$processes" \
     "$program" "$layout" --folder "$folder/$layout" 2>"$folder/$layout/log"; then
     failed=1
     echo "$layout: FAILED"

@@ -32,9 +32,9 @@ make_engine_venv() {
 
     echo "$name venv: installing into $venv (about $size, one to three minutes)"
     rm -f "$stamp"
-    "${PYTHON:-python3}" -m venv "$venv"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --requirement "$requirements"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --requirement "$nodeps"
+    step "${PYTHON:-python3}" -m venv "$venv"
+    step "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --requirement "$requirements"
+    step "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --requirement "$nodeps"
     printf '%s\n' "$wanted" >"$stamp"
     echo "$name venv: $venv (installed)"
 }

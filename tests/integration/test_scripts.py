@@ -149,6 +149,18 @@ def test_a_sampler_that_cannot_run_ends_the_script_with_its_reason(
     assert processes_in(root) == []
 
 
+@pytest.mark.parametrize("name", ["grpo.sh", "quickstart.sh", "chaos.sh", "test.sh"])
+async def test_a_signal_during_setup_ends_the_installation_too(
+    root: Path, start: Callable[..., Script], name: str
+) -> None:
+    (root / "scripts/setup.sh").write_text("touch begun\nsleep 600\n", encoding="utf-8")
+    script = start(name, "run")
+    await script.until((root / "begun").exists, 60)
+    script.process.terminate()
+    assert await asyncio.to_thread(script.wait, 30) == 143
+    assert processes_in(root) == []
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("number", "roles"), [(signal.SIGTERM, "serve sample train"), (signal.SIGINT, "serve sample")]

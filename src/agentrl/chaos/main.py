@@ -44,6 +44,7 @@ FINISH_SECONDS = 300.0
 """How long the rest of the last epoch may take once nothing goes wrong any more."""
 
 _STOP_SECONDS = 60.0
+_INTERRUPTED_SECONDS = 15.0
 _PAGE = 1000
 _POLL_SECONDS = 0.5
 
@@ -121,7 +122,7 @@ async def _run(
         finished = await _finish(store, injector.actors)
     finally:
         watcher.cancel()
-        await asyncio.gather(*(actor.stop(_STOP_SECONDS) for actor in actors))
+        await asyncio.gather(*(actor.stop(_INTERRUPTED_SECONDS) for actor in actors))
     exits = [exit for actor in actors for exit in actor.exits]
     report = Report(faults=injector.done, exits=exits, seconds=seconds, finished=finished)
     await examine(store, scene.logs, report)

@@ -31,6 +31,7 @@ from agentrl.processes import signal_session, start_child, stop_children, tail
 from agentrl.scoring.registry import ScorerContext
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded import EmbeddedMongo
+from agentrl.supervise import StoppedBySignalError, stop_on_signals
 
 GROUPS_PER_STEP = 2
 GENERATIONS = 4
@@ -247,7 +248,11 @@ def main(argv: list[str] | None = None) -> int:
     folder = options.folder or Path(tempfile.mkdtemp(prefix="agentrl-kill-trainer-"))
     plan = Plan(kills=options.kills, steps=options.steps, seed=options.seed, folder=folder)
     started = time.monotonic()
-    undisturbed, killed, kills = compare(plan)
+    try:
+        with stop_on_signals():
+            undisturbed, killed, kills = compare(plan)
+    except StoppedBySignalError as stopped:
+        return stopped.exit_code
     _print(undisturbed, killed)
     same = undisturbed == killed
     print(
