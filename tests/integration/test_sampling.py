@@ -31,8 +31,8 @@ from agentrl.rollout.finalise import Finaliser
 from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
 from agentrl.rollout.setup import open_renderer
 from agentrl.rollout.worker import Worker
+from agentrl.store.admission import GroupLimit
 from agentrl.store.client import Store
-from agentrl.store.openings import Room
 
 pytestmark = pytest.mark.integration
 
@@ -312,8 +312,8 @@ async def test_groups_are_begun_soon_after_engines_have_loaded_what_nobody_annou
     setting = Setting(store, right_then_wrong())
     looks = iter(range(1000))
 
-    async def allowed() -> Room:
-        return Room(1) if next(looks) >= 20 else Room(0, engines_lag=True)
+    async def allowed() -> GroupLimit:
+        return GroupLimit(1) if next(looks) >= 20 else GroupLimit(0, engines_lag=True)
 
     setting.sampler._groups_allowed = allowed
     running = asyncio.create_task(setting.run())

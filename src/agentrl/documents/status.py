@@ -19,8 +19,10 @@ class EpochStatus(StrEnum):
 class TaskStatus(StrEnum):
     """A Task is one group: its slots are the group's generations."""
 
-    CREATED = "created"  # nobody has claimed a slot yet
-    RUNNING = "running"  # at least one slot is claimed or done, at least one is not terminal
+    CREATED = "created"  # not admitted: nobody may claim a slot yet
+    RUNNING = (
+        "running"  # admitted: slots may be claimed (every one may be open); at least one is not terminal
+    )
     WAITING = "waiting"  # every slot is terminal; the group has not been finalised
     COMPLETED = "completed"  # the group is finalised: its training data exist, or it was abandoned
 

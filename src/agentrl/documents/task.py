@@ -29,6 +29,20 @@ class Slot(Document):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Admission(Document):
+    """A group that was admitted, and of which nobody has claimed a slot yet.
+
+    A claimer takes its first slot only if its own limit, worked out after ``after_step`` or a later step, is
+    at least ``rank``.
+    """
+
+    rank: int
+    """Its place among the open groups, from 1, when it was admitted."""
+    after_step: int
+    """The last committed step at that time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Task(Root):
     """A question to sample. ``id`` is ``split/epoch/task_id``, which makes loading idempotent.
 
@@ -54,6 +68,7 @@ class Task(Root):
     max_turns: int | None = None
     meta: dict[str, Any] = field(default_factory=dict)
     slots: tuple[Slot, ...] = ()
+    admission: Admission | None = None
     group: dict[str, Any] | None = None
     """Set when the group is finalised: ``{scored, failed, mean_score, outcome, rules, finalised_at,
     counted_at_step}``; the last is the step whose metrics count it.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agentrl.config.schema import SamplingConfig, TrainConfig
-from agentrl.store.openings import Room
+from agentrl.store.admission import GroupLimit
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -30,7 +30,7 @@ class Admission:
         """Optimizer steps that sampling may run ahead: none with ``--sync_sampling``."""
         return 0 if self.sampling.sync_sampling else self.sampling.max_staleness
 
-    async def groups_allowed(self, store: Store, engine_version: int | None) -> Room:
+    async def groups_allowed(self, store: Store, engine_version: int | None) -> GroupLimit:
         """How many groups may be open after the last step; groups already begun may always be finished.
 
         ``engine_version`` is the oldest version that an engine serves; None counts as the newest.
@@ -45,4 +45,4 @@ class Admission:
             served = 0 if serving is None else min(serving.step, published)
         lag = max(trained, published) - served
         groups = max(0, self.max_staleness + 1 - lag) * self.training.groups_per_step
-        return Room(groups, after_step=trained, engines_lag=served < published)
+        return GroupLimit(groups, after_step=trained, engines_lag=served < published)

@@ -16,7 +16,7 @@ from agentrl.errors import StoreAwayError, StoreError
 from agentrl.rollout.finalise import Finaliser
 from agentrl.rollout.housekeeping import EpochPlan, Housekeeping
 from agentrl.rollout.worker import Worker
-from agentrl.store.openings import Room
+from agentrl.store.admission import GroupLimit
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -72,7 +72,7 @@ class Sampler:
         worker: Worker,
         finaliser: Finaliser,
         config: SamplerConfig,
-        groups_allowed: Callable[[], Awaitable[Room | int | None]],
+        groups_allowed: Callable[[], Awaitable[GroupLimit | int | None]],
     ) -> None:
         """``groups_allowed`` says how many groups may be open right now; None is any number."""
         self._store = store
@@ -143,8 +143,8 @@ class Sampler:
     async def _claim(self, stop: asyncio.Event) -> Claim | None:
         """One slot. New groups are looked for after a change only, or where none came for a while.
 
-        Whatever makes room for a group tells of itself, but for engines that load a newer version: while they
-        do, it is looked for every ``LAG_SECONDS``.
+        Every event that frees capacity wakes the sampler, except engines that load a newer version: meanwhile
+        it polls every ``LAG_SECONDS``.
         """
         opens = self._changed.is_set() or time.monotonic() >= self._look_at
         self._changed.clear()
@@ -156,7 +156,7 @@ class Sampler:
                 split=self._config.split,
                 owner=self._config.owner,
                 lease_seconds=self._config.claims.lease_seconds,
-                max_groups_open=await self._room() if opens else 0,
+                max_groups_open=await self._limit() if opens else 0,
                 max_attempts=self._config.claims.max_attempts,
             )
         except StoreAwayError:
@@ -169,11 +169,11 @@ class Sampler:
             self._housekeeping.work_ran_out()
         self._misses = min(self._misses + 1, _MOST_MISSES)
 
-    async def _room(self) -> Room | int | None:
-        room = await self._groups_allowed()
-        if isinstance(room, Room) and room.engines_lag:
+    async def _limit(self) -> GroupLimit | int | None:
+        limit = await self._groups_allowed()
+        if isinstance(limit, GroupLimit) and limit.engines_lag:
             self._look_at = min(self._look_at, time.monotonic() + LAG_SECONDS)
-        return room
+        return limit
 
     def _start(self, claim: Claim) -> None:
         task = asyncio.create_task(self._worker.run(claim), name=claim.record_id)
@@ -256,7 +256,7 @@ class Sampler:
                 await asyncio.sleep(_REST_SECONDS * 2**self._misses * random.uniform(0.5, 1))
 
     async def _watch_training(self) -> None:
-        """Look for work at once after a step or a version: both make room for groups."""
+        """Look for work at once after a step or a version: both free capacity for groups."""
         while True:
             if await self._store.wait_for_change(*_TRAINING, timeout=_WATCH_SECONDS):
                 self._changed.set()

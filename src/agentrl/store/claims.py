@@ -18,29 +18,29 @@ from agentrl.documents.status import (
 )  # fmt: skip
 from agentrl.documents.task import Claim, Task
 from agentrl.store import slots
+from agentrl.store.admission import BY_ORDER, AdmissionRacedError, GroupAdmission, GroupLimit
 from agentrl.store.attempts import end_record
 from agentrl.store.combining import Combiner
 from agentrl.store.connection import Connection, Json, database_call
 from agentrl.store.leases import lease_lost, lost_claims
 from agentrl.store.names import TASK
-from agentrl.store.openings import BY_ORDER, OpeningRacedError, Openings, Room
 from agentrl.store.releases import FREE, Releases
 from agentrl.store.scores import Scores
 
 _MAX_ATTEMPTS = 3
 _LONGEST_DOUBLING = 9
 _PAUSES = [min(0.002 * 2**number, 0.2) for number in range(40)]
-"""Longest pause, in seconds, after each opening of a group that another claimer won."""
+"""Longest pause, in seconds, after each admission that another claimer won."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
+class ClaimRequest:
     """What one claimer asks for."""
 
     owner: str
     split: str
     lease_seconds: float
-    room: Room | None
+    limit: GroupLimit | None
     max_attempts: int
 
 
@@ -49,23 +49,23 @@ class Claims(Scores, Releases):
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
-        self._openings = Openings(connection)
+        self._admission = GroupAdmission(connection)
         self._claiming = Combiner(self._claim_together, self._claim)
 
     @database_call
     async def claim(
-        self, *, split: str, owner: str, lease_seconds: float, max_groups_open: int | Room | None = None,
-        max_attempts: int = _MAX_ATTEMPTS,
+        self, *, split: str, owner: str, lease_seconds: float,
+        max_groups_open: int | GroupLimit | None = None, max_attempts: int = _MAX_ATTEMPTS,
     ) -> Claim | None:  # fmt: skip
         """Take one slot by one atomic write; None where there is none to take.
 
-        Open slots of groups that have begun come first, then a new group by (epoch, order) as long as fewer
-        than ``max_groups_open`` are open, whoever else claims at that moment; then slots whose lease ran out
-        and that have attempts left. Claimers of one process that come at the same time share the write that
-        takes slots of a group.
+        Open slots of admitted groups come first, by (epoch, order). Where there are none, new groups are
+        admitted as long as fewer than ``max_groups_open`` are open, whoever else claims at that moment; see
+        ``GroupAdmission``. Then come slots whose lease ran out and that have attempts left. Claimers of one
+        process that come at the same time share the write that takes slots of a group.
         """
-        room = Room(max_groups_open) if isinstance(max_groups_open, int) else max_groups_open
-        return await self._claiming.write(_Wish(owner, split, lease_seconds, room, max_attempts))
+        limit = GroupLimit(max_groups_open) if isinstance(max_groups_open, int) else max_groups_open
+        return await self._claiming.write(ClaimRequest(owner, split, lease_seconds, limit, max_attempts))
 
     @database_call
     async def heartbeat(self, claims: Sequence[Claim], lease_seconds: float) -> list[Claim]:
@@ -129,55 +129,58 @@ class Claims(Scores, Releases):
 
     @database_call
     async def groups_open(self, split: str) -> int:
-        """Groups begun and not yet trained: running, waiting, or finalised with untrained data."""
-        return await self._openings.count(split)
+        """Groups admitted and not yet trained: running, waiting, or finalised with untrained data."""
+        return await self._admission.count(split)
 
-    async def _claim(self, wish: _Wish) -> Claim | None:
-        claims = await self._claim_of_one_group(wish, [wish.owner])
+    async def _claim(self, request: ClaimRequest) -> Claim | None:
+        claims = await self._claim_of_one_group(request, [request.owner])
         return claims[0] if claims else None
 
-    async def _claim_together(self, wishes: Sequence[_Wish]) -> list[Claim | PyMongoError | None] | None:
+    async def _claim_together(
+        self, requests: Sequence[ClaimRequest]
+    ) -> list[Claim | PyMongoError | None] | None:
         """Group after group; what was taken before an error has its owner."""
-        if len({replace(wish, owner="") for wish in wishes}) > 1:
+        if len({replace(request, owner="") for request in requests}) > 1:
             return None
         claims: list[Claim | PyMongoError | None] = []
-        while len(claims) < len(wishes):
-            owners = [wish.owner for wish in wishes[len(claims) :]]
+        while len(claims) < len(requests):
+            owners = [request.owner for request in requests[len(claims) :]]
             try:
-                claims += await self._claim_of_one_group(wishes[0], owners) or [None] * len(owners)
+                claims += await self._claim_of_one_group(requests[0], owners) or [None] * len(owners)
             except PyMongoError as error:
                 claims += [error] * len(owners)
         return claims
 
-    async def _claim_of_one_group(self, wish: _Wish, owners: Sequence[str]) -> list[Claim]:
+    async def _claim_of_one_group(self, request: ClaimRequest, owners: Sequence[str]) -> list[Claim]:
         """Slots of one Task for as many of ``owners`` as it has; none where there is nothing to take."""
-        update = slots.claim_slots(slots.OPEN, owners, wish.lease_seconds)
-        is_open = {"slots.status": SlotStatus.OPEN.value, **slots.any_slot(slots.OPEN)}
-        begun = {"split": wish.split, "status": TaskStatus.RUNNING.value, **is_open}
+        update = slots.claim_slots(slots.OPEN, owners, request.lease_seconds)
         for longest_pause in _PAUSES:
+            found = await self._take(_open_slots(request, TaskStatus.RUNNING), update)
+            if found is not None:
+                return _claims_of(found, owners)
             try:
-                found = await self._take(begun, update) or await self._openings.open(
-                    wish.split, wish.room, is_open, update
-                )
-                break
-            except OpeningRacedError:
+                if request.limit is None or not await self._admission.admit(request.split, request.limit):
+                    break
+            except AdmissionRacedError:
                 await asyncio.sleep(random.uniform(0, longest_pause))
         else:
             return []
-        if found is None:
-            return await self._take_over(wish)
-        return _claims_of(found, owners)
+        if request.limit is None:
+            found = await self._take(_open_slots(request, TaskStatus.CREATED), update)
+            if found is not None:
+                return _claims_of(found, owners)
+        return await self._take_over(request)
 
     async def _take(self, query: Json, update: list[Json]) -> Json | None:
         return await self._collection(TASK).find_one_and_update(
             query, update, sort=BY_ORDER, return_document=ReturnDocument.AFTER
         )
 
-    async def _take_over(self, wish: _Wish) -> list[Claim]:
+    async def _take_over(self, request: ClaimRequest) -> list[Claim]:
         """A slot whose lease ran out; the Record of the attempt before fails with it."""
-        expired = slots.expired(wish.max_attempts)
-        query = {"split": wish.split, "status": TaskStatus.RUNNING.value, **slots.overdue(expired)}
-        update = slots.claim_slots(expired, [wish.owner], wish.lease_seconds)
+        expired = slots.expired(request.max_attempts)
+        query = {"split": request.split, "status": TaskStatus.RUNNING.value, **slots.overdue(expired)}
+        update = slots.claim_slots(expired, [request.owner], request.lease_seconds)
         tasks = self._collection(TASK)
         if await tasks.find_one(query, {"_id": 1}) is None:
             return []
@@ -189,7 +192,7 @@ class Claims(Scores, Releases):
             )  # fmt: skip
             if found is None:
                 return []
-            (claim,) = _claims_of(found, [wish.owner])
+            (claim,) = _claims_of(found, [request.owner])
             lost = _lost_claim(found, claim)
             failure = Failure(
                 kind="lease", message=f"the lease of {lost.owner} ran out; {claim.owner} took the slot over"
@@ -228,6 +231,15 @@ class Claims(Scores, Releases):
             return 0
         self.completed.note(claim.task.split, claim.task.id, TaskStatus(task["status"]))
         return 1
+
+
+def _open_slots(request: ClaimRequest, status: TaskStatus) -> Json:
+    """A filter: groups in ``status`` with an open slot that the request's limit allows to claim."""
+    allowed = {} if request.limit is None else request.limit.query
+    return {
+        "split": request.split, "status": status.value, "slots.status": SlotStatus.OPEN.value,
+        **allowed, **slots.any_slot(slots.OPEN),
+    }  # fmt: skip
 
 
 def _failed_or_open(max_attempts: int) -> Json:

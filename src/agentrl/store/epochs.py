@@ -163,6 +163,7 @@ class Epochs(Part):
             "slots": slots.literal([Slot(traj_id=number).to_document() for number in range(generations)]),
             "created_at": "$$NOW",
             "updated_at": "$$NOW",
+            "admission": None,
             "group": None,
             "pruned_at": None,
         }

@@ -37,6 +37,7 @@ INDEXES: dict[str, list[IndexModel]] = {
         _index("split", "status", "slots.status", "epoch", "order"),
         _index("split", "status", LEASE_DEADLINE),
         _index("split", "epoch", "order"),
+        _index("split", "admission.rank", where={"admission.rank": {"$gt": 0}}),
         _index("split", "status", "group.counted_at_step", "group.finalised_at"),
         _index("group.counted_at_step", where={"group.counted_at_step": {"$gt": 0}}),
     ],

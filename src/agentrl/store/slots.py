@@ -98,7 +98,7 @@ def claim_slots(condition: Json, owners: Sequence[str], lease_seconds: float) ->
         "lease_expires_at": after(lease_seconds), "not_before": None, "record_id": record,
     }  # fmt: skip
     return [
-        {"$set": {"last_claim": taken}},
+        {"$set": {"last_claim": taken, "admission": None}},
         {"$set": {"slots": _map_slots({"$gte": [place, 0]}, fields)}},
         *_derive_status(),
     ]

@@ -137,6 +137,13 @@ async def test_what_is_right_the_second_time_is_no_violation(store: Store, weigh
     assert sorted(seen) == sorted(2 * [OTHER, SCORED, READY, f"{run.READY}/1/1"])
 
 
+async def test_an_admitted_group_that_nobody_has_claimed_is_legal(store: Store, weights: Path) -> None:
+    await Damage(store, weights).set(
+        "Task", run.UNTOUCHED, status="running", admission={"rank": 2, "after_step": 1}
+    )
+    assert [str(item.problem) for item in (await check(store)).violations] == []
+
+
 async def test_an_expired_lease_waits_where_no_sampler_lives(store: Store, weights: Path) -> None:
     await Damage(store, weights).set("Task", run.RUNNING, slots__0__lease_expires_at=LONG_AGO)
     report = await check(store)
@@ -271,6 +278,10 @@ BREAKS: dict[str, tuple[int, str, Break]] = {
         4, "documents that can be read", lambda d: d.set("Task", run.READY, slots=[{}])),
     "a Task that is not what its slots are": (
         4, "the state that follows", lambda d: d.set("Task", run.READY, status="running")),
+    "a group with an open slot that nobody has admitted": (
+        4, "the state that follows", lambda d: d.set("Task", run.UNTOUCHED, status="running")),
+    "an admission of a group that is claimed": (
+        4, "no admission rank", lambda d: d.set("Task", run.RUNNING, admission={"rank": 1, "after_step": 0})),
     "a running slot without a lease": (
         4, "lease_expires_at, since", lambda d: d.set("Task", run.RUNNING, slots__0__lease_expires_at=None)),
     "a running slot without an owner": (

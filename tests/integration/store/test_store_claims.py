@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
 
+import pymongo.monitoring
 import pytest
 
 from agentrl.config.schema import RunConfig
@@ -21,11 +22,33 @@ from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store import claims
+from agentrl.store.admission import GroupAdmission, GroupLimit
 from agentrl.store.client import Store, open_store
 from agentrl.store.groups import GroupOutcome
-from agentrl.store.openings import Openings, Room
 
 pytestmark = pytest.mark.integration
+
+
+class Commands(pymongo.monitoring.CommandListener):
+    """Counts the commands that are sent to one database."""
+
+    def __init__(self) -> None:
+        self.database: str | None = None
+        self.count = 0
+
+    def started(self, event: pymongo.monitoring.CommandStartedEvent) -> None:
+        """Count the command."""
+        self.count += event.database_name == self.database
+
+    def succeeded(self, event: pymongo.monitoring.CommandSucceededEvent) -> None:
+        """Answers are not counted."""
+
+    def failed(self, event: pymongo.monitoring.CommandFailedEvent) -> None:
+        """Answers are not counted."""
+
+
+COMMANDS = Commands()
+pymongo.monitoring.register(COMMANDS)
 
 
 def make_tasks(count: int, generations: int = 2, epoch: int = 0) -> list[Task]:
@@ -39,7 +62,7 @@ def make_tasks(count: int, generations: int = 2, epoch: int = 0) -> list[Task]:
 
 
 async def take(
-    store: Store, owner: str = "a", lease: float = 60.0, limit: int | Room | None = None
+    store: Store, owner: str = "a", lease: float = 60.0, limit: int | GroupLimit | None = None
 ) -> Claim | None:
     return await store.claims.claim(split="train", owner=owner, lease_seconds=lease, max_groups_open=limit)
 
@@ -116,14 +139,103 @@ async def crowd(store: Store, run_config: RunConfig) -> AsyncIterator[list[Store
         yield [store, *others]
 
 
-async def test_room_that_was_worked_out_before_a_step_is_gone_after_it(store: Store) -> None:
+async def test_a_limit_that_was_worked_out_before_a_step_admits_nothing_after_it(store: Store) -> None:
     await store.tasks.load(make_tasks(3, generations=1))
     step = TrainStep(id="1/1", step=1, policy_version=0, data=(), owner="t")
     await store.training.plan_step(step)
-    assert await take(store, limit=Room(1, after_step=0)) is not None
+    assert await take(store, limit=GroupLimit(1, after_step=0)) is not None
     await store.training.commit_step(step.id, {}, ())
-    assert await take(store, limit=Room(2, after_step=0)) is None
-    assert await take(store, limit=Room(2, after_step=1)) is not None
+    assert await take(store, limit=GroupLimit(2, after_step=0)) is None
+    assert await take(store, limit=GroupLimit(2, after_step=1)) is not None
+
+
+async def commit(store: Store, step: int) -> None:
+    """A step that trains nothing."""
+    planned = TrainStep(id=f"1/{step}", step=step, policy_version=0, data=(), owner="t")
+    await store.training.plan_step(planned)
+    await store.training.commit_step(planned.id, {}, ())
+
+
+async def unclaimed(store: Store) -> dict[str, int]:
+    """The ranks of admitted groups that nobody has claimed."""
+    tasks = await store.tasks.find("train", status=TaskStatus.RUNNING)
+    return {task.task_id: task.admission.rank for task in tasks if task.admission is not None}
+
+
+async def test_one_admission_takes_groups_up_to_the_limit(store: Store) -> None:
+    await store.tasks.load(make_tasks(9, generations=2))
+    assert await take(store, limit=6) is not None
+    assert await unclaimed(store) == {"1": 2, "2": 3, "3": 4, "4": 5, "5": 6}
+    assert await store.training.open_groups("train") == 6
+    counts = await store.tasks.counts("train")
+    assert (counts[TaskStatus.RUNNING], counts[TaskStatus.CREATED]) == (6, 3)
+
+
+async def test_one_admission_takes_64_slots_at_most(store: Store) -> None:
+    await store.tasks.load(make_tasks(9, generations=30))
+    assert await take(store, limit=9) is not None
+    assert await store.training.open_groups("train") == 3
+
+
+async def test_a_claimer_with_a_lower_limit_claims_no_group_beyond_it(store: Store) -> None:
+    await store.tasks.load(make_tasks(9, generations=1))
+    first = await take(store, limit=GroupLimit(6, after_step=0))
+    assert first is not None
+    lagging = GroupLimit(2, after_step=0, engines_lag=True)
+    second = await take(store, limit=lagging)
+    assert second is not None
+    assert second.task.order == 1
+    assert await take(store, limit=lagging) is None
+    assert await take(store, limit=0) is None
+    assert len(await unclaimed(store)) == 4
+    await score(store, first)
+    await store.training.finalise_group(first.task.id, lambda task, records, calls: GroupOutcome())
+    third = await take(store, limit=lagging)
+    assert third is not None
+    assert third.task.order == 2
+    assert await unclaimed(store) == {"3": 3, "4": 4, "5": 5}
+    assert await take(store, limit=lagging) is None
+    following = await take(store, limit=GroupLimit(6, after_step=0))
+    assert following is not None
+    assert following.task.order == 3
+
+
+async def test_a_claimer_whose_limit_is_older_than_an_admission_does_not_claim_it(store: Store) -> None:
+    await store.tasks.load(make_tasks(4, generations=1))
+    await commit(store, 1)
+    assert await take(store, limit=GroupLimit(4, after_step=1)) is not None
+    assert await take(store, limit=GroupLimit(4, after_step=0)) is None
+    assert await take(store, limit=GroupLimit(4, after_step=1)) is not None
+    await commit(store, 2)
+    assert await take(store, limit=GroupLimit(4, after_step=2)) is not None
+
+
+async def test_a_group_that_was_claimed_once_is_open_to_every_claimer(store: Store) -> None:
+    await store.tasks.load(make_tasks(1, generations=2))
+    claim = await take(store, limit=GroupLimit(1, after_step=0))
+    assert claim is not None
+    await store.claims.release(claim)
+    assert await take(store, limit=0) is not None
+
+
+async def test_several_clients_need_few_commands_a_claim(crowd: list[Store]) -> None:
+    await crowd[0].tasks.load(make_tasks(128, generations=1))
+    claimed = 0
+
+    async def work(mine: Store, owner: str) -> None:
+        nonlocal claimed
+        while claimed < 128:
+            claim = await take(mine, owner, limit=1000)
+            claimed += claim is not None
+
+    COMMANDS.count, COMMANDS.database = 0, crowd[0].run_name
+    async with asyncio.timeout(90):
+        await asyncio.gather(*(work(mine, f"w{number}") for number, mine in enumerate(crowd)))
+    COMMANDS.database = None
+    assert COMMANDS.count / claimed < 6
+    gate = await crowd[0].database["Admission"].find_one({"_id": "admission"})
+    assert gate is not None
+    assert gate["opened"] <= 6
 
 
 @pytest.mark.parametrize("limit", [1, 3])
@@ -161,7 +273,7 @@ async def test_an_opening_that_dies_before_its_commit_leaves_nothing(
         raise StoreError("killed")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Openings, "_begin", die)
+        patched.setattr(GroupAdmission, "_admit", die)
         with pytest.raises(StoreError, match="killed"):
             await take(store, limit=1)
     assert await store.training.open_groups("train") == 0

@@ -21,8 +21,8 @@ from agentrl.documents.status import RecordStatus, ServiceStatus, TaskStatus
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.finalise import Finaliser
 from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
+from agentrl.store.admission import GroupLimit
 from agentrl.store.client import Store, open_store
-from agentrl.store.openings import Room
 
 pytestmark = pytest.mark.integration
 
@@ -220,7 +220,7 @@ async def idle_run(store: Store, trainer_side: Store) -> None:
     """A sampler with nothing to claim and a trainer with nothing to train, ``IDLE_SECONDS`` recorded."""
     admission = Admission(SamplingConfig(), TrainConfig())
 
-    async def allowed() -> Room:
+    async def allowed() -> GroupLimit:
         return await admission.groups_allowed(store, None)
 
     config = SamplerConfig(

@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.config.schema import SamplingConfig, TrainConfig
 from agentrl.rollout.admission import Admission
-from agentrl.store.openings import Room
+from agentrl.store.admission import GroupLimit
 
 
 def store(version: int | None, version_step: int = 0, last_step: int | None = None) -> Any:
@@ -36,7 +36,7 @@ def admission(*, sync: bool, max_staleness: int = 1) -> Admission:
 @pytest.mark.parametrize(("max_staleness", "groups"), [(0, 4), (1, 8), (3, 16)])
 async def test_staleness_bounds_the_groups_ahead(max_staleness: int, groups: int) -> None:
     allowed = admission(sync=False, max_staleness=max_staleness)
-    assert await allowed.groups_allowed(store(5, 5, 5), 5) == Room(groups, after_step=5)
+    assert await allowed.groups_allowed(store(5, 5, 5), 5) == GroupLimit(groups, after_step=5)
 
 
 @pytest.mark.parametrize(

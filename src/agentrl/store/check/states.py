@@ -45,11 +45,14 @@ def task_problems(task: Json) -> Iterator[Problem]:
     if all(slot["status"] in TERMINAL for slot in slots):
         legal = (TaskStatus.WAITING, TaskStatus.COMPLETED)
     elif all(slot["status"] == SlotStatus.OPEN and not slot["attempt"] for slot in slots):
-        legal = (TaskStatus.CREATED,)
+        legal = (TaskStatus.RUNNING,) if task.get("admission") else (TaskStatus.CREATED,)
     else:
         legal = (TaskStatus.RUNNING,)
     if task["status"] not in legal:
         yield Problem(name, "the state that follows from its slots", " or ".join(legal), task["status"])
+    if task.get("admission") and any(slot["attempt"] for slot in slots):
+        what = "no admission rank, since a slot of it has been claimed"
+        yield Problem(name, what, None, task["admission"])
     for slot in slots:
         yield from _slot(f"{name} slot {slot['traj_id']}", slot)
 

@@ -17,7 +17,7 @@ class Tasks(Section):
     """Every Task with its Records and their model calls."""
 
     collection = TASK
-    fields: ClassVar = {"split": 1, "epoch": 1, "status": 1, "slots": 1, "group": 1}
+    fields: ClassVar = {"split": 1, "epoch": 1, "status": 1, "slots": 1, "group": 1, "admission": 1}
     page_size = 32
 
     async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
