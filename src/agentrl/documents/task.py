@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 from agentrl.documents.base import Document, Root, now
 from agentrl.documents.status import SlotStatus, TaskStatus
@@ -80,6 +80,13 @@ class Task(Root):
     updated_at: datetime = field(default_factory=now)
     pruned_at: datetime | None = None
     """When ``agentrl db prune`` last deleted calls or data of its trajectories."""
+
+
+CONTENT: Final = (
+    "query", "answer", "aug_answers", "scorer", "answer_schema", "agent_name", "system_prompt",
+    "query_prompt", "tools", "max_turns", "meta",
+)  # fmt: skip
+"""What a task file says of a task; the rest is what a run makes of it."""
 
 
 def task_key(split: str, epoch: int, task_id: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import random
 import time
@@ -11,8 +10,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from agentrl.documents.run import EpochOpening, epoch_key
-from agentrl.documents.status import EpochStatus, TaskStatus
-from agentrl.documents.task import Slot, Task, task_key
+from agentrl.documents.status import EpochStatus
+from agentrl.documents.task import CONTENT, Slot, Task, task_key
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store import slots
 from agentrl.store.connection import Connection, Json, Part, database_call
@@ -26,8 +25,6 @@ LOAD_WAIT_SECONDS = 600.0
 
 _BATCH = 1000
 _POLL_SECONDS = 0.25
-_FIELDS: Json = {"_id" if field.name == "id" else field.name: 1 for field in dataclasses.fields(Task)}
-"""What a copy takes over: nothing that claims add."""
 
 
 class Epochs(Part):
@@ -155,22 +152,21 @@ class Epochs(Part):
         """Copy tasks (order, task_id) inside the server; one that is there already stays as it is."""
         ids = [task_id for _, task_id in places]
         orders = slots.literal([order for order, _ in places])
-        fresh = {
+        new = Task(
+            id="", task_id="", split=split, epoch=epoch, order=0, query="",
+            slots=tuple(Slot(traj_id=number) for number in range(generations)),
+        )  # fmt: skip
+        copy: Json = {name: slots.literal(value) for name, value in new.to_document().items()}
+        copy |= {name: f"${name}" for name in ("task_id", *CONTENT)}
+        copy |= {
             "_id": {"$concat": [slots.literal(task_key(split, epoch, "")), "$task_id"]},
-            "epoch": epoch,
             "order": {"$arrayElemAt": [orders, {"$indexOfArray": [slots.literal(ids), "$task_id"]}]},
-            "status": TaskStatus.CREATED.value,
-            "slots": slots.literal([Slot(traj_id=number).to_document() for number in range(generations)]),
             "created_at": "$$NOW",
             "updated_at": "$$NOW",
-            "admission": None,
-            "group": None,
-            "pruned_at": None,
         }
         pipeline: list[Json] = [
             {"$match": {"_id": {"$in": [task_key(split, 0, task_id) for task_id in ids]}}},
-            {"$project": _FIELDS},
-            {"$set": fresh},
+            {"$replaceWith": copy},
             {"$merge": {"into": TASK, "whenMatched": "keepExisting", "whenNotMatched": "insert"}},
         ]
         await (await self._collection(TASK).aggregate(pipeline)).to_list()

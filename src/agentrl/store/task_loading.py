@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import bson
 from pymongo import UpdateOne
@@ -14,7 +14,7 @@ from pymongo.errors import BulkWriteError
 
 from agentrl.documents.base import now, plain
 from agentrl.documents.status import SlotStatus, TaskStatus
-from agentrl.documents.task import Task, task_key
+from agentrl.documents.task import CONTENT, Task, task_key
 from agentrl.errors import TaskFileError
 from agentrl.store.connection import Connection, Json, Part
 from agentrl.store.epochs import Epochs, LoadLease
@@ -28,12 +28,6 @@ _BATCH_BYTES = 8 * 2**20
 _DUPLICATE = 11000
 _SHOWN = 5
 _EXCERPT = 60
-
-_CONTENT: Final = (
-    "query", "answer", "aug_answers", "scorer", "answer_schema", "agent_name", "system_prompt",
-    "query_prompt", "tools", "max_turns", "meta",
-)  # fmt: skip
-"""What a task file says of a task; the rest is what a run makes of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +145,7 @@ class TaskLoading(Part):
         return sorted(await self._collection(TASK).distinct("epoch", {"split": split}))
 
     async def _stored(self, ids: Sequence[str]) -> dict[str, Json]:
-        shown = {**dict.fromkeys(_CONTENT, 1), "slots.traj_id": 1}
+        shown = {**dict.fromkeys(CONTENT, 1), "slots.traj_id": 1}
         cursor = self._collection(TASK).find({"_id": {"$in": list(ids)}}, shown)
         return {document["_id"]: document async for document in cursor}
 
@@ -206,7 +200,7 @@ def _batches(tasks: Sequence[Task], places: Sequence[int]) -> Iterator[list[tupl
 
 def _differences(stored: Mapping[str, Any], task: Task) -> Iterator[str]:
     """Every field in which a stored task differs, in words: stored → new."""
-    for name in _CONTENT:
+    for name in CONTENT:
         old, new = stored.get(name), plain(getattr(task, name))
         if old != new:
             yield f"{name} {_excerpt(old)} → {_excerpt(new)}"
@@ -228,4 +222,4 @@ def _unbegun(task_id: str) -> Json:
 
 def _new_text(task: Task, moment: datetime, *more: str) -> Json:
     document = task.to_document()
-    return {"$set": {**{name: document[name] for name in (*_CONTENT, *more)}, "updated_at": moment}}
+    return {"$set": {**{name: document[name] for name in (*CONTENT, *more)}, "updated_at": moment}}
