@@ -303,6 +303,9 @@ async def test_new_weights_answer_under_their_version(served: Served, engine: En
     made = await engine.generate(prompt(14), SHORT, "updated")
     assert made.versions == (VersionSpan(version=5, start=0, end=12),)
     assert_logprobs(served.second, prompt(14), made)
+    await engine.check_instance(served.process.instance)
+    with pytest.raises(EngineError, match="answered by another server"):
+        await engine.check_instance("another")
 
 
 async def test_a_request_in_flight_carries_both_versions(served: Served, engine: EngineClient) -> None:
