@@ -229,6 +229,9 @@ class TrainConfig:
     save_total_limit: int = flag(2, "checkpoints kept")
     publish_steps: int = flag(1, "publish weights every so many steps")
     published_versions_kept: int = flag(4, "published weight folders kept on disk")
+    keep_every: int = flag(
+        0, "keep every N-th published version for ever, besides --published_versions_kept (0: none)"
+    )
     publish_wait_seconds: float = flag(
         600.0,
         "how long training pauses when weights cannot be published and data would become too stale; then it"
@@ -272,6 +275,7 @@ class TrainConfig:
             f"--published_versions_kept is {self.published_versions_kept}",
             "keep at least 2: engines may still be loading the version before the newest",
         )
+        require(self.keep_every >= 0, f"--keep_every is {self.keep_every}", "0 keeps no version for ever")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from agentrl.errors import ConfigError, ModelError
 from agentrl.train.model import Policy, architecture
 from agentrl.train.shards import load_optimizer
 from agentrl.weights.folder import SavableModel, atomic_folder, save_model_files, weight_bytes
+from agentrl.weights.links import share_files
 
 logger = logging.getLogger(__name__)
 
@@ -106,11 +107,13 @@ def save(
     *,
     limit: int,
     fence: Fence | None = None,
+    same_as: Path | None = None,
 ) -> Path:
     """Write ``root/checkpoint-000010`` whole, then delete those before the newest ``limit``.
 
     Of a trainer after the first it is ``checkpoint-000010-ATTEMPT``: two trainers never write one folder.
-    Those with steps that are undone are neither counted nor deleted. Raises PublishError, with nothing left
+    Those with steps that are undone are neither counted nor deleted. Files of the model that equal those in
+    the folder ``same_as`` share their space on disk. Raises PublishError, with nothing left
     behind, when the disk is full; LeaseLostError when another trainer has taken over.
     """
     policy, kept = trained.policy, trained.kept()
@@ -118,6 +121,8 @@ def save(
     with atomic_folder(target, weight_bytes(kept) * _ADAM_COPIES) as temporary:
         (temporary / "model").mkdir()
         save_model_files(kept, policy.base, temporary / "model", policy.chat_template)
+        if same_as is not None:
+            share_files(temporary / "model", same_as)
         trained.save_optimizer(temporary / _OPTIMIZER)
         torch.save(
             {

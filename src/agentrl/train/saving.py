@@ -46,6 +46,8 @@ class Saver:
     saved: Path | None = None
     """The newest checkpoint."""
     saved_step: int = 0
+    published: Path | None = None
+    """The folder of the newest version, if this trainer has published one."""
     seconds_publish: float = 0.0
 
     def is_due(self, step: int) -> bool:
@@ -144,12 +146,15 @@ class Saver:
                 root=self.output / "weights",
                 attempt=progress.attempt,
                 keep=self.config.published_versions_kept,
+                keep_every=self.config.keep_every,
             ),
             tokenizer_files_from=policy.base,
             step=progress.step,
             train_step_id=progress.train_steps[-1] if progress.train_steps else None,
             chat_template=policy.chat_template,
+            same_as=self.saved / "model" if self.saved and self.saved_step == progress.step else None,
         )
+        self.published = Path(published.location)
         progress.version, progress.published_step = published.id, progress.step
         progress.is_overdue = False
         self.seconds_publish = time.perf_counter() - started
@@ -181,6 +186,7 @@ class Saver:
         self.saved = await asyncio.to_thread(
             checkpoint.save, root, state, self.computer,
             limit=self.config.save_total_limit, fence=self.lease.fence(),
+            same_as=self.published if progress.is_published else None,
         )  # fmt: skip
         self.saved_step = progress.step
         logger.info("saved %s", self.saved)

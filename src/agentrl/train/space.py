@@ -64,6 +64,7 @@ def retention(base: Path, dtype: str, config: TrainConfig, *, is_adapter: bool) 
         version_bytes=weights,
         checkpoints=config.save_total_limit,
         checkpoint_bytes=0 if is_adapter else weights * _STATE_COPIES,
+        keep_every=config.keep_every,
     )
 
 
@@ -76,7 +77,8 @@ def check_output(output: Path, kept: Retention, others: Sequence[Path] = ()) -> 
     for folder in (output, output / "weights", *others):
         _require_writable(folder)
     free = shutil.disk_usage(output).free
-    present = _size(output.glob("*checkpoint-*")) + _size((output / "weights").glob("v*"))
+    present = _size(_newest(output, "checkpoint-*", kept.checkpoints))
+    present += _size(_newest(output / "weights", "v*", kept.versions))
     logger.info("%s keeps %s; %s are free", output, kept, amount(free))
     if free + present < kept.bytes:
         raise ConfigError(
@@ -134,6 +136,10 @@ def _require_writable(folder: Path) -> None:
             f"{folder} cannot be written: {error.strerror or error}",
             cure="give a folder that this user can write, on a disk with space, e.g. with --output_dir",
         ) from error
+
+
+def _newest(folder: Path, pattern: str, count: int) -> list[Path]:
+    return sorted(folder.glob(pattern))[-count:]
 
 
 def _size(folders: Iterable[Path]) -> int:

@@ -15,6 +15,7 @@ from agentrl.documents.policy import FileChecksum, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError
 from agentrl.weights.folder import SavableModel, discard_folder
+from agentrl.weights.links import share_files
 from agentrl.weights.manifest import checksums, verify
 from agentrl.weights.versions import (
     delete_folders,
@@ -45,6 +46,8 @@ class Shelf:
     """The trainer's lease: nothing is published or deleted once another trainer has taken over."""
     keep: int
     """The newest versions that stay."""
+    keep_every: int = 0
+    """Each version whose number this divides stays for ever; 0: none."""
 
 
 async def publish(
@@ -56,12 +59,14 @@ async def publish(
     step: int,
     train_step_id: str | None,
     chat_template: str | None = None,
+    same_as: Path | None = None,
 ) -> PolicyVersion:
     """Publish the weights of ``step`` as ``root/v00000N`` and its PolicyVersion; prune older folders.
 
     N is one more than any version before it, withdrawn ones included. Weights that equal, file by file, those
     of a version that was withdrawn for the same step are that version again: it is re-instated, and the
-    tokens that were sampled with it keep the age they have.
+    tokens that were sampled with it keep the age they have. Files that equal those in the folder ``same_as``
+    share their space on disk.
 
     The number and the folder are reserved in the database before the folder appears, so that two trainers
     never write one. Raises LeaseLostError when another trainer has taken over, and PublishError when the
@@ -72,6 +77,8 @@ async def publish(
         write_temporary, model, tokenizer_files_from, version_folder(shelf.root, number), chat_template
     )
     try:
+        if same_as is not None:
+            await asyncio.to_thread(share_files, temporary, same_as)
         twin = withdrawn_twin(await store.policies.withdrawn(step), files)
         if twin is not None:
             document = await _reinstate(store, twin, shelf, temporary, train_step_id)
@@ -162,9 +169,14 @@ async def _prune(store: Store, shelf: Shelf) -> None:
     live = await store.services.live(LIVE_ENGINE_SECONDS)
     in_use = {service.policy_version for service in live if service.policy_version is not None}
     in_use.update(policy.id for policy in await store.policies.published(shelf.keep))
+    in_use.update(policy.id for policy in known if _is_kept_for_ever(policy, shelf.keep_every))
     kept = kept_versions(folders.values(), in_use, keep=shelf.keep)
     deleted, pruned = surplus_folders(folders, known, kept, -1 if newest is None else newest)
     if deleted:
         await store.policies.mark_pruned(pruned, attempt=shelf.attempt)
         await asyncio.to_thread(delete_folders, shelf.root, deleted)
         logger.debug("deleted %s", deleted)
+
+
+def _is_kept_for_ever(policy: PolicyVersion, every: int) -> bool:
+    return every > 0 and policy.id % every == 0 and policy.status is VersionStatus.PUBLISHED

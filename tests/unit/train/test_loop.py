@@ -390,6 +390,30 @@ async def test_staleness_counts_optimizer_steps_whether_they_are_published_or_no
     assert steps[0]["staleness_histogram"]["0"] == steps[0]["trainable_tokens"]
 
 
+@pytest.mark.parametrize("publish_steps", [1, 2])
+async def test_a_checkpoint_and_the_version_of_its_step_share_their_files(
+    start: Start, tmp_path: Path, publish_steps: int
+) -> None:
+    """The version is written after the checkpoint; at the end of a run, also the other way round."""
+    await (await start(save_steps=2, publish_steps=publish_steps)).run()
+    output = tmp_path / "output"
+    for step in (2, 3):
+        version = output / "weights" / f"v{step // publish_steps + (step % publish_steps):06d}"
+        saved = output / f"checkpoint-{step:06d}" / "model"
+        for name in ("model.safetensors", "tokenizer.json", "config.json"):
+            assert (version / name).samefile(saved / name), (step, name)
+
+
+async def test_every_nth_version_is_kept_for_ever(store: FakeStore, start: Start, tmp_path: Path) -> None:
+    for name in "ghijklmn":
+        store.add(*group(name))
+    await (await start(keep_every=3, published_versions_kept=2)).run()
+    kept = sorted(path.name for path in (tmp_path / "output" / "weights").iterdir())
+    assert kept == ["v000003", "v000006", "v000007"]
+    pruned = [version.id for version in store.versions.values() if version.pruned_at is not None]
+    assert pruned == [1, 2, 4, 5]
+
+
 async def test_weights_are_published_early_where_sampling_waits_for_them(
     store: FakeStore, start: Start
 ) -> None:

@@ -30,13 +30,15 @@ class Versions(Whole):
     async def _files(self, versions: Sequence[Json], findings: Findings) -> None:
         published = [version for version in versions if version["status"] == VersionStatus.PUBLISHED]
         for version in published:
+            if version.get("pruned_at") is not None:
+                continue
             folder = Path(version["location"])
             if await asyncio.to_thread(folder.is_dir):
                 await self._folder(version, findings)
-            elif version is published[-1]:
+            elif version is published[-1] or version.get("attempt") is not None:
                 if await asyncio.to_thread(folder.parent.is_dir):
                     name = f"PolicyVersion {version['_id']}"
-                    problem = Problem(name, "its folder, since it is the newest", str(folder), "no folder")
+                    problem = Problem(name, "its folder, which is not pruned", str(folder), "no folder")
                     findings.add(Invariant.VERSIONS, None, [problem])
                 else:
                     findings.note(f"{folder.parent} is not on this machine: its files are not checked")

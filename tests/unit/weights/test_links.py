@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from agentrl.weights import links
+from agentrl.weights.links import share_files
+from agentrl.weights.manifest import checksums, verify
+
+WEIGHTS = bytes(range(256)) * 64
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    """A checkpoint's model and a version of the same weights, whose configuration differs."""
+    for name in ("model", "version"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(WEIGHTS)
+        (tmp_path / name / "config.json").write_text(name)
+        (tmp_path / name / "manifest.json").write_text("{}")
+    return tmp_path / "model", tmp_path / "version"
+
+
+def test_equal_files_are_one_on_disk(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_reflink", lambda *_: False)
+    model, version = folders
+    before = checksums(version)
+    assert share_files(version, model) == len(WEIGHTS)
+    assert (version / "model.safetensors").samefile(model / "model.safetensors")
+    for name in ("config.json", "manifest.json"):
+        assert not (version / name).samefile(model / name)
+    verify(version, before)
+    assert share_files(version, model) == 0
+    assert sorted(path.name for path in version.iterdir()) == [
+        "config.json",
+        "manifest.json",
+        "model.safetensors",
+    ]
+
+
+def test_deleting_one_folder_leaves_the_other_whole(folders: tuple[Path, Path]) -> None:
+    model, version = folders
+    share_files(version, model)
+    (model / "model.safetensors").unlink()
+    assert (version / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_a_file_system_without_links_keeps_copies(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(links, "_reflink", lambda *_: False)
+    model, version = folders
+    assert share_files(version, model) == 0
+    assert (version / "model.safetensors").read_bytes() == WEIGHTS
+    assert not list(version.glob(".link-*"))
+
+
+def test_a_folder_that_is_gone_shares_nothing(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    assert share_files(folders[1], tmp_path / "gone") == 0
