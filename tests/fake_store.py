@@ -102,7 +102,11 @@ class _Training(_Part):
                 chosen += [item for item in items if getattr(item, field) >= min_version]
         return chosen
 
-    async def mark_stale(self, split: str, below_version: int, *, field: str) -> int:
+    async def mark_stale(
+        self, split: str, below_version: int, *, field: str, attempt: int | None = None
+    ) -> int:
+        if attempt is not None:
+            self.store.check_attempt(attempt)
         ready = [item for item in self.store.data.values() if item.status is DataStatus.READY]
         old = [item for item in ready if getattr(item, field) < below_version]
         if field == "min_version":
@@ -116,7 +120,7 @@ class _Training(_Part):
     async def fetch_readable(self, ids: Sequence[str]) -> tuple[dict[str, DBRecordData], dict[str, str]]:
         return {item.id: item for item in await self.fetch(ids)}, {}
 
-    async def quarantine(self, query: Mapping[str, str], problem: str) -> int:
+    async def quarantine(self, query: Mapping[str, str], problem: str, *, attempt: int | None = None) -> int:
         bad = [self.store.data[query["_id"]]]
         bad = [item for item in bad if item.status is DataStatus.READY]
         self._set(bad, DataStatus.QUARANTINED)

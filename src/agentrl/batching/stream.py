@@ -69,13 +69,15 @@ class DataStream:
         replay: Mapping[int, tuple[str, ...]] | None = None,
         *,
         verify: Verify | None = None,
+        attempt: int | None = None,
     ) -> None:
         """``replay`` names what undone steps had planned: {step: (data id, …)}.
 
         ``verify`` checks groups that a step would train first; those that it finds a problem with are
-        quarantined. None trusts whoever wrote them.
+        quarantined. None trusts whoever wrote them. ``attempt`` is the trainer's, whose writes it guards.
         """
         self._verify = verify
+        self._attempt = attempt
         self._store = store
         self._settings = settings
         self._replay = dict(replay or {})
@@ -169,7 +171,9 @@ class DataStream:
     async def _mark_stale(self, version: int) -> None:
         settings = self._settings
         field, bound = settings.freshness.limit(version)
-        stale = await self._store.training.mark_stale(settings.split, bound, field=field)
+        stale = await self._store.training.mark_stale(
+            settings.split, bound, field=field, attempt=self._attempt
+        )
         if stale:
             self._stale += stale
             logger.info(
@@ -214,7 +218,7 @@ class DataStream:
         """Set aside the groups that ``verify`` finds a problem with; True if there are any."""
         problems = {} if self._verify is None else await self._verify(data)
         for task, problem in problems.items():
-            count = await self._store.training.quarantine({"task": task}, problem)
+            count = await self._store.training.quarantine({"task": task}, problem, attempt=self._attempt)
             self._quarantined += count
             logger.error(
                 "%d trajectories of group %s are not trained: %s (agentrl db check)", count, task, problem
@@ -253,7 +257,9 @@ class DataStream:
     async def _quarantine(self, problems: Mapping[str, str]) -> None:
         for id, why in problems.items():
             logger.error("trajectory %s is set aside, and its group is trained without it: %s", id, why)
-            self._quarantined += await self._store.training.quarantine({"_id": id}, why[:_LONGEST_PROBLEM])
+            self._quarantined += await self._store.training.quarantine(
+                {"_id": id}, why[:_LONGEST_PROBLEM], attempt=self._attempt
+            )
 
     def _step_data(self, data: Sequence[DBRecordData], version: int, *, is_rest: bool) -> StepData:
         groups = tuple(dict.fromkeys(item.task for item in data))

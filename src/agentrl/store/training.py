@@ -10,6 +10,7 @@ from operator import itemgetter
 from typing import Literal
 
 from pymongo import ASCENDING
+from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.base import Root
 from agentrl.documents.status import DataStatus
@@ -20,6 +21,7 @@ from agentrl.store.claims import Claims
 from agentrl.store.connection import Json, database_call
 from agentrl.store.groups import Decide, GroupOutcome, Groups, RecordOutcome
 from agentrl.store.names import DATA, RECORD
+from agentrl.store.runs import guard
 from agentrl.store.steps import Steps
 
 __all__ = ["DataMeta", "Decide", "GroupOutcome", "ReadyMember", "RecordOutcome", "Training"]
@@ -28,7 +30,8 @@ __all__ = ["DataMeta", "Decide", "GroupOutcome", "ReadyMember", "RecordOutcome",
 _FETCHED_TOGETHER = 16
 """Documents of one query: the server reads the next ones while these are decoded."""
 
-_TASKS_TOGETHER = 500
+_TASKS_TOGETHER = 50
+_DATA_TOGETHER = 1000
 """Groups of one update."""
 
 _WAITING = [DataStatus.READY.value, DataStatus.PLANNED.value]
@@ -135,12 +138,16 @@ class Training(Groups, Steps):
         ]
 
     @database_call
-    async def mark_stale(self, split: str, below_version: int, *, field: VersionField = "min_version") -> int:
+    async def mark_stale(
+        self, split: str, below_version: int, *, field: VersionField = "min_version",
+        attempt: int | None = None,
+    ) -> int:  # fmt: skip
         """Set aside every ready group that holds a token older than ``below_version``; returns how many data.
 
         Its advantages compare all of its trajectories, so that it is trained whole or not at all. With
         ``field`` "max_version" single data are set aside that hold no other token: nothing of them would be
-        trained. The members that are old come last: what is interrupted is found again.
+        trained. The members that are old come last: what is interrupted is found again. A trainer that has
+        been replaced, which ``attempt`` tells, gets a LeaseLostError.
         """
         ready: Json = {"split": split, "status": DataStatus.READY.value}
         old: Json = {**ready, field: {"$lt": below_version}}
@@ -151,22 +158,35 @@ class Training(Groups, Steps):
             group = {**ready, "task": {"$in": tasks[start : start + _TASKS_TOGETHER]}}
             others = {**group, field: {"$gte": below_version}}
             for query in (others, group):
-                marked += (await data.update_many(query, stale)).modified_count
-        if field == "max_version":
-            marked += (await data.update_many(old, stale)).modified_count
+                marked += await self._set_aside(query, stale, attempt)
+        while field == "max_version":
+            ids = [item["_id"] async for item in data.find(old, {"_id": 1}, limit=_DATA_TOGETHER)]
+            if not ids:
+                break
+            marked += await self._set_aside({**old, "_id": {"$in": ids}}, stale, attempt)
         return marked
 
+    async def _set_aside(self, query: Json, change: Json, attempt: int | None) -> int:
+        """Change data in one transaction with the trainer's lease; returns how many."""
+
+        async def write(session: AsyncClientSession) -> int:
+            await guard(self._connection, attempt, session)
+            return (await self._collection(DATA).update_many(query, change, session=session)).modified_count
+
+        return await self._connection.transaction(write)
+
     @database_call
-    async def quarantine(self, query: Json, problem: str) -> int:
+    async def quarantine(self, query: Json, problem: str, *, attempt: int | None = None) -> int:
         """Set ready training data aside for good because of ``problem``; returns how many.
 
-        ``query`` selects them: ``{"task": …}`` for a whole group, ``{"_id": …}`` for one.
+        ``query`` selects them: ``{"task": …}`` for a whole group, ``{"_id": …}`` for one. ``attempt`` as in
+        ``mark_stale``.
         """
-        result = await self._collection(DATA).update_many(
+        return await self._set_aside(
             {**query, "status": DataStatus.READY.value},
             {"$set": {"status": DataStatus.QUARANTINED.value, "problem": problem}},
+            attempt,
         )
-        return result.modified_count
 
     async def fetch(self, ids: Sequence[str]) -> list[DBRecordData]:
         """Whole documents, in the order of ``ids``. StoreError if one is missing or cannot be read."""

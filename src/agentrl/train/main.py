@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from agentrl.train.compute import StepComputer
     from agentrl.train.parallel.team import Team
     from agentrl.train.parallel.together import Leader
+    from agentrl.train.resume import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +150,7 @@ async def _train_until(stop: asyncio.Event, configs: Configs, team: Team | None)
                 saved=found.folder if found else None,
                 saved_step=progress.step,
             ),
-            stream=_stream(store, configs, computer, progress.replay),
+            stream=_stream(store, configs, computer, progress),
             progress=progress,
             lease=lease,
             owner=lease.owner,
@@ -242,7 +243,7 @@ def _build(
 
 
 def _stream(
-    store: Store, configs: Configs, computer: StepComputer | Leader, replay: Mapping[int, tuple[str, ...]]
+    store: Store, configs: Configs, computer: StepComputer | Leader, progress: Progress
 ) -> DataStream:
     from agentrl.batching.freshness import Freshness
     from agentrl.batching.stream import DataStream, StreamSettings
@@ -266,7 +267,8 @@ def _stream(
         ),
         engine_alive_seconds=configs[EngineConfig].alive_seconds,
     )
-    return DataStream(store, settings, replay, verify=verifier(store) if train.verify_data else None)
+    verify = verifier(store) if train.verify_data else None
+    return DataStream(store, settings, progress.replay, verify=verify, attempt=progress.attempt)
 
 
 def _check_space(configs: Configs, output: Path, others: Sequence[Path]) -> None:

@@ -20,8 +20,8 @@ _FICLONE = 0x40049409
 def share_files(folder: Path, source: Path) -> int:
     """Replace files of ``folder`` that equal those of ``source`` by reflinks or hard links.
 
-    Returns the bytes saved. Where the file system has neither, the files stay as they are. Both folders must be complete: a file with
-    two names must never be written in place.
+    Returns the bytes saved. Where the file system has neither, the files stay as they are. Both folders must
+    be complete: a file with two names must never be written in place.
     """
     if not source.is_dir():
         return 0

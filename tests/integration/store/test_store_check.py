@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -345,6 +346,15 @@ async def test_a_harmed_weight_file_is_found(store: Store, weights: Path, harm: 
     assert (await check(store, replace(OPTIONS, verify_files=None))).violations == (
         (violation,) if harm == "folder" else ()
     )
+
+
+async def test_only_a_pruned_folder_may_be_missing(store: Store, weights: Path) -> None:
+    await Damage(store, weights).set("PolicyVersion", 0, attempt=1)
+    shutil.rmtree(weights / "v000000")
+    (violation,) = (await check(store)).violations
+    assert "its folder, which is not pruned" in str(violation.problem)
+    await store.policies.mark_pruned([0])
+    assert (await check(store)).violations == ()
 
 
 async def test_a_dead_owner_s_lease_is_found_while_others_live(store: Store, weights: Path) -> None:

@@ -128,6 +128,7 @@ async def test_every_write_of_a_replaced_trainer_is_refused(store: Store) -> Non
         await training.revert_after(0, attempt=first)
     policies = store.policies
     for refused in (
+        lambda: training.quarantine({"task": "t"}, "why", attempt=first),
         lambda: policies.reserve(version(0), attempt=first),
         lambda: policies.publish(version(0), attempt=first),
         lambda: policies.withdraw_after(0, attempt=first),
