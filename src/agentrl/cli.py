@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("agentrl.inference.serve", "run one inference engine that follows the published weights"),
     "sample": ("agentrl.rollout.sample", "a sampler: claims, runs and scores trajectories"),
     "train": ("agentrl.train.main", "the trainer"),
+    "try": ("agentrl.rollout.try_task", "run one task's trajectory, print it, store nothing"),
     "eval": ("agentrl.rollout.evaluate", "sample an evaluation file at one policy version and report"),
     "sft": ("agentrl.train.sft", "supervised fine-tuning on conversations"),
     "audit": ("agentrl.observe.audit", "look at a run: its state, a trajectory, its curve"),

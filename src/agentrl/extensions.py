@@ -89,8 +89,7 @@ class Extensions(Generic[F]):
             check_importable(name, self._kind)
             return self._from_path(name)
         for point in entry_points(group=self._group, name=name):
-            loaded: F = point.load()
-            return loaded
+            return self._imported(name, point.load)
         known = self.names()
         nearest = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {nearest[0]}? " if nearest else ""
@@ -105,14 +104,17 @@ class Extensions(Generic[F]):
 
     def _from_path(self, path: str) -> F:
         module, _, attribute = path.partition(":")
-        try:
-            found = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(
-                f"the {self._kind} {path!r} cannot be imported: {error}",
-                cure="the path is module:function; the module's folder must be on PYTHONPATH",
-            ) from error
+        found = self._imported(path, lambda: getattr(importlib.import_module(module), attribute))
         if not callable(found):
             raise ConfigError(f"the {self._kind} {path!r} is no function", cure="name an async function")
-        typed: F = found
-        return typed
+        return found
+
+    def _imported(self, name: str, load: Callable[[], F]) -> F:
+        """Return what ``load`` imports; ConfigError for whatever its module raises."""
+        try:
+            return load()
+        except (Exception, SystemExit) as error:
+            raise ConfigError(
+                f"the {self._kind} {name!r} cannot be imported: {type(error).__name__}: {error}",
+                cure="the path is module:function; the module's folder must be on PYTHONPATH",
+            ) from error

@@ -23,7 +23,8 @@ from training_data import group
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents.packing import pack_floats, pack_ids
-from agentrl.documents.status import DataStatus, StepStatus, TaskStatus
+from agentrl.documents.record import Failure, Record
+from agentrl.documents.status import DataStatus, RecordStatus, StepStatus, TaskStatus
 from agentrl.documents.task import Task
 from agentrl.documents.training import TrainStep
 from agentrl.store.client import Store, open_store
@@ -442,6 +443,35 @@ async def test_no_data_in_time_is_told(run: Run) -> None:
     assert code == 1
     assert "fewer than 2 groups became ready within 0.5 s" in output
     assert "agentrl sample" in output
+
+
+async def test_a_run_that_trained_nothing_says_why_and_exits_with_an_error(run: Run) -> None:
+    async with await run.open() as store:
+        await store.tasks.load([_task(order, name) for order, name in enumerate(GROUPS)])
+        common: dict[str, Any] = {"traj_id": 0, "attempt": 1, "split": "train", "epoch": 0, "query": "?"}
+        failure = Failure(kind="scorer", message="no judge gave a verdict")
+        failed = [
+            Record(id=f"{name}/0/1", task=name, status=RecordStatus.FAILED, failure=failure, **common)
+            for name in GROUPS[:4]
+        ]
+        common["abandoned_because"] = "no spread in the group's scores"
+        abandoned = [
+            Record(
+                id=f"{name}/0/1",
+                task=name,
+                status=RecordStatus.ABANDONED,
+                **common,
+            )
+            for name in GROUPS[4:]
+        ]
+        await store.database["Record"].insert_many([item.to_document() for item in [*failed, *abandoned]])
+    code, output = run.train()
+    assert code == 1, output
+    assert "every group is sampled, and nothing could be trained" in output
+    assert "4 scorer: no judge gave a verdict" in output
+    assert "2 abandoned: no spread in the group's scores" in output
+    assert f"agentrl db reopen --run_name {run.name}" in output
+    assert "what was to be trained is trained" not in output
 
 
 async def test_a_database_that_is_not_there_is_told(run: Run) -> None:

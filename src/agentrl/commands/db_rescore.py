@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from agentrl.documents.dispatch import whole_messages
-from agentrl.errors import ScorerError, StoreError
+from agentrl.errors import ConfigError, ScorerError, StoreError
 
 if TYPE_CHECKING:
     from agentrl.config.schema import RunConfig
@@ -124,7 +124,7 @@ async def _scores(state: _Run, group: StoredGroup) -> dict[str, NewScore]:
         async with state.scorings:
             try:
                 result = await run_scorer(name, context, arguments.scorer_timeout_seconds)
-            except ScorerError as error:
+            except (ConfigError, ScorerError) as error:
                 state.errors.append(f"{record.id}: {error.message}")
                 return None
         return record.id, NewScore(score=result.score, details=result.details)

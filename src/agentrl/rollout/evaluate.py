@@ -74,6 +74,7 @@ async def _evaluate_until(stop: asyncio.Event, configs: Configs) -> int:
     from rich.console import Console
 
     from agentrl.rollout.finalise import Finaliser
+    from agentrl.rollout.probe import probe
     from agentrl.rollout.report import failure_lines, report_table
     from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
     from agentrl.rollout.setup import load_tasks, open_worker, owner_name
@@ -90,6 +91,7 @@ async def _evaluate_until(stop: asyncio.Event, configs: Configs) -> int:
             epochs=1, seed=run.seed, num_generations=tasks.num_generations, shuffle=tasks.shuffle_tasks
         )
         async with open_worker(store, configs, version=version, stop=stop) as (worker, _):
+            await probe(store, worker.tools, sampling, split)
             sampler = Sampler(
                 store,
                 worker,

@@ -48,11 +48,14 @@ async def _sample_until(stop: asyncio.Event, configs: Configs) -> None:
     from agentrl.observe.begin_run import begin_model, begin_run
     from agentrl.rollout.admission import Admission
     from agentrl.rollout.finalise import TRAIN_SPLIT, Finaliser
+    from agentrl.rollout.probe import probe, require_groups
     from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
     from agentrl.rollout.setup import load_tasks, open_worker, owner_name
     from agentrl.store.client import open_store
 
     run, tasks, sampling = configs[RunConfig], configs[TaskConfig], configs[SamplingConfig]
+    if tasks.train_file is not None:
+        require_groups(configs[GroupConfig], tasks.num_generations)
     async with await open_store(run) as store:
         await begin_run(store, configs, "sample", sampler_facts(configs))
         await begin_model(store, configs[ModelConfig].model_name_or_path, "sample")
@@ -64,6 +67,7 @@ async def _sample_until(stop: asyncio.Event, configs: Configs) -> None:
         if sampling.resample_error_records:
             await store.claims.reopen_failed(TRAIN_SPLIT)
         async with open_worker(store, configs, stop=stop) as (worker, router):
+            await probe(store, worker.tools, sampling, TRAIN_SPLIT, configs[GroupConfig])
             await store.settings.begin("chat", worker.renderer.facts, "sample")
             admission = Admission(sampling, configs[TrainConfig])
             sampler = Sampler(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema import ClaimConfig
 from agentrl.documents.task import Claim
-from agentrl.errors import StoreAwayError, StoreError
+from agentrl.errors import ConfigError, StoreAwayError, StoreError
 from agentrl.rollout.finalise import Finaliser
 from agentrl.rollout.housekeeping import EpochPlan, Housekeeping
 from agentrl.rollout.worker import Worker
@@ -80,6 +80,8 @@ class Sampler:
         self._config = config
         self._groups_allowed = groups_allowed
         self._running: dict[asyncio.Task[bool], Claim] = {}
+        self._unusable: list[Claim] = []
+        """Claims that this process cannot work on as it is configured: they are handed back."""
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
         """Something has changed since the last claim that may have made work."""
@@ -183,11 +185,14 @@ class Sampler:
     def _ended(self, task: asyncio.Task[bool]) -> None:
         if task.cancelled():
             return
-        self._running.pop(task, None)
+        claim = self._running.pop(task, None)
         self._housekeeping.trajectory_ended()
         self._changed.set()
-        if task.exception() is not None:
-            self._error = task.exception()
+        error = task.exception()
+        if error is not None:
+            if isinstance(error, ConfigError) and claim is not None:
+                self._unusable.append(claim)
+            self._error = error
         elif task.result():
             self.scored += 1
 
@@ -275,7 +280,7 @@ class Sampler:
         if left:
             await asyncio.wait(list(left), timeout=_CANCEL_SECONDS)
         self._running.clear()
-        if await self._bounded(self._release(list(left.values()))):
+        if await self._bounded(self._release([*left.values(), *self._unusable])):
             await self._bounded(self._housekeeping.finalise_completed())
 
     async def _bounded(self, work: Coroutine[Any, Any, None]) -> bool:

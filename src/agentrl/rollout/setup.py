@@ -55,10 +55,10 @@ def stop_on_signals() -> asyncio.Event:
     return stop
 
 
-async def open_renderer(store: Store, model: ModelConfig) -> ChatRenderer:
+async def open_renderer(store: Store | None, model: ModelConfig) -> ChatRenderer:
     """The renderer of ``--model_name_or_path``, or of the newest published weights."""
     folder = model.model_name_or_path
-    if folder is None:
+    if folder is None and store is not None:
         version = await store.policies.latest()
         folder = None if version is None else version.location
     if folder is None:

@@ -18,6 +18,7 @@ from agentrl.errors import (
     ConfigError,
     FailureError,
     LeaseLostError,
+    ScorerError,
     StoreAwayError,
     StoreDeniedError,
     StoreError,
@@ -32,7 +33,8 @@ from agentrl.rollout.failures import failure_text
 from agentrl.rollout.outcome import checked_outcome
 from agentrl.rollout.renderer import ChatRenderer
 from agentrl.rollout.session import Engine, Outcome, Rollout, Tools
-from agentrl.scoring.registry import ScorerContext, ScoreResult, run_scorer
+from agentrl.scoring.answers import check_schema
+from agentrl.scoring.registry import ScorerContext, ScoreResult, get_scorer, run_scorer
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -78,7 +80,8 @@ class Worker:
         What fails is marked on the Record and retried later, by anyone. Cancellation leaves the claim as it
         is: the caller hands it back. So does a failure of an engine, a tool server or a scorer while this
         process stops. A database that stays away, or refuses this user, is a StoreError. What a document
-        cannot hold is a failure of this trajectory alone.
+        cannot hold is a failure of this trajectory alone. A ConfigError is raised: this process cannot work
+        on the task, and the caller hands the claim back.
         """
         try:
             try:
@@ -90,9 +93,7 @@ class Worker:
                 await self._fail(claim, "timeout", f"the trajectory took longer than {limit:g} s")
             except FailureError as error:
                 await self._fail(claim, error.kind, error)
-            except ConfigError as error:
-                await self._fail(claim, TrajectoryError.kind, error)
-            except (LeaseLostError, StoreAwayError, StoreDeniedError):
+            except (ConfigError, LeaseLostError, StoreAwayError, StoreDeniedError):
                 raise
             except Exception as error:
                 logger.exception("a trajectory cannot go on", extra={"record": claim.record_id})
@@ -113,6 +114,8 @@ class Worker:
         if not all(map(is_importable, (agent_name, claim.task.scorer))):
             allow_imports(await self.store.imports.paths())  # loaded after this process began
         agent = contain_call(lambda: get_agent(agent_name), f"agent {agent_name}", TrajectoryError)
+        contain_call(lambda: get_scorer(claim.task.scorer), f"scorer {claim.task.scorer}", ScorerError)
+        check_schema(claim.task.answer_schema)
         await self._advance(claim, RecordStatus.RUNNING)
         schemas = await contain(lambda: self.tools.schemas(claim.task.tools), "tools", ToolServerError)
         writer = _CallWriter(self.store, claim)

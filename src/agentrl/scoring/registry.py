@@ -72,8 +72,8 @@ def get_scorer(name: str) -> Scorer:
 async def run_scorer(name: str, context: ScorerContext, timeout: float) -> ScoreResult:
     """Score one trajectory within ``timeout`` seconds; ``details.scorer`` of the result is ``name``.
 
-    Its details are storable. What goes wrong is a ScorerError, never a score; only the cancellation of this
-    task passes.
+    Its details are storable. What goes wrong is a ScorerError, never a score; the cancellation of this task
+    passes, and so does a ConfigError: the scorer cannot work in this process.
     """
 
     async def call() -> ScoreResult:
@@ -84,9 +84,9 @@ async def run_scorer(name: str, context: ScorerContext, timeout: float) -> Score
             return await contain(call, f"scorer {name}", ScorerError)
     except TimeoutError as error:
         raise ScorerError(f"scorer {name} took longer than {timeout:g} s") from error
-    except ScorerError:
+    except (ConfigError, ScorerError):
         raise
-    except (ConfigError, FailureError) as error:
+    except FailureError as error:
         raise ScorerError(f"scorer {name}: {error.message}", cure=error.cure) from error
 
 

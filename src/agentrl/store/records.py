@@ -94,6 +94,26 @@ class Records(Part):
         return [Record.from_document(document) async for document in cursor]
 
     @database_call
+    async def endings(self, split: str) -> list[tuple[str, int, str]]:
+        """Return why Records gave no training data: (kind of failure or "abandoned", count, first reason)."""
+        because = {"$ifNull": ["$failure.message", "$abandoned_because"]}
+        states = [RecordStatus.FAILED.value, RecordStatus.ABANDONED.value]
+        pipeline: list[Json] = [
+            {"$match": {"split": split, "status": {"$in": states}}},
+            {"$sort": {"created_at": ASCENDING}},
+            {
+                "$group": {
+                    "_id": {"$ifNull": ["$failure.kind", "abandoned"]},
+                    "count": {"$sum": 1},
+                    "first": {"$first": because},
+                }
+            },
+            {"$sort": {"count": DESCENDING, "_id": ASCENDING}},
+        ]
+        cursor = await self._collection(RECORD).aggregate(pipeline)
+        return [(group["_id"], group["count"], group["first"] or "") async for group in cursor]
+
+    @database_call
     async def find(
         self, *, split: str | None = None, status: RecordStatus | None = None, limit: int = 50
     ) -> list[Record]:

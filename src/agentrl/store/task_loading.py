@@ -166,7 +166,8 @@ class TaskLoading(Part):
         collection = self._collection(TASK)
         moment = now()
         await collection.bulk_write(
-            [UpdateOne(_unbegun(task.id), _new_text(task, moment, "slots")) for task in tasks]
+            [UpdateOne(_untouched(task.id), _new_text(task, moment, "slots")) for task in tasks]
+            + [UpdateOne(_unbegun(task.id), _new_text(task, moment)) for task in tasks]
         )
         stored = await self._stored([task.id for task in tasks])
         left = [task.id for task in tasks if any(_differences(stored.get(task.id, {}), task))]
@@ -214,10 +215,19 @@ def _excerpt(value: Any) -> str:
     return text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}…"
 
 
-def _unbegun(task_id: str) -> Json:
+def _untouched(task_id: str) -> Json:
     """A Task none of whose slots has ever been claimed."""
     claimed = {"$elemMatch": {"$or": [{"attempt": {"$gt": 0}}, {"status": {"$ne": SlotStatus.OPEN.value}}]}}
     return {"_id": task_id, "status": TaskStatus.CREATED.value, "slots": {"$not": claimed}}
+
+
+def _unbegun(task_id: str) -> Json:
+    """A Task that nobody holds, and every attempt at which has been handed back."""
+    released = {"$eq": ["$$slot.attempt", {"$ifNull": ["$$slot.released", 0]}]}
+    free = {"$and": [{"$eq": ["$$slot.status", SlotStatus.OPEN.value]}, released]}
+    every = {"$allElementsTrue": [{"$map": {"input": "$slots", "as": "slot", "in": free}}]}
+    states = [TaskStatus.CREATED.value, TaskStatus.RUNNING.value]
+    return {"_id": task_id, "status": {"$in": states}, "$expr": every}
 
 
 def _new_text(task: Task, moment: datetime, *more: str) -> Json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pymongo import ASCENDING
@@ -15,6 +16,18 @@ from agentrl.store.names import TASK
 from agentrl.store.task_loading import LoadResult, TaskLoading
 
 _UNFINISHED = [status.value for status in TaskStatus if status is not TaskStatus.COMPLETED]
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """What the unfinished tasks of a split name, each with the id of a task that does."""
+
+    agents: dict[str, str]
+    scorers: dict[str, str]
+    answer_schemas: dict[str, str]
+    tools: dict[tuple[str, ...], str]
+    smallest_group: int | None
+    """The fewest trajectories that a task asks for; None without tasks."""
 
 
 class Tasks(Epochs):
@@ -55,6 +68,32 @@ class Tasks(Epochs):
         async for group in await self._collection(TASK).aggregate(pipeline):
             counts[TaskStatus(group["_id"])] = group["count"]
         return counts
+
+    @database_call
+    async def named(self, split: str) -> Named:
+        """Return what the tasks of ``split`` name whose groups are not finalised."""
+        fields = ("agent_name", "scorer", "answer_schema", "tools")
+        pipeline: list[Json] = [
+            {"$match": {"split": split, "status": {"$in": _UNFINISHED}}},
+            {
+                "$group": {
+                    "_id": {name: f"${name}" for name in fields},
+                    "task": {"$min": "$_id"},
+                    "slots": {"$min": {"$size": "$slots"}},
+                }
+            },
+        ]
+        groups = [group async for group in await self._collection(TASK).aggregate(pipeline)]
+        agents, scorers, schemas = (
+            {group["_id"][name]: group["task"] for group in groups if group["_id"].get(name) is not None}
+            for name in ("agent_name", "scorer", "answer_schema")
+        )
+        tools = {
+            tuple(group["_id"]["tools"]): group["task"]
+            for group in groups
+            if group["_id"].get("tools") is not None
+        }
+        return Named(agents, scorers, schemas, tools, min((group["slots"] for group in groups), default=None))
 
     @database_call
     async def unfinished(self, split: str) -> int:

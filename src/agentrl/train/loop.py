@@ -15,6 +15,7 @@ from agentrl.documents.training import TrainStep
 from agentrl.errors import PublishError, TrainingError
 from agentrl.observe.live import StepView
 from agentrl.observe.trackers import Tracker
+from agentrl.observe.untrusted import excerpt
 from agentrl.train.lease import TrainerLease
 from agentrl.train.resume import Progress
 from agentrl.train.rewards import step_window, window_metrics
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from agentrl.train.parallel.together import Leader
 
 logger = logging.getLogger(__name__)
+
+_REASON_CHARS = 300
 
 
 @dataclass(kw_only=True)
@@ -63,6 +66,20 @@ class Trainer:
         finally:
             await self.stream.close()
         await self.saver.finish()
+        if self.progress.step == 0 and not self._is_done():
+            raise await self._nothing_trained()
+
+    async def _nothing_trained(self) -> TrainingError:
+        """Every group is sampled, and none could be trained: say why, by kind of failure."""
+        endings = await self.store.records.endings(self.split)
+        reasons = [f"{count} {kind}: {excerpt(first, _REASON_CHARS)}" for kind, count, first in endings]
+        return TrainingError(
+            "every group is sampled, and nothing could be trained"
+            + (":\n  " + "\n  ".join(reasons) if reasons else "; no trajectory failed or was abandoned"),
+            cure="correct the cause (`agentrl try` runs one task), open failed slots again with `agentrl db"
+            f" reopen --run_name {self.run_name}`, and start samplers and the trainer; groups that were"
+            " abandoned need tasks that the model solves sometimes",
+        )
 
     def _is_done(self) -> bool:
         return self.stop.is_set() or 0 < self.config.max_steps <= self.progress.step
@@ -79,7 +96,7 @@ class Trainer:
             batch = take.result() if take.done() else None
         finally:
             await _cancel(take, stopped, lost)
-        if batch is None and not self.stop.is_set():
+        if batch is None and not self.stop.is_set() and self.progress.step:
             logger.info("every group is sampled, and what was to be trained is trained")
         return batch
 

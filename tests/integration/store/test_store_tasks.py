@@ -119,9 +119,12 @@ async def test_a_changed_task_is_refused_field_by_field_and_nothing_is_written(s
 
 async def test_an_update_changes_tasks_that_nobody_has_begun_in_every_epoch(store: Store) -> None:
     await store.tasks.load([make_task(number) for number in range(3)])
+    handed_back = await store.claims.claim(split="train", owner="a", lease_seconds=60)
+    assert handed_back is not None
+    await store.claims.release(handed_back)
+    await store.database["Task"].update_one({"_id": handed_back.task.id}, {"$set": {"order": 9}})
     claim = await store.claims.claim(split="train", owner="a", lease_seconds=60)
     assert claim is not None
-    await store.claims.release(claim)
     await store.tasks.open_epoch("train", 1, 0, 2)
     done = await store.tasks.load([with_text(number, query="new") for number in range(4)], update=True)
     assert (done.inserted, done.existing, done.updated) == (1, 3, 2)

@@ -92,12 +92,16 @@ async def returns_nan(_: ScorerContext) -> float:
         ("hangs", "longer than 0.05 s"),
         ("returns_text", "returned 'good'"),
         ("returns_nan", "returned nan"),
-        ("not_there", "cannot be imported"),
     ],
 )
 async def test_what_goes_wrong_is_a_failure_and_never_a_zero(name: str, problem: str) -> None:
     with pytest.raises(ScorerError, match=problem):
         await score(f"{__name__}:{name}", context("4", "4"), timeout=0.05)
+
+
+async def test_a_scorer_that_cannot_be_imported_is_no_failure_of_a_trajectory() -> None:
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        await score(f"{__name__}:not_there", context("4", "4"), timeout=0.05)
 
 
 def test_an_unknown_scorer_names_the_nearest() -> None:

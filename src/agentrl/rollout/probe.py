@@ -1,0 +1,117 @@
+"""What no retry can fix is found before the first claim: everything that tasks name is imported and tried."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from agentrl.config.schema import GroupConfig, SamplingConfig
+from agentrl.errors import AgentRLError, ConfigError, ToolServerError
+from agentrl.rollout.agents import get_agent
+from agentrl.rollout.session import Tools
+from agentrl.scoring.agent_config import AgentSection, ModelEndpoint, load_section
+from agentrl.scoring.answers import check_schema
+from agentrl.scoring.registry import get_scorer
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
+    from agentrl.store.tasks import Named
+
+logger = logging.getLogger(__name__)
+
+JUDGES = frozenset({"agentcpm", "asearcher"})
+"""Scorers that need ``scorer_agent`` of ``--agent_config_path``."""
+
+_REACH_SECONDS = 5.0
+_SHOWN = 10
+
+
+def require_groups(groups: GroupConfig, num_generations: int) -> None:
+    """Refuse groups of one trajectory: their scores cannot differ, and nothing would be trained."""
+    if num_generations == 1 and groups.min_score_spread > 0:
+        raise ConfigError(
+            "--num_generations is 1, so no group's scores can differ by --min_score_spread"
+            f" {groups.min_score_spread:g}: nothing would be trained",
+            cure="give --num_generations 2 or more (8 by default)",
+        )
+
+
+async def probe(
+    store: Store, tools: Tools, sampling: SamplingConfig, split: str, groups: GroupConfig | None = None
+) -> None:
+    """Try what the unfinished tasks of ``split`` name. Raises ConfigError that lists all that cannot be used.
+
+    ``groups`` are the rules of a split that is trained. A judge that does not answer is a warning only.
+    """
+    named = await store.tasks.named(split)
+    problems: list[str] = []
+    for name, task in named.agents.items():
+        _try(problems, task, lambda name=name: get_agent(name))  # type: ignore[misc]
+    for name, task in named.scorers.items():
+        _try(problems, task, lambda name=name: get_scorer(name))  # type: ignore[misc]
+    for schema, task in named.answer_schemas.items():
+        _try(problems, task, lambda schema=schema: check_schema(schema))  # type: ignore[misc]
+    await _try_tools(problems, tools, named)
+    if groups is not None and named.smallest_group is not None:
+        _try(problems, None, lambda: require_groups(groups, named.smallest_group or 0))
+    judged = sorted(JUDGES & named.scorers.keys())
+    if judged:
+        task = named.scorers[judged[0]]
+        section = _try(problems, task, lambda: load_section(sampling.agent_config_path, "scorer_agent"))
+        if section is not None:
+            await _reach(section)
+    if problems:
+        raise _refusal(problems, split)
+
+
+def _try(problems: list[str], task: str | None, check: Callable[[], object]) -> AgentSection | None:
+    """Call ``check``; what it refuses is one more problem, with a task that names it."""
+    try:
+        found = check()
+    except ConfigError as error:
+        problems.append(_problem(error, task))
+        return None
+    return found if isinstance(found, AgentSection) else None
+
+
+async def _try_tools(problems: list[str], tools: Tools, named: Named) -> None:
+    for servers, task in named.tools.items():
+        try:
+            await tools.schemas(servers)
+        except ToolServerError as error:
+            problems.append(_problem(error, task))
+
+
+def _problem(error: AgentRLError, task: str | None) -> str:
+    where = f" (task {ascii(task)[:80]})" if task is not None else ""
+    hint = f"\n    → {error.cure}" if error.cure else ""
+    return f"{error.message}{where}{hint}"
+
+
+def _refusal(problems: Sequence[str], split: str) -> ConfigError:
+    more = f"\n  … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    return ConfigError(
+        f"this process cannot work on the tasks of split {split!r}; nothing is claimed:\n  "
+        + "\n  ".join(problems[:_SHOWN])
+        + more,
+        cure="correct this and start it again; `agentrl try` runs one task",
+    )
+
+
+async def _reach(section: AgentSection) -> None:
+    """Ask every endpoint once; warn of those that do not answer."""
+    await asyncio.gather(*(_reach_one(endpoint) for endpoint in section.models))
+
+
+async def _reach_one(endpoint: ModelEndpoint) -> None:
+    import httpx
+
+    try:
+        async with httpx.AsyncClient(timeout=_REACH_SECONDS) as client:
+            await client.get(f"{endpoint.base_url.rstrip('/')}/models")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        logger.warning(
+            "the judge cannot be reached now", extra={"model": endpoint.model, "why": type(error).__name__}
+        )

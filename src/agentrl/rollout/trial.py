@@ -1,0 +1,273 @@
+"""One trajectory of one task, outside of any run: what ``agentrl try`` shows."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from agentrl.barrier import contain
+from agentrl.config.load import Configs
+from agentrl.config.schema import AgentConfig, EngineConfig, ModelConfig, RunConfig, SamplingConfig
+from agentrl.documents.base import now
+from agentrl.documents.dispatch import DispatchedSamplingTask
+from agentrl.documents.record import Failure, Record
+from agentrl.documents.status import RecordStatus
+from agentrl.documents.task import Claim, Task, task_key
+from agentrl.documents.task_fields import make_task
+from agentrl.documents.task_json import BadTaskError, parse
+from agentrl.documents.task_source import TaskSource
+from agentrl.errors import ConfigError, FailureError, ScorerError, TaskFileError, TrajectoryError
+from agentrl.inference.engine import Generation
+from agentrl.inference.engines.launch import engine_client
+from agentrl.inference.parsers import get_parser
+from agentrl.inference.router import EngineRouter
+from agentrl.inference.sampling import SamplingParams
+from agentrl.observe.audit_record import render_record
+from agentrl.observe.tables import stdout_console
+from agentrl.rollout.agents import get_agent
+from agentrl.rollout.probe import JUDGES
+from agentrl.rollout.renderer import ChatRenderer
+from agentrl.rollout.session import Engine, Outcome, Rollout
+from agentrl.rollout.setup import allow_configured_imports, live_engines, open_renderer, sampling_params
+from agentrl.scoring.agent_config import load_section
+from agentrl.scoring.answers import check_schema
+from agentrl.scoring.registry import ScorerContext, ScoreResult, get_scorer, run_scorer
+from agentrl.store.client import Store, open_existing
+from agentrl.tools.pool import ToolPool
+
+_ID = "try"
+
+
+@dataclass(kw_only=True)
+class _Trial:
+    """One trajectory: what it needs, and what has become of it so far."""
+
+    configs: Configs
+    claim: Claim
+    engine: Engine
+    renderer: ChatRenderer
+    tools: ToolPool
+    calls: list[DispatchedSamplingTask]
+    outcome: Outcome | None = None
+    result: ScoreResult | None = None
+
+    async def run(self) -> None:
+        """Converse, then score. Raises FailureError; what was said until then is in ``calls``."""
+        agent, sampling = self.configs[AgentConfig], self.configs[SamplingConfig]
+        try:
+            async with asyncio.timeout(agent.trajectory_timeout_seconds):
+                session = await self._converse(agent)
+        except TimeoutError as error:
+            limit = agent.trajectory_timeout_seconds
+            raise TrajectoryError(f"the trajectory took longer than {limit:g} s") from error
+        await self._score(session, sampling)
+
+    async def _converse(self, agent: AgentConfig) -> Rollout:
+        name = self.claim.task.agent_name or agent.agent_name
+        run_agent = get_agent(name)
+        session = Rollout(
+            self.claim,
+            agent,
+            renderer=self.renderer,
+            engine=self.engine,
+            tools=self.tools,
+            schemas=await self.tools.schemas(self.claim.task.tools),
+            parser=get_parser(agent.tool_call_parser),
+            params=sampling_params(self.configs[SamplingConfig], self.renderer),
+            seed=self.configs[RunConfig].seed,
+            write=self._keep,
+        )
+        try:
+            outcome = await contain(lambda: run_agent(session), f"agent {name}", TrajectoryError)
+        finally:
+            await session.finish()
+        if not isinstance(outcome, Outcome):
+            raise TrajectoryError(f"agent {name} returned {type(outcome).__name__}, and not an Outcome")
+        self.outcome = outcome
+        return session
+
+    async def _keep(self, call: DispatchedSamplingTask) -> None:
+        self.calls.append(call)
+
+    async def _score(self, session: Rollout, sampling: SamplingConfig) -> None:
+        task, answer = self.claim.task, self.outcome.final_answer if self.outcome else None
+        if answer is not None and not isinstance(answer, str):
+            raise ScorerError(f"the final answer is {type(answer).__name__}, and not text")
+        context = ScorerContext(
+            query=task.query,
+            final_answer=answer,
+            answer=task.answer,
+            aug_answers=task.aug_answers,
+            messages=tuple(session.messages),
+            meta=task.meta,
+            agent_config_path=sampling.agent_config_path,
+        )
+        self.result = await run_scorer(task.scorer, context, sampling.scorer_timeout_seconds)
+
+
+async def run_trial(configs: Configs, wanted: str, *, line: int | None, engine_url: str | None) -> int:
+    """Run one trajectory of the task that ``wanted`` is or names, and print it; 1 where it failed.
+
+    Raises ConfigError and TaskFileError for what cannot be tried.
+    """
+    failure: Failure | None = None
+    async with AsyncExitStack() as stack:
+        store = await _store(stack, configs, wanted, engine_url)
+        task = await _task(wanted, line, store)
+        _require_usable(configs, task)
+        trial = _Trial(
+            configs=configs,
+            claim=Claim(task=task, traj_id=0, attempt=0, owner=_ID),
+            engine=await stack.enter_async_context(_engine(configs, store, engine_url)),
+            renderer=await open_renderer(store, configs[ModelConfig]),
+            tools=await stack.enter_async_context(ToolPool(configs[AgentConfig])),
+            calls=[],
+        )
+        try:
+            await trial.run()
+        except FailureError as error:
+            failure = Failure(kind=error.kind, message=str(error))
+    stdout_console().print(render_record(_record(trial, failure), trial.calls, ()))
+    return 1 if failure else 0
+
+
+async def _store(
+    stack: AsyncExitStack, configs: Configs, wanted: str, engine_url: str | None
+) -> Store | None:
+    """The run's store, where the task, the engine or the model comes from it."""
+    of_run = not _is_json(wanted) and not _is_file(wanted)
+    if not of_run and engine_url is not None and configs[ModelConfig].model_name_or_path is not None:
+        return None
+    store = await stack.enter_async_context(await open_existing(configs[RunConfig]))
+    if of_run:  # names in a database that others write do not decide what is imported here
+        await allow_configured_imports(store, configs)
+    return store
+
+
+async def _task(wanted: str, line: int | None, store: Store | None) -> Task:
+    if _is_json(wanted):
+        try:
+            item = parse(wanted.encode("utf-8", "surrogatepass"))
+            return make_task({"id": _ID, **item}, _ID, 0, 1)
+        except BadTaskError as error:
+            raise TaskFileError(f"this is no task: {error}", cure="see docs/tasks.md") from error
+    if _is_file(wanted):
+        return await asyncio.to_thread(_task_of_file, Path(wanted), line)
+    if store is None:
+        raise ConfigError(f"{wanted!r} is neither JSON nor a file", cure="give one of them")
+    for key in (wanted, task_key("train", 0, wanted)):
+        task = await store.tasks.get(key)
+        if task is not None:
+            return task
+    raise ConfigError(
+        f"{wanted!r} is neither a task of run {store.run_name!r} nor a file",
+        cure="give a task's _id (split/epoch/id), its id in the task file, a task file, or JSON",
+    )
+
+
+def _is_json(wanted: str) -> bool:
+    return wanted.lstrip().startswith("{")
+
+
+def _is_file(wanted: str) -> bool:
+    try:
+        return Path(wanted).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _task_of_file(path: Path, line: int | None) -> Task:
+    for item in TaskSource(path).items():
+        if line is not None and item.line != line:
+            continue
+        try:
+            if isinstance(item.value, BadTaskError):
+                raise item.value
+            return make_task(item.value, _ID, 0, 1)
+        except BadTaskError as error:
+            raise TaskFileError(f"{path}:{item.line}: {error}", cure="correct this line") from error
+    where = f"no task begins on line {line}" if line is not None else "it holds no tasks"
+    raise TaskFileError(f"{path}: {where}", cure="give --line N of a task")
+
+
+def _require_usable(configs: Configs, task: Task) -> None:
+    """ConfigError for what no sampler could work with."""
+    get_agent(task.agent_name or configs[AgentConfig].agent_name)
+    get_scorer(task.scorer)
+    check_schema(task.answer_schema)
+    if task.scorer in JUDGES:
+        load_section(configs[SamplingConfig].agent_config_path, "scorer_agent")
+
+
+class _Client(Protocol):
+    async def generate(self, input_ids: Sequence[int], params: SamplingParams, rid: str) -> Generation: ...
+
+
+@dataclass(frozen=True)
+class _Direct:
+    """One engine, without a router."""
+
+    client: _Client
+
+    async def generate(self, input_ids: Sequence[int], params: SamplingParams) -> Generation:
+        """Sample a continuation of ``input_ids``."""
+        return await self.client.generate(input_ids, params, f"{uuid.uuid4().hex}-{_ID}")
+
+
+@asynccontextmanager
+async def _engine(configs: Configs, store: Store | None, url: str | None) -> AsyncIterator[Engine]:
+    """``--engine_url``, or a live engine of the run."""
+    sampling, engine = configs[SamplingConfig], configs[EngineConfig]
+    if url is not None:
+        async with engine_client(engine.engine, url, sampling.engine_timeout_seconds) as client:
+            yield _Direct(client)
+        return
+    if store is None:
+        raise ConfigError("no engine is named", cure="give --engine_url, or --run_name of a run with engines")
+    router = EngineRouter(
+        lambda: live_engines(store, engine),
+        request_timeout=sampling.engine_timeout_seconds,
+        wait_seconds=sampling.engine_wait_seconds,
+    )
+    try:
+        async with router.session(_ID) as session:
+            yield session
+    finally:
+        await router.close()
+
+
+def _record(trial: _Trial, failure: object) -> Record:
+    """The Record that a sampler would have written."""
+    task, calls, outcome, result = trial.claim.task, trial.calls, trial.outcome, trial.result
+    versions = [span.version for call in calls for span in call.versions]
+    record = Record(
+        id=trial.claim.record_id,
+        task=task.id,
+        traj_id=0,
+        attempt=0,
+        split=task.split,
+        epoch=task.epoch,
+        status=RecordStatus.FAILED if failure else RecordStatus.SCORED,
+        query=task.query,
+        answer=task.answer,
+        owner=_ID,
+        turns=len(calls),
+        tool_calls=sum(len(call.tool_executions) for call in calls),
+        context_resets=sum(call.parent is None for call in calls[1:]),
+        prompt_tokens=calls[-1].prompt_tokens if calls else 0,
+        generated_tokens=sum(call.generated_tokens for call in calls),
+        min_version=min(versions, default=None),
+        max_version=max(versions, default=None),
+        completed_at=now(),
+        failure=failure if isinstance(failure, Failure) else None,
+    )
+    if outcome is not None:
+        record = replace(record, stop_reason=outcome.stop_reason, final_answer=outcome.final_answer)
+    if result is not None:
+        record = replace(record, score=result.score, score_details=result.details)
+    return record

@@ -1,0 +1,97 @@
+"""``agentrl try``: one trajectory on a real engine, printed, and nothing stored."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from test_sampling import task
+from tiny_policy import write_tiny_policy
+
+from agentrl.config.load import Configs, parse
+from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
+from agentrl.documents.service import InferenceService
+from agentrl.documents.status import ServiceStatus
+from agentrl.errors import ConfigError, TaskFileError
+from agentrl.inference.engines.launch import engine_client, engine_command
+from agentrl.inference.engines.process import EngineProcess, free_port
+from agentrl.rollout.trial import run_trial
+from agentrl.rollout.try_task import TryConfig
+from agentrl.store.client import Store
+
+pytestmark = pytest.mark.integration
+
+QUESTION = {"query": "What is\x1b]0;owned\x07 1+1?", "answer": "2", "scorer": "exact"}
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[str]:
+    """The URL of a local engine with the tiny model in ``tmp_path / "model"``."""
+    config, port = EngineConfig(), free_port("127.0.0.1")
+    folder = str(write_tiny_policy(tmp_path / "model"))
+    process = EngineProcess(engine_command(folder, ModelConfig(), config, port), tmp_path / "engine.log")
+    try:
+        async with engine_client("local", f"http://127.0.0.1:{port}") as client:
+            await process.wait_ready(client, 100)
+            yield client.url
+    finally:
+        await process.stop()
+
+
+def flags(run: RunConfig, *words: str) -> Configs:
+    where = ("--run_name", run.run_name, "--db_connection_string", str(run.db_connection_string))
+    return parse(
+        [*where, "--max_new_tokens", "8", "--max_turns", "2", *words], command="agentrl try", description="",
+        shown=[], extra=[TryConfig],
+    )  # fmt: skip
+
+
+async def test_a_task_is_tried_and_nothing_is_stored(
+    engine: str, store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ("--model_name_or_path", str(tmp_path / "model"))
+    configs = flags(run_config, *model)
+    given = json.dumps(QUESTION)
+    assert await run_trial(configs, given, line=None, engine_url=engine) == 0
+    shown = capsys.readouterr().out
+    assert "turn 1 ·" in shown
+    assert "turn 2 ·" in shown
+    assert "expected   2" in shown
+    assert "SCORED  score 0.000" in shown
+    assert "\x1b]0" not in shown
+
+    file = tmp_path / "tasks.jsonl"
+    unanswerable = {"id": "x", "query": "?", "scorer": "f1"}
+    file.write_text(f"{json.dumps(unanswerable)}\n{json.dumps({'id': 'y', **QUESTION})}\n")
+    assert await run_trial(configs, str(file), line=None, engine_url=engine) == 1
+    assert "failed     scorer: " in capsys.readouterr().out
+    assert await run_trial(configs, str(file), line=2, engine_url=engine) == 0
+    assert "task try/0/y" in capsys.readouterr().out
+    with pytest.raises(TaskFileError, match="no task begins on line 9"):
+        await run_trial(configs, str(file), line=9, engine_url=engine)
+
+    service = InferenceService(id="e", url=engine, engine="local", model="tiny", host="h", pid=1)
+    await store.services.register(service)
+    await store.services.beat("e", status=ServiceStatus.READY, policy_version=0, running_requests=0)
+    await store.tasks.load([task("a")])
+    before = await store.tasks.get("train/0/a")
+    assert await run_trial(configs, "a", line=None, engine_url=None) == 0
+    assert "task train/0/a" in capsys.readouterr().out
+    assert await store.tasks.get("train/0/a") == before
+    assert await store.database["Record"].count_documents({}) == 0
+    assert await store.database["DispatchedSamplingTask"].count_documents({}) == 0
+    with pytest.raises(ConfigError, match="is neither a task of run"):
+        await run_trial(configs, "b", line=None, engine_url=None)
+
+
+def test_errors_of_the_command_have_exit_codes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "agentrl.cli", "try"]
+    url = ("--engine_url", "http://127.0.0.1:9", "--model_name_or_path", str(tmp_path))
+    wrong = json.dumps({**QUESTION, "scorer": "exakt"})
+    done = subprocess.run([*command, wrong, *url], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert "did you mean exact" in done.stderr
