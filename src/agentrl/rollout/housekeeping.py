@@ -23,8 +23,11 @@ logger = logging.getLogger(__name__)
 HOUSEKEEPING_SECONDS = 2.0
 """How often, at most, a sampler does what any sampler does for all; the wait is up to twice as long."""
 
-SWEEP_SECONDS = 3.0
-"""How long a group waits before any sampler finalises it, not only the one that completed it."""
+SWEEP_SECONDS = 5.0
+"""How long, at least, a group waits before any sampler finalises it, not only the one that completed it.
+
+Each round waits up to twice as long, by chance, so that not every sampler reads a group that is late.
+"""
 
 _MOST_QUIET = 3
 """After so many rounds that find nothing to do they are rarest: each doubles the wait."""
@@ -117,7 +120,7 @@ class Housekeeping:
         freed = await self._store.claims.reap(self._split, self._max_attempts)
         await self.finalise_completed()
         async with self._finalising:
-            swept = await self._finaliser.run_waiting(SWEEP_SECONDS)
+            swept = await self._finaliser.run_waiting(SWEEP_SECONDS * random.uniform(1, 2))
         opened = await self.open_next_epoch()
         return freed > 0 or swept > 0 or opened
 
