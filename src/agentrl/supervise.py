@@ -45,7 +45,7 @@ class StoppedBySignalError(BaseException):
 
 @dataclass
 class Member:
-    """One process of the run; ``process`` is its current incarnation.
+    """One process of the run; ``process`` is its current incarnation, None once it has ended well.
 
     ``serves`` is True for engines and tool servers: they are stopped after the processes that use them.
     """
@@ -65,11 +65,6 @@ class Member:
         self.restart_at = None
         self.started_at = time.monotonic()
         self.process = start_child(self.command, log=self.log, env=self.env)
-
-    @property
-    def ended(self) -> bool:
-        """Whether it has ended and is not to be started again."""
-        return self.restart_at is None and (self.process is None or self.process.poll() is not None)
 
 
 class Supervisor:
@@ -108,7 +103,7 @@ class Supervisor:
 
     def run_helpers(self) -> None:
         """Run until every helper has ended by itself. Raises as ``run_main``."""
-        while not all(member.ended for member in self._members):
+        while any(member.process is not None for member in self._members):
             self._revive(None)
             time.sleep(POLL_SECONDS)
 

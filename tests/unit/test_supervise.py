@@ -65,6 +65,17 @@ def test_a_helper_that_keeps_dying_ends_the_run_and_shows_its_log(supervisor, tm
     assert "no luck today" in str(error.value)
 
 
+def test_helpers_run_until_all_have_ended_well(supervisor, tmp_path):
+    code = f"import os, sys; path = {str(tmp_path / 'once')!r}\n" + (
+        "if not os.path.exists(path):\n    open(path, 'w').close(); sys.exit(1)\n"
+    )
+    helper = member("helper", code, tmp_path / "helper.log")
+    supervisor.start(helper)
+    helper.process.wait(20)
+    supervisor.run_helpers()
+    assert helper.restarts == 1
+
+
 def test_stop_ends_every_process(supervisor):
     helpers = [member(f"helper-{n}", SLEEP) for n in range(3)]
     for helper in helpers:
