@@ -31,6 +31,9 @@ _STEADY_SECONDS = 300.0
 _CLIENTS_SECONDS = 12.0
 """How long engines and tool servers are kept for the samplers that stop before them."""
 
+_REPEATED_SECONDS = 1.0
+"""A launcher such as ``timeout`` forwards a signal that its whole group receives: that is one request."""
+
 _KILL_SECONDS = 5.0
 _MARKER = "AGENTRL_SUPERVISED_BY"
 
@@ -113,7 +116,7 @@ class Supervisor:
         deadline = time.monotonic() + seconds
         family = _Family(members, self._mark)
         try:
-            with stop_on_signals():
+            with stop_on_signals(after=_REPEATED_SECONDS):
                 clients = [member for member in members if not member.serves]
                 _terminate(clients)
                 helpers = [member for member in clients if member.log is not None]
@@ -184,11 +187,13 @@ class _Family:
 
 
 @contextlib.contextmanager
-def stop_on_signals() -> Iterator[None]:
-    """Within the block, SIGTERM and SIGINT raise StoppedBySignalError."""
+def stop_on_signals(after: float = 0.0) -> Iterator[None]:
+    """Within the block, SIGTERM and SIGINT raise StoppedBySignalError; before ``after`` seconds, nothing."""
+    began = time.monotonic()
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise StoppedBySignalError(number)
+        if time.monotonic() - began >= after:
+            raise StoppedBySignalError(number)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
