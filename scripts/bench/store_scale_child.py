@@ -36,6 +36,7 @@ _LEASE = 60.0
 _ADMITTED = 100_000
 _TIMEOUT = 120.0
 _OPENINGS_AT_ONCE = 16
+_START_SECONDS = 15.0
 _POLL_SECONDS = 0.05
 _RENEWALS, _RENEWED_AT_ONCE = 1600, 8
 
@@ -226,7 +227,7 @@ async def join(uri: str, options: dict[str, Any]) -> dict[str, Any]:
     for number, (store, worker) in enumerate(zip(stores, workers, strict=True)):
         store.claims.claim = _timed(store.claims.claim, claimed)  # type: ignore[method-assign]
         sampler = make_sampler(store, worker, f"{os.getpid()}-{number}", 1, 8)
-        running.append(asyncio.create_task(sampler.run(asyncio.Event())))
+        running.append(asyncio.create_task(_start(sampler)))
     await _line("ready")
     claimed.clear()
     COMMANDS.sent.clear()
@@ -235,6 +236,12 @@ async def join(uri: str, options: dict[str, Any]) -> dict[str, Any]:
     scored = sum(worker.scored for worker in workers) - scored
     ended = [task for task in running if task.done()]
     return {"scored": scored, "commands": COMMANDS.total(), "claims": claimed, "ended": len(ended)}
+
+
+async def _start(sampler: Sampler) -> None:
+    """Run the sampler, which starts at a moment of its own."""
+    await asyncio.sleep(random.uniform(0, _START_SECONDS))
+    await sampler.run(asyncio.Event())
 
 
 async def _line(said: str) -> None:

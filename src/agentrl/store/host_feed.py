@@ -26,10 +26,10 @@ Follow = Callable[[Notify], Awaitable[None]]
 _FLUSH_SECONDS = 0.05
 _BEAT_SECONDS = 1.0
 SILENT_SECONDS = 5.0
-"""How long a leader may say nothing before a process follows the server by itself."""
+"""How long a leader may say nothing before a process looks for changes by itself, and how often it does."""
 
-_ALONE_SECONDS = 60.0
-_CONNECT_SECONDS = 2.0
+_CONNECT_SECONDS = 5.0
+_BACKLOG = 1024
 _MOST_UNREAD_BYTES = 65536
 
 
@@ -37,8 +37,9 @@ class HostFeed:
     """The changes of ``collections``, for this process and for every other with the same ``key``.
 
     The process that holds the lock file leads: it follows the server and serves a Unix socket. When it ends,
-    the kernel frees the lock, and another process leads. Where the two files cannot be made, and while the
-    leader is silent, a process follows the server by itself.
+    the kernel frees the lock, and another process leads. While the leader is silent, a process takes it that
+    everything has changed, every few seconds: a machine too busy to pass changes on opens no more streams.
+    Where the two files cannot be made, a process follows the server by itself.
     """
 
     def __init__(self, key: str, collections: Sequence[str], follow: Follow, notify: Notify) -> None:
@@ -61,9 +62,8 @@ class HostFeed:
             except OSError:
                 break
             if not led and not await self._listen(self._socket):
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_ALONE_SECONDS):
-                        await self._follow(self._notify)
+                await self._notify(self._collections)
+                await asyncio.sleep(SILENT_SECONDS * random.uniform(0, 1))
             await asyncio.sleep(random.uniform(0, _FLUSH_SECONDS))
         await self._follow(self._notify)
 
@@ -81,7 +81,7 @@ class HostFeed:
 
     async def _lead(self, path: Path) -> None:
         _remove(path)
-        server = await asyncio.start_unix_server(self._accept, path)
+        server = await asyncio.start_unix_server(self._accept, path, backlog=_BACKLOG)
         sending = asyncio.create_task(self._send_pending(), name="agentrl-changes-feed")
         try:
             await self._follow(self._publish)
