@@ -162,7 +162,8 @@ def test_a_second_signal_kills_what_is_left(tmp_path):
         "    with stop_on_signals():\n"
         "        try:\n"
         "            main = Member('main', [sys.executable, '-c', code], None, {})\n"
-        f"            supervisor.start(main); open({str(tmp_path / 'ready')!r}, 'w').close()\n"
+        "            supervisor.start(main)\n"
+        f"            open({str(tmp_path / 'ready')!r}, 'w').write(str(main.process.pid))\n"
         "            time.sleep(60)\n"
         "        finally:\n"
         f"            open({str(tmp_path / 'stopping')!r}, 'w').close()\n"
@@ -171,14 +172,15 @@ def test_a_second_signal_kills_what_is_left(tmp_path):
         "    sys.exit(stopped.exit_code)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", script])
-    wait_for((tmp_path / "ready").exists)
+    wait_for(lambda: (tmp_path / "ready").exists() and (tmp_path / "ready").read_text())
+    child = int((tmp_path / "ready").read_text())
     process.terminate()
     wait_for((tmp_path / "stopping").exists)
     deadline = time.monotonic() + 30
-    while process.poll() is None and time.monotonic() < deadline:
+    while not is_gone(child) and time.monotonic() < deadline:
         process.terminate()
         time.sleep(0.5)
-    assert process.wait(1) == 143
+    assert process.wait(10) == 143
 
 
 def is_gone(pid):

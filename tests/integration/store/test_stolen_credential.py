@@ -15,7 +15,8 @@ from db_command import agentrl_db
 from pymongo.asynchronous.database import AsyncDatabase
 
 import agentrl
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema import GroupConfig, RunConfig
+from agentrl.conversion.outcome import GroupRules
 from agentrl.conversion.verify import verifier
 from agentrl.documents.task import task_key
 from agentrl.errors import ConfigError, StoreError
@@ -199,10 +200,24 @@ async def _hold_the_run_up(thief: Store, store: Store) -> None:
     assert changed.modified_count > 0
 
 
+async def _choose_the_rules(thief: Store, store: Store) -> None:
+    key = task_key("train", 0, "ruled")
+    await run.add_task(thief, key, -1)
+    for value in (0.0, 1.0):
+        await run.score(thief, await run.claim(thief), value)
+    rules = GroupRules(config=GroupConfig(adv_scaling=50.0), seed=0)
+    assert await thief.training.finalise_group(key, rules.decide)
+    ready = [item for item in await store.training.ready("train") if item.task == key]
+    data = await store.training.fetch([item.id for item in ready])
+    assert max(item.advantage for item in data) == 50.0
+    assert await verifier(store)(data) == {}
+
+
 ALLOWED: dict[str, Trick] = {
     "read the whole run, with queries and answers": _read_everything,
     "invent a trajectory of a slot that it claims, with model calls and a score": _invent_a_trajectory,
     "take, release and fail slots, and add and change tasks": _hold_the_run_up,
+    "choose the rules by which a group that it finalises is decided (`Task.group.rules`)": _choose_the_rules,
 }
 
 
