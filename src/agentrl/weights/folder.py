@@ -31,6 +31,8 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msg
 _HEADROOM_BYTES = 16 << 20
 _READABLE = 0o644
 """Engines may run as another user; safetensors writes for its owner alone."""
+_TORCH_WRITER = ("inline_container.cc", "PytorchStreamWriter")
+"""What a RuntimeError of ``torch.save`` names where the operating system refused a write, which it hides."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -94,6 +96,8 @@ def explaining_errors(target: Path, needed_bytes: int) -> Iterator[None]:
     except Exception as error:
         if type(error).__name__ == "SafetensorError":
             raise _safetensors_failed(target, needed_bytes, error) from error
+        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _TORCH_WRITER):
+            raise _torch_failed(target, error) from error
         raise
 
 
@@ -194,6 +198,13 @@ def _disk_full(target: Path, needed_bytes: int) -> PublishError:
     free = shutil.disk_usage(target.parent).free
     return PublishError(
         f"the disk of {target.parent} is full: {target.name} needs {needed_bytes:,} bytes, {free:,} are free",
+        cure="free space, lower --published_versions_kept or --save_total_limit, or move --output_dir",
+    )
+
+
+def _torch_failed(target: Path, error: RuntimeError) -> PublishError:
+    return PublishError(
+        f"{target} could not be written, most likely for want of space: {error}",
         cure="free space, lower --published_versions_kept or --save_total_limit, or move --output_dir",
     )
 
