@@ -89,7 +89,7 @@ def test_a_disk_that_fills_up_while_writing_leaves_nothing(tmp_path: Path, base:
 
 
 def test_torchs_own_error_is_a_publish_error(tmp_path: Path, base: Path) -> None:
-    """torch.save hides what the operating system refused, if the space is there again when it closes the file."""
+    """torch.save hides what the system refused, if there is space again when it closes the file."""
     error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
     with pytest.raises(PublishError, match="for want of space"):
         write(Model(error), base, tmp_path / "weights" / "v000001")
