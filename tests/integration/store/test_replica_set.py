@@ -44,8 +44,8 @@ async def test_what_was_acknowledged_survives_a_primary_that_dies_alone(replicas
     while len(acknowledged) < 20:
         await asyncio.wait([writing], timeout=0.02)
     killed = await asyncio.to_thread(replicas.kill_primary, 0.5)
-    await asyncio.to_thread(replicas.start_member, killed)
     assert await asyncio.to_thread(replicas.primary) != killed
+    await asyncio.to_thread(replicas.start_member, killed)
     before = len(acknowledged)
     while len(acknowledged) < before + 20:
         await asyncio.wait([writing], timeout=0.02)
