@@ -35,7 +35,7 @@ def paths_among(names: Iterable[str]) -> frozenset[str]:
 
 
 def is_importable(name: str) -> bool:
-    """Whether this process may import ``name``; a name that is no path is not imported."""
+    """Whether this process may import ``name``; other names are not imported."""
     allowed = _allowed.get()
     module = name.partition(":")[0]
     if ":" not in name or allowed is None:

@@ -30,7 +30,7 @@ _LONGEST_PROBLEM = 500
 """Characters of a problem that are kept."""
 
 _UNUSABLE_GROUPS = 8
-"""So many groups in a row, all of whose data are bad, are no accident of single trajectories."""
+"""After so many groups in a row whose data are all bad, training stops: the model or the limits are wrong."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class Finaliser:
         """Finalise one waiting group; False if another process did, or if this attempt failed.
 
         A failed attempt is counted in the Task and repeated later; after ``ATTEMPTS`` the group is given up.
-        Raises StoreAwayError, which is no attempt, and nothing else.
+        Raises StoreAwayError only; an outage does not count as an attempt.
         """
         try:
             done = await self._store.training.finalise_group(task_id, self._rules.decide)

@@ -72,7 +72,7 @@ class Worker:
     sampling: SamplingConfig
     claims: ClaimConfig
     stop: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once this process is asked to stop: what an engine or a tool server fails at then is no failure."""
+    """Set once this process is asked to stop. Failed engines and tool servers then count as interrupted."""
 
     async def run(self, claim: Claim) -> bool:
         """Run one claimed trajectory to its score; True if it was scored.
