@@ -28,8 +28,7 @@ _CHILD = Path(__file__).with_name("store_scale_child.py")
 _OURS = Path(__file__).resolve().parents[2]
 _LONGEST_SECONDS = 600.0
 _PROCESSES = 8
-_TRAJECTORY_SECONDS = 20.0
-_WARM_UP_SECONDS = 40.0
+_WARM_UP_SECONDS = 120.0
 _POLL_SECONDS = 0.5
 
 Json = dict[str, Any]
@@ -72,12 +71,13 @@ async def streams(uri: str, quick: bool, against: Path | None) -> list[Row]:
 
 
 async def samplers(uri: str, quick: bool, against: Path | None) -> list[Row]:
-    """1,000 samplers, a client each, with one trajectory of 20 s at a time, on one server.
+    """1,000 samplers, a client each, with one trajectory of 60 s at a time, on one server.
 
-    Measuring begins when as many trajectories have begun as there are samplers.
+    With ``quick`` 200 samplers and 20 s. Measuring begins when as many trajectories have begun as there are
+    samplers.
     """
-    count, seconds = (200, 8.0) if quick else (1000, 25.0)
-    found = [await _many_samplers(uri, source, count, seconds) for source in _sources(against)]
+    count, lasting, seconds = (200, 20.0, 8.0) if quick else (1000, 60.0, 40.0)
+    found = [await _many_samplers(uri, source, count, lasting, seconds) for source in _sources(against)]
     ours, theirs = found[0], found[1] if against else None
     rows = []
     for field, more in (
@@ -114,12 +114,12 @@ async def _in_turn(
     return found[_OURS], [] if against is None else found[against]
 
 
-async def _many_samplers(uri: str, source: Path, count: int, seconds: float) -> Json:
-    """The whole of several processes' samplers, between two moments."""
+async def _many_samplers(uri: str, source: Path, count: int, lasting: float, seconds: float) -> Json:
+    """The whole of several processes' samplers for ``seconds``; a trajectory is ``lasting`` seconds long."""
     run = _run_name()
-    groups = int(count / 8 * (3 + (seconds + 60) / _TRAJECTORY_SECONDS))
+    groups = int(count / 8 * (3 + (seconds + _WARM_UP_SECONDS) / lasting))
     await _result(await _start(source, "prepare", uri, {"run": run, "groups": groups}))
-    options = {"run": run, "samplers": count // _PROCESSES, "seconds": _TRAJECTORY_SECONDS}
+    options = {"run": run, "samplers": count // _PROCESSES, "seconds": lasting}
     children = [await _start(source, "join", uri, options) for _ in range(_PROCESSES)]
     client: AsyncMongoClient[Json] = AsyncMongoClient(uri)
     try:
