@@ -19,7 +19,7 @@ _WIDTH = 150
 class Row:
     """One ratio beside its target; less is better where ``more`` is False.
 
-    Without a target it is to be read; without a baseline there is no ratio.
+    A row without a target is for reading only. A row without a baseline has no ratio.
     """
 
     what: str

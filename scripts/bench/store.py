@@ -59,7 +59,7 @@ def main() -> int:
     arguments = parser.parse_args()
     against = arguments.against.resolve() if arguments.against else None
     if against is not None and not (against / "src" / "agentrl").is_dir():
-        parser.error(f"--against {against} is no checkout: it has no src/agentrl")
+        parser.error(f"--against {against} is not a checkout: src/agentrl is missing")
     rows: list[Row] = []
     with server() as uri:
         for name in arguments.only:

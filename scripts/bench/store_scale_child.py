@@ -42,7 +42,7 @@ _RENEWALS, _RENEWED_AT_ONCE = 1600, 8
 
 
 class Commands(pymongo.monitoring.CommandListener):
-    """Counts the commands of clients that are made from now on, and reads of a group's Records."""
+    """Counts commands, and reads of a group's Records, of clients opened after its registration."""
 
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()

@@ -101,7 +101,7 @@ def _refusal(problems: Sequence[str], split: str) -> ConfigError:
 
 
 async def _reach(section: AgentSection) -> None:
-    """Ask every endpoint once; warn of those that do not answer."""
+    """Ask every endpoint once; log a warning for each that does not answer."""
     await asyncio.gather(*(_reach_one(endpoint) for endpoint in section.models))
 
 

@@ -219,7 +219,7 @@ class Rollout:
         return list(pending.executions)
 
     def append_messages(self, messages: Sequence[Message]) -> None:
-        """Add messages behind the last turn; TrajectoryError where one is no message."""
+        """Append messages to the last turn. Raises TrajectoryError for an invalid message."""
         self._conversation.append_messages(checked_messages(messages))
 
     async def reset_context(self) -> bool:

@@ -119,7 +119,7 @@ class EngineProcess:
 
 
 def free_port(host: str) -> int:
-    """Return a port that is free now; ConfigError where ``host`` is no address of this machine."""
+    """Return a free port. Raises ConfigError if ``host`` is not an address of this machine."""
     return _bind(host, 0)
 
 
