@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from agentrl.documents.base import Document, Root, now
+from agentrl.documents.sampling import LogprobsOf
 from agentrl.documents.status import CallStatus
 
 
@@ -77,7 +78,8 @@ class DispatchedSamplingTask(Root):
     output_ids: bytes
     """int32 ids that the engine generated."""
     logprobs: bytes
-    """float32 logprob of each output id under the policy that sampled it."""
+    """float32 logprob of each output id under the policy that sampled it, of what ``logprobs_of`` says."""
+    logprobs_of: LogprobsOf = "policy"
 
 
 def without_results(

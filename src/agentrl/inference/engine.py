@@ -17,6 +17,7 @@ from typing import Any, Literal, Self
 import httpx
 
 from agentrl.documents.dispatch import VersionSpan
+from agentrl.documents.sampling import LogprobsOf, logprobs_of
 from agentrl.errors import EngineError
 from agentrl.inference.sampling import SamplingParams
 
@@ -44,6 +45,7 @@ class Generation:
     cached_tokens: int
     seconds: float
     engine_url: str
+    logprobs_of: LogprobsOf = "policy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +117,7 @@ class EngineClient:
         except asyncio.CancelledError:
             await asyncio.shield(self._abort_quietly(rid))
             raise
-        return self._generation(answer, time.monotonic() - start)
+        return self._generation(answer, params, time.monotonic() - start)
 
     async def health(self) -> bool:
         """Whether the engine answers and takes requests; False while it is paused, starting or gone."""
@@ -261,9 +263,9 @@ class EngineClient:
         except EngineError:
             return  # the engine is gone, and the request with it
 
-    def _generation(self, answer: Mapping[str, Any], seconds: float) -> Generation:
+    def _generation(self, answer: Mapping[str, Any], params: SamplingParams, seconds: float) -> Generation:
         try:
-            fields = self._fields(answer)
+            fields = self._fields(answer, params)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             excerpt = json.dumps(answer)[:_EXCERPT]
             raise EngineError(
@@ -275,7 +277,7 @@ class EngineClient:
         fields["versions"] = self._spans(fields["versions"], len(ids))
         return Generation(**fields, seconds=seconds, engine_url=self.url)
 
-    def _fields(self, answer: Mapping[str, Any]) -> dict[str, Any]:
+    def _fields(self, answer: Mapping[str, Any], params: SamplingParams) -> dict[str, Any]:
         """What an answer says of a Generation; ``versions`` are the engine's own spans."""
         meta = answer["meta_info"]
         ids = tuple(int(item) for item in answer["output_ids"])
@@ -287,6 +289,7 @@ class EngineClient:
             "finish_reason": meta["finish_reason"]["type"],
             "prompt_tokens": int(meta["prompt_tokens"]),
             "cached_tokens": int(meta.get("cached_tokens") or 0),
+            "logprobs_of": meta.get("logprobs_of") or logprobs_of("sglang", params.to_request()),
         }
 
     def _spans(self, spans: Sequence[Mapping[str, Any]], count: int) -> tuple[VersionSpan, ...]:

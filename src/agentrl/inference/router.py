@@ -248,4 +248,5 @@ def _joined(parts: Sequence[Generation], prompt_tokens: int, seconds: float) -> 
         cached_tokens=parts[0].cached_tokens,
         seconds=seconds,
         engine_url=parts[-1].engine_url,
+        logprobs_of=parts[0].logprobs_of if len({part.logprobs_of for part in parts}) == 1 else "other",
     )

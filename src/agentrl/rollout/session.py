@@ -304,6 +304,7 @@ class Rollout:
             context_ids=pack_ids(pending.context_ids),
             output_ids=pack_ids(generation.output_ids),
             logprobs=pack_floats(generation.logprobs),
+            logprobs_of=generation.logprobs_of,
         )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from datetime import datetime
 from enum import Enum
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from agentrl.documents.base import Document, Root
 from agentrl.documents.dispatch import DispatchedSamplingTask
@@ -65,6 +65,8 @@ def _schema_of(hint: Any, name: str) -> tuple[Json, str]:
         return {"bsonType": "array", "items": items}, f"a list, each: {what}"
     if origin is dict:
         return {"bsonType": "object"}, "an object"
+    if origin is Literal:
+        return {"enum": list(get_args(hint))}, f"one of {', '.join(get_args(hint))}"
     if hint in _PLAIN:
         what, types = _PLAIN[hint]
         return {"bsonType": types}, what

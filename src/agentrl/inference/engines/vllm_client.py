@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentrl.documents.sampling import logprobs_of
 from agentrl.inference.engine import (
     CONTROL_SECONDS,
     EngineClient,
@@ -114,7 +115,7 @@ class VllmClient(EngineClient):
             "sampling_params": {**sampling, "logprobs": 0, "detokenize": False},
         }
 
-    def _fields(self, answer: Mapping[str, Any]) -> dict[str, Any]:
+    def _fields(self, answer: Mapping[str, Any], params: SamplingParams) -> dict[str, Any]:
         choice, usage = answer["choices"][0], answer["usage"]
         content = (choice["logprobs"] or {}).get("content") or ()
         return {
@@ -124,6 +125,7 @@ class VllmClient(EngineClient):
             "finish_reason": choice["finish_reason"],
             "prompt_tokens": int(usage["prompt_tokens"]),
             "cached_tokens": int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0),
+            "logprobs_of": logprobs_of("vllm", params.to_request()),
         }
 
 
