@@ -61,7 +61,7 @@ def check_output_head(model: nn.Module, hidden: Tensor, logits: Tensor, *, toler
     Raises ModelError: its head does something that its config does not declare.
     """
     head = output_head(model)
-    blocks = _Projection(head, 1.0, DEFAULT_VOCAB_CHUNK).blocks(hidden)  # all in one buffer
+    blocks = _Projection(head, DEFAULT_VOCAB_CHUNK).blocks(hidden, 1.0)  # all in one buffer
     ours = torch.cat([block.clone() for _, block in blocks], -1)
     error = float((ours - logits.float()).abs().max())
     if not error <= tolerance * max(1.0, float(logits.abs().max())):
@@ -77,48 +77,76 @@ def token_logprobs(
     parent: Tensor,
     target_ids: Tensor,
     *,
-    temperature: float = 1.0,
+    temperature: Tensor | float = 1.0,
+    entropy_gradient: bool = False,
     chunk_size: int = DEFAULT_CHUNK,
     vocab_chunk_size: int = DEFAULT_VOCAB_CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(logits/temperature) of each target, and the entropy of that softmax, in nats.
 
     hidden [N, H] with gradient; parent int64[T], the position whose logits predict each target; target_ids
-    int64[T]. Returns (logprobs float32[T] with gradient to hidden, weight and bias; entropy float32[T]
-    without). Logits are float32 whatever the weights and any autocast are. Only the T positions are
-    projected, a block of [chunk_size, vocab_chunk_size] logits at a time with a running log-sum-exp (as in
-    arXiv 1805.02867), and again in the backward: beside the gradients of hidden, weight and bias, memory
-    holds one such block, an eighth of one, and a few numbers per token.
+    int64[T]; temperature one for all targets or float32[T], one per target, all above 0 (on the CPU, a tensor
+    is checked without waiting for the accelerator). Returns (logprobs float32[T] with gradient to hidden,
+    weight and bias; entropy float32[T], with gradient only where ``entropy_gradient``). Logits are float32
+    whatever the weights and any autocast are. Only the T positions are projected, a block of
+    [chunk_size, vocab_chunk_size] logits at a time with a running log-sum-exp (as in arXiv 1805.02867), and
+    again in the backward: beside the gradients of hidden, weight and bias, memory holds one such block, an
+    eighth of one (with softcap and with the gradient of the entropy, another eighth each), and a few numbers
+    per token.
 
-    With ``head.group``, every rank gives the same hidden, parent and target_ids and gets the same results;
-    the gradient of hidden is summed over the ranks, that of weight is the rank's own.
+    With ``head.group``, every rank gives the same arguments but the head's and gets the same results; the
+    gradient of hidden is summed over the ranks, that of weight is the rank's own. Raises ValueError for a
+    temperature or a size that is not above 0.
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature is {temperature}, and logprobs need one above 0")
+    divisor = _divisor(temperature, target_ids)
     for name, size in (("chunk_size", chunk_size), ("vocab_chunk_size", vocab_chunk_size)):
         if size < 1:
             raise ValueError(f"{name} is {size}")
     logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, head.bias, parent, target_ids, head, temperature, (chunk_size, vocab_chunk_size)
-    )
+        hidden, head.weight, head.bias, parent, target_ids,
+        head, divisor, entropy_gradient, (chunk_size, vocab_chunk_size),
+    )  # fmt: skip
     return logprobs, entropy
+
+
+def _divisor(temperature: Tensor | float, target_ids: Tensor) -> Tensor | float:
+    """The temperature as logits are divided by it: one number where all are equal, else float32[T, 1]."""
+    if isinstance(temperature, Tensor):
+        if temperature.shape != target_ids.shape:
+            shape = list(temperature.shape)
+            raise ValueError(f"temperature has shape {shape}, and there are {len(target_ids)} targets")
+        if not len(temperature):
+            return 1.0
+        ends = torch.stack(temperature.aminmax()).tolist()
+        lowest, highest = float(ends[0]), float(ends[1])
+    else:
+        lowest = highest = temperature
+    if not lowest > 0:
+        raise ValueError(f"temperature is {lowest}, and logprobs need one above 0")
+    if isinstance(temperature, Tensor) and lowest != highest:
+        return temperature.to(target_ids.device, torch.float32)[:, None]
+    return lowest
+
+
+def _rows(divisor: Tensor | float, rows: slice) -> Tensor | float:
+    return divisor[rows] if isinstance(divisor, Tensor) else divisor
 
 
 class _Projection:
     """Blocks of float32 logits / temperature in one buffer, which the next block overwrites."""
 
-    def __init__(self, head: OutputHead, temperature: float, width: int) -> None:
-        self._head, self._temperature = head, temperature
+    def __init__(self, head: OutputHead, width: int) -> None:
+        self._head = head
         self._width = min(width, len(head.weight))
         self._buffer: Tensor | None = None
 
-    def blocks(self, states: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """(vocabulary slice, float32[n, width]) for ``states`` [n, H]."""
+    def blocks(self, states: Tensor, divisor: Tensor | float) -> Iterator[tuple[slice, Tensor]]:
+        """(vocabulary slice, float32[n, width]) for ``states`` [n, H] and temperatures, one or [n, 1]."""
         for start in range(0, len(self._head.weight), self._width):
             here = slice(start, min(start + self._width, len(self._head.weight)))
-            yield here, self._block(states, here)
+            yield here, self._block(states, divisor, here)
 
-    def _block(self, states: Tensor, here: slice) -> Tensor:
+    def _block(self, states: Tensor, divisor: Tensor | float, here: slice) -> Tensor:
         head, weight = self._head, self._head.weight[here]
         if states.is_cuda and states.dtype == weight.dtype != torch.float32:
             logits = torch.mm(states, weight.T, out_dtype=torch.float32)
@@ -127,9 +155,9 @@ class _Projection:
         if head.bias is not None:
             logits += head.bias[here].float()
         if head.softcap is not None:
-            logits.mul_(head.scale / head.softcap).tanh_().mul_(head.softcap / self._temperature)
-        elif head.scale != self._temperature:
-            logits.mul_(head.scale / self._temperature)
+            logits.mul_(head.scale / head.softcap).tanh_().mul_(head.softcap / divisor)
+        elif isinstance(divisor, Tensor) or head.scale != divisor:
+            logits.mul_(head.scale / divisor)
         return logits
 
     def _room(self, states: Tensor, here: slice) -> Tensor:
@@ -199,42 +227,46 @@ class _ChunkedLogprobs(torch.autograd.Function):
         parent: Tensor,
         target_ids: Tensor,
         head: OutputHead,
-        temperature: float,
+        divisor: Tensor | float,
+        entropy_gradient: bool,
         sizes: tuple[int, int],
     ) -> tuple[Tensor, Tensor]:
         logprobs = hidden.new_empty(len(target_ids), dtype=torch.float32)
         entropy, normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
         with torch.autocast(hidden.device.type, enabled=False):
-            projection = _Projection(head, temperature, sizes[1])
+            projection = _Projection(head, sizes[1])
             for here in _chunks(len(target_ids), sizes[0]):
                 softmax = _RunningSoftmax.start(target_ids[here])
-                for columns, logits in projection.blocks(hidden[parent[here]]):
+                for columns, logits in projection.blocks(hidden[parent[here]], _rows(divisor, here)):
                     softmax.add(logits, target_ids[here] - head.first - columns.start)
                 if head.group is not None:
                     softmax.join(head.group)
                 logprobs[here], entropy[here], normaliser[here] = softmax.results()
-        ctx.save_for_backward(hidden, weight, bias, parent, target_ids, normaliser)
-        ctx.others = (head.scale, head.softcap, head.group, head.first, temperature, sizes)
-        ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(hidden, weight, bias, parent, target_ids, normaliser, entropy)
+        ctx.others = (head.scale, head.softcap, head.group, head.first, divisor, sizes)
+        ctx.set_materialize_grads(False)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, parent, target_ids, normaliser = ctx.saved_tensors
-        scale, softcap, group, first, temperature, sizes = ctx.others
+        hidden, weight, bias, parent, target_ids, normaliser, entropy = ctx.saved_tensors
+        scale, softcap, group, first, divisor, sizes = ctx.others
         head = OutputHead(weight, bias, scale, softcap, group, first)
+        upstream = _Upstream.of(grads, scale / divisor, divisor, normaliser, entropy)
         needs = ctx.needs_input_grad
         grad_hidden = torch.zeros_like(hidden) if needs[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs[2] else None
         with torch.autocast(hidden.device.type, enabled=False):
-            projection = _Projection(head, temperature, sizes[1])
+            projection = _Projection(head, sizes[1])
             for here in _chunks(len(target_ids), sizes[0]):
                 states = hidden[parent[here]]
                 grad_states = torch.zeros_like(states, dtype=torch.float32)
-                for columns, logits in projection.blocks(states):
+                for columns, logits in projection.blocks(states, _rows(divisor, here)):
                     target = target_ids[here] - first - columns.start
-                    _to_gradient(logits, head, temperature, normaliser[here], target, grads[0][here])
+                    _to_gradient(logits, head, upstream.rows(here), target)
                     if grad_hidden is not None:
                         _add_product(grad_states, logits, weight[columns])
                     if grad_weight is not None:
@@ -249,23 +281,64 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None, None, None, None, None,
+            None, None, None, None, None, None,
         )  # fmt: skip
 
 
-def _to_gradient(
-    logits: Tensor, head: OutputHead, temperature: float, normaliser: Tensor, target: Tensor, grad: Tensor
-) -> None:
-    """Turn a block of logits / temperature, in place, into the gradient of the linear layer's output."""
+@dataclass(slots=True)
+class _Upstream:
+    """Of n tokens: the gradients that arrived, times scale / temperature, and what the forward kept."""
+
+    logprob: Tensor
+    entropy: Tensor | None
+    divisor: Tensor | float
+    normaliser: Tensor
+    value: Tensor
+    """The entropy itself."""
+
+    @classmethod
+    def of(
+        cls,
+        grads: tuple[Tensor | None, ...],
+        factor: Tensor | float,
+        divisor: Tensor | float,
+        normaliser: Tensor,
+        value: Tensor,
+    ) -> _Upstream:
+        """``grads`` of logprobs and entropy are None where the loss does not read them."""
+        factors = factor[:, 0] if isinstance(factor, Tensor) else factor
+        logprob, entropy = (None if grad is None else grad * factors for grad in grads)
+        return cls(
+            torch.zeros_like(normaliser) if logprob is None else logprob, entropy, divisor, normaliser, value
+        )
+
+    def rows(self, rows: slice) -> _Upstream:
+        entropy = None if self.entropy is None else self.entropy[rows]
+        return _Upstream(
+            self.logprob[rows], entropy, _rows(self.divisor, rows), self.normaliser[rows], self.value[rows]
+        )
+
+
+def _to_gradient(logits: Tensor, head: OutputHead, upstream: _Upstream, target: Tensor) -> None:
+    """Turn a block of logits / temperature, in place, into the gradient of the linear layer's output.
+
+    With z = logits / temperature and p = softmax(z): d logprob/dz = 1[target] − p, and
+    d entropy/dz = −p·(log p + entropy).
+    """
     column, is_here = _column(target, logits.shape[1])
     for rows in _stripes(len(logits)):
-        stripe = logits[rows]
+        stripe, here = logits[rows], upstream.rows(rows)
         capped = None
         if head.softcap is not None:
-            capped = 1 - (stripe * (temperature / head.softcap)).square()
-        stripe.sub_(normaliser[rows, None]).exp_().neg_()
-        stripe.scatter_add_(1, column[rows, None], is_here[rows, None].float())
-        stripe.mul_(grad[rows, None] * (head.scale / temperature))
+            capped = 1 - (stripe * (here.divisor / head.softcap)).square()
+        stripe.sub_(here.normaliser[:, None])
+        if here.entropy is None:
+            stripe.exp_().mul_(-here.logprob[:, None])
+        else:
+            probabilities = stripe.exp()
+            stripe.add_(here.value[:, None]).mul_(-here.entropy[:, None]).sub_(here.logprob[:, None])
+            stripe.mul_(probabilities)
+        stripe.scatter_add_(1, column[rows, None], torch.where(is_here[rows], here.logprob, 0.0)[:, None])
         if capped is not None:
             stripe.mul_(capped)
 

@@ -27,11 +27,13 @@ def tensors(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torc
 
 
 def reference(
-    t: dict[str, torch.Tensor], temperature: float, scale: float, softcap: float | None
+    t: dict[str, torch.Tensor], temperature: torch.Tensor | float, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     logits = scale * (t["hidden"].float()[t["parent"]] @ t["weight"].float().T + t["bias"].float())
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
+    if isinstance(temperature, torch.Tensor):
+        temperature = temperature[:, None]
     logprobs = torch.log_softmax(logits / temperature, -1)
     return logprobs.gather(-1, t["target"][:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 
@@ -57,6 +59,53 @@ def test_values_and_gradients(
     ours = torch.autograd.grad((logprobs * t["upstream"]).sum(), inputs)
     theirs = torch.autograd.grad((expected * t["upstream"]).sum(), inputs)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("chunk_size", "vocab_chunk_size"), [(1, 53), (8, 7), (1000, 1000)])
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.5, 5.0)])
+@pytest.mark.parametrize("uniform", [False, True])
+def test_a_temperature_for_each_target(
+    chunk_size: int, vocab_chunk_size: int, scale: float, softcap: float | None, uniform: bool
+) -> None:
+    t = tensors()
+    temperature = torch.full((T,), 0.7) if uniform else torch.linspace(0.4, 1.6, T)
+    logprobs, entropy = token_logprobs(
+        t["hidden"], OutputHead(t["weight"], t["bias"], scale, softcap), t["parent"], t["target"],
+        temperature=temperature, chunk_size=chunk_size, vocab_chunk_size=vocab_chunk_size,
+    )  # fmt: skip
+    expected, expected_entropy = reference(t, temperature, scale, softcap)
+    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, expected_entropy, rtol=1e-5, atol=1e-5)
+    inputs = (t["hidden"], t["weight"], t["bias"])
+    ours = torch.autograd.grad((logprobs * t["upstream"]).sum(), inputs)
+    theirs = torch.autograd.grad((expected * t["upstream"]).sum(), inputs)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [8, 1000])
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.5, 5.0)])
+@pytest.mark.parametrize("temperature", [1.0, torch.linspace(0.4, 1.6, T)], ids=["one", "each"])
+@pytest.mark.parametrize("reads_logprobs", [True, False])
+def test_the_gradient_of_the_entropy(
+    chunk_size: int,
+    scale: float,
+    softcap: float | None,
+    temperature: torch.Tensor | float,
+    reads_logprobs: bool,
+) -> None:
+    t = tensors()
+    both = token_logprobs(
+        t["hidden"], OutputHead(t["weight"], t["bias"], scale, softcap), t["parent"], t["target"],
+        temperature=temperature, entropy_gradient=True, chunk_size=chunk_size, vocab_chunk_size=7,
+    )  # fmt: skip
+    inputs = (t["hidden"], t["weight"], t["bias"])
+    gradients = []
+    for logprobs, entropy in (both, reference(t, temperature, scale, softcap)):
+        loss = (entropy * t["upstream"].flip(0)).sum()
+        if reads_logprobs:
+            loss = loss + (logprobs * t["upstream"]).sum()
+        gradients.append(torch.autograd.grad(loss, inputs))
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
 def test_bfloat16_weights_give_float32_logits() -> None:
@@ -134,6 +183,11 @@ def test_numbers_that_mean_nothing_are_refused() -> None:
     head = OutputHead(t["weight"])
     with pytest.raises(ValueError, match="temperature is 0"):
         token_logprobs(t["hidden"], head, t["parent"], t["target"], temperature=0)
+    for wrong in (torch.ones(T).index_fill(0, torch.tensor([3]), -0.5), torch.full((T,), float("nan"))):
+        with pytest.raises(ValueError, match=r"temperature is (-0\.5|nan)"):
+            token_logprobs(t["hidden"], head, t["parent"], t["target"], temperature=wrong)
+    with pytest.raises(ValueError, match=r"temperature has shape \[1\]"):
+        token_logprobs(t["hidden"], head, t["parent"], t["target"], temperature=torch.ones(1))
     with pytest.raises(ValueError, match="chunk_size is 0"):
         token_logprobs(t["hidden"], head, t["parent"], t["target"], chunk_size=0)
 
