@@ -20,7 +20,11 @@ def group(name: str, *, size: int = 2, version: int = 0, split: str = "train") -
                 id=record, record=record, task=name, split=split, score=float(index % 2), advantage=advantage,
                 min_version=version, max_version=version, tokens=10, trainable_tokens=4, turns=1,
                 nodes=(Node(start=0, end=10),),
-                spans=(TrainableSpan(start=6, end=10, call=0, version=version, advantage=advantage),),
+                spans=(
+                    TrainableSpan(
+                        start=6, end=10, call=0, version=version, advantage=advantage, temperature=1.0
+                    ),
+                ),
                 input_ids=pack_ids(generator.integers(0, 250, 10).tolist()),
                 behavior_logprobs=pack_floats([-5.5] * 4),
             )

@@ -107,7 +107,12 @@ def make_data(
     half = tokens // turns // 2
     spans = tuple(
         TrainableSpan(
-            start=(2 * turn + 1) * half, end=(2 * turn + 2) * half, call=turn, version=3, advantage=0.5
+            start=(2 * turn + 1) * half,
+            end=(2 * turn + 2) * half,
+            call=turn,
+            version=3,
+            advantage=0.5,
+            temperature=1.0,
         )
         for turn in range(turns)
     )

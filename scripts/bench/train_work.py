@@ -59,7 +59,11 @@ class Group:
         for call in range(self.turns):
             start = end if call == 0 else end + self._draw(rng, self.observation)
             end = start + self._output(rng)
-            spans.append(TrainableSpan(start=start, end=end, call=call, version=0, advantage=advantage))
+            spans.append(
+                TrainableSpan(
+                    start=start, end=end, call=call, version=0, advantage=advantage, temperature=1.0
+                )
+            )
         trainable = sum(span.end - span.start for span in spans)
         ids = np.concatenate([prompt, rng.integers(0, vocabulary, end - self.prompt)])
         name = f"bench/{index}"

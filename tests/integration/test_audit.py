@@ -90,7 +90,7 @@ def _documents() -> list[Root]:
         id=RECORD, record=RECORD, task=TASK, split="train", status=DataStatus.TRAINED, score=1.0,
         advantage=0.5, min_version=1, max_version=1, tokens=7, trainable_tokens=3, turns=1,
         nodes=(Node(start=0, end=7),),
-        spans=(TrainableSpan(start=4, end=7, call=0, version=1, advantage=0.5),),
+        spans=(TrainableSpan(start=4, end=7, call=0, version=1, advantage=0.5, temperature=1.0),),
         trained_count=1,
         trained_at_steps=(2,), input_ids=pack_ids(range(1, 8)), behavior_logprobs=pack_floats([-1.0] * 3),
     )  # fmt: skip

@@ -43,6 +43,8 @@ class TokenForest:
     """float32[T]."""
     version: Ints
     """int64[T]."""
+    temperature: Floats
+    """float32[T], by which the call that sampled the token divided its logits; logprobs are of the same."""
     owner: Ints
     """int64[N], the trajectory that generated the token or one before it; −1 at context to share."""
     trajectory: Ints
@@ -114,6 +116,7 @@ def concatenate(forests: Sequence[TokenForest]) -> TokenForest:
         advantage=np.concatenate([forest.advantage for forest in forests]),
         behavior_logprob=np.concatenate([forest.behavior_logprob for forest in forests]),
         version=np.concatenate([forest.version for forest in forests]),
+        temperature=np.concatenate([forest.temperature for forest in forests]),
         owner=np.concatenate(
             [np.where(forest.owner < 0, -1, forest.owner + first) for forest, _, first in placed]
         ),
@@ -150,17 +153,21 @@ def forest_from_sequences(
     trainable: Sequence[Sequence[bool] | NDArray[np.bool_]],
     *,
     vocab_size: int | None = None,
+    temperature: float = 1.0,
 ) -> TokenForest:
-    """Pack supervised sequences: each is one chain and one trajectory, with advantage 1 and version 0.
+    """Pack sequences: each is one chain and one trajectory, with advantage 1, version 0 and ``temperature``.
 
     ``trainable[i][j]`` marks token j of sequence i; the first token of a sequence cannot be trainable, for
     nothing predicts it. Raises ForestError.
     """
     _require_any(input_ids)
-    return concatenate([
-        _one_sequence(f"sequence {i}", np.asarray(ids, np.int64), np.asarray(mask, np.bool_), vocab_size)
-        for i, (ids, mask) in enumerate(zip(input_ids, trainable, strict=True))
-    ])  # fmt: skip
+    pairs = [
+        (np.asarray(ids, np.int64), np.asarray(mask, np.bool_))
+        for ids, mask in zip(input_ids, trainable, strict=True)
+    ]
+    return concatenate(
+        [_one_sequence(f"sequence {i}", *pair, vocab_size, temperature) for i, pair in enumerate(pairs)]
+    )
 
 
 def _require_any(items: Sequence[object]) -> None:
@@ -181,7 +188,9 @@ def _check_vocabulary(name: str, ids: Ints, vocab_size: int | None) -> None:
         _require(False, name, f"token id {outside[0]} is outside the vocabulary{size}", _VOCABULARY)
 
 
-def _one_sequence(name: str, ids: Ints, mask: NDArray[np.bool_], vocab_size: int | None) -> TokenForest:
+def _one_sequence(
+    name: str, ids: Ints, mask: NDArray[np.bool_], vocab_size: int | None, temperature: float
+) -> TokenForest:
     length = len(ids)
     cure = "mask only tokens that have a token before them"
     _require(length > 0, name, "it has no tokens", "drop empty sequences")
@@ -202,6 +211,7 @@ def _one_sequence(name: str, ids: Ints, mask: NDArray[np.bool_], vocab_size: int
         advantage=np.ones(len(target), np.float32),
         behavior_logprob=np.zeros(len(target), np.float32),
         version=np.zeros(len(target), np.int64),
+        temperature=np.full(len(target), temperature, np.float32),
         owner=at_or_below(target, subtree_end) - 1,
         trajectory=np.zeros(1, np.int64),
         row_tokens=np.array([len(target)]),
@@ -217,6 +227,7 @@ def _one_trajectory(data: DBRecordData, vocab_size: int | None) -> TokenForest:
     target = _targets(data)
     per_span = np.array([span.end - span.start for span in data.spans], np.int64)
     advantage = np.repeat(np.array([span.advantage for span in data.spans], np.float32), per_span)
+    temperature = np.repeat(np.array([span.temperature for span in data.spans], np.float32), per_span)
     behavior = unpack_floats(data.behavior_logprobs)
     _require(
         len(behavior) == len(target) == data.trainable_tokens,
@@ -225,6 +236,8 @@ def _one_trajectory(data: DBRecordData, vocab_size: int | None) -> TokenForest:
     )
     _require(bool(np.isfinite(advantage).all()), data.id, "an advantage is not finite")
     _require(bool(np.isfinite(behavior).all()), data.id, "a behavior logprob is not finite")
+    usable = np.isfinite(temperature) & (temperature > 0)
+    _require(bool(usable.all()), data.id, f"temperature {temperature[~usable][:1]} is not a number above 0")
     placed = layout.place[target]
     roots = target[layout.parent[placed] < 0]
     _require(roots.size == 0, data.id, f"token {roots[:1]} is trainable and a root: nothing predicts it")
@@ -240,6 +253,7 @@ def _one_trajectory(data: DBRecordData, vocab_size: int | None) -> TokenForest:
         advantage=advantage,
         behavior_logprob=behavior,
         version=np.repeat(np.array([span.version for span in data.spans], np.int64), per_span),
+        temperature=temperature,
         owner=at_or_below(placed, layout.subtree_end) - 1,
         trajectory=np.zeros(1, np.int64),
         row_tokens=np.array([len(target)]),

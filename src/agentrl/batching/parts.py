@@ -35,6 +35,7 @@ def restrict(forest: TokenForest, labels: NDArray[np.bool_]) -> TokenForest:
         advantage=forest.advantage[labels],
         behavior_logprob=forest.behavior_logprob[labels],
         version=forest.version[labels],
+        temperature=forest.temperature[labels],
         owner=forest.owner[kept],
         trajectory=forest.trajectory[rows],
         row_tokens=forest.row_tokens[rows],

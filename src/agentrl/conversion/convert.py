@@ -10,6 +10,7 @@ import numpy as np
 
 from agentrl.config.schema import GroupConfig
 from agentrl.conversion.prefix_tree import build_tree
+from agentrl.conversion.sampled import call_temperature, shaped_by
 from agentrl.documents.dispatch import DispatchedSamplingTask, VersionSpan
 from agentrl.documents.packing import pack_floats, pack_ids, unpack_floats
 from agentrl.documents.record import Record
@@ -27,6 +28,7 @@ FAULTY = frozenset({CallStatus.FORMAT_ERROR, CallStatus.REPEAT_ERROR})
 class _TrainableCall:
     call: DispatchedSamplingTask
     advantage: float
+    temperature: float
 
 
 def to_training_data(
@@ -35,16 +37,20 @@ def to_training_data(
     calls: Sequence[DispatchedSamplingTask],
     advantage: float,
     config: GroupConfig,
+    *,
+    supervised: bool = False,
 ) -> DBRecordData | None:
     """Training data of one scored trajectory, or None when no call of it is to be trained.
 
     ``calls`` are the Record's, ordered by index. Every generated token of a trainable call is trainable,
-    in one span per call and policy version. Raises StoreError when the calls contradict one another or
-    the Record has no score.
+    in one span per call and policy version, at the temperature that the call was sampled with. Calls that
+    another parameter shaped (``shaped_by``) are context. ``supervised``: every call is trainable however it
+    was sampled, at temperature 1, since no loss reads its logprobs. Raises StoreError when the calls
+    contradict one another or the Record has no score.
     """
     if record.score is None:
         raise StoreError(f"record {record.id} has no score and cannot become training data")
-    trainable = _trainable_calls(calls, advantage, config)
+    trainable = _trainable_calls(calls, advantage, config, supervised)
     tree = build_tree(calls, [item.call.id for item in trainable])
     spans: list[TrainableSpan] = []
     logprobs: list[np.ndarray] = []
@@ -84,18 +90,38 @@ def call_advantage(status: CallStatus, advantage: float) -> float | None:
     return min(advantage, 0.0) if status in FAULTY else advantage
 
 
+def masked_calls(calls: Sequence[DispatchedSamplingTask], advantage: float, config: GroupConfig) -> list[str]:
+    """Return what shaped each call that is context for that reason alone, as ``top_p 0.9``."""
+    return [
+        shaped
+        for call in calls
+        if _own_advantage(call, advantage, config) is not None and (shaped := shaped_by(call)) is not None
+    ]
+
+
 def _trainable_calls(
-    calls: Sequence[DispatchedSamplingTask], advantage: float, config: GroupConfig
+    calls: Sequence[DispatchedSamplingTask], advantage: float, config: GroupConfig, supervised: bool
 ) -> list[_TrainableCall]:
     chosen = []
     for call in calls:
-        own = call_advantage(call.status, advantage)
-        if own is None or not call.output_ids or not _is_consistent(call):
+        own = _own_advantage(call, advantage, config)
+        if own is None or not _is_consistent(call):
             continue
-        if (own == 0.0 and config.drop_zero_advantage) or abs(own) < config.minimal_advantage:
-            continue
-        chosen.append(_TrainableCall(call, own))
+        if supervised:
+            chosen.append(_TrainableCall(call, own, 1.0))
+        elif shaped_by(call) is None:
+            chosen.append(_TrainableCall(call, own, call_temperature(call)))
     return chosen
+
+
+def _own_advantage(call: DispatchedSamplingTask, advantage: float, config: GroupConfig) -> float | None:
+    """The advantage of a call with tokens to train; None for every other."""
+    own = call_advantage(call.status, advantage)
+    if own is None or not call.output_ids:
+        return None
+    if (own == 0.0 and config.drop_zero_advantage) or abs(own) < config.minimal_advantage:
+        return None
+    return own
 
 
 def _is_consistent(call: DispatchedSamplingTask) -> bool:
@@ -138,4 +164,5 @@ def _span(item: _TrainableCall, version: VersionSpan, output_start: int) -> Trai
         call=item.call.index,
         version=version.version,
         advantage=item.advantage,
+        temperature=item.temperature,
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 from agentrl.config.schema import GroupConfig
-from agentrl.conversion.convert import to_training_data
+from agentrl.conversion.convert import masked_calls, to_training_data
 from agentrl.documents.dispatch import DispatchedSamplingTask
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus, SlotStatus
@@ -22,6 +23,9 @@ from agentrl.store.groups import GroupOutcome, RecordOutcome
 logger = logging.getLogger(__name__)
 
 TRAIN_SPLIT: Final = "train"
+
+_LISTED: Final = 8
+"""Parameters that a group's summary and a reason name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,16 +65,28 @@ class GroupRules:
         by_id = {record.id: record for record in scored}
         data: list[DBRecordData] = []
         outcomes = []
+        masked: Counter[str] = Counter()
         for decision in decisions:
-            converted = self._convert(task, by_id[decision.record_id], calls, decision)
+            shaped = self._masked(calls.get(decision.record_id, ()), decision)
+            masked.update(shaped)
+            converted = self._convert(task, by_id[decision.record_id], calls, decision, shaped)
             if isinstance(converted, DBRecordData):
                 data.append(converted)
                 outcomes.append(_outcome(decision.record_id, RecordStatus.READY, decision.advantage))
             else:
                 outcomes.append(_outcome(decision.record_id, RecordStatus.ABANDONED, None, converted))
         rules = self.to_store()
-        summary = {**summarise(scored, failed, len(data)), "rules": rules}
+        summary = {**summarise(scored, failed, len(data)), "masked_calls": _counts(masked), "rules": rules}
         return GroupOutcome(data=tuple(data), records=tuple(outcomes), summary=summary)
+
+    def _masked(self, calls: Sequence[DispatchedSamplingTask], decision: Decision) -> list[str]:
+        """What shaped each call that is not trained for that reason alone."""
+        if decision.advantage is None:
+            return []
+        try:
+            return masked_calls(calls, decision.advantage, self.config)
+        except StoreError:
+            return []  # the conversion names it
 
     def _convert(
         self,
@@ -78,6 +94,7 @@ class GroupRules:
         record: Record,
         calls: Mapping[str, Sequence[DispatchedSamplingTask]],
         decision: Decision,
+        shaped: Sequence[str],
     ) -> DBRecordData | str:
         """Training data, or why there is none."""
         if decision.advantage is None:
@@ -87,7 +104,23 @@ class GroupRules:
         except StoreError as error:
             logger.error("a trajectory cannot be trained", extra={"record": record.id, "why": error.message})
             return error.message
-        return data if data is not None else "no model call has an advantage to train with"
+        if data is not None:
+            return data
+        if shaped:
+            return f"no model call to train: {_listed(shaped)}, which the engine's logprobs leave out"
+        return "no model call has an advantage to train with"
+
+
+def _listed(shaped: Sequence[str]) -> str:
+    counts = Counter(shaped)
+    listed = [f"{count} sampled with {what}" for what, count in counts.most_common(_LISTED)]
+    rest = counts.total() - sum(count for _, count in counts.most_common(_LISTED))
+    return ", ".join([*listed, f"{rest} with others"] if rest else listed)
+
+
+def _counts(masked: Counter[str]) -> list[dict[str, Any]]:
+    """``Task.group.masked_calls``: how many model calls of the group each parameter keeps out of training."""
+    return [{"shaped_by": what, "calls": count} for what, count in masked.most_common(_LISTED)]
 
 
 def _outcome(

@@ -31,6 +31,8 @@ class TrainableSpan(Document):
     call: int
     version: int
     advantage: float
+    temperature: float
+    """Of the call: the engine sampled from softmax(logits/temperature)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
+from pymongo import UpdateOne
 from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import DuplicateKeyError
 
@@ -15,9 +16,11 @@ from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.errors import StoreError
 from agentrl.store.connection import Connection, Json, Part, database_call
 from agentrl.store.indexes import prepare
-from agentrl.store.names import GATE, IMPORTS, LEASE, RECORD, RUN, SCHEMA_VERSION, TASK
+from agentrl.store.names import CALL, DATA, GATE, IMPORTS, LEASE, RECORD, RUN, SCHEMA_VERSION, TASK
 from agentrl.store.slots import LIVE
 
+_PAGE = 256
+"""Documents that a migration changes at a time."""
 _STOP = "stop its processes and wait until the leases have run out (--lease_seconds)"
 
 
@@ -69,6 +72,42 @@ async def moved_gate_and_lease(database: AsyncDatabase[Json]) -> int:
     return moved
 
 
+async def span_temperatures(database: AsyncDatabase[Json]) -> int:
+    """3 → 4: every trainable span has the temperature of its model call: 1 where that names none above 0.
+
+    Data are changed a page at a time, by ``_id``; those that have temperatures stay as they are.
+    """
+    data, changed, last = database.get_collection(DATA), 0, ""
+    waiting: Json = {"spans": {"$elemMatch": {"temperature": {"$exists": False}}}}
+    while page := await data.find(
+        {"_id": {"$gt": last}, **waiting}, {"record": 1, "spans": 1}, sort=[("_id", 1)], limit=_PAGE
+    ).to_list():
+        records = [document["record"] for document in page]
+        calls = database.get_collection(CALL).find(
+            {"record": {"$in": records}}, {"record": 1, "index": 1, "sampling_params.temperature": 1}
+        )
+        found = {
+            (call["record"], call["index"]): call.get("sampling_params", {}).get("temperature")
+            async for call in calls
+        }
+        writes = [
+            UpdateOne({"_id": item["_id"]}, {"$set": {"spans": _with_temperatures(item, found)}})
+            for item in page
+        ]
+        result = await data.bulk_write(writes, ordered=False, bypass_document_validation=True)
+        changed += result.modified_count
+        last = page[-1]["_id"]
+    return changed
+
+
+def _with_temperatures(data: Json, found: Mapping[tuple[str, int], Any]) -> list[Json]:
+    def of_call(index: int) -> float:
+        value = found.get((data["record"], index))
+        return float(value) if isinstance(value, (int, float)) and value > 0 else 1.0
+
+    return [{**span, "temperature": span.get("temperature", of_call(span["call"]))} for span in data["spans"]]
+
+
 MIGRATIONS: Final[tuple[Migration, ...]] = (
     Migration(
         origin=1,
@@ -81,6 +120,12 @@ MIGRATIONS: Final[tuple[Migration, ...]] = (
         target=3,
         what="the admission gate and the trainer's lease have collections of their own",
         run=moved_gate_and_lease,
+    ),
+    Migration(
+        origin=3,
+        target=4,
+        what="spans of training data have the temperature of their model call",
+        run=span_temperatures,
     ),
 )  # fmt: skip
 """In order; each begins where the one before it ends."""

@@ -39,5 +39,5 @@ COLLECTIONS: Final = (
     IMPORTS,
 )
 
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 4
 """Version of the shape that this code reads and writes. A database without one in ``Run`` has version 1."""

@@ -67,7 +67,7 @@ def _one_chain(name: str, conversation: Conversation) -> DBRecordData:
     if length == 0 or len(edges) == 0:
         raise TaskFileError(f"{name}: nothing of it is the assistant's", cure="check the chat template")
     spans = tuple(
-        TrainableSpan(start=start, end=end, call=index, version=0, advantage=_ADVANTAGE)
+        TrainableSpan(start=start, end=end, call=index, version=0, advantage=_ADVANTAGE, temperature=1.0)
         for index, (start, end) in enumerate(edges.reshape(-1, 2).tolist())
     )
     trainable = int(conversation.is_trainable.sum())
@@ -89,7 +89,7 @@ async def _one_record(store: Store, record: Record) -> DBRecordData | None:
         order=0,
         query=record.query,
     )
-    return to_training_data(task, record, calls, _ADVANTAGE, GroupConfig())
+    return to_training_data(task, record, calls, _ADVANTAGE, GroupConfig(), supervised=True)
 
 
 async def _check_tokenizer(store: Store, run_name: str, base: Path) -> None:

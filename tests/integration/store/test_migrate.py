@@ -49,7 +49,9 @@ async def test_an_old_run_is_refused_until_it_is_migrated(
     assert (await store.database["Record"].find_one({"_id": RELEASED}) or {})["status"] == "released"
     await make_old(store)
     for opening in (open_store, open_existing):
-        with pytest.raises(StoreError, match="schema version 1, and this AgentRL needs 3") as raised:
+        with pytest.raises(
+            StoreError, match=f"schema version 1, and this AgentRL needs {SCHEMA_VERSION}"
+        ) as raised:
             await opening(run_config)
         assert f"agentrl db migrate --run_name {run_config.run_name}" in str(raised.value)
     with pytest.raises(StoreError, match="samplers hold 1 leases"):
@@ -99,7 +101,9 @@ async def test_the_gate_and_the_lease_leave_the_run_document(store: Store, run_c
 async def test_a_newer_run_is_refused(store: Store, run_config: RunConfig) -> None:
     await store.database["Run"].update_one({"_id": "schema"}, {"$set": {"version": 9}})
     for opening in (open_store, open_existing):
-        with pytest.raises(StoreError, match="has schema version 9, and this AgentRL knows 3"):
+        with pytest.raises(
+            StoreError, match=f"has schema version 9, and this AgentRL knows {SCHEMA_VERSION}"
+        ):
             await opening(run_config)
     with pytest.raises(StoreError, match="use the newer AgentRL"):
         await Migrations(store.connection).run()

@@ -37,7 +37,7 @@ def make_data(record_id: str, task: str, version: int = 1) -> DBRecordData:
         id=record_id, record=record_id, task=task, split="train", score=1.0, advantage=0.5,
         min_version=version, max_version=version, tokens=2, trainable_tokens=1, turns=1,
         nodes=(Node(start=0, end=2),),
-        spans=(TrainableSpan(start=1, end=2, call=0, version=version, advantage=0.5),),
+        spans=(TrainableSpan(start=1, end=2, call=0, version=version, advantage=0.5, temperature=1.0),),
         input_ids=pack_ids([1, 2]), behavior_logprobs=pack_floats([-0.5]),
     )  # fmt: skip
 

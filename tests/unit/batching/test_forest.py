@@ -37,7 +37,7 @@ def training_data(
         turns=len(spans),
         nodes=tuple(Node(start=start, end=end, parent=parent) for start, end, parent in nodes),
         spans=tuple(
-            TrainableSpan(start=start, end=end, call=j, version=j, advantage=j + 1.0)
+            TrainableSpan(start=start, end=end, call=j, version=j, advantage=j + 1.0, temperature=1.0 + j / 4)
             for j, (start, end) in enumerate(spans)
         ),
         input_ids=pack_ids(ids),

@@ -29,7 +29,7 @@ SPANS = ((2, 4, 1), (4, 7, 2), (8, 10, 4))
 def trajectory() -> DBRecordData:
     """Ten tokens, seven of them trainable, from the versions 1, 2 and 4."""
     spans = (
-        TrainableSpan(start=start, end=end, call=call, version=version, advantage=2.0)
+        TrainableSpan(start=start, end=end, call=call, version=version, advantage=2.0, temperature=1.0)
         for call, (start, end, version) in enumerate(SPANS)
     )
     return replace(

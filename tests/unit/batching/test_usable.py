@@ -24,7 +24,7 @@ def datum(**changes: Any) -> DBRecordData:
 
 
 def span(start: int, end: int, advantage: float = 1.0) -> TrainableSpan:
-    return TrainableSpan(start=start, end=end, call=0, version=0, advantage=advantage)
+    return TrainableSpan(start=start, end=end, call=0, version=0, advantage=advantage, temperature=1.0)
 
 
 BAD: dict[str, tuple[DBRecordData, str]] = {

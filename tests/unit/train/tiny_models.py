@@ -48,7 +48,9 @@ def trajectory(
         max_version=1, tokens=tokens, trainable_tokens=trainable, turns=len(spans),
         nodes=tuple(Node(start=start, end=end, parent=parent) for start, end, parent in nodes),
         spans=tuple(
-            TrainableSpan(start=start, end=end, call=i, version=i % 2, advantage=float(rng.normal()))
+            TrainableSpan(
+                start=start, end=end, call=i, version=i % 2, advantage=float(rng.normal()), temperature=1.0
+            )
             for i, (start, end) in enumerate(spans)
         ),
         input_ids=pack_ids(rng.integers(0, VOCABULARY, tokens).tolist()),
