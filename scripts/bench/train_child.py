@@ -163,7 +163,8 @@ def _logprobs(tokens: int, vocabulary: int, hidden: int, chunk: int, vocab_chunk
     import torch
 
     from agentrl.train.allocations import peak_allocated
-    from agentrl.train.logprobs import OutputHead, token_logprobs
+    from agentrl.train.logprobs import token_logprobs
+    from agentrl.train.output_head import OutputHead
 
     torch.manual_seed(0)
     states = torch.randn(tokens, hidden, requires_grad=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from agentrl.errors import ModelError
+from agentrl.train.output_head import OutputHead, Projection, output_head, rows_of
 
 DEFAULT_CHUNK = 1024
 """Tokens per chunk of the projection."""
@@ -20,40 +21,6 @@ _LOWEST = -1e30
 _STRIPES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class OutputHead:
-    """The last layer of a causal LM: logits = cap·tanh(scale·(hidden @ weightᵀ + bias)/cap)."""
-
-    weight: Tensor
-    """[V, H]; the embedding itself where the model ties them."""
-    bias: Tensor | None = None
-    """[V]."""
-    scale: float = 1.0
-    softcap: float | None = None
-    group: distributed.ProcessGroup | None = None
-    """Ranks that hold the vocabulary together, each a slice of it as ``weight`` and ``bias``."""
-    first: int = 0
-    """The id of the slice's first entry."""
-
-
-def output_head(model: nn.Module) -> OutputHead:
-    """The head of a Hugging Face causal LM, with the logit scaling that its config declares.
-
-    Raises ModelError for a head that is no linear layer. ``check_output_head`` compares it with the model.
-    """
-    layer = model.get_output_embeddings()  # type: ignore[operator]
-    if not isinstance(layer, nn.Linear):
-        raise ModelError(
-            f"{type(model).__name__} ends in {type(layer).__name__}, not in a linear layer",
-            cure="use a causal language model with an lm_head",
-        )
-    config: Any = model.config
-    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
-        getattr(config, "logits_scaling", None) or 1.0
-    )
-    return OutputHead(layer.weight, layer.bias, scale, getattr(config, "final_logit_softcapping", None))
-
-
 @torch.no_grad()
 def check_output_head(model: nn.Module, hidden: Tensor, logits: Tensor, *, tolerance: float = 1e-2) -> None:
     """Refuse a model whose own ``logits`` [n, V] are not ``output_head`` of its ``hidden`` [n, H].
@@ -61,7 +28,7 @@ def check_output_head(model: nn.Module, hidden: Tensor, logits: Tensor, *, toler
     Raises ModelError: its head does something that its config does not declare.
     """
     head = output_head(model)
-    blocks = _Projection(head, DEFAULT_VOCAB_CHUNK).blocks(hidden, 1.0)  # all in one buffer
+    blocks = Projection(head, DEFAULT_VOCAB_CHUNK).blocks(hidden, 1.0)  # all in one buffer
     ours = torch.cat([block.clone() for _, block in blocks], -1)
     error = float((ours - logits.float()).abs().max())
     if not error <= tolerance * max(1.0, float(logits.abs().max())):
@@ -126,45 +93,6 @@ def _divisor(temperature: Tensor | float, target_ids: Tensor) -> Tensor | float:
     if isinstance(temperature, Tensor) and lowest != highest:
         return temperature.to(target_ids.device, torch.float32)[:, None]
     return lowest
-
-
-def _rows(divisor: Tensor | float, rows: slice) -> Tensor | float:
-    return divisor[rows] if isinstance(divisor, Tensor) else divisor
-
-
-class _Projection:
-    """Blocks of float32 logits / temperature in one buffer, which the next block overwrites."""
-
-    def __init__(self, head: OutputHead, width: int) -> None:
-        self._head = head
-        self._width = min(width, len(head.weight))
-        self._buffer: Tensor | None = None
-
-    def blocks(self, states: Tensor, divisor: Tensor | float) -> Iterator[tuple[slice, Tensor]]:
-        """(vocabulary slice, float32[n, width]) for ``states`` [n, H] and temperatures, one or [n, 1]."""
-        for start in range(0, len(self._head.weight), self._width):
-            here = slice(start, min(start + self._width, len(self._head.weight)))
-            yield here, self._block(states, divisor, here)
-
-    def _block(self, states: Tensor, divisor: Tensor | float, here: slice) -> Tensor:
-        head, weight = self._head, self._head.weight[here]
-        if states.is_cuda and states.dtype == weight.dtype != torch.float32:
-            logits = torch.mm(states, weight.T, out_dtype=torch.float32)
-        else:
-            logits = torch.mm(states.float(), weight.float().T, out=self._room(states, here))
-        if head.bias is not None:
-            logits += head.bias[here].float()
-        if head.softcap is not None:
-            logits.mul_(head.scale / head.softcap).tanh_().mul_(head.softcap / divisor)
-        elif isinstance(divisor, Tensor) or head.scale != divisor:
-            logits.mul_(head.scale / divisor)
-        return logits
-
-    def _room(self, states: Tensor, here: slice) -> Tensor:
-        rows, width = len(states), here.stop - here.start
-        if self._buffer is None or len(self._buffer) < rows * width:
-            self._buffer = states.new_empty(rows * width, dtype=torch.float32)
-        return self._buffer[: rows * width].view(rows, width)
 
 
 @dataclass(slots=True)
@@ -234,10 +162,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprobs = hidden.new_empty(len(target_ids), dtype=torch.float32)
         entropy, normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
         with torch.autocast(hidden.device.type, enabled=False):
-            projection = _Projection(head, sizes[1])
+            projection = Projection(head, sizes[1])
             for here in _chunks(len(target_ids), sizes[0]):
                 softmax = _RunningSoftmax.start(target_ids[here])
-                for columns, logits in projection.blocks(hidden[parent[here]], _rows(divisor, here)):
+                for columns, logits in projection.blocks(hidden[parent[here]], rows_of(divisor, here)):
                     softmax.add(logits, target_ids[here] - head.first - columns.start)
                 if head.group is not None:
                     softmax.join(head.group)
@@ -260,11 +188,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs[2] else None
         with torch.autocast(hidden.device.type, enabled=False):
-            projection = _Projection(head, sizes[1])
+            projection = Projection(head, sizes[1])
             for here in _chunks(len(target_ids), sizes[0]):
                 states = hidden[parent[here]]
                 grad_states = torch.zeros_like(states, dtype=torch.float32)
-                for columns, logits in projection.blocks(states, _rows(divisor, here)):
+                for columns, logits in projection.blocks(states, rows_of(divisor, here)):
                     target = target_ids[here] - first - columns.start
                     _to_gradient(logits, head, upstream.rows(here), target)
                     if grad_hidden is not None:
@@ -315,7 +243,7 @@ class _Upstream:
     def rows(self, rows: slice) -> _Upstream:
         entropy = None if self.entropy is None else self.entropy[rows]
         return _Upstream(
-            self.logprob[rows], entropy, _rows(self.divisor, rows), self.normaliser[rows], self.value[rows]
+            self.logprob[rows], entropy, rows_of(self.divisor, rows), self.normaliser[rows], self.value[rows]
         )
 
 

@@ -23,9 +23,9 @@ from agentrl.train.logprobs import (
     DEFAULT_CHUNK,
     DEFAULT_VOCAB_CHUNK,
     check_output_head,
-    output_head,
     token_logprobs,
 )
+from agentrl.train.output_head import output_head
 from agentrl.train.step_loss import StepLoss, TrajectorySums, token_batch
 
 

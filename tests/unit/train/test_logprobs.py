@@ -7,9 +7,10 @@ import torch
 from tiny_models import tiny_model
 
 from agentrl.errors import ModelError
-from agentrl.train import logprobs
+from agentrl.train import logprobs as chunked
 from agentrl.train.allocations import peak_allocated
-from agentrl.train.logprobs import OutputHead, check_output_head, output_head, token_logprobs
+from agentrl.train.logprobs import check_output_head, token_logprobs
+from agentrl.train.output_head import OutputHead, output_head
 
 N, T, H, V = 40, 29, 16, 53
 
@@ -206,7 +207,7 @@ def test_the_head_of_a_model() -> None:
 
 
 def test_a_head_is_checked_over_several_blocks_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "DEFAULT_VOCAB_CHUNK", 7)
+    monkeypatch.setattr(chunked, "DEFAULT_VOCAB_CHUNK", 7)
     model = tiny_model("qwen3")
     hidden = torch.randn(5, model.config.hidden_size)
     logits = hidden @ output_head(model).weight.T.detach()

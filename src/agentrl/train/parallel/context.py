@@ -16,7 +16,8 @@ from agentrl.train.attention import has_flex
 from agentrl.train.attention.flex import BLOCK, forest_block_mask
 from agentrl.train.attention.implementation import use_attention
 from agentrl.train.attention.limits import check_limits, unmaskable_at
-from agentrl.train.logprobs import OutputHead, token_logprobs
+from agentrl.train.logprobs import token_logprobs
+from agentrl.train.output_head import OutputHead
 from agentrl.train.parallel.attend import IMPLEMENTATION, TILE
 from agentrl.train.parallel.chunks import TokenShare, share_tokens
 from agentrl.train.parallel.exchange import TokenExchange

@@ -18,7 +18,8 @@ from agentrl.batching.forest import TokenForest, forest_from_sequences
 from agentrl.losses.metrics import TokenMetrics
 from agentrl.losses.reduce import Denominators
 from agentrl.train.attention import choose_executor
-from agentrl.train.logprobs import OutputHead, output_head, token_logprobs
+from agentrl.train.logprobs import token_logprobs
+from agentrl.train.output_head import OutputHead, output_head
 from agentrl.train.parallel.accumulation import Reduction, set_reduction, whole_step
 from agentrl.train.parallel.context import Context
 from agentrl.train.parallel.gradients import clip_gradients, sum_partial_gradients
