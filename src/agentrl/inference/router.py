@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from agentrl.documents.dispatch import VersionSpan
 from agentrl.documents.service import InferenceService
@@ -39,6 +40,16 @@ class Client(Protocol):
         ...
 
 
+class Tokens(Protocol):
+    """What the router needs of a renderer, to see where a generation ends."""
+
+    eos_ids: frozenset[int]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of generated ids."""
+        ...
+
+
 class EngineRouter:
     """Spreads trajectories over the live engines and carries their generations over pauses and deaths."""
 
@@ -53,8 +64,12 @@ class EngineRouter:
         backoff: float = 0.5,
         suspect_seconds: float = 5.0,
         client: Callable[[InferenceService], Client] | None = None,
+        tokens: Tokens | None = None,
     ) -> None:
         """``live`` lists the live engines and is asked again once its answer is ``max_age`` seconds old.
+
+        ``tokens`` knows the ids at which engines stop by themselves, and reads text for stop strings; without
+        it an aborted generation ends at ``stop_token_ids`` alone.
 
         ``wait_seconds`` bounds how long a generation goes on without a single new token: no engine there, or
         engines that fail. A failed engine is left alone for ``suspect_seconds``.
@@ -73,6 +88,7 @@ class EngineRouter:
                 instance=service.instance,
             )
         )
+        self._tokens = tokens
         self._clients: dict[str, Client] = {}
         self._services: tuple[InferenceService, ...] = ()
         self._asked_at = float("-inf")
@@ -184,9 +200,10 @@ class EngineSession:
     async def generate(self, input_ids: Sequence[int], params: SamplingParams) -> Generation:
         """One whole generation, whatever becomes of the engines meanwhile.
 
-        A generation that was aborted goes on from the tokens so far, on the same engine or another; one whose
-        engine died goes on from the last tokens received. Penalties then count the tokens of the last part
-        alone. EngineError where an engine refuses the request, or none brings a token for ``wait_seconds``.
+        A generation that was aborted goes on from the tokens so far, on the same engine or another, unless
+        they end where the call stops: an engine may report the abort and not the stop. One whose engine died
+        goes on from the last tokens received. Penalties then count the tokens of the last part alone.
+        EngineError where an engine refuses the request, or none brings a token for ``wait_seconds``.
         """
         router = self._router
         parts: list[Generation] = []
@@ -209,12 +226,46 @@ class EngineSession:
                 continue
             parts.append(part)
             done.extend(part.output_ids)
-            if part.finish_reason != "abort" or len(done) >= params.max_new_tokens:
-                return _joined(parts, len(input_ids), time.monotonic() - start)
+            reason = _reason(part, done, params, router._tokens)
+            if reason != "abort":
+                return _joined(parts, reason, len(input_ids), time.monotonic() - start)
             if part.output_ids:
                 deadline, failures = time.monotonic() + router._wait_seconds, 0
             failures += 1
             await router._wait(f"{self.traj_id} was aborted by {self.url}", deadline, failures)
+
+
+def _reason(
+    part: Generation, done: Sequence[int], params: SamplingParams, tokens: Tokens | None
+) -> FinishReason:
+    """Why the generation of ``done`` ends with its last ``part``; ``abort`` where it has to go on."""
+    if part.finish_reason != "abort":
+        return part.finish_reason
+    if part.output_ids and _stops(done, params, tokens):
+        return "stop"
+    return "length" if len(done) >= params.max_new_tokens else "abort"
+
+
+def _stops(done: Sequence[int], params: SamplingParams, tokens: Tokens | None) -> bool:
+    """Whether a call with ``params`` stops behind ``done``, as SGLang decides it.
+
+    The last token stops it unless ``ignore_eos`` is set; a string of ``stop``, or a match of ``stop_regex``,
+    does so wherever it is, since an earlier part that had it would have ended.
+    """
+    extra = params.extra
+    own = tokens.eos_ids if tokens is not None else frozenset()
+    if not extra.get("ignore_eos") and done[-1] in own.union(params.stop_token_ids):
+        return True
+    patterns = [*map(re.escape, _strings(extra.get("stop"))), *_strings(extra.get("stop_regex"))]
+    if not patterns or tokens is None:
+        return False
+    text = tokens.decode(done)
+    return any(re.search(pattern, text) for pattern in patterns)
+
+
+def _strings(value: Any) -> list[str]:
+    """A parameter that is a string or a list of them."""
+    return [value] if isinstance(value, str) else list(value or ())
 
 
 def _remaining(params: SamplingParams, done: int) -> SamplingParams:
@@ -227,7 +278,9 @@ def _remaining(params: SamplingParams, done: int) -> SamplingParams:
     return params.replace(max_new_tokens=params.max_new_tokens - done, extra=extra)
 
 
-def _joined(parts: Sequence[Generation], prompt_tokens: int, seconds: float) -> Generation:
+def _joined(
+    parts: Sequence[Generation], reason: FinishReason, prompt_tokens: int, seconds: float
+) -> Generation:
     """One generation out of its consecutive parts."""
     spans: list[VersionSpan] = []
     offset = 0
@@ -238,15 +291,15 @@ def _joined(parts: Sequence[Generation], prompt_tokens: int, seconds: float) -> 
                 start = spans.pop().start
             spans.append(VersionSpan(version=span.version, start=start, end=offset + span.end))
         offset += len(part.output_ids)
-    reason: FinishReason = parts[-1].finish_reason
+    kinds = {part.logprobs_of for part in parts if part.output_ids}
     return Generation(
         output_ids=tuple(token for part in parts for token in part.output_ids),
         logprobs=tuple(logprob for part in parts for logprob in part.logprobs),
         versions=tuple(spans),
-        finish_reason="length" if reason == "abort" else reason,
+        finish_reason=reason,
         prompt_tokens=prompt_tokens,
         cached_tokens=parts[0].cached_tokens,
         seconds=seconds,
         engine_url=parts[-1].engine_url,
-        logprobs_of=parts[0].logprobs_of if len({part.logprobs_of for part in parts}) == 1 else "other",
+        logprobs_of=parts[-1].logprobs_of if len(kinds) < 2 else "other",
     )

@@ -112,9 +112,9 @@ class Rollout:
     ) -> None:
         """``write`` stores one model call; ``schemas`` are the tools offered.
 
-        Every model call has a sampling seed of its own, which follows from ``seed``, the task, the trajectory
-        and the turn: where the engine's arithmetic does not depend on what else it computes, the same run
-        samples the same tokens again.
+        Every model call has a sampling seed of its own, which follows from ``seed``, the task, the
+        trajectory, the attempt and the turn: where the engine's arithmetic does not depend on what else it
+        computes, the same run samples the same tokens again, while another attempt is another sample.
         """
         self.task = claim.task
         self.config = config
@@ -129,7 +129,7 @@ class Rollout:
         self._tools = tools
         self._parser = parser
         self._params = params
-        self._seed = (seed, claim.task.id, claim.traj_id)
+        self._seed = (seed, claim.task.id, claim.traj_id, claim.attempt)
         self._write = write
         self._texts: Counter[str] = Counter()
         self._parent: str | None = None

@@ -142,6 +142,7 @@ async def open_worker(
         lambda: live_engines(store, engine, version),
         request_timeout=sampling.engine_timeout_seconds,
         wait_seconds=sampling.engine_wait_seconds,
+        tokens=renderer,
     )
     try:
         async with ToolPool(agent) as tools:

@@ -120,11 +120,12 @@ async def run_trial(configs: Configs, wanted: str, *, line: int | None, engine_u
         store = await _store(stack, configs, wanted, engine_url)
         task = await _task(wanted, line, store)
         _require_usable(configs, task)
+        renderer = await open_renderer(store, configs[ModelConfig])
         trial = _Trial(
             configs=configs,
             claim=Claim(task=task, traj_id=0, attempt=0, owner=_ID),
-            engine=await stack.enter_async_context(_engine(configs, store, engine_url)),
-            renderer=await open_renderer(store, configs[ModelConfig]),
+            engine=await stack.enter_async_context(_engine(configs, store, engine_url, renderer)),
+            renderer=renderer,
             tools=await stack.enter_async_context(ToolPool(configs[AgentConfig])),
             calls=[],
         )
@@ -220,7 +221,9 @@ class _Direct:
 
 
 @asynccontextmanager
-async def _engine(configs: Configs, store: Store | None, url: str | None) -> AsyncIterator[Engine]:
+async def _engine(
+    configs: Configs, store: Store | None, url: str | None, renderer: ChatRenderer
+) -> AsyncIterator[Engine]:
     """``--engine_url``, or a live engine of the run."""
     sampling, engine = configs[SamplingConfig], configs[EngineConfig]
     if url is not None:
@@ -233,6 +236,7 @@ async def _engine(configs: Configs, store: Store | None, url: str | None) -> Asy
         lambda: live_engines(store, engine),
         request_timeout=sampling.engine_timeout_seconds,
         wait_seconds=sampling.engine_wait_seconds,
+        tokens=renderer,
     )
     try:
         async with router.session(_ID) as session:

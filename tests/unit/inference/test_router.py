@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 import pytest
+from rollout_fakes import END, END_OF_TEXT, renderer_of
 
 from agentrl.documents.dispatch import VersionSpan
 from agentrl.documents.service import InferenceService
@@ -12,6 +13,7 @@ from agentrl.errors import EngineError
 from agentrl.inference.engine import EngineRefusedError, Generation
 from agentrl.inference.router import EngineRouter
 from agentrl.inference.sampling import SamplingParams
+from agentrl.rollout.renderer import ChatRenderer
 
 Answer = Generation | EngineError
 
@@ -83,9 +85,9 @@ class Fleet:
         self.engines[name] = Scripted(service.url, self.scripts.get(name, ()))
         return self.engines[name]
 
-    def router(self, **options: float) -> EngineRouter:
+    def router(self, tokens: ChatRenderer | None = None, **options: float) -> EngineRouter:
         settings = {"wait_seconds": 5.0, "max_age": 0.0, "backoff": 0.001, "suspect_seconds": 60.0, **options}
-        return EngineRouter(self.live, client=self.client, **settings)  # type: ignore[arg-type]
+        return EngineRouter(self.live, client=self.client, tokens=tokens, **settings)  # type: ignore[arg-type]
 
 
 PARAMS = SamplingParams(max_new_tokens=10)
@@ -139,6 +141,41 @@ async def test_an_abort_at_the_last_token_is_a_length_stop() -> None:
     fleet = Fleet(service("a"), scripts={"a": [part("http://a", range(10), "abort")]})
     async with fleet.router().session("t") as session:
         assert (await session.generate([1], PARAMS)).finish_reason == "length"
+
+
+TEXT = renderer_of().encode("no more\n")
+
+
+@pytest.mark.parametrize(
+    ("ids", "params", "ended"),
+    [
+        ([11, 12], SamplingParams(stop_token_ids=(12,)), True),
+        ([12, 11], SamplingParams(stop_token_ids=(12,)), False),
+        ([11, END], SamplingParams(), True),
+        ([11, END_OF_TEXT], SamplingParams(stop_token_ids=(12,)), True),
+        ([11, END], SamplingParams(extra={"ignore_eos": True}), False),
+        ([11, 12], SamplingParams(stop_token_ids=(12,), extra={"ignore_eos": True}), False),
+        (TEXT, SamplingParams(extra={"stop": "more"}), True),
+        (TEXT, SamplingParams(extra={"stop": ["less", "re\n"], "ignore_eos": True}), True),
+        (TEXT, SamplingParams(extra={"stop": ["m.re"]}), False),
+        (TEXT, SamplingParams(extra={"stop_regex": "m.re"}), True),
+        (range(10), SamplingParams(max_new_tokens=10, stop_token_ids=(9,)), True),
+    ],
+)
+async def test_an_abort_behind_a_stop_is_a_stop(
+    ids: Sequence[int], params: SamplingParams, ended: bool
+) -> None:
+    fleet = Fleet(service("a"), scripts={"a": [part("http://a", ids, "abort"), part("http://a", [], "stop")]})
+    async with fleet.router(renderer_of()).session("t") as session:
+        whole = await session.generate([1], params)
+    assert (list(whole.output_ids), whole.finish_reason) == (list(ids), "stop")
+    assert len(fleet.engines["a"].calls) == (1 if ended else 2)
+
+
+async def test_a_part_without_tokens_does_not_end_where_the_prompt_did() -> None:
+    fleet = Fleet(service("a"), scripts={"a": [part("http://a", [], "abort")]})
+    async with fleet.router(renderer_of()).session("t") as session:
+        assert (await session.generate([1, END], PARAMS)).output_ids == (7,)
 
 
 async def test_a_dead_engine_is_left_and_its_partial_result_kept() -> None:

@@ -38,12 +38,12 @@ class Trajectory:
         self.config = AgentConfig(**flags)
         self.session: Rollout
 
-    async def run(self, agent: str = "react") -> Outcome:
+    async def run(self, agent: str = "react", attempt: int = 1) -> Outcome:
         async def write(call: DispatchedSamplingTask) -> None:
             self.calls.append(call)
 
         self.session = Rollout(
-            Claim(task=self.task, traj_id=0, attempt=1, owner="o"),
+            Claim(task=self.task, traj_id=0, attempt=attempt, owner="o"),
             self.config,
             renderer=self.engine.renderer,
             engine=self.engine,
@@ -63,13 +63,14 @@ class Trajectory:
         return [call.status for call in self.calls]
 
 
-async def test_another_attempt_samples_with_the_same_seeds() -> None:
-    first, second = Trajectory(ADD, ANSWER), Trajectory(ADD, ANSWER)
-    await first.run()
-    await second.run()
-    seeds = [[call.sampling_params["sampling_seed"] for call in run.calls] for run in (first, second)]
+async def test_an_attempt_has_seeds_of_its_own_and_the_same_ones_again() -> None:
+    seeds = []
+    for attempt in (1, 1, 2):
+        trajectory = Trajectory(ADD, ANSWER)
+        await trajectory.run(attempt=attempt)
+        seeds.append([call.sampling_params["sampling_seed"] for call in trajectory.calls])
     assert seeds[0] == seeds[1]
-    assert len(set(seeds[0])) == 2
+    assert len({*seeds[0], *seeds[2]}) == 4
 
 
 async def test_call_result_answer() -> None:
