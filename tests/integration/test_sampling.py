@@ -353,6 +353,7 @@ async def test_an_evaluation_split_is_scored_and_makes_no_training_data(store: S
     evaluated = await collect(store, split, "react")
     assert sorted(score for item in evaluated for score in item.scores) == [0.0, 1.0]
     assert {item.agent for item in evaluated} == {"react"}
+    assert {item.right_threshold for item in evaluated} == {0.5}
     assert await store.training.ready(split, min_version=0, limit=10) == []
 
 

@@ -157,14 +157,15 @@ def scorer_context(
 
 
 def _decide_by(task: Task) -> Any:
-    from agentrl.config.schema import GroupConfig
+    from agentrl.config.groups import RIGHT_THRESHOLD, GroupConfig
     from agentrl.conversion.outcome import TRAIN_SPLIT, GroupRules
 
     def decide_by(rules: Mapping[str, Any] | None) -> Decide | None:
         if rules is not None:
             return GroupRules.stored(rules).decide
         if task.split != TRAIN_SPLIT:
-            return GroupRules(config=GroupConfig(), seed=0).decide
+            right = float((task.group or {}).get("right_threshold", RIGHT_THRESHOLD))
+            return GroupRules(config=GroupConfig(right_threshold=right), seed=0).decide
         return None
 
     return decide_by

@@ -58,9 +58,11 @@ class GroupRules:
         """
         scored = [record for record in records if record.score is not None]
         failed = sum(slot.status is SlotStatus.FAILED for slot in task.slots)
+        rules = self.to_store()
         if task.split != TRAIN_SPLIT:
             outcomes = [_outcome(record.id, RecordStatus.READY) for record in scored]
-            return GroupOutcome(data=(), records=tuple(outcomes), summary=summarise(scored, failed, 0))
+            summed = {**summarise(scored, failed, 0, rules), "right_threshold": self.config.right_threshold}
+            return GroupOutcome(records=tuple(outcomes), summary=summed)
         decisions = decide_group(scored, self.config, random.Random(f"{self.seed}/{task.id}"))
         by_id = {record.id: record for record in scored}
         data: list[DBRecordData] = []
@@ -75,8 +77,8 @@ class GroupRules:
                 outcomes.append(_outcome(decision.record_id, RecordStatus.READY, decision.advantage))
             else:
                 outcomes.append(_outcome(decision.record_id, RecordStatus.ABANDONED, None, converted))
-        rules = self.to_store()
-        summary = {**summarise(scored, failed, len(data)), "masked_calls": _counts(masked), "rules": rules}
+        summed = summarise(scored, failed, len(data), rules)
+        summary = {**summed, "masked_calls": _counts(masked), "rules": rules}
         return GroupOutcome(data=tuple(data), records=tuple(outcomes), summary=summary)
 
     def _masked(self, calls: Sequence[DispatchedSamplingTask], decision: Decision) -> list[str]:
@@ -106,6 +108,8 @@ class GroupRules:
             return error.message
         if data is not None:
             return data
+        if decision.advantage == 0 and self.config.drop_zero_advantage:
+            return "its advantage is 0, and drop_zero_advantage leaves it out"
         if shaped:
             return f"no model call to train: {_listed(shaped)}, which the engine's logprobs leave out"
         return "no model call has an advantage to train with"

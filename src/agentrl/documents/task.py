@@ -73,7 +73,8 @@ class Task(Root):
     """Set when the group is finalised: ``{scored, failed, mean_score, outcome, rules, finalised_at,
     counted_at_step}``; the last is the step whose metrics count it.
 
-    A group that was given up has the outcome ``failed`` and ``problem``, which says why."""
+    A group of another split than ``train`` has ``right_threshold`` in place of ``rules``. One that was given
+    up has the outcome ``failed`` and ``problem``, which says why."""
     finalising: dict[str, Any] | None = None
     """``{attempts, problem, retry_at}`` of a group that could not be finalised so far."""
     created_at: datetime = field(default_factory=now)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from agentrl.config.groups import RIGHT_THRESHOLD
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import (
     AgentConfig,
@@ -87,6 +88,7 @@ async def _evaluate_until(stop: asyncio.Event, configs: Configs) -> int:
         await load_tasks(
             store, run, tasks, str(tasks.eval_file), split=split, num_generations=tasks.num_generations
         )
+        rules = await evaluation_rules(store, configs)
         plan = EpochPlan(
             epochs=1, seed=run.seed, num_generations=tasks.num_generations, shuffle=tasks.shuffle_tasks
         )
@@ -95,7 +97,7 @@ async def _evaluate_until(stop: asyncio.Event, configs: Configs) -> int:
             sampler = Sampler(
                 store,
                 worker,
-                Finaliser(store, configs[GroupConfig], split=split, seed=run.seed),
+                Finaliser(store, rules, split=split, seed=run.seed),
                 SamplerConfig(
                     split=split,
                     owner=owner_name(),
@@ -106,7 +108,7 @@ async def _evaluate_until(stop: asyncio.Event, configs: Configs) -> int:
                 _no_limit,
             )
             await sampler.run(stop)
-        evaluated = await collect(store, split, configs[AgentConfig].agent_name)
+        evaluated = await collect(store, split, configs[AgentConfig].agent_name, rules.right_threshold)
     console = Console()
     console.print(report_table(f"{run.run_name}: {tasks.eval_file} at policy version {version}", evaluated))
     for line in failure_lines(evaluated):
@@ -114,8 +116,20 @@ async def _evaluate_until(stop: asyncio.Event, configs: Configs) -> int:
     return 130 if stop.is_set() else 0
 
 
-async def collect(store: Store, split: str, default_agent: str) -> list[EvaluatedTask]:
-    """The scores of every task of a split, in its order."""
+async def evaluation_rules(store: Store, configs: Configs) -> GroupConfig:
+    """Return the group flags, with the run's ``right_threshold`` where none is given."""
+    rules = configs[GroupConfig]
+    settings = {item.id: item.values for item in await store.settings.all()}
+    threshold = settings.get("groups", {}).get("right_threshold")
+    if threshold is None or "right_threshold" in configs.given:
+        return rules
+    return replace(rules, right_threshold=float(threshold))
+
+
+async def collect(
+    store: Store, split: str, default_agent: str, right_threshold: float = RIGHT_THRESHOLD
+) -> list[EvaluatedTask]:
+    """The scores of every task of a split, in its order; those above ``right_threshold`` pass."""
     from agentrl.rollout.report import EvaluatedTask
 
     evaluated = []
@@ -131,6 +145,7 @@ async def collect(store: Store, split: str, default_agent: str) -> list[Evaluate
                 failed=len(task.slots) - len(scored),
                 failures=tuple(kinds),
                 turns=tuple(record.turns for record in scored),
+                right_threshold=right_threshold,
             )
         )
     return evaluated

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from agentrl.scoring.groups import PASS_SCORE
+from agentrl.config.groups import RIGHT_THRESHOLD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +25,8 @@ class EvaluatedTask:
     failures: tuple[str, ...] = ()
     """Kinds of the failures, one a failed attempt."""
     turns: tuple[int, ...] = ()
+    right_threshold: float = RIGHT_THRESHOLD
+    """A trajectory passes when its score is above this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +107,7 @@ def _number(value: float | None) -> str:
 
 
 def _passes(task: EvaluatedTask) -> int:
-    return sum(score > PASS_SCORE for score in task.scores)
+    return sum(score > task.right_threshold for score in task.scores)
 
 
 def _mean(values: Iterable[float]) -> float | None:

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from agentrl.config.schema import GroupConfig
+from agentrl.config.groups import RIGHT_THRESHOLD, GroupConfig
 from agentrl.documents.record import Record
 from agentrl.documents.status import StopReason
+from agentrl.scoring.advantages import ESTIMATORS, agrees
 from agentrl.scoring.shaping import overlong_penalty
-
-PASS_SCORE = 0.5
-"""A score above this is a pass; ``clamp_advantage_by_score`` divides at the same place."""
 
 EFFICIENCY_SPREAD = 0.2
 """Largest difference that ``efficient_rewarding`` makes between two scores of one side."""
 
 FAILED = "failed"
 """The ``group.outcome`` of a group that could not be finalised."""
-
-_STD_FLOOR = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +42,9 @@ def decide_group(records: Sequence[Record], config: GroupConfig, rng: random.Ran
     if not scored:
         return []
     scores = [_score(record) for record in scored]
-    if max(scores) - min(scores) < config.min_score_spread:
+    if agrees(scores, config.min_score_spread):
         return [_abandon(record, "no spread in the group's scores") for record in scored]
-    dropped = _balance(scored, rng) if config.balance_sample else _filter(scored, config, rng)
+    dropped = _balance(scored, config, rng) if config.balance_sample else _filter(scored, config, rng)
     kept = [record for record in scored if record.id not in dropped]
     if len(kept) == 1:
         dropped[kept[0].id] = "alone in its group"
@@ -60,11 +57,15 @@ def decide_group(records: Sequence[Record], config: GroupConfig, rng: random.Ran
     ]
 
 
-def summarise(records: Sequence[Record], failed: int, trained: int) -> dict[str, object]:
+def summarise(
+    records: Sequence[Record], failed: int, trained: int, rules: Mapping[str, Any]
+) -> dict[str, object]:
     """The ``group`` sub-document of a Task: how the policy did, and what became of it.
 
-    ``failed`` counts the slots that never got a score; they are in no mean.
+    ``failed`` counts the slots that never got a score; they are in no mean. ``rules`` are the group's, or an
+    earlier summary of it: ``pass_rate`` is the share of scores above their ``right_threshold``.
     """
+    threshold = float(rules.get("right_threshold", RIGHT_THRESHOLD))
     scores = [_score(record) for record in records if record.score is not None]
     versions = [version for record in records for version in (record.min_version, record.max_version)]
     known = [version for version in versions if version is not None]
@@ -72,7 +73,7 @@ def summarise(records: Sequence[Record], failed: int, trained: int) -> dict[str,
         "scored": len(scores),
         "failed": failed,
         "mean_score": statistics.fmean(scores) if scores else None,
-        "pass_rate": statistics.fmean(score > PASS_SCORE for score in scores) if scores else None,
+        "pass_rate": statistics.fmean(score > threshold for score in scores) if scores else None,
         "outcome": "trained" if trained else "abandoned",
         "trained": trained,
         "versions": [min(known), max(known)] if known else [],
@@ -83,15 +84,19 @@ def _score(record: Record) -> float:
     return 0.0 if record.score is None else record.score
 
 
+def _is_right(record: Record, config: GroupConfig) -> bool:
+    return _score(record) > config.right_threshold
+
+
 def _abandon(record: Record, because: str) -> Decision:
     return Decision(record_id=record.id, abandoned_because=because)
 
 
-def _balance(records: Sequence[Record], rng: random.Random) -> dict[str, str]:
+def _balance(records: Sequence[Record], config: GroupConfig, rng: random.Random) -> dict[str, str]:
     """Drop engine failures, then at random all but k+1 wrong and k+2 right, k the smaller side's size."""
     dropped = {r.id: "the engine failed" for r in records if r.stop_reason is StopReason.FAILED}
-    wrong = [r for r in records if r.id not in dropped and _score(r) == 0.0]
-    right = [r for r in records if r.id not in dropped and _score(r) != 0.0]
+    wrong = [r for r in records if r.id not in dropped and not _is_right(r, config)]
+    right = [r for r in records if r.id not in dropped and _is_right(r, config)]
     smaller = min(len(wrong), len(right))
     for side, kept in ((wrong, smaller + 1), (right, smaller + 2)):
         surplus = rng.sample(side, max(0, len(side) - kept))
@@ -104,7 +109,7 @@ def _filter(records: Sequence[Record], config: GroupConfig, rng: random.Random) 
     for record in records:
         if record.stop_reason is StopReason.FAILED:
             dropped[record.id] = "the engine failed"
-        elif _score(record) > PASS_SCORE and record.turns < config.min_turns:
+        elif _is_right(record, config) and record.turns < config.min_turns:
             dropped[record.id] = f"right in fewer than min_turns ({config.min_turns}) model calls"
     if config.reserve_context_error_count >= 0 and not config.efficient_rewarding:
         out_of_context = [r for r in records if r.stop_reason and r.stop_reason.is_context_error]
@@ -119,48 +124,23 @@ def _advantages(records: Sequence[Record], config: GroupConfig) -> dict[str, flo
         record.id: _score(record) - overlong_penalty(record.generated_tokens, config) for record in records
     }
     if config.efficient_rewarding:
-        adjustments = _efficiency(records)
+        adjustments = _efficiency(records, config)
         scores = {key: score + adjustments[key] for key, score in scores.items()}
     raw = ESTIMATORS[config.advantage](list(scores.values()))
     result = {}
     for record, value in zip(records, raw, strict=True):
         scaled = value * config.adv_scaling
         if config.clamp_advantage_by_score:
-            scaled = min(scaled, 0.0) if _score(record) <= PASS_SCORE else max(scaled, 0.0)
+            scaled = max(scaled, 0.0) if _is_right(record, config) else min(scaled, 0.0)
         result[record.id] = scaled
     return result
 
 
-def _leave_one_out(scores: Sequence[float]) -> list[float]:
-    """Score less the mean of the others (RLOO, arXiv 2402.14740)."""
-    total, others = sum(scores), len(scores) - 1
-    return [score - (total - score) / others for score in scores]
-
-
-def _grpo(scores: Sequence[float]) -> list[float]:
-    """Score less the mean, over the standard deviation (arXiv 2402.03300)."""
-    mean, std = statistics.fmean(scores), statistics.stdev(scores)
-    return [(score - mean) / (std + _STD_FLOOR) for score in scores]
-
-
-def _dr_grpo(scores: Sequence[float]) -> list[float]:
-    """Score less the mean (arXiv 2503.20783)."""
-    mean = statistics.fmean(scores)
-    return [score - mean for score in scores]
-
-
-ESTIMATORS: Mapping[str, Callable[[Sequence[float]], list[float]]] = {
-    "leave_one_out": _leave_one_out,
-    "grpo": _grpo,
-    "dr_grpo": _dr_grpo,
-}
-
-
-def _efficiency(records: Sequence[Record]) -> dict[str, float]:
+def _efficiency(records: Sequence[Record], config: GroupConfig) -> dict[str, float]:
     """Adjustments that sum to zero: among right answers fewer turns are better, among wrong ones more."""
     adjustments: dict[str, float] = {}
     for is_right, sign in ((True, -1.0), (False, 1.0)):
-        side = [record for record in records if (_score(record) > PASS_SCORE) is is_right]
+        side = [record for record in records if _is_right(record, config) is is_right]
         ranks = _mean_ranks([record.turns for record in side])
         centre = (len(side) - 1) / 2
         width = max(1, len(side) - 1)

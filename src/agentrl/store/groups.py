@@ -155,7 +155,8 @@ class Groups(Part):
             records = await read_records(self._connection, task_id, session)
             scored = [record for record in records if record.score is not None]
             failed = sum(slot["status"] == SlotStatus.FAILED for slot in task["slots"])
-            summary = {**summarise(scored, failed, 0), "outcome": FAILED, "problem": problem, "rules": rules}
+            decided = {"outcome": FAILED, "problem": problem, "rules": rules}
+            summary = {**summarise(scored, failed, 0, rules), **decided}
             await self._collection(TASK).update_one({"_id": task_id}, _complete(summary), session=session)
             because = f"the group could not be finalised: {problem}"
             await self._collection(RECORD).update_many(

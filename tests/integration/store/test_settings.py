@@ -15,6 +15,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.observe.audit_run import read_state, render_state
 from agentrl.observe.begin_run import begin_run
+from agentrl.rollout.evaluate import evaluation_rules
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -46,6 +47,13 @@ async def test_the_first_process_writes_and_every_other_is_compared(store: Store
     assert "another --run_name" in str(caught.value)
 
 
+async def test_an_evaluation_takes_the_runs_threshold(store: Store) -> None:
+    assert (await evaluation_rules(store, flags())).right_threshold == 0.5
+    await join(store, "sample", "--right_threshold", "0.9")
+    assert (await evaluation_rules(store, flags())).right_threshold == 0.9
+    assert (await evaluation_rules(store, flags("--right_threshold", "0.2"))).right_threshold == 0.2
+
+
 @pytest.mark.parametrize(
     ("role", "first", "then", "named"),
     [
@@ -55,6 +63,7 @@ async def test_the_first_process_writes_and_every_other_is_compared(store: Store
         ("sample", [], ["--tool_call_parser", "qwen"], "--tool_call_parser is 'qwen'"),
         ("sample", [], ["--seed", "3"], "--seed is 3"),
         ("sample", [], ["--adv_scaling", "2"], "--adv_scaling is 2"),
+        ("sample", [], ["--right_threshold", "0.6"], "--right_threshold is 0.6, and the run has 0.5"),
         ("sample", [], ["--preferred_sampling_params", '{"temperature": 0.5}'], "--temperature is 0.5"),
     ],
 )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from rich.console import Console
 
@@ -38,6 +40,11 @@ def test_tasks_count_alike_and_failures_in_no_mean() -> None:
     assert row.pass_rate == 0.5
     assert row.pass_at == {1: 0.5, 2: 0.5}
     assert row.mean_turns == 2
+
+
+def test_the_threshold_says_which_scores_pass() -> None:
+    strict = replace(task(0.6, 0.9), right_threshold=0.8)
+    assert (summary_of([task(0.6, 0.9)]).pass_rate, summary_of([strict]).pass_rate) == (1.0, 0.5)
 
 
 def test_nothing_scored_gives_no_numbers() -> None:

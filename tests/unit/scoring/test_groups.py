@@ -77,6 +77,37 @@ def test_balancing_keeps_one_more_wrong_and_two_more_right() -> None:
     assert decide(failed, balance_sample=True)[2].abandoned_because == "the engine failed"
 
 
+@pytest.mark.parametrize("wrong", [-1.0, 0.0, 0.4])
+def test_balancing_counts_scores_up_to_the_threshold_as_wrong(wrong: float) -> None:
+    even = decide(group(1, 1, 1, 1, wrong, wrong, wrong, wrong), balance_sample=True)
+    assert all(d.advantage for d in even)
+    few_right = decide(group(1, wrong, wrong, wrong, wrong, wrong, wrong, wrong), balance_sample=True)
+    assert sum(d.advantage is not None for d in few_right) == 1 + 2
+    assert few_right[0].advantage == pytest.approx(1 - wrong)
+
+
+def test_the_threshold_decides_who_is_right_everywhere() -> None:
+    records = [record(0, 0.7, turns=1), record(1, 0.7, turns=2), record(2, 0.95, turns=1), record(3, 0.9)]
+    assert sum(a is None for a in advantages(records, min_turns=2)) == 2
+    assert [a is None for a in advantages(records, min_turns=2, right_threshold=0.9)] == [
+        False, False, True, False,
+    ]  # fmt: skip
+    clamped = advantages(group(0.7, 0.1, 0.1), clamp_advantage_by_score=True, right_threshold=0.9)
+    assert clamped[0] == 0.0
+    short_and_long = [record(0, 0.8, 2), record(1, 0.8, 4), record(2, 0.2, 3)]
+    flags: dict[str, Any] = {"efficient_rewarding": True, "advantage": "dr_grpo"}
+    as_right, as_wrong = (advantages(short_and_long, **flags, right_threshold=t) for t in (0.5, 0.8))
+    assert as_right[0] == pytest.approx(0.3)  # 0.8 + 0.1 for the shorter of two right answers, mean 0.6
+    assert as_wrong[1] is not None
+    assert as_wrong[0] is not None
+    assert as_wrong[1] > as_wrong[0]
+
+
+def test_a_threshold_is_a_number() -> None:
+    with pytest.raises(ConfigError, match="right_threshold is nan"):
+        GroupConfig(right_threshold=float("nan"))
+
+
 def test_balancing_is_the_same_for_every_process() -> None:
     records = group(1, 0, 0, 0, 0, 0, 0, 0)
     first = decide_group(records, GroupConfig(balance_sample=True), random.Random("seed/task"))
@@ -139,6 +170,37 @@ def test_the_last_one_left_is_abandoned() -> None:
     assert decided[1].abandoned_because == "alone in its group"
 
 
+ROUNDED = [0.1 + 0.2 if place % 2 else 0.3 for place in range(10)]
+"""Ten equal scores, as sums of floats give them."""
+
+
+@pytest.mark.parametrize("estimator", ["leave_one_out", "grpo", "dr_grpo"])
+def test_rounding_is_no_advantage(estimator: str) -> None:
+    flags: dict[str, Any] = {"advantage": estimator, "min_score_spread": 0.0}
+    assert len(set(ROUNDED)) == 2
+    assert advantages(group(*ROUNDED), **flags) == [0.0] * 10
+    near_the_mean = advantages(group(*ROUNDED, 0.3, 0.6, 0.0), **flags)
+    assert near_the_mean[:11] == [0.0] * 11
+    assert near_the_mean[11:] != [0.0] * 2
+    millions = advantages(group(*(score * 1e6 for score in ROUNDED)), **flags)
+    assert millions == [0.0] * 10
+
+
+def test_small_advantages_train() -> None:
+    little = advantages(group(1e-5, 0.0, 1.0), advantage="dr_grpo", adv_scaling=1e-9, min_score_spread=0.0)
+    assert all(little)
+    tiny = advantages(group(3e-12, 1e-12), min_score_spread=0.0)
+    assert tiny == pytest.approx([2e-12, -2e-12])
+
+
+def test_the_spread_is_compared_up_to_rounding() -> None:
+    assert 0.3 - 0.2 < 0.1
+    assert None not in advantages(group(0.3, 0.2), min_score_spread=0.1)
+    assert advantages(group(*ROUNDED), min_score_spread=1e-17) == [None] * 10
+    assert advantages(group(1e4, 1e4), min_score_spread=1e-9) == [None] * 2
+    assert advantages(group(0.3, 0.3), min_score_spread=0.0) == [0.0, 0.0]
+
+
 scores = st.lists(st.floats(0, 1, allow_nan=False), min_size=2, max_size=12)
 
 
@@ -153,13 +215,15 @@ def test_advantages_sum_to_zero_and_every_record_is_decided(
     decided = decide(records, **flags)
     assert [d.record_id for d in decided] == [r.id for r in records]
     assert all((d.advantage is None) is (d.abandoned_because is not None) for d in decided)
-    assert sum(d.advantage or 0.0 for d in decided) == pytest.approx(0.0, abs=1e-6)
+    assert sum(d.advantage or 0.0 for d in decided) == pytest.approx(0.0, abs=1e-4)
 
 
 def test_summary() -> None:
-    assert summarise(group(1, 0, None), failed=1, trained=2) == {
+    assert summarise(group(1, 0, None), failed=1, trained=2, rules={}) == {
         "scored": 2, "failed": 1, "mean_score": 0.5, "pass_rate": 0.5, "outcome": "trained", "trained": 2,
         "versions": [0, 3],
     }  # fmt: skip
-    empty = summarise([], failed=3, trained=0)
+    strict = summarise(group(1, 0.7, None), failed=1, trained=2, rules={"right_threshold": 0.7})
+    assert strict["pass_rate"] == 0.5
+    empty = summarise([], failed=3, trained=0, rules={})
     assert (empty["mean_score"], empty["pass_rate"], empty["outcome"]) == (None, None, "abandoned")

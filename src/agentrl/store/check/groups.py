@@ -69,7 +69,7 @@ def group_problems(task: Json, records: Sequence[Json], trained: int) -> Iterato
         return
     scored = [_record(record) for record in records if record.get("score") is not None]
     failed = sum(slot["status"] == SlotStatus.FAILED for slot in task["slots"])
-    expected_group = summarise(scored, failed, trained)
+    expected_group = summarise(scored, failed, trained, group.get("rules") or group)
     given_up = group.get("outcome") == FAILED
     if given_up:
         expected_group["outcome"] = FAILED

@@ -1,0 +1,66 @@
+"""Rewards of one group → advantages, without the noise of rounding."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+_NOISE_OF_RANGE = 1e-6
+"""A reward this share of the group's range away from its baseline is at the baseline."""
+
+_NOISE_OF_SIZE = 1e-9
+"""Rewards that differ by this share of the largest of them are equal: sums of floats round at 1e-16."""
+
+_STD_FLOOR = 1e-6
+
+
+def spread(rewards: Sequence[float]) -> float:
+    """Return max − min of ``rewards``, and exactly 0 where they differ by rounding only."""
+    width = max(rewards) - min(rewards)
+    return width if width > _rounding(rewards) else 0.0
+
+
+def agrees(scores: Sequence[float], min_spread: float) -> bool:
+    """Return whether ``scores`` differ by less than ``min_spread``, up to rounding.
+
+    Scores 0.2 and 0.3 differ by 0.1, although their difference as floats is smaller. At ``min_spread`` 0
+    no scores agree, not even equal ones.
+    """
+    width = spread(scores)
+    return min_spread > 0 if width == 0 else width < min_spread - _rounding(scores)
+
+
+def _leave_one_out(rewards: Sequence[float]) -> list[float]:
+    """Reward less the mean of the others (RLOO, arXiv 2402.14740)."""
+    total, others = sum(rewards), len(rewards) - 1
+    return _without_noise([reward - (total - reward) / others for reward in rewards], rewards)
+
+
+def _grpo(rewards: Sequence[float]) -> list[float]:
+    """Reward less the mean, over the standard deviation (arXiv 2402.03300)."""
+    std = statistics.stdev(rewards)
+    return [difference / (std + _STD_FLOOR) for difference in _dr_grpo(rewards)]
+
+
+def _dr_grpo(rewards: Sequence[float]) -> list[float]:
+    """Reward less the mean (arXiv 2503.20783)."""
+    mean = statistics.fmean(rewards)
+    return _without_noise([reward - mean for reward in rewards], rewards)
+
+
+ESTIMATORS: Mapping[str, Callable[[Sequence[float]], list[float]]] = {
+    "leave_one_out": _leave_one_out,
+    "grpo": _grpo,
+    "dr_grpo": _dr_grpo,
+}
+"""``--advantage`` → the rewards of two or more trajectories of a group to their advantages."""
+
+
+def _without_noise(differences: Sequence[float], rewards: Sequence[float]) -> list[float]:
+    """``differences`` from a baseline, exactly 0.0 below 1e-6 of the range of ``rewards`` or at rounding."""
+    limit = max(_NOISE_OF_RANGE * spread(rewards), _rounding(rewards))
+    return [value if abs(value) > limit else 0.0 for value in differences]
+
+
+def _rounding(rewards: Sequence[float]) -> float:
+    return _NOISE_OF_SIZE * max(map(abs, rewards))
