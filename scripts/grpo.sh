@@ -12,6 +12,7 @@ choose_model_and_tasks TRAIN_FILE assets/tasks/calculator_train.jsonl
 training_flags 5 200
 flags+=(
   --loss_calculater GRPO --token_level_loss true --balance_sample true
+  --epsilon 0.2 --epsilon_higher 0.1 --importance_weight_cap_ratio 4
   "$@"
 )
 

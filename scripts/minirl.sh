@@ -12,6 +12,7 @@ choose_model_and_tasks TRAIN_FILE assets/tasks/calculator_train.jsonl
 training_flags 10 100
 flags+=(
   --loss_calculater MINIRL --token_level_loss false --strict_in_bound true --skip_length_normalization true
+  --epsilon 0.2 --epsilon_higher 0.1
   --balance_sample false
   "$@"
 )

@@ -19,6 +19,7 @@ from agentrl.config.schema import (
     TaskConfig,
 )
 from agentrl.errors import ConfigError
+from agentrl.losses.settings import LossSettings
 
 Facts = dict[str, dict[str, Any]]
 """Concern → setting → value."""
@@ -49,9 +50,14 @@ def trainer_facts(configs: Configs) -> Facts:
     """Return what the trainer decides: the loss and the adapters; the temperature is the samplers' too."""
     return {
         "temperature": {"temperature": temperature(configs[SamplingConfig].preferred_sampling_params)},
-        "loss": dataclasses.asdict(configs[LossConfig]),
+        "loss": loss_facts(configs[LossConfig]),
         "adapter": dataclasses.asdict(configs[AdapterConfig]),
     }
+
+
+def loss_facts(loss: LossConfig) -> dict[str, Any]:
+    """Return every setting of the loss, its own defaults filled in; ConfigError as LossSettings raises it."""
+    return dataclasses.asdict(LossSettings(**dataclasses.asdict(loss)))
 
 
 def temperature(sampling_params: str) -> float:

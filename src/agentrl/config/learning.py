@@ -13,12 +13,23 @@ class LossConfig:
     """The loss (docs/losses.md)."""
 
     loss_calculater: Literal["GRPO", "GSPO", "CISPO", "MINIRL", "CrossEntropy"] = flag("GRPO", "the loss")
-    token_level_loss: bool = flag(True, "mean over the step's tokens; else over its trajectories")
-    skip_length_normalization: bool = flag(False, "a trajectory's loss is its sum, not its mean")
-    strict_in_bound: bool = flag(False, "mask tokens outside [1-epsilon, 1+epsilon+epsilon_higher]")
-    epsilon: float = flag(0.2, "lower clip: 1 - epsilon")
-    epsilon_higher: float = flag(0.1, "upper clip: 1 + epsilon + epsilon_higher")
-    importance_weight_cap_ratio: float = flag(4.0, "widens the bounds when strict_in_bound is off")
+    token_level_loss: bool | None = flag(
+        None, "mean over the step's tokens; else over its trajectories (default: the loss's own)"
+    )
+    skip_length_normalization: bool | None = flag(
+        None, "a trajectory's loss is its sum, not its mean (default: the loss's own)"
+    )
+    strict_in_bound: bool | None = flag(
+        None, "mask tokens outside [1-epsilon, 1+epsilon+epsilon_higher] (default: the loss's own)"
+    )
+    epsilon: float | None = flag(None, "lower clip: 1 - epsilon (default: the loss's own)")
+    epsilon_higher: float | None = flag(
+        None, "upper clip: 1 + epsilon + epsilon_higher (default: the loss's own)"
+    )
+    importance_weight_cap_ratio: float | None = flag(
+        None,
+        "mask tokens outside the bounds widened by this, e.g. 4; inf masks none (default: the loss's own)",
+    )
     out_of_date_decay: float | None = flag(None, "narrows the bounds by exp(-decay) per version of staleness")
     importance_correction: str = flag("", "tis, icepop, seq_mask, token_mask; e.g. 'tis:2.0,seq_mask'")
     dual_clip: float | None = flag(None, "GRPO: lower bound c·A of the objective for A < 0")

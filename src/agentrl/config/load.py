@@ -80,7 +80,20 @@ def _parser(base: Any, groups: Sequence[type], command: str) -> Any:
         def error(self, message: str) -> NoReturn:
             raise ConfigError(message, cure=f"see: {command} --help")
 
-    return Parser(groups, prog=command, add_help=False, allow_abbrev=False)
+    parser = Parser(groups, prog=command, add_help=False, allow_abbrev=False)
+    _add_bare_switches(parser, groups)
+    return parser
+
+
+def _add_bare_switches(parser: Any, groups: Sequence[type]) -> None:
+    """Let a flag of type ``bool | None`` be given as ``--name`` or ``--no_name``, as one of type bool."""
+    optional = {
+        name for group in groups for name, hint in get_type_hints(group).items() if hint == (bool | None)
+    }
+    for action in list(parser._actions):
+        if action.dest in optional:
+            action.nargs, action.const = "?", True
+            parser.add_argument(f"--no_{action.dest}", action="store_false", dest=action.dest, default=None)
 
 
 def _print_help(command: str, description: str, groups: Sequence[type]) -> NoReturn:

@@ -1,14 +1,12 @@
-"""LOSSES: every loss by the name that ``--loss_calculater`` takes, and the one way to compute it."""
+"""LOSSES: every loss function by the name that ``--loss_calculater`` takes, and the one way to call it."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from agentrl.errors import ConfigError
 from agentrl.losses.batch import TokenBatch, TokenLosses
 from agentrl.losses.cispo import cispo
 from agentrl.losses.correction import out_of_bound, weigh
@@ -22,45 +20,20 @@ from agentrl.losses.sft import cross_entropy
 LossFunction = Callable[[TokenBatch, LossSettings], TokenLosses]
 
 
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """A loss function and how corrections and bounds meet it."""
-
-    function: LossFunction
-    weighted_by_default: bool = False
-    """True where w = π_old/μ is a factor of the loss itself."""
-    reads_trajectory: bool = False
-    """True where a token's loss depends on the other tokens of its trajectory."""
-    from_policy: bool = True
-    """True where a policy sampled the tokens, so that bounds and corrections apply."""
-
-
-LOSSES: dict[str, Loss] = {
-    "GRPO": Loss(grpo),
-    "GSPO": Loss(gspo, reads_trajectory=True),
-    "CISPO": Loss(cispo),
-    "MINIRL": Loss(minirl, weighted_by_default=True),
-    "CrossEntropy": Loss(cross_entropy, from_policy=False),
+LOSSES: dict[str, LossFunction] = {
+    "GRPO": grpo,
+    "GSPO": gspo,
+    "CISPO": cispo,
+    "MINIRL": minirl,
+    "CrossEntropy": cross_entropy,
 }
-
-
-def get_loss(name: str) -> Loss:
-    """The loss called ``name``; ConfigError naming the nearest one for a name that is none."""
-    if name in LOSSES:
-        return LOSSES[name]
-    by_lower = {known.lower(): known for known in LOSSES}
-    nearest = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.0)[0]
-    raise ConfigError(
-        f"--loss_calculater is {name!r}, which is none of {', '.join(LOSSES)}",
-        cure=f"did you mean {by_lower[nearest]!r}?",
-    )
+"""The functions; ``losses.spec`` says under the same names what each loss is by its paper."""
 
 
 def reads_trajectory(settings: LossSettings) -> bool:
     """True where a token's loss depends on its whole trajectory (``TokenBatch.means``)."""
-    loss = get_loss(settings.loss_calculater)
     masks = any(correction.name == "seq_mask" for correction in settings.corrections)
-    return loss.reads_trajectory or (loss.from_policy and masks)
+    return settings.spec.reads_trajectory or (settings.spec.from_policy and masks)
 
 
 def token_losses(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
@@ -68,11 +41,11 @@ def token_losses(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
 
     The pull towards a reference model (``kl_coef``) is on every token, also where a bound or mask holds.
     """
-    loss = get_loss(settings.loss_calculater)
-    result = loss.function(batch, settings)
-    if not loss.from_policy:
+    spec = settings.spec
+    result = LOSSES[settings.loss_calculater](batch, settings)
+    if not spec.from_policy:
         return result
-    weighting = weigh(batch, settings.corrections, weighted_by_default=loss.weighted_by_default)
+    weighting = weigh(batch, settings.corrections, weighted_by_default=spec.contains_weight)
     masked = weighting.masked | out_of_bound(result.ratio, batch, settings)
     losses = torch.where(masked, 0.0, result.losses * weighting.weight)
     if settings.kl_coef:

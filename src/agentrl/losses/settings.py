@@ -4,27 +4,37 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from agentrl.errors import ConfigError
 from agentrl.losses.correction_spec import Correction, parse_corrections
+from agentrl.losses.spec import OWN_DEFAULTS, LossSpec, get_spec
 
 OLD_LOGPROBS = ("behavior", "recompute", "loglinear")
 KL_ESTIMATORS = ("k1", "k3")
 
 
+OWN: Any = None
+"""Stands for the loss's own default; reading a field of LossSettings never gives it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
-    """One run's loss. The fields carry the names of the command-line flags; a bad value is a ConfigError."""
+    """One run's loss. The fields carry the names of the command-line flags; a bad value is a ConfigError.
+
+    A field that is None when the object is made takes the loss's own default (``losses.spec``).
+    """
 
     loss_calculater: str = "GRPO"
-    token_level_loss: bool = True
+    token_level_loss: bool = OWN
     """Mean over the step's tokens. Where False, a mean over its trajectories."""
-    skip_length_normalization: bool = False
+    skip_length_normalization: bool = OWN
     """With ``token_level_loss`` False: a trajectory counts with its sum instead of its mean."""
-    strict_in_bound: bool = False
-    epsilon: float = 0.2
-    epsilon_higher: float = 0.1
-    importance_weight_cap_ratio: float = 4.0
+    strict_in_bound: bool = OWN
+    epsilon: float = OWN
+    epsilon_higher: float = OWN
+    importance_weight_cap_ratio: float = OWN
+    """inf: no bounds on staleness, unless they are strict."""
     out_of_date_decay: float | None = None
     importance_correction: str = ""
     dual_clip: float | None = None
@@ -36,6 +46,9 @@ class LossSettings:
     kl_estimator: str = "k3"
 
     def __post_init__(self) -> None:
+        for name in OWN_DEFAULTS:
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, getattr(self.spec, name))
         parse_corrections(self.importance_correction)
         self._require(0 <= self.epsilon <= 1, "epsilon", self.epsilon, "give a value in [0, 1]")
         for name in ("epsilon_higher", "out_of_date_decay", "ce_grpo_beta_1", "ce_grpo_beta_2"):
@@ -52,8 +65,7 @@ class LossSettings:
         self._require(math.isfinite(kl) and kl >= 0, "kl_coef", kl, "give a finite value of 0 or more")
         kind = self.kl_estimator
         self._require(kind in KL_ESTIMATORS, "kl_estimator", kind, f"use one of {', '.join(KL_ESTIMATORS)}")
-        supervised = self.loss_calculater == "CrossEntropy"
-        self._require(not (kl and supervised), "kl_coef", kl, "leave it out: CrossEntropy samples no policy")
+        self._require(not kl or self.spec.from_policy, "kl_coef", kl, "leave it out of supervised training")
         self._require(
             not (self.keeps_gradient and self.strict_in_bound),
             "strict_in_bound",
@@ -65,6 +77,11 @@ class LossSettings:
     def _require(good: bool, name: str, value: object, cure: str) -> None:
         if not good:
             raise ConfigError(f"--{name} is {value}", cure=cure)
+
+    @property
+    def spec(self) -> LossSpec:
+        """What the loss is by its paper."""
+        return get_spec(self.loss_calculater)
 
     @property
     def corrections(self) -> tuple[Correction, ...]:

@@ -13,7 +13,7 @@ from agentrl.losses.batch import TokenBatch, TrajectoryMeans
 from agentrl.losses.metrics import TokenMetrics
 from agentrl.losses.old_policy import old_logprobs
 from agentrl.losses.reduce import Denominators, reduce_losses
-from agentrl.losses.registry import get_loss, token_losses
+from agentrl.losses.registry import token_losses
 from agentrl.losses.settings import LossSettings
 
 
@@ -83,7 +83,7 @@ def token_batch(
         None if array is None else torch.from_numpy(array).to(logprobs.device)
         for array in (forest.start_logprob, forest.reference_logprob)
     )
-    if not get_loss(settings.loss_calculater).from_policy:
+    if not settings.spec.from_policy:
         behavior = logprobs.detach()
     return TokenBatch(
         logprobs=logprobs,

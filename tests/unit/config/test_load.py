@@ -67,7 +67,7 @@ def test_optional_values_keep_their_type() -> None:
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        ([], True),
+        ([], None),
         (["--token_level_loss"], True),
         (["--token_level_loss", "false"], False),
         (["--token_level_loss", "True"], True),
@@ -75,7 +75,7 @@ def test_optional_values_keep_their_type() -> None:
         (["--no_token_level_loss"], False),
     ],
 )
-def test_bools_take_a_value_or_none(argv: list[str], expected: bool) -> None:
+def test_bools_take_a_value_or_none(argv: list[str], expected: bool | None) -> None:
     assert load(*argv)[LossConfig].token_level_loss is expected
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,17 +81,17 @@ def bounds(
 
 
 def test_strict_bounds_mask_in_the_direction_of_the_advantage() -> None:
-    strict = LossSettings(strict_in_bound=True, out_of_date_decay=9.0)
+    strict = LossSettings(strict_in_bound=True, epsilon_higher=0.1, out_of_date_decay=9.0)
     assert bounds(strict, +1.0, version=0) == [True, False, False, False, True, False]
     assert bounds(strict, -1.0, version=0) == [False, False, True, False, False, True]
     assert bounds(strict, 0.0) == [False] * 6
 
 
 def test_loose_bounds_are_widened_by_the_cap_and_narrowed_by_age() -> None:
-    loose = LossSettings()  # [1 - 0.8, 1 + 1.2]
+    loose = LossSettings(epsilon_higher=0.1, importance_weight_cap_ratio=4.0)  # [1 - 0.8, 1 + 1.2]
     assert bounds(loose, +1.0) == [False, False, False, False, True, False]
     assert bounds(loose, -1.0) == [False, False, False, False, False, True]
-    decayed = LossSettings(out_of_date_decay=math.log(2.0))  # two versions old: [0.8, 1.3]
+    decayed = replace(loose, out_of_date_decay=math.log(2.0))  # two versions old: [0.8, 1.3]
     assert bounds(decayed, +1.0, version=3) == [True, False, False, False, True, False]
     assert bounds(decayed, -1.0, version=3) == [False, False, True, False, False, True]
     assert bounds(decayed, +1.0, version=7) == bounds(loose, +1.0)

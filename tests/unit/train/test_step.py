@@ -57,7 +57,7 @@ def test_micro_batches_change_neither_loss_nor_gradient(loss: str, token_level: 
 def test_the_step_is_the_loss_of_the_plain_model() -> None:
     model = tiny_model("qwen3")
     forest = packed(DATA)
-    settings = LossSettings(loss_calculater="CISPO", importance_weight_cap_ratio=math.inf)
+    settings = LossSettings(loss_calculater="CISPO", epsilon=0.2, epsilon_higher=0.1)
     options = ForwardOptions(temperature=0.8, chunk_size=5)
     report, gradients = run(model, [packed(DATA[:3]), packed(DATA[3:])], settings, options=options)
     model.set_attn_implementation("sdpa")

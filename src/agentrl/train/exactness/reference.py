@@ -16,7 +16,7 @@ from agentrl.documents.training import DBRecordData, Node
 from agentrl.losses.batch import TokenBatch
 from agentrl.losses.old_policy import old_logprobs
 from agentrl.losses.reduce import Denominators, reduce_losses
-from agentrl.losses.registry import get_loss, token_losses
+from agentrl.losses.registry import token_losses
 from agentrl.losses.settings import LossSettings
 from agentrl.train.step import ForwardOptions, forward_backward
 
@@ -115,7 +115,7 @@ def _loss(
     device = logprobs.device
     row, version = (torch.tensor([c[i] for c in columns], device=device) for i in (0, 3))
     advantages, behavior = (torch.tensor([c[i] for c in columns], device=device) for i in (1, 2))
-    if not get_loss(settings.loss_calculater).from_policy:
+    if not settings.spec.from_policy:
         behavior = logprobs.detach()
     batch = TokenBatch(
         logprobs=logprobs,
