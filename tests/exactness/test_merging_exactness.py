@@ -94,8 +94,8 @@ def test_a_step_equals_one_call_at_a_time(
     executor: str,
 ) -> None:
     model, options = model_called(model_name), choice.draw(loss_settings(loss))
-    forward = ForwardOptions(executor=executor, temperature=0.8, chunk_size=5)
-    expected = plain_step(model, data, options, temperature=0.8)
+    forward = ForwardOptions(executor=executor, chunk_size=5)
+    expected = plain_step(model, data, options)
     computed = trainer_step(
         model, data, options, merging=merging, max_tokens=budget_of(data, room), options=forward
     )

@@ -36,7 +36,7 @@ def sampler_facts(configs: Configs) -> Facts:
     agent = configs[AgentConfig]
     return {
         "tasks": {"num_generations": configs[TaskConfig].num_generations},
-        "temperature": {"temperature": temperature(configs[SamplingConfig].preferred_sampling_params)},
+        "temperature": {"temperature": _temperature(configs[SamplingConfig].preferred_sampling_params)},
         "sampling": {
             **{name: getattr(agent, name) for name in _SAMPLED},
             "seed": configs[RunConfig].seed,
@@ -47,9 +47,8 @@ def sampler_facts(configs: Configs) -> Facts:
 
 
 def trainer_facts(configs: Configs) -> Facts:
-    """Return what the trainer decides: the loss and the adapters; the temperature is the samplers' too."""
+    """Return what the trainer decides: the loss and the adapters."""
     return {
-        "temperature": {"temperature": temperature(configs[SamplingConfig].preferred_sampling_params)},
         "loss": loss_facts(configs[LossConfig]),
         "adapter": dataclasses.asdict(configs[AdapterConfig]),
     }
@@ -60,10 +59,10 @@ def loss_facts(loss: LossConfig) -> dict[str, Any]:
     return dataclasses.asdict(LossSettings(**dataclasses.asdict(loss)))
 
 
-def temperature(sampling_params: str) -> float:
-    """Return the sampling temperature of ``--preferred_sampling_params``: 1 where it names none."""
+def _temperature(sampling_params: str) -> float:
+    """Return the temperature of ``--preferred_sampling_params``: 1 where it names none."""
     try:
-        return float(json.loads(sampling_params).get("temperature") or 1.0)
+        return float(json.loads(sampling_params).get("temperature", 1.0))
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"--preferred_sampling_params is {sampling_params!r}: {error}",

@@ -10,7 +10,7 @@ import numpy as np
 
 from agentrl.config.schema import GroupConfig
 from agentrl.conversion.prefix_tree import build_tree
-from agentrl.conversion.sampled import call_temperature, shaped_by
+from agentrl.conversion.sampled import call_temperature, masked_because
 from agentrl.documents.dispatch import DispatchedSamplingTask, VersionSpan
 from agentrl.documents.packing import pack_floats, pack_ids, unpack_floats
 from agentrl.documents.record import Record
@@ -44,9 +44,9 @@ def to_training_data(
 
     ``calls`` are the Record's, ordered by index. Every generated token of a trainable call is trainable,
     in one span per call and policy version, at the temperature that the call was sampled with. Calls that
-    another parameter shaped (``shaped_by``) are context. ``supervised``: every call is trainable however it
-    was sampled, at temperature 1, since no loss reads its logprobs. Raises StoreError when the calls
-    contradict one another or the Record has no score.
+    another parameter shaped (``masked_because``) are context. ``supervised``: every call is trainable
+    however it was sampled, at temperature 1, since no loss reads its logprobs. Raises StoreError when the
+    calls contradict one another or the Record has no score.
     """
     if record.score is None:
         raise StoreError(f"record {record.id} has no score and cannot become training data")
@@ -95,7 +95,8 @@ def masked_calls(calls: Sequence[DispatchedSamplingTask], advantage: float, conf
     return [
         shaped
         for call in calls
-        if _own_advantage(call, advantage, config) is not None and (shaped := shaped_by(call)) is not None
+        if _own_advantage(call, advantage, config) is not None
+        and (shaped := masked_because(call)) is not None
     ]
 
 
@@ -109,7 +110,7 @@ def _trainable_calls(
             continue
         if supervised:
             chosen.append(_TrainableCall(call, own, 1.0))
-        elif shaped_by(call) is None:
+        elif masked_because(call) is None:
             chosen.append(_TrainableCall(call, own, call_temperature(call)))
     return chosen
 

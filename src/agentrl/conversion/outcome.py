@@ -124,7 +124,7 @@ def _listed(shaped: Sequence[str]) -> str:
 
 def _counts(masked: Counter[str]) -> list[dict[str, Any]]:
     """``Task.group.masked_calls``: how many model calls of the group each parameter keeps out of training."""
-    return [{"shaped_by": what, "calls": count} for what, count in masked.most_common(_LISTED)]
+    return [{"because": what, "calls": count} for what, count in masked.most_common(_LISTED)]
 
 
 def _outcome(

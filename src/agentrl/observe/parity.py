@@ -165,12 +165,12 @@ def compare_samples(
     forest = forest_from_sequences(
         [sample.prompt + sample.output for sample in samples],
         [[False] * len(sample.prompt) + [True] * len(sample.output) for sample in samples],
+        temperature=temperature,
     )
     theirs = np.concatenate([np.asarray(sample.logprobs) for sample in samples])
     differences = []
     for executor in EXECUTORS:
-        options = ForwardOptions(executor=executor, temperature=temperature)
-        logprobs, _ = forest_logprobs(policy.model, forest, options)
+        logprobs, _ = forest_logprobs(policy.model, forest, ForwardOptions(executor=executor))
         differences.append(Difference.of(engine, executor, logprobs.detach().cpu().numpy(), theirs))
     return differences
 

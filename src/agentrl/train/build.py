@@ -48,8 +48,6 @@ class Recipe:
     seed: int
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
-    temperature: float = 1.0
-    """Of sampling."""
 
 
 def build_computer(
@@ -86,7 +84,6 @@ def build_computer(
         scheduler=build_scheduler(optimizer, recipe.optim, total_steps),
         settings=settings,
         options=ForwardOptions(
-            temperature=recipe.temperature,
             chunk_size=recipe.train.loss_seq_chunk_size or DEFAULT_CHUNK,
             vocab_chunk_size=recipe.memory.loss_vocab_chunk_size or DEFAULT_VOCAB_CHUNK,
             autocast_dtype=torch.bfloat16 if recipe.train.autocast_bf16 else None,

@@ -218,7 +218,6 @@ def _prepare(
 def _build(
     configs: Configs, team: Team | None, found: Checkpoint | None, total_steps: int | None
 ) -> StepComputer:
-    from agentrl.config.facts import temperature
     from agentrl.train import checkpoint
     from agentrl.train.build import Recipe, build_computer
 
@@ -232,7 +231,6 @@ def _build(
         seed=configs[RunConfig].seed,
         adapter=configs[AdapterConfig],
         memory=configs[MemoryConfig],
-        temperature=temperature(configs[SamplingConfig].preferred_sampling_params),
     )
     computer = build_computer(
         recipe, weights=found.model if found else None, total_steps=total_steps, team=team

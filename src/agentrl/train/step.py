@@ -34,8 +34,6 @@ class ForwardOptions:
     """How the model is run; none of it changes a loss beyond rounding."""
 
     executor: str = "auto"
-    temperature: float = 1.0
-    """Of sampling: logprobs are those of logits/temperature, as engines report them."""
     chunk_size: int = DEFAULT_CHUNK
     """Tokens per chunk of the projection onto the vocabulary."""
     vocab_chunk_size: int = DEFAULT_VOCAB_CHUNK
@@ -84,7 +82,10 @@ class Ranks:
 def forest_logprobs(
     model: Any, forest: TokenForest, options: ForwardOptions | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Logprob (float32[T], with gradient) and entropy (float32[T]) of each trainable token of ``forest``."""
+    """Logprob (float32[T], with gradient) and entropy (float32[T]) of each trainable token of ``forest``.
+
+    Both are of softmax(logits/temperature), with the temperature that each token was sampled at.
+    """
     options = options or ForwardOptions()
     device = model.device
     enabled = options.autocast_dtype is not None
@@ -95,7 +96,7 @@ def forest_logprobs(
         output_head(model),
         torch.from_numpy(forest.parent[forest.target]).to(device),
         torch.from_numpy(forest.input_ids[forest.target]).to(device),
-        temperature=options.temperature,
+        temperature=torch.from_numpy(forest.temperature),
         chunk_size=options.chunk_size,
         vocab_chunk_size=options.vocab_chunk_size,
     )

@@ -49,7 +49,8 @@ def trajectory(
         nodes=tuple(Node(start=start, end=end, parent=parent) for start, end, parent in nodes),
         spans=tuple(
             TrainableSpan(
-                start=start, end=end, call=i, version=i % 2, advantage=float(rng.normal()), temperature=1.0
+                start=start, end=end, call=i, version=i % 2, advantage=float(rng.normal()),
+                temperature=0.8 + i % 3 / 4,
             )
             for i, (start, end) in enumerate(spans)
         ),
@@ -89,16 +90,19 @@ def paths(forest: TokenForest) -> list[list[int]]:
     return made
 
 
-def plain_logprobs(model: PreTrainedModel, forest: TokenForest, temperature: float = 1.0) -> torch.Tensor:
+def plain_logprobs(model: PreTrainedModel, forest: TokenForest) -> torch.Tensor:
     """float32[T]: the logprob of each trainable token, each path run by itself through the whole model."""
-    found: dict[int, torch.Tensor] = {}
+    before: dict[int, torch.Tensor] = {}
     for path in paths(forest):
         ids = torch.from_numpy(forest.input_ids[path])
-        logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / temperature
-        logprobs = torch.log_softmax(logits, -1)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
         for place in range(1, len(path)):
-            found.setdefault(path[place], logprobs[place - 1, ids[place]])
-    return torch.stack([found[int(target)] for target in forest.target])
+            before.setdefault(path[place], logits[place - 1])
+    labels = zip(forest.target.tolist(), forest.temperature.tolist(), strict=True)
+    return torch.stack([
+        torch.log_softmax(before[target] / temperature, -1)[int(forest.input_ids[target])]
+        for target, temperature in labels
+    ])  # fmt: skip
 
 
 def packed(data: list[DBRecordData]) -> TokenForest:

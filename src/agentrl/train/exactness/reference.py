@@ -48,9 +48,7 @@ class Computed:
         return worst
 
 
-def plain_step(
-    model: Any, data: Sequence[DBRecordData], settings: LossSettings, *, temperature: float = 1.0
-) -> Computed:
+def plain_step(model: Any, data: Sequence[DBRecordData], settings: LossSettings) -> Computed:
     """Loss and gradients from ``model`` itself: one call at a time, whole logits, one batch of losses."""
     model.set_attn_implementation("sdpa")
     model.zero_grad(set_to_none=True)
@@ -63,7 +61,7 @@ def plain_step(
         for span in item.spans:
             path = _path(item.nodes, span.end)
             logits = model(input_ids=torch.from_numpy(ids[path].astype(np.int64)).to(device)[None]).logits[0]
-            logprobs = torch.log_softmax(logits.float() / temperature, -1)
+            logprobs = torch.log_softmax(logits.float() / span.temperature, -1)
             for index in range(span.start, span.end):
                 at = path.index(index)
                 pieces.append(logprobs[at - 1, int(ids[index])])

@@ -17,6 +17,8 @@ from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData
 from agentrl.train.exactness.models import VOCABULARY
 
+TEMPERATURES = (0.8, 1.0, 1.3)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
@@ -43,7 +45,10 @@ class Shape:
 
 
 def make_step(shape: Shape, seed: int) -> list[DBRecordData]:
-    """Training data of ``shape``: ids, advantages, logprobs and versions from ``seed``."""
+    """Training data of ``shape``: ids, advantages, logprobs and versions from ``seed``.
+
+    The calls of a trajectory have the temperatures of ``TEMPERATURES`` in turn.
+    """
     rng = np.random.default_rng(seed)
     system = _ids(rng, shape.system, shape.kinds)
     data = []
@@ -99,6 +104,7 @@ def _trajectory(
                     VersionSpan(version=2, start=middle, end=len(output)),
                 ),
                 prompt_tokens=0, generated_tokens=len(output), engine="", generate_seconds=0.0,
+                sampling_params={"temperature": TEMPERATURES[index % len(TEMPERATURES)]},
                 context_ids=pack_ids(context), output_ids=pack_ids(output),
                 logprobs=pack_floats((-4 + rng.normal(size=len(output))).tolist()),
             )

@@ -86,7 +86,7 @@ class Context:
             head,
             torch.from_numpy(parent).to(device),
             torch.from_numpy(forest.input_ids[forest.target[mine]]).to(device),
-            temperature=options.temperature,
+            temperature=torch.from_numpy(forest.temperature[mine]),
             chunk_size=options.chunk_size,
             vocab_chunk_size=options.vocab_chunk_size,
         )

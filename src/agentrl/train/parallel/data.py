@@ -72,7 +72,7 @@ class RankedModel(nn.Module):
             self._head(),
             parent,
             ids,
-            temperature=options.temperature,
+            temperature=torch.from_numpy(forest.temperature),
             chunk_size=options.chunk_size,
             vocab_chunk_size=options.vocab_chunk_size,
         )
