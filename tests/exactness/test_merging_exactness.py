@@ -46,7 +46,7 @@ EXECUTORS = st.sampled_from(["auto", "sdpa", "varlen", "paths", "padded"])
 
 @st.composite
 def loss_settings(draw: st.DrawFn, loss: str) -> LossSettings:
-    """Any reduction, old policy and correction; bounds may mask tokens or not."""
+    """Any reduction, old policy, correction and bonus; bounds may mask tokens or not."""
     old = draw(st.sampled_from(["behavior", "recompute", "loglinear"]))
     corrections = ["", "tis", "icepop:0.3:8", "seq_mask:0.2:5", "token_mask:0.1:10", "tis:3,seq_mask:0.2:5"]
     keeps = draw(st.booleans())
@@ -61,6 +61,7 @@ def loss_settings(draw: st.DrawFn, loss: str) -> LossSettings:
         dual_clip=draw(st.sampled_from([None, 3.0])),
         ce_grpo_beta_1=0.5 if keeps else None,
         ce_grpo_beta_2=0.7 if keeps else None,
+        entropy_coef=0.0 if loss == "CrossEntropy" else draw(st.sampled_from([0.0, 0.1])),
     )
 
 

@@ -38,6 +38,7 @@ class LossConfig:
     old_logprobs: Literal["behavior", "recompute", "loglinear"] = flag("behavior", "where π_old comes from")
     kl_coef: float = flag(0.0, "weight of the KL to a reference model in the loss (0: none)")
     kl_estimator: Literal["k1", "k3"] = flag("k3", "how that KL is estimated from a sampled token")
+    entropy_coef: float = flag(0.0, "weight of the policy's entropy, which the loss rewards (0: none)")
 
 
 @dataclass(frozen=True, kw_only=True)

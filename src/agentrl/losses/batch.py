@@ -41,7 +41,7 @@ class TrajectoryMeans:
 class TokenBatch:
     """The trainable tokens of one micro-batch: T tokens of R trajectories, whole where not said otherwise.
 
-    ``logprobs`` carries the gradient; every other tensor is data.
+    ``logprobs`` carries the gradient, and so may ``entropy``; every other tensor is data.
     """
 
     logprobs: Tensor
@@ -68,6 +68,9 @@ class TokenBatch:
     """int64[R], tokens in the loss mask of each whole trajectory; None: what the micro-batch holds of it."""
     means: TrajectoryMeans | None = None
     """None: those of what the micro-batch holds."""
+    entropy: Tensor | None = None
+    """float32[T], entropy in nats of the distribution that each token comes from; with gradient where the
+    loss has a bonus on it."""
 
     @property
     def log_ratio(self) -> Tensor:

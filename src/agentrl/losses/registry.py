@@ -39,7 +39,8 @@ def reads_trajectory(settings: LossSettings) -> bool:
 def token_losses(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
     """Per-token losses [T] of a micro-batch, with corrections and bounds applied, not yet reduced.
 
-    The pull towards a reference model (``kl_coef``) is on every token, also where a bound or mask holds.
+    The pull towards a reference model (``kl_coef``) and the bonus on the entropy (``entropy_coef``) are on
+    every token, also where a bound or mask holds. Raises ValueError for a batch without what they need.
     """
     spec = settings.spec
     result = LOSSES[settings.loss_calculater](batch, settings)
@@ -50,4 +51,8 @@ def token_losses(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
     losses = torch.where(masked, 0.0, result.losses * weighting.weight)
     if settings.kl_coef:
         losses = losses + settings.kl_coef * reference_kl(batch, settings.kl_estimator)
+    if settings.entropy_coef:
+        if batch.entropy is None:
+            raise ValueError("the batch has no entropy")
+        losses = losses - settings.entropy_coef * batch.entropy
     return replace(result, losses=losses, masked=masked)

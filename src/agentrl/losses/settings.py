@@ -44,6 +44,8 @@ class LossSettings:
     kl_coef: float = 0.0
     """Weight of the KL to a reference model."""
     kl_estimator: str = "k3"
+    entropy_coef: float = 0.0
+    """Weight of the bonus on the policy's entropy."""
 
     def __post_init__(self) -> None:
         for name in OWN_DEFAULTS:
@@ -66,6 +68,11 @@ class LossSettings:
         kind = self.kl_estimator
         self._require(kind in KL_ESTIMATORS, "kl_estimator", kind, f"use one of {', '.join(KL_ESTIMATORS)}")
         self._require(not kl or self.spec.from_policy, "kl_coef", kl, "leave it out of supervised training")
+        bonus = self.entropy_coef
+        good = math.isfinite(bonus) and bonus >= 0
+        self._require(good, "entropy_coef", bonus, "give a finite value of 0 or more")
+        cure = "leave it out of supervised training"
+        self._require(not bonus or self.spec.from_policy, "entropy_coef", bonus, cure)
         self._require(
             not (self.keeps_gradient and self.strict_in_bound),
             "strict_in_bound",

@@ -177,7 +177,7 @@ def _build(configs: Configs, team: Team | None, steps: int, max_tokens: int) -> 
 
     recipe = Recipe(
         model=configs[ModelConfig],
-        loss=replace(configs[LossConfig], loss_calculater="CrossEntropy", kl_coef=0.0),
+        loss=replace(configs[LossConfig], loss_calculater="CrossEntropy", kl_coef=0.0, entropy_coef=0.0),
         optim=replace(configs[OptimConfig], num_epochs_per_batch=1, mini_batches=1),
         adapter=configs[AdapterConfig],
         memory=configs[MemoryConfig],

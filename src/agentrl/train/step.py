@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +40,8 @@ class ForwardOptions:
     """Vocabulary entries per chunk of it."""
     autocast_dtype: torch.dtype | None = None
     """Matrix products in this dtype; the logits stay float32."""
+    entropy_gradient: bool = False
+    """Entropies carry a gradient; ``forward_backward`` sets it where the loss needs it."""
 
 
 class Begin(Protocol):
@@ -97,6 +99,7 @@ def forest_logprobs(
         torch.from_numpy(forest.parent[forest.target]).to(device),
         torch.from_numpy(forest.input_ids[forest.target]).to(device),
         temperature=torch.from_numpy(forest.temperature),
+        entropy_gradient=options.entropy_gradient,
         chunk_size=options.chunk_size,
         vocab_chunk_size=options.vocab_chunk_size,
     )
@@ -191,6 +194,7 @@ def forward_backward(
     ``TokenMetrics.report``. Raises ForestError where no token of the step is trainable, ConfigError for a
     loss or correction that does not exist, ModelError for a model that is not exact on the forests.
     """
+    options = replace(options or ForwardOptions(), entropy_gradient=settings.entropy_coef > 0)
     whole = denominators or count_step(forests)
     if whole.tokens == 0:
         raise ForestError("a step without a trainable token", cure="leave out data without trainable spans")
@@ -200,7 +204,7 @@ def forward_backward(
     watch = watch or Stopwatch(model.device)
     found = StepLoss(settings=settings, current_version=current_version, whole=whole, sums=sums)
     if ranks is not None and ranks.stages is not None:
-        ranks.stages.train(forests, options or ForwardOptions(), found, watch)
+        ranks.stages.train(forests, options, found, watch)
     else:
         for place, forest in enumerate(forests, 1):
             if forest.trainable_tokens == 0 and ranks is None:

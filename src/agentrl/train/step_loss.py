@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -50,15 +50,19 @@ class StepLoss:
     metrics: TokenMetrics = field(default_factory=TokenMetrics)
 
     def add(self, forest: TokenForest, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        """The share of the loss that ``forest`` has, with gradient to its ``logprobs`` (float32[T])."""
+        """The share of the loss that ``forest`` has, with gradient to its ``logprobs`` (float32[T]).
+
+        It has one to its ``entropy`` (float32[T]) too where the loss has a bonus on it.
+        """
         means = None if self.sums is None else self.sums.means(forest)
         batch = token_batch(forest, logprobs, self.settings, self.current_version, means)
+        batch = replace(batch, entropy=entropy)
         result = token_losses(batch, self.settings)
         share = reduce_losses(
             result.losses, batch.mask, batch.row, batch.trajectories, self.whole, self.settings, batch.lengths
         )
         self.loss += float(share.detach())
-        self.metrics = self.metrics + TokenMetrics.of(batch, result, entropy)
+        self.metrics = self.metrics + TokenMetrics.of(batch, result, entropy.detach())
         return share
 
 

@@ -130,7 +130,7 @@ def computer(
         policy=Policy(model, cast("Any", None), Path(), None, adapter),
         optimizer=optimizer,
         scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
-        settings=LossSettings(importance_weight_cap_ratio=math.inf, **cast("Any", loss)),
+        settings=LossSettings(importance_weight_cap_ratio=math.inf, entropy_coef=0.1, **cast("Any", loss)),
         options=ForwardOptions(),
         max_tokens=24 if case.whole_steps else 64,
         prefix_merging="group",

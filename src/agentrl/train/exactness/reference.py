@@ -54,6 +54,7 @@ def plain_step(model: Any, data: Sequence[DBRecordData], settings: LossSettings)
     model.zero_grad(set_to_none=True)
     device = model.device
     pieces: list[Tensor] = []
+    entropies: list[Tensor] = []
     columns: list[tuple[int, float, float, int]] = []
     for row, item in enumerate(data):
         ids, behavior = unpack_ids(item.input_ids), unpack_floats(item.behavior_logprobs)
@@ -65,10 +66,10 @@ def plain_step(model: Any, data: Sequence[DBRecordData], settings: LossSettings)
             for index in range(span.start, span.end):
                 at = path.index(index)
                 pieces.append(logprobs[at - 1, int(ids[index])])
+                entropies.append(-(logprobs[at - 1].exp() * logprobs[at - 1]).sum())
                 columns.append((row, span.advantage, float(behavior[place]), span.version))
                 place += 1
-    logprobs = torch.stack(pieces)
-    loss = _loss(logprobs, columns, len(data), settings)
+    loss = _loss(torch.stack(pieces), torch.stack(entropies), columns, len(data), settings)
     loss.backward()  # type: ignore[no-untyped-call]
     return _taken(model, float(loss.detach()))
 
@@ -108,7 +109,11 @@ def _path(nodes: Sequence[Node], end: int) -> list[int]:
 
 
 def _loss(
-    logprobs: Tensor, columns: Sequence[tuple[int, float, float, int]], rows: int, settings: LossSettings
+    logprobs: Tensor,
+    entropy: Tensor,
+    columns: Sequence[tuple[int, float, float, int]],
+    rows: int,
+    settings: LossSettings,
 ) -> Tensor:
     device = logprobs.device
     row, version = (torch.tensor([c[i] for c in columns], device=device) for i in (0, 3))
@@ -117,6 +122,7 @@ def _loss(
         behavior = logprobs.detach()
     batch = TokenBatch(
         logprobs=logprobs,
+        entropy=entropy,
         old_logprobs=old_logprobs(settings.old_logprobs, logprobs, behavior, version, CURRENT_VERSION),
         behavior_logprobs=behavior,
         advantages=advantages,

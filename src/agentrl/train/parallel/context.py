@@ -87,6 +87,7 @@ class Context:
             torch.from_numpy(parent).to(device),
             torch.from_numpy(forest.input_ids[forest.target[mine]]).to(device),
             temperature=torch.from_numpy(forest.temperature[mine]),
+            entropy_gradient=options.entropy_gradient,
             chunk_size=options.chunk_size,
             vocab_chunk_size=options.vocab_chunk_size,
         )

@@ -73,6 +73,7 @@ class RankedModel(nn.Module):
             parent,
             ids,
             temperature=torch.from_numpy(forest.temperature),
+            entropy_gradient=options.entropy_gradient,
             chunk_size=options.chunk_size,
             vocab_chunk_size=options.vocab_chunk_size,
         )
