@@ -193,6 +193,10 @@ class _Policies(_Part):
         published = self._newest_first(VersionStatus.PUBLISHED)
         return [version for version in published if below is None or version.id < below][:limit]
 
+    async def steps_above(self, version: int) -> dict[int, int]:
+        kept = (item for item in self.store.versions.values() if item.status is not VersionStatus.RESERVED)
+        return {item.id: item.step for item in kept if item.id > version}
+
     async def withdrawn(self, step: int) -> list[PolicyVersion]:
         return [version for version in self._newest_first(VersionStatus.WITHDRAWN) if version.step == step]
 

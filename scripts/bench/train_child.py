@@ -58,7 +58,7 @@ def _ours(way: str, wanted: dict[str, Any]) -> dict[str, Any]:
 
     def train(chosen: list[Any]) -> None:
         forward_backward(
-            model, chosen, LossSettings(old_logprobs="recompute"), current_version=0,
+            model, chosen, LossSettings(old_logprobs="recompute"),
             denominators=count_step(forests),
         )  # fmt: skip
 

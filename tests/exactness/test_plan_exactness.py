@@ -20,7 +20,7 @@ from agentrl.losses.reduce import Denominators
 from agentrl.losses.registry import LOSSES
 from agentrl.losses.settings import LossSettings
 from agentrl.train.exactness.models import VOCABULARY, tiny_model
-from agentrl.train.exactness.reference import CURRENT_VERSION, Computed, longest_sequence, plain_step
+from agentrl.train.exactness.reference import AGES, Computed, longest_sequence, plain_step
 from agentrl.train.exactness.steps import make_step, random_shape
 from agentrl.train.step import Ranks, count_step, forest_logprobs, forward_backward
 
@@ -57,7 +57,7 @@ def run_rank(
         begin=lambda *, is_last: None,
     )
     return forward_backward(
-        model, forests, options, current_version=CURRENT_VERSION, ranks=ranks,
+        model, forests, options, ranks=ranks,
         denominators=meeting.total(rank, count_step(forests), Denominators(0, 0)),
     )  # fmt: skip
 
@@ -84,7 +84,7 @@ def test_ranks_add_up_to_the_plain_step(
     options = LossSettings(loss_calculater=loss, token_level_loss=token_level)
     data = make_step(random_shape(seed), seed)
     forests = build_micro_batches(
-        data, longest_sequence(data) + room, vocab_size=VOCABULARY, merging=merging, ranks=ranks
+        data, longest_sequence(data) + room, vocab_size=VOCABULARY, merging=merging, ranks=ranks, ages=AGES
     )
     meeting = Meeting(ranks)
     models = [copy.deepcopy(model) for _ in range(ranks)]
@@ -111,9 +111,9 @@ def test_the_order_of_data_and_of_micro_batches_changes_nothing(
     data = make_step(random_shape(seed), seed)
     expected = plain_step(model, data, options)
     random.shuffle(data)
-    forests = build_micro_batches(data, longest_sequence(data) + room, vocab_size=VOCABULARY)
+    forests = build_micro_batches(data, longest_sequence(data) + room, vocab_size=VOCABULARY, ages=AGES)
     random.shuffle(forests)
-    report = forward_backward(model, forests, options, current_version=CURRENT_VERSION)
+    report = forward_backward(model, forests, options)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert Computed(report["loss"], gradients).deviation(expected) <= LIMIT
     assert report["trajectories"] == len(data)

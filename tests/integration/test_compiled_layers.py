@@ -22,7 +22,7 @@ compile_layers(compiled)
 for seed in range(3):
     found = []
     for model in (plain, compiled):
-        loss = forward_backward(model, [packed(chains(seed))], LossSettings(), current_version=1)["loss"]
+        loss = forward_backward(model, [packed(chains(seed))], LossSettings())["loss"]
         found.append((loss, [parameter.grad for parameter in model.parameters()]))
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
 """

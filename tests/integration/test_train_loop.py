@@ -43,9 +43,9 @@ import os, signal, sys
 from agentrl.cli import main
 from agentrl.train.compute import StepComputer
 train = StepComputer.train
-def train_and_die(self, data, version):
-    result = train(self, data, version)
-    if version + 1 == STEP:
+def train_and_die(self, data, ages):
+    result = train(self, data, ages)
+    if self.scheduler.last_epoch == STEP:
         os.kill(os.getpid(), signal.SIGKILL)
     return result
 StepComputer.train = train_and_die
@@ -73,10 +73,10 @@ from agentrl.cli import main
 from agentrl.train import step
 from agentrl.train.compute import StepComputer
 train = StepComputer.train
-def train_in_little(self, data, version):
-    if version == 1:
+def train_in_little(self, data, ages):
+    if self.scheduler.last_epoch == 1:
         step.forest_logprobs = lambda *_: torch.empty(1 << 50)
-    return train(self, data, version)
+    return train(self, data, ages)
 StepComputer.train = train_in_little
 sys.exit(main(["train", *sys.argv[1:]]))
 """

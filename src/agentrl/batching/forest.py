@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -42,7 +42,9 @@ class TokenForest:
     behavior_logprob: Floats
     """float32[T]."""
     version: Ints
-    """int64[T]."""
+    """int64[T], the policy version that sampled the token."""
+    age: Ints
+    """int64[T], optimizer steps between the weights that sampled the token and those that train it, ≥ 0."""
     temperature: Floats
     """float32[T], by which the call that sampled the token divided its logits; logprobs are of the same."""
     owner: Ints
@@ -117,6 +119,7 @@ def concatenate(forests: Sequence[TokenForest]) -> TokenForest:
         behavior_logprob=np.concatenate([forest.behavior_logprob for forest in forests]),
         version=np.concatenate([forest.version for forest in forests]),
         temperature=np.concatenate([forest.temperature for forest in forests]),
+        age=np.concatenate([forest.age for forest in forests]),
         owner=np.concatenate(
             [np.where(forest.owner < 0, -1, forest.owner + first) for forest, _, first in placed]
         ),
@@ -137,15 +140,18 @@ _MISMATCH = "the document was written by another version or altered: convert its
 _VOCABULARY = "sample and train with the same model and tokenizer (--model_name_or_path)"
 
 
-def forest_from_data(data: Sequence[DBRecordData], *, vocab_size: int | None = None) -> TokenForest:
+def forest_from_data(
+    data: Sequence[DBRecordData], *, vocab_size: int | None = None, ages: Mapping[int, int] | None = None
+) -> TokenForest:
     """Pack trajectories into one forest; trajectory i is row i.
 
-    Nodes that are not stored depth-first are laid out so. Raises ForestError, naming the document, for nodes
-    that do not tile the tokens or name no earlier parent, spans that are outside or overlap, a trainable
-    root, lengths that disagree, values that are not finite, and ids outside [0, ``vocab_size``).
+    ``ages`` maps each policy version to the age of its tokens in optimizer steps; None: all are 0. Nodes that
+    are not stored depth-first are laid out so. Raises ForestError, naming the document, for nodes that do not
+    tile the tokens or name no earlier parent, spans that are outside or overlap, a trainable root, lengths
+    that disagree, values that are not finite, ids outside [0, ``vocab_size``), and versions without an age.
     """
     _require_any(data)
-    return concatenate([_one_trajectory(item, vocab_size) for item in data])
+    return concatenate([_one_trajectory(item, vocab_size, ages) for item in data])
 
 
 def forest_from_sequences(
@@ -155,7 +161,7 @@ def forest_from_sequences(
     vocab_size: int | None = None,
     temperature: float = 1.0,
 ) -> TokenForest:
-    """Pack sequences: each is one chain and one trajectory, with advantage 1, version 0 and ``temperature``.
+    """Pack sequences: each is one chain and one trajectory, with advantage 1, version 0 and age 0.
 
     ``trainable[i][j]`` marks token j of sequence i; the first token of a sequence cannot be trainable, for
     nothing predicts it. Raises ForestError.
@@ -212,13 +218,16 @@ def _one_sequence(
         behavior_logprob=np.zeros(len(target), np.float32),
         version=np.zeros(len(target), np.int64),
         temperature=np.full(len(target), temperature, np.float32),
+        age=np.zeros(len(target), np.int64),
         owner=at_or_below(target, subtree_end) - 1,
         trajectory=np.zeros(1, np.int64),
         row_tokens=np.array([len(target)]),
     )
 
 
-def _one_trajectory(data: DBRecordData, vocab_size: int | None) -> TokenForest:
+def _one_trajectory(
+    data: DBRecordData, vocab_size: int | None, ages: Mapping[int, int] | None
+) -> TokenForest:
     ids = unpack_ids(data.input_ids).astype(np.int64)
     _require(len(ids) == data.tokens > 0, data.id, f"says {data.tokens} tokens and holds {len(ids)}")
     _check_vocabulary(data.id, ids, vocab_size)
@@ -254,10 +263,21 @@ def _one_trajectory(data: DBRecordData, vocab_size: int | None) -> TokenForest:
         behavior_logprob=behavior,
         version=np.repeat(np.array([span.version for span in data.spans], np.int64), per_span),
         temperature=temperature,
+        age=np.repeat(_span_ages(data, ages), per_span),
         owner=at_or_below(placed, layout.subtree_end) - 1,
         trajectory=np.zeros(1, np.int64),
         row_tokens=np.array([len(target)]),
     )
+
+
+def _span_ages(data: DBRecordData, ages: Mapping[int, int] | None) -> Ints:
+    """int64[spans], the age of each span's tokens."""
+    if ages is None:
+        return np.zeros(len(data.spans), np.int64)
+    unknown = [span.version for span in data.spans if span.version not in ages]
+    if unknown:
+        _require(False, data.id, f"policy version {unknown[0]} has no age", "give an age for every version")
+    return np.array([ages[span.version] for span in data.spans], np.int64)
 
 
 def _check_nodes(data: DBRecordData) -> None:

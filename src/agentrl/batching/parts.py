@@ -36,6 +36,7 @@ def restrict(forest: TokenForest, labels: NDArray[np.bool_]) -> TokenForest:
         behavior_logprob=forest.behavior_logprob[labels],
         version=forest.version[labels],
         temperature=forest.temperature[labels],
+        age=forest.age[labels],
         owner=forest.owner[kept],
         trajectory=forest.trajectory[rows],
         row_tokens=forest.row_tokens[rows],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -29,6 +29,7 @@ def build_micro_batches(
     merging: PrefixMerging = "group",
     ranks: int = 1,
     fill: int | None = None,
+    ages: Mapping[int, int] | None = None,
 ) -> list[TokenForest]:
     """The micro-batches of one optimizer step, each of at most ``max_tokens`` tokens.
 
@@ -37,7 +38,8 @@ def build_micro_batches(
     the context that groups have in common. A tree above ``max_tokens`` is cut at branch points, so that a
     trajectory may be spread over micro-batches and ranks (``TokenForest.holds_parts``). With ``fill``,
     micro-batches of ``off`` and ``trajectory`` grow no further than it, or than the longest tree; those of
-    ``group`` do, for the more groups one holds, the more of them share their context.
+    ``group`` do, for the more groups one holds, the more of them share their context. ``ages``: see
+    ``forest_from_data``.
 
     The plan depends on nothing but the arguments. Rank r of ``ranks`` runs ``[r::ranks]``: all run equally
     many, with nearly the same number of tokens in each round and in all; where there is too little work for
@@ -47,7 +49,7 @@ def build_micro_batches(
     are no forest.
     """
     names = [item.id for item in data]
-    trees = step_trees(data, vocab_size=vocab_size, merging=merging)
+    trees = step_trees(data, vocab_size=vocab_size, merging=merging, ages=ages)
     limit = max_tokens if ranks == 1 else _even_limit(trees, max_tokens, ranks)
     parts = [part for tree in trees for part in cut(tree, limit, names)]
     sizes = [part.tokens for part in parts]
@@ -57,15 +59,22 @@ def build_micro_batches(
     return [_micro_batch([parts[index] for index in chosen], merging) for chosen in plan]
 
 
-def step_trees(data: Sequence[DBRecordData], *, vocab_size: int, merging: PrefixMerging) -> list[TokenForest]:
+def step_trees(
+    data: Sequence[DBRecordData],
+    *,
+    vocab_size: int,
+    merging: PrefixMerging,
+    ages: Mapping[int, int] | None = None,
+) -> list[TokenForest]:
     """The forests that a plan packs: one for each model call, trajectory or group. Trajectory i is data[i].
 
-    Tokens that no trainable token follows are left out, for no loss depends on them.
+    Tokens that no trainable token follows are left out, for no loss depends on them. ``ages``: see
+    ``forest_from_data``.
     """
     made: list[TokenForest] = []
     groups: dict[str, list[TokenForest]] = {}
     for index, item in enumerate(data):
-        tree = _numbered(forest_from_data([item], vocab_size=vocab_size), index)
+        tree = _numbered(forest_from_data([item], vocab_size=vocab_size, ages=ages), index)
         if tree.trainable_tokens == 0:
             continue
         if merging == "off":

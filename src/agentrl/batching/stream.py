@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from agentrl.batching.ages import VersionSteps
 from agentrl.batching.freshness import Freshness, choose_groups
 from agentrl.documents.status import DataStatus
 from agentrl.documents.training import DBRecordData
@@ -39,6 +40,8 @@ class StepData:
 
     groups: tuple[str, ...]
     data: tuple[DBRecordData, ...]
+    ages: Mapping[int, int]
+    """Of every policy version in ``data``, in optimizer steps."""
     is_rest: bool
 
 
@@ -79,6 +82,7 @@ class DataStream:
         self._verify = verify
         self._attempt = attempt
         self._store = store
+        self._versions = VersionSteps(store)
         self._settings = settings
         self._replay = dict(replay or {})
         self._stale = 0
@@ -157,7 +161,7 @@ class DataStream:
                 data = await self._usable(groups)
                 if data is None:
                     continue
-                return self._step_data(data, version, is_rest=len(groups) < count)
+                return await self._step_data(data, step, version, is_rest=len(groups) < count)
             if time.monotonic() >= log_at:
                 await self._log_wait(len(groups), count)
                 log_at += LOG_EVERY_SECONDS
@@ -212,7 +216,7 @@ class DataStream:
         ):
             logger.info("step %d cannot train what it trained before: some of it is taken", step)
             return None
-        return self._step_data(data, version, is_rest=False) if data else None
+        return await self._step_data(data, step, version, is_rest=False) if data else None
 
     async def _quarantine_unproven(self, data: Sequence[DBRecordData]) -> bool:
         """Set aside the groups that ``verify`` finds a problem with; True if there are any."""
@@ -261,10 +265,13 @@ class DataStream:
                 {"_id": id}, why[:_LONGEST_PROBLEM], attempt=self._attempt
             )
 
-    def _step_data(self, data: Sequence[DBRecordData], version: int, *, is_rest: bool) -> StepData:
+    async def _step_data(
+        self, data: Sequence[DBRecordData], step: int, version: int, *, is_rest: bool
+    ) -> StepData:
         groups = tuple(dict.fromkeys(item.task for item in data))
         weighed = tuple(self._settings.freshness.weigh(item, version) for item in data)
-        return StepData(groups, weighed, is_rest)
+        versions = {span.version for item in weighed for span in item.spans}
+        return StepData(groups, weighed, await self._versions.ages(versions, step - 1), is_rest)
 
     async def _sampling_finished(self) -> bool:
         """True when every epoch holds every task and each of its groups is finalised."""

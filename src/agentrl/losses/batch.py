@@ -56,10 +56,10 @@ class TokenBatch:
     """int64[T], trajectory index in [0, R)."""
     version: Tensor
     """int64[T], the policy version that sampled the token."""
+    age: Tensor
+    """int64[T], optimizer steps between the weights that sampled the token and those that train it, ≥ 0."""
     mask: Tensor
     """bool[T], the loss mask m: False tokens are in no numerator and no denominator."""
-    current_version: int
-    """The version that the optimizer step starts from."""
     trajectories: int
     """R."""
     reference_logprobs: Tensor | None = None
@@ -95,11 +95,6 @@ class TokenBatch:
         if self.means is not None:
             return self.means.log_weight[self.row]
         return trajectory_mean(self.log_weight, self.mask, self.row, self.trajectories)
-
-    @property
-    def staleness(self) -> Tensor:
-        """How many versions old each token is, int64[T], at least 0."""
-        return (self.current_version - self.version).clamp(min=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,13 +60,13 @@ def out_of_bound(ratio: Tensor, batch: TokenBatch, settings: LossSettings) -> Te
 
     ``ratio`` is the one that the loss clips. The bound is [1−ε, 1+ε+ε_h] with ``strict_in_bound``; otherwise
     [1 − ε·cap·d, 1 + (ε+ε_h)·cap·d], where cap is ``importance_weight_cap_ratio`` and
-    d = exp(min(0, version − current)·``out_of_date_decay``), or 1 without a decay.
+    d = exp(−age·``out_of_date_decay``), or 1 without a decay.
     """
     width = torch.ones_like(ratio)
     if not settings.strict_in_bound:
         width = width * settings.importance_weight_cap_ratio
         if settings.out_of_date_decay is not None:
-            width = width * torch.exp(-batch.staleness.to(ratio.dtype) * settings.out_of_date_decay)
+            width = width * torch.exp(-batch.age.to(ratio.dtype) * settings.out_of_date_decay)
     lower = 1.0 - settings.epsilon * width
     upper = 1.0 + (settings.epsilon + settings.epsilon_higher) * width
     return ((batch.advantages > 0) & (ratio > upper)) | ((batch.advantages < 0) & (ratio < lower))

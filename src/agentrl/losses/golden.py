@@ -84,8 +84,8 @@ def evaluate(case: Golden) -> tuple[float, tuple[int, ...]]:
         advantages=torch.tensor(ADVANTAGES),
         row=torch.zeros(3, dtype=torch.int64),
         version=torch.zeros(3, dtype=torch.int64),
+        age=torch.zeros(3, dtype=torch.int64),
         mask=torch.ones(3, dtype=torch.bool),
-        current_version=0,
         trajectories=1,
     )
     result = token_losses(batch, case.settings)

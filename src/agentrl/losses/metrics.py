@@ -57,7 +57,7 @@ class TokenMetrics:
             tokens=int(mask.sum()),
             kl_reference=_kl_reference(batch),
             **dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)),
-            staleness=_count(batch.staleness[mask]),
+            staleness=_count(batch.age[mask]),
             versions=_count(batch.version[mask]),
         )
 
@@ -83,9 +83,9 @@ class TokenMetrics:
 
         ``kl_k1`` and ``kl_k3`` estimate KL(μ‖πθ) in nats (k1: log μ/πθ; k3: πθ/μ − 1 − log πθ/μ).
         ``kl_reference``, where there is a reference model, is the k3 estimate of KL(πθ‖π_ref).
-        ``effective_sample_size`` is (Σω)²/(n·Σω²) of ω = πθ/μ, in (0, 1]. ``staleness_histogram`` maps
-        staleness to tokens and ``version_fractions`` a policy version to its share of the tokens; both have
-        text keys, as documents need them. Empty without a token.
+        ``effective_sample_size`` is (Σω)²/(n·Σω²) of ω = πθ/μ, in (0, 1]. ``staleness_histogram`` maps an
+        age in optimizer steps to tokens and ``version_fractions`` a policy version to its share of the
+        tokens; both have text keys, as documents need them. Empty without a token.
         """
         count = self.tokens
         if count == 0:

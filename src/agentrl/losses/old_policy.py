@@ -8,15 +8,13 @@ from agentrl.errors import ConfigError
 from agentrl.losses.settings import OLD_LOGPROBS
 
 
-def old_logprobs(
-    method: str, logprobs: Tensor, behavior_logprobs: Tensor, version: Tensor, current_version: int
-) -> Tensor:
+def old_logprobs(method: str, logprobs: Tensor, behavior_logprobs: Tensor, age: Tensor) -> Tensor:
     """log π_old, float32[T], detached, by ``--old_logprobs``.
 
     ``logprobs`` are the trainer's own at the start of the step: where a step is one optimizer update over all
     its micro-batches, those of the update itself. ``behavior``: log μ. ``recompute``: them. ``loglinear``:
-    log μ + α·(log πθ − log μ) with α = (c − v)/(c + 1 − v) for a token of version v in a step that turns
-    version c into c + 1 (the interpolation of AReaL, arXiv 2505.24298, and A-3PO, arXiv 2512.06547).
+    log μ + α·(log πθ − log μ) with α = a/(a + 1) for a token of ``age`` a, int64[T] in optimizer steps (the
+    interpolation of AReaL, arXiv 2505.24298, and A-3PO, arXiv 2512.06547).
     """
     current, behavior = logprobs.detach().float(), behavior_logprobs.float()
     if method == "behavior":
@@ -24,6 +22,6 @@ def old_logprobs(
     if method == "recompute":
         return current
     if method == "loglinear":
-        staleness = (current_version - version).clamp(min=0).to(behavior.dtype)
-        return behavior + staleness / (staleness + 1) * (current - behavior)
+        steps = age.to(behavior.dtype)
+        return behavior + steps / (steps + 1) * (current - behavior)
     raise ConfigError(f"--old_logprobs is {method!r}", cure=f"use one of {', '.join(OLD_LOGPROBS)}")

@@ -116,6 +116,17 @@ class Policies(Part):
         return [PolicyVersion.from_document(document) async for document in cursor]
 
     @database_call
+    async def steps_above(self, version: int) -> dict[int, int]:
+        """{version: the step that it was published at} of all above ``version``, withdrawn ones included.
+
+        Neither ever changes, and a number that is not there yet is higher than all that are: whoever has read
+        the versions up to one never needs to read them again.
+        """
+        query = {"_id": {"$gt": version}, "status": {"$ne": VersionStatus.RESERVED.value}}
+        cursor = self._collection(VERSION).find(query, {"step": 1}, sort=[("_id", ASCENDING)])
+        return {int(document["_id"]): int(document["step"]) async for document in cursor}
+
+    @database_call
     async def withdrawn(self, step: int) -> list[PolicyVersion]:
         """The versions of ``step`` that were withdrawn, newest first."""
         query = {"status": VersionStatus.WITHDRAWN.value, "step": step}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,23 +66,24 @@ class StepComputer:
     parallel: Parallel | None = None
     """The other processes of this step, where there are any."""
 
-    def train(self, data: Sequence[DBRecordData], version: int) -> StepResult:
+    def train(self, data: Sequence[DBRecordData], ages: Mapping[int, int] | None = None) -> StepResult:
         """Make a step's updates on ``data``; blocking, made for a worker thread.
 
+        ``ages`` maps each policy version to the age of its tokens in optimizer steps; None: all are 0.
         Every update is over whole groups, with old and reference logprobs from before the first. Where an
         update is not finite, the step is what was made before it; without one, weights stay as they are.
         """
         with self._step():
-            return self._train(data, version)
+            return self._train(data, ages)
 
-    def _train(self, data: Sequence[DBRecordData], version: int) -> StepResult:
+    def _train(self, data: Sequence[DBRecordData], ages: Mapping[int, int] | None) -> StepResult:
         watch = Stopwatch(self.policy.model.device)
         parts = split_updates(data, self.mini_batches)
-        passes = [self._anchored(self._pack(part)) for part in parts]
+        passes = [self._anchored(self._pack(part, ages)) for part in parts]
         watch.lap("pack")
         made: list[dict[str, Any]] = []
         for forests in passes * self.epochs:
-            result = self._update(forests, version)
+            result = self._update(forests)
             if not result.is_finite and not made:
                 return result
             if not result.is_finite:
@@ -101,21 +102,21 @@ class StepComputer:
         policy = partial(each_logprobs, self.policy.model, ranks=ranks)
         return self.anchors.attach(forests, policy, self.options)
 
-    def _pack(self, data: Sequence[DBRecordData]) -> list[TokenForest]:
+    def _pack(self, data: Sequence[DBRecordData], ages: Mapping[int, int] | None = None) -> list[TokenForest]:
         """This process's micro-batches of ``data``."""
         vocabulary = self.policy.model.config.get_text_config().vocab_size
         ranks, rank = (1, 0) if self.parallel is None else self.parallel.place
         planned = build_micro_batches(
             data, self.max_tokens, vocab_size=vocabulary, merging=self.prefix_merging, ranks=ranks,
-            fill=CPU_FILL if self.device.type == "cpu" else None,
+            fill=CPU_FILL if self.device.type == "cpu" else None, ages=ages,
         )  # fmt: skip
         return planned[rank::ranks]
 
-    def train_forests(self, forests: Sequence[TokenForest], version: int) -> StepResult:
+    def train_forests(self, forests: Sequence[TokenForest]) -> StepResult:
         """A step of one update over all ``forests``; nothing moves where loss or gradient is not finite."""
         share = forests if self.parallel is None else self.parallel.share(forests)
         with self._step():
-            result = self._update(share, version)
+            result = self._update(share)
         if result.is_finite:
             self.scheduler.step()
         return result
@@ -123,12 +124,12 @@ class StepComputer:
     def _step(self) -> AbstractContextManager[None]:
         return nullcontext() if self.parallel is None else self.parallel.step()
 
-    def _update(self, forests: Sequence[TokenForest], version: int) -> StepResult:
+    def _update(self, forests: Sequence[TokenForest]) -> StepResult:
         """One optimizer update on this process's ``forests``; the schedule stays where it is."""
         watch = Stopwatch(self.policy.model.device)
         self.policy.model.train()
         with naming_the_knobs(self.memory, self.max_tokens):
-            metrics = self._forward_backward(forests, version, watch)
+            metrics = self._forward_backward(forests, watch)
         watch.lap("forward")
         grad_norm = self._clip()
         is_finite = math.isfinite(metrics["loss"]) and math.isfinite(grad_norm)
@@ -169,14 +170,11 @@ class StepComputer:
         """Write the optimizer's state."""
         save_optimizer(folder, self.policy.model, self.optimizer)
 
-    def _forward_backward(
-        self, forests: Sequence[TokenForest], version: int, watch: Stopwatch
-    ) -> dict[str, Any]:
+    def _forward_backward(self, forests: Sequence[TokenForest], watch: Stopwatch) -> dict[str, Any]:
         """The update's gradients, and what it reports, over all processes."""
         run = partial(
-            forward_backward, self.policy.model, settings=self.settings, current_version=version,
-            options=self.options, watch=watch,
-        )  # fmt: skip
+            forward_backward, self.policy.model, settings=self.settings, options=self.options, watch=watch
+        )
         if self.parallel is None:
             return run(forests)
         metrics = run(forests, denominators=self.parallel.count(forests), ranks=self.parallel.ranks)

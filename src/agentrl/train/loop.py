@@ -20,7 +20,6 @@ from agentrl.train.lease import TrainerLease
 from agentrl.train.resume import Progress
 from agentrl.train.rewards import step_window, window_metrics
 from agentrl.train.saving import Saver
-from agentrl.train.staleness import staleness_metrics
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -112,7 +111,7 @@ class Trainer:
         await self.store.training.plan_step(plan, attempt=progress.attempt)
         window = await step_window(self.store, self.split, batch.groups)
         self._prefetch(plan.step)
-        result = await asyncio.to_thread(self.computer.train, batch.data, progress.version)
+        result = await asyncio.to_thread(self.computer.train, batch.data, batch.ages)
         if not result.is_finite:
             await self._skip(plan, result.metrics)
             return
@@ -127,7 +126,6 @@ class Trainer:
             "seconds_data": seconds_data,
             "seconds_publish": self.saver.seconds_publish,
         }
-        metrics |= await staleness_metrics(self.store, metrics, progress.step)
         await self._commit(plan, metrics, window.tasks)
         await self.saver.after_step()
 

@@ -146,7 +146,7 @@ def _fine_tune(configs: Configs, team: Team | None) -> None:
     logger.info("%d trajectories, %d steps of %d", len(data), steps, settings.batch_size)
     batches = _batches(len(data), settings.batch_size, seed)
     for step, chosen in zip(range(1, steps + 1), batches, strict=False):
-        result = computer.train([data[index] for index in chosen], version=0)
+        result = computer.train([data[index] for index in chosen])
         if not result.is_finite:
             raise TrainingError(f"the loss of step {step} is not finite", cure="lower --learning_rate")
         if step % settings.log_steps == 0 or step in (1, steps):

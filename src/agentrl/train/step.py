@@ -120,7 +120,6 @@ def trajectory_sums(
     forests: Sequence[TokenForest],
     settings: LossSettings,
     *,
-    current_version: int,
     options: ForwardOptions | None = None,
     ranks: Ranks | None = None,
 ) -> TrajectorySums | None:
@@ -140,7 +139,7 @@ def trajectory_sums(
     sums = torch.zeros(2, int(found[1]), dtype=torch.float64, device=model.device)
     computed = each_logprobs(model, forests, options or ForwardOptions(), ranks)
     for forest, (logprobs, _) in zip(forests, computed, strict=True):
-        batch = token_batch(forest, logprobs, settings, current_version)
+        batch = token_batch(forest, logprobs, settings)
         number = torch.from_numpy(forest.trajectory[forest.row]).to(model.device)
         sums.index_add_(1, number, torch.stack([batch.log_ratio, batch.log_weight]).double())
     if ranks is not None:
@@ -175,7 +174,6 @@ def forward_backward(
     forests: Sequence[TokenForest],
     settings: LossSettings,
     *,
-    current_version: int,
     options: ForwardOptions | None = None,
     denominators: Denominators | None = None,
     ranks: Ranks | None = None,
@@ -185,10 +183,10 @@ def forward_backward(
     """Add the gradients of one step's loss to ``model``, a micro-batch at a time, and report the step.
 
     The loss and the gradients are those of all ``forests`` in one batch, however they are split, and also
-    where they hold parts of trajectories. ``current_version`` is the policy version that the step starts
-    from. ``denominators`` are those of the whole step where ``forests`` are one rank's share, and with
-    ``ranks`` every forest is run, trainable or not, since other processes wait for it. ``backward`` is called
-    with each micro-batch's share of the loss. ``watch`` gets the seconds of ``forward`` and ``backward``.
+    where they hold parts of trajectories. ``denominators`` are those of the whole step where ``forests`` are
+    one rank's share, and with ``ranks`` every forest is run, trainable or not, since other processes wait for
+    it. ``backward`` is called with each micro-batch's share of the loss. ``watch`` gets the seconds of
+    ``forward`` and ``backward``.
 
     Returns ``loss``, ``tokens``, ``trainable_tokens``, ``trajectories`` and everything in
     ``TokenMetrics.report``. Raises ForestError where no token of the step is trainable, ConfigError for a
@@ -198,11 +196,9 @@ def forward_backward(
     whole = denominators or count_step(forests)
     if whole.tokens == 0:
         raise ForestError("a step without a trainable token", cure="leave out data without trainable spans")
-    sums = trajectory_sums(
-        model, forests, settings, current_version=current_version, options=options, ranks=ranks
-    )
+    sums = trajectory_sums(model, forests, settings, options=options, ranks=ranks)
     watch = watch or Stopwatch(model.device)
-    found = StepLoss(settings=settings, current_version=current_version, whole=whole, sums=sums)
+    found = StepLoss(settings=settings, whole=whole, sums=sums)
     if ranks is not None and ranks.stages is not None:
         ranks.stages.train(forests, options, found, watch)
     else:

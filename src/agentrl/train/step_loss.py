@@ -41,7 +41,6 @@ class StepLoss:
     """The loss and the metrics of a step, summed over the micro-batches that ``add`` was given."""
 
     settings: LossSettings
-    current_version: int
     whole: Denominators
     """Of the whole step."""
     sums: TrajectorySums | None = None
@@ -55,7 +54,7 @@ class StepLoss:
         It has one to its ``entropy`` (float32[T]) too where the loss has a bonus on it.
         """
         means = None if self.sums is None else self.sums.means(forest)
-        batch = token_batch(forest, logprobs, self.settings, self.current_version, means)
+        batch = token_batch(forest, logprobs, self.settings, means)
         batch = replace(batch, entropy=entropy)
         result = token_losses(batch, self.settings)
         share = reduce_losses(
@@ -70,17 +69,17 @@ def token_batch(
     forest: TokenForest,
     logprobs: Tensor,
     settings: LossSettings,
-    current_version: int,
     means: TrajectoryMeans | None = None,
 ) -> TokenBatch:
     """A forest's trainable tokens as losses take them. Supervised data have no behavior policy: μ = πθ.
 
     ``means`` are needed where the forest holds parts of trajectories and the loss reads whole ones.
     """
-    row, version, advantages, behavior, lengths = (
+    row, version, age, advantages, behavior, lengths = (
         torch.from_numpy(array).to(logprobs.device)
         for array in (
-            forest.row, forest.version, forest.advantage, forest.behavior_logprob, forest.row_tokens
+            forest.row, forest.version, forest.age, forest.advantage, forest.behavior_logprob,
+            forest.row_tokens,
         )
     )  # fmt: skip
     start, reference = (
@@ -91,16 +90,14 @@ def token_batch(
         behavior = logprobs.detach()
     return TokenBatch(
         logprobs=logprobs,
-        old_logprobs=old_logprobs(
-            settings.old_logprobs, logprobs if start is None else start, behavior, version, current_version
-        ),
+        old_logprobs=old_logprobs(settings.old_logprobs, logprobs if start is None else start, behavior, age),
         reference_logprobs=reference,
         behavior_logprobs=behavior,
         advantages=advantages,
         row=row,
         version=version,
+        age=age,
         mask=torch.ones_like(row, dtype=torch.bool),
-        current_version=current_version,
         trajectories=forest.trajectories,
         lengths=lengths,
         means=means,

@@ -43,7 +43,7 @@ class Counter(TorchDispatchMode):
 def reductions(together: StepComputer, forests: list[Any]) -> int:
     """How often a step scatters gradients."""
     with Counter() as counter:
-        together.train_forests(forests, 1)
+        together.train_forests(forests)
     return counter.count
 
 
@@ -59,7 +59,7 @@ def break_off(together: StepComputer) -> None:
 
     layer = together.policy.model.get_decoder().layers[1]
     with layer.register_forward_pre_hook(fail), contextlib.suppress(ConnectionError):
-        together.train_forests(step_data(7), 1)
+        together.train_forests(step_data(7))
     assert calls == 2
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "train"))
-from tiny_models import chains, packed, tiny_model, tree
+from tiny_models import AGES, chains, packed, tiny_model, tree
 from transformers import AutoModelForCausalLM
 
 from agentrl.config.schema import AdapterConfig, MemoryConfig, OptimConfig, TrainConfig
@@ -150,11 +150,11 @@ def step_data(step: int) -> list[Any]:
 def run_step(trained: StepComputer, step: int) -> dict[str, Any]:
     """The metrics of one step."""
     if not trained.anchors.start:
-        return trained.train_forests(step_data(step), 1).metrics
+        return trained.train_forests(step_data(step)).metrics
     data = [*chains(step, 6), tree(step)]
     if trained.parallel is None:
         assert any(forest.holds_parts for forest in trained._pack(data))
-    return trained.train(data, 1).metrics
+    return trained.train(data, AGES).metrics
 
 
 def spread(model: Any, case: Case, adapter: Adapter | None = None) -> StepComputer:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.batching.forest import TokenForest, concatenate, forest_from_data, forest_from_sequences
+from agentrl.batching.parts import restrict
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 from agentrl.errors import ForestError
@@ -195,3 +196,16 @@ def test_concatenation_is_packing() -> None:
     packed, joined = forest_from_data(items), concatenate([forest_from_data([item]) for item in items])
     for name in ("input_ids", "parent", "subtree_end", "row", "target", "version"):
         assert getattr(packed, name).tolist() == getattr(joined, name).tolist()
+
+
+def test_ages_belong_to_tokens_and_stay_with_them() -> None:
+    item = training_data([1, 2, 3, 4, 5], [(0, 5, -1)], [(1, 3), (4, 5)])
+    first, second = item.spans
+    item = replace(item, spans=(replace(first, version=21), replace(second, version=20)))
+    forest = forest_from_data([item], ages={20: 0, 21: 4})
+    assert (forest.version.tolist(), forest.age.tolist()) == ([21, 21, 20], [4, 4, 0])
+    assert concatenate([forest, forest]).age.tolist() == [4, 4, 0] * 2
+    assert restrict(forest, np.array([False, True, True])).age.tolist() == [4, 0]
+    assert forest_from_data([item]).age.tolist() == [0, 0, 0]
+    with pytest.raises(ForestError, match="policy version 21 has no age"):
+        forest_from_data([item], ages={20: 0})

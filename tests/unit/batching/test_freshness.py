@@ -94,10 +94,11 @@ def test_a_loss_is_linear_in_the_weight_of_a_decayed_token() -> None:
 
 
 def loss_of(data: list[DBRecordData], loss: str, version: int) -> float:
-    forest = forest_from_data(data)
+    ages = {1: version - 1, 2: version - 2, 4: 0}
+    forest = forest_from_data(data, ages=ages)
     settings = LossSettings(loss_calculater=loss, importance_weight_cap_ratio=math.inf)
     logprobs = torch.from_numpy(np.linspace(-0.9, -0.2, forest.trainable_tokens, dtype=np.float32))
-    batch = token_batch(forest, logprobs.requires_grad_(), settings, version)
+    batch = token_batch(forest, logprobs.requires_grad_(), settings)
     losses = token_losses(batch, settings).losses.detach()
     whole = count_step([forest])
     return float(reduce_losses(losses, batch.mask, batch.row, batch.trajectories, whole, settings))

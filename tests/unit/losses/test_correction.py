@@ -72,18 +72,18 @@ RATIOS = torch.tensor([1.31, 1.29, 0.79, 0.81, 2.3, 0.1])
 
 
 def bounds(
-    settings: LossSettings, advantage: float, version: int = 5, ratios: torch.Tensor = RATIOS
+    settings: LossSettings, advantage: float, age: int = 0, ratios: torch.Tensor = RATIOS
 ) -> list[bool]:
     count = len(ratios)
     zeros = (0.0,) * count
-    batch = three_tokens(zeros, (advantage,) * count, version=(version,) * count, current_version=5)
+    batch = three_tokens(zeros, (advantage,) * count, age=(age,) * count)
     return out_of_bound(ratios, batch, settings).tolist()
 
 
 def test_strict_bounds_mask_in_the_direction_of_the_advantage() -> None:
     strict = LossSettings(strict_in_bound=True, epsilon_higher=0.1, out_of_date_decay=9.0)
-    assert bounds(strict, +1.0, version=0) == [True, False, False, False, True, False]
-    assert bounds(strict, -1.0, version=0) == [False, False, True, False, False, True]
+    assert bounds(strict, +1.0, age=5) == [True, False, False, False, True, False]
+    assert bounds(strict, -1.0, age=5) == [False, False, True, False, False, True]
     assert bounds(strict, 0.0) == [False] * 6
 
 
@@ -91,7 +91,7 @@ def test_loose_bounds_are_widened_by_the_cap_and_narrowed_by_age() -> None:
     loose = LossSettings(epsilon_higher=0.1, importance_weight_cap_ratio=4.0)  # [1 - 0.8, 1 + 1.2]
     assert bounds(loose, +1.0) == [False, False, False, False, True, False]
     assert bounds(loose, -1.0) == [False, False, False, False, False, True]
-    decayed = replace(loose, out_of_date_decay=math.log(2.0))  # two versions old: [0.8, 1.3]
-    assert bounds(decayed, +1.0, version=3) == [True, False, False, False, True, False]
-    assert bounds(decayed, -1.0, version=3) == [False, False, True, False, False, True]
-    assert bounds(decayed, +1.0, version=7) == bounds(loose, +1.0)
+    decayed = replace(loose, out_of_date_decay=math.log(2.0))  # two steps old: [0.8, 1.3]
+    assert bounds(decayed, +1.0, age=2) == [True, False, False, False, True, False]
+    assert bounds(decayed, -1.0, age=2) == [False, False, True, False, False, True]
+    assert bounds(decayed, +1.0, age=0) == bounds(loose, +1.0)

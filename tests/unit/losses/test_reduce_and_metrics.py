@@ -24,13 +24,10 @@ def take(batch: TokenBatch, rows: list[int]) -> TokenBatch:
     """The micro-batch of some trajectories, their rows numbered from 0."""
     wanted = torch.isin(batch.row, torch.tensor(rows))
     new_row = torch.full((batch.trajectories,), -1).scatter(0, torch.tensor(rows), torch.arange(len(rows)))
+    names = ("logprobs", "old_logprobs", "behavior_logprobs", "advantages", "version", "age", "mask")
     return TokenBatch(
-        **{
-            name: getattr(batch, name)[wanted]
-            for name in ("logprobs", "old_logprobs", "behavior_logprobs", "advantages", "version", "mask")
-        },
+        **{name: getattr(batch, name)[wanted] for name in names},
         row=new_row[batch.row[wanted]],
-        current_version=batch.current_version,
         trajectories=len(rows),
     )
 
@@ -105,23 +102,23 @@ def test_a_trajectory_without_tokens_counts_nowhere() -> None:
 
 def test_old_logprobs() -> None:
     current, behavior = torch.tensor([-1.0, -1.0, -1.0]).requires_grad_(), torch.tensor([-2.0, -2.0, -2.0])
-    version = torch.tensor([5, 4, 2])
+    age = torch.tensor([0, 1, 3])
     expected = {
         "behavior": [-2.0, -2.0, -2.0],
         "recompute": [-1.0, -1.0, -1.0],
         "loglinear": [-2.0, -1.5, -1.25],
     }
     for method, values in expected.items():
-        old = old_logprobs(method, current, behavior, version, 5)
+        old = old_logprobs(method, current, behavior, age)
         torch.testing.assert_close(old, torch.tensor(values))
         assert not old.requires_grad
     with pytest.raises(ConfigError, match="--old_logprobs is 'x'"):
-        old_logprobs("x", current, behavior, version, 5)
+        old_logprobs("x", current, behavior, age)
 
 
 def test_metrics_by_hand() -> None:
     batch = three_tokens(
-        (math.log(0.5), math.log(2.0), 0.0), (1.0, 1.0, 1.0), version=(3, 3, 1), current_version=3
+        (math.log(0.5), math.log(2.0), 0.0), (1.0, 1.0, 1.0), version=(3, 3, 1), age=(0, 0, 2)
     )
     result = token_losses(batch, LossSettings(importance_weight_cap_ratio=math.inf))
     report = TokenMetrics.of(batch, result, torch.tensor([1.0, 2.0, 3.0])).report()

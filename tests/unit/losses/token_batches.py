@@ -26,9 +26,9 @@ def random_batch(
         behavior_logprobs=behavior,
         advantages=torch.randn(tokens, generator=generator),
         row=row,
-        version=torch.randint(0, 4, (tokens,), generator=generator),
+        version=torch.zeros(tokens, dtype=torch.int64),
+        age=3 - torch.randint(0, 4, (tokens,), generator=generator),
         mask=torch.ones(tokens, dtype=torch.bool),
-        current_version=3,
         trajectories=trajectories,
     )
 
@@ -40,7 +40,7 @@ def three_tokens(
     old: tuple[float, ...] | None = None,
     behavior: tuple[float, ...] | None = None,
     version: tuple[int, ...] | None = None,
-    current_version: int = 0,
+    age: tuple[int, ...] | None = None,
 ) -> TokenBatch:
     """One trajectory, token by token; π_old and μ are 0 where not given, so that r = exp(logprob)."""
     count = len(logprobs)
@@ -51,8 +51,8 @@ def three_tokens(
         behavior_logprobs=torch.tensor(behavior or old or zeros),
         advantages=torch.tensor(advantages),
         row=torch.zeros(count, dtype=torch.int64),
-        version=torch.tensor(version or (current_version,) * count),
+        version=torch.tensor(version or (0,) * count),
+        age=torch.tensor(age or (0,) * count),
         mask=torch.ones(count, dtype=torch.bool),
-        current_version=current_version,
         trajectories=1,
     )

@@ -28,7 +28,7 @@ def adapted(kind: str = "qwen3", *, tied: bool = False, **flags: object) -> tupl
 def train(model: PreTrainedModel, steps: int = 2) -> None:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
     for _ in range(steps):
-        forward_backward(model, [FOREST], LossSettings(), current_version=1)
+        forward_backward(model, [FOREST], LossSettings())
         optimizer.step()
         optimizer.zero_grad()
 

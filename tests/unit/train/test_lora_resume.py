@@ -39,7 +39,7 @@ def parameters(trained: StepComputer) -> list[torch.Tensor]:
 def test_training_goes_on_from_the_adapter_of_a_checkpoint(tmp_path: Path) -> None:
     base = write_tiny_policy(tmp_path / "base")
     trained = computer(base)
-    trained.train(DATA, 0)
+    trained.train(DATA)
     state = CheckpointState(
         run_name="run", step=1, policy_version=0, train_steps=("1/1",), architecture=architecture(base)
     )
@@ -47,7 +47,7 @@ def test_training_goes_on_from_the_adapter_of_a_checkpoint(tmp_path: Path) -> No
     assert not (folder / "model" / "model.safetensors").exists()
     again = computer(base, folder / "model")
     checkpoint.restore(checkpoint.Checkpoint(folder, state), again)
-    first, second = trained.train(DATA, 1).metrics, again.train(DATA, 1).metrics
+    first, second = trained.train(DATA).metrics, again.train(DATA).metrics
     assert [first[name] for name in COMPARED] == [second[name] for name in COMPARED]
     assert all(map(torch.equal, parameters(trained), parameters(again)))
     with pytest.raises(ModelError, match="holds an adapter"):
@@ -57,8 +57,8 @@ def test_training_goes_on_from_the_adapter_of_a_checkpoint(tmp_path: Path) -> No
 def test_what_is_published_is_a_plain_model_with_the_same_logprobs(tmp_path: Path) -> None:
     base = write_tiny_policy(tmp_path / "base")
     trained = computer(base)
-    for version in range(3):
-        trained.train(DATA, version)
+    for _ in range(3):
+        trained.train(DATA)
     published = tmp_path / "published"
     published.mkdir()
     save_model_files(trained.policy.published, base, published)

@@ -26,7 +26,7 @@ from agentrl.train.step import forward_backward
 
 def step(model: Any) -> tuple[float, list[torch.Tensor]]:
     """Loss and gradients of one step on a few chains."""
-    metrics = forward_backward(model, [packed(chains())], LossSettings(), current_version=1)
+    metrics = forward_backward(model, [packed(chains())], LossSettings())
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad(set_to_none=True)
     return metrics["loss"], gradients
@@ -66,7 +66,7 @@ def test_an_offloaded_optimizer_makes_the_same_weights(fused: bool) -> None:
     assert isinstance(optimizers[1], OffloadedAdamW)
     for _ in range(3):
         for model, optimizer in zip(models, optimizers, strict=True):
-            forward_backward(model, [packed(chains())], LossSettings(), current_version=1)
+            forward_backward(model, [packed(chains())], LossSettings())
             optimizer.step()
             optimizer.zero_grad()
     for plain, offloaded in zip(*(model.parameters() for model in models), strict=True):
@@ -79,7 +79,7 @@ def test_one_kernel_for_all_parameters_makes_the_same_weights() -> None:
     models = [tiny_model("llama"), tiny_model("llama")]
     for model, fused in zip(models, (False, True), strict=True):
         optimizer = build_optimizer(model, OptimConfig(learning_rate=1e-2), MemoryConfig(fused_adamw=fused))
-        forward_backward(model, [packed(chains())], LossSettings(), current_version=1)
+        forward_backward(model, [packed(chains())], LossSettings())
         optimizer.step()
     for plain, fused_weights in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(plain, fused_weights, rtol=1e-6, atol=1e-7)

@@ -24,7 +24,7 @@ def run(
     model: PreTrainedModel, forests: list[TokenForest], settings: LossSettings, **more: Any
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     model.zero_grad()
-    report = forward_backward(model, forests, settings, current_version=1, **more)
+    report = forward_backward(model, forests, settings, **more)
     return report, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 

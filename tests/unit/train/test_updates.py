@@ -80,15 +80,15 @@ def test_two_passes_are_two_updates_with_the_old_logprobs_kept(base: Path) -> No
     """Epochs and mini-batches equal the same updates made by hand, and the second pass clips."""
     twice, by_hand = computer(base, num_epochs_per_batch=2, mini_batches=2), computer(base)
     data = sampled(by_hand)
-    result = twice.train(data, 0)
-    reports = [by_hand.train(part, 0).metrics for part in split_updates(data, 2) * 2]
+    result = twice.train(data)
+    reports = [by_hand.train(part).metrics for part in split_updates(data, 2) * 2]
     assert result.metrics["updates"] == 4
     assert result.metrics["trainable_tokens"] == 32
     assert result.metrics["loss"] == pytest.approx(np.mean([report["loss"] for report in reports]))
     for ours, theirs in zip(twice.policy.model.parameters(), by_hand.policy.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     assert reports[0]["ratio_max"] == pytest.approx(1.0, abs=1e-5)
-    moved = computer(base, num_epochs_per_batch=3, rate=0.05).train(data, 0).metrics
+    moved = computer(base, num_epochs_per_batch=3, rate=0.05).train(data).metrics
     assert moved["ratio_max"] > 1.3
     assert moved["clipped_fraction"] > 0.1
 
@@ -100,18 +100,18 @@ def test_recomputed_logprobs_are_those_of_the_start_of_the_step(base: Path, meth
     seen = []
     update = many._update
 
-    def watch(forests: Any, version: int) -> Any:
+    def watch(forests: Any) -> Any:
         seen.append(forests[0].start_logprob)
-        return update(forests, version)
+        return update(forests)
 
     object.__setattr__(many, "_update", watch)
     with torch.no_grad():
         expected = forest_logprobs(many.policy.model, many._pack(data)[0])[0].numpy()
-    metrics = many.train(data, 0).metrics
+    metrics = many.train(data).metrics
     assert all(np.array_equal(start, expected) for start in seen)
     assert len(seen) == 3
     assert metrics["ratio_max"] > 1.3
-    once = computer(base, old_logprobs=method).train(data, 0).metrics
+    once = computer(base, old_logprobs=method).train(data).metrics
     if method == "recompute":
         assert once["ratio_max"] == once["ratio_mean"] == 1.0
 
@@ -120,7 +120,7 @@ def test_an_update_that_is_not_finite_ends_the_step_and_keeps_what_was_made(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, once = computer(base, num_epochs_per_batch=3), computer(base)
-    once.train(DATA, 0)
+    once.train(DATA)
     plain, calls = compute_module.forward_backward, []
 
     def breaks(*arguments: Any, **named: Any) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def test_an_update_that_is_not_finite_ends_the_step_and_keeps_what_was_made(
         return plain(*arguments, **named) | ({"loss": math.nan} if len(calls) == 2 else {})
 
     monkeypatch.setattr(compute_module, "forward_backward", breaks)
-    result = ours.train(DATA, 0)
+    result = ours.train(DATA)
     assert (result.is_finite, result.metrics["updates"], len(calls)) == (True, 1, 2)
     for mine, theirs in zip(ours.policy.model.parameters(), once.policy.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
@@ -142,10 +142,10 @@ def test_the_reference_is_where_training_started(base: Path, rank: int) -> None:
     (forest,) = ours._pack(DATA)
     with torch.no_grad():
         expected = forest_logprobs(plain.policy.model, forest)[0].numpy()
-    first = ours.train(DATA, 0).metrics["kl_reference"]
+    first = ours.train(DATA).metrics["kl_reference"]
     (anchored,) = ours._anchored([forest])
     assert np.abs(anchored.reference_logprob - expected).max() < 1e-5
-    assert ours.train(DATA, 0).metrics["kl_reference"] > first > 0.0
+    assert ours.train(DATA).metrics["kl_reference"] > first > 0.0
     assert (ours.anchors.reference.model is None) is (rank > 0)
 
 
@@ -153,7 +153,7 @@ def test_the_pull_keeps_the_policy_near(base: Path) -> None:
     drift = []
     for coefficient in (0.0, 10.0):
         ours = computer(base, kl_coef=coefficient or 1e-9, rate=0.01)
-        drift.append([ours.train(DATA, 0).metrics["kl_reference"] for _ in range(6)][-1])
+        drift.append([ours.train(DATA).metrics["kl_reference"] for _ in range(6)][-1])
     assert drift[1] < 0.5 * drift[0]
 
 

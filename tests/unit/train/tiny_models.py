@@ -19,6 +19,8 @@ from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 
 VOCABULARY = 61
+AGES = {0: 1, 1: 0}
+"""Of the policy versions of ``trajectory``."""
 
 
 def tiny_model(kind: str, *, tied: bool = False, seed: int = 0, **overrides: object) -> PreTrainedModel:
@@ -107,4 +109,4 @@ def plain_logprobs(model: PreTrainedModel, forest: TokenForest) -> torch.Tensor:
 
 def packed(data: list[DBRecordData]) -> TokenForest:
     """One forest of all the data, ids checked."""
-    return forest_from_data(data, vocab_size=VOCABULARY)
+    return forest_from_data(data, vocab_size=VOCABULARY, ages=AGES)

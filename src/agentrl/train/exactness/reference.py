@@ -20,7 +20,8 @@ from agentrl.losses.registry import token_losses
 from agentrl.losses.settings import LossSettings
 from agentrl.train.step import ForwardOptions, forward_backward
 
-CURRENT_VERSION = 3
+AGES = {0: 3, 2: 1}
+"""Of the policy versions that ``make_step`` samples from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,8 @@ def trainer_step(
     """Loss and gradients as training computes them."""
     model.zero_grad(set_to_none=True)
     vocabulary = model.config.get_text_config().vocab_size
-    forests = build_micro_batches(data, max_tokens, vocab_size=vocabulary, merging=merging)
-    report = forward_backward(model, forests, settings, current_version=CURRENT_VERSION, options=options)
+    forests = build_micro_batches(data, max_tokens, vocab_size=vocabulary, merging=merging, ages=AGES)
+    report = forward_backward(model, forests, settings, options=options)
     return _taken(model, report["loss"])
 
 
@@ -118,18 +119,19 @@ def _loss(
     device = logprobs.device
     row, version = (torch.tensor([c[i] for c in columns], device=device) for i in (0, 3))
     advantages, behavior = (torch.tensor([c[i] for c in columns], device=device) for i in (1, 2))
+    age = torch.tensor([AGES[column[3]] for column in columns], device=device)
     if not settings.spec.from_policy:
         behavior = logprobs.detach()
     batch = TokenBatch(
         logprobs=logprobs,
         entropy=entropy,
-        old_logprobs=old_logprobs(settings.old_logprobs, logprobs, behavior, version, CURRENT_VERSION),
+        old_logprobs=old_logprobs(settings.old_logprobs, logprobs, behavior, age),
         behavior_logprobs=behavior,
         advantages=advantages,
         row=row,
         version=version,
+        age=age,
         mask=torch.ones_like(row, dtype=torch.bool),
-        current_version=CURRENT_VERSION,
         trajectories=rows,
     )
     whole = Denominators.of(batch.mask, row)

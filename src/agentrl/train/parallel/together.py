@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,11 +48,11 @@ class Leader:
         """The learning-rate schedule, equal on all."""
         return self.computer.scheduler
 
-    def train(self, data: Sequence[DBRecordData], version: int) -> StepResult:
+    def train(self, data: Sequence[DBRecordData], ages: Mapping[int, int] | None = None) -> StepResult:
         """``StepComputer.train`` on all processes."""
         self.team.use_device()
-        self.team.tell("train", tuple(data), version)
-        return self.computer.train(data, version)
+        self.team.tell("train", tuple(data), ages)
+        return self.computer.train(data, ages)
 
     def published(self) -> SavableModel:
         """The whole weights, gathered from all processes while they are written."""
@@ -87,8 +87,8 @@ def follow(computer: StepComputer, team: Team) -> None:
     inventory = take_inventory(computer.policy)
     while (order := team.hear()).name != "end":
         if order.name == "train":
-            data, version = order.arguments
-            computer.train(data, version)
+            data, ages = order.arguments
+            computer.train(data, ages)
         elif order.name == "give":
             give_parts(inventory)
         elif order.name == "give_adapter" and computer.policy.adapter is not None:
