@@ -164,7 +164,7 @@ def forest_from_sequences(
     """Pack sequences: each is one chain and one trajectory, with advantage 1, version 0 and age 0.
 
     ``trainable[i][j]`` marks token j of sequence i; the first token of a sequence cannot be trainable, for
-    nothing predicts it. Raises ForestError.
+    nothing predicts it. ``temperature`` is that of every token. Raises ForestError.
     """
     _require_any(input_ids)
     pairs = [
