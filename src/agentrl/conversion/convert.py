@@ -108,10 +108,9 @@ def _trainable_calls(
         own = _own_advantage(call, advantage, config)
         if own is None or not _is_consistent(call):
             continue
-        if supervised:
-            chosen.append(_TrainableCall(call, own, 1.0))
-        elif masked_because(call) is None:
-            chosen.append(_TrainableCall(call, own, call_temperature(call)))
+        temperature = 1.0 if supervised else call_temperature(call)
+        if temperature is not None and (supervised or masked_because(call) is None):
+            chosen.append(_TrainableCall(call, own, temperature))
     return chosen
 
 

@@ -83,12 +83,7 @@ class GroupRules:
 
     def _masked(self, calls: Sequence[DispatchedSamplingTask], decision: Decision) -> list[str]:
         """What shaped each call that is not trained for that reason alone."""
-        if decision.advantage is None:
-            return []
-        try:
-            return masked_calls(calls, decision.advantage, self.config)
-        except StoreError:
-            return []  # the conversion names it
+        return [] if decision.advantage is None else masked_calls(calls, decision.advantage, self.config)
 
     def _convert(
         self,

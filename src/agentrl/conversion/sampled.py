@@ -7,7 +7,6 @@ from typing import Any, Final
 
 from agentrl.documents.dispatch import DispatchedSamplingTask
 from agentrl.documents.sampling import shaping
-from agentrl.errors import StoreError
 
 _COLDEST: Final = 0.01
 """Engines sample lower temperatures greedily, or raise them to this one."""
@@ -15,18 +14,16 @@ _SHOWN: Final = 60
 """Characters of a parameter's value in a reason."""
 
 
-def call_temperature(call: DispatchedSamplingTask) -> float:
-    """Return the temperature that ``call`` was sampled with: 1 where its document names none.
+def call_temperature(call: DispatchedSamplingTask) -> float | None:
+    """Return the temperature to train ``call`` with; None for one that divides no logits.
 
-    Raises StoreError for anything but a finite number from 0 on.
+    It is 1 where the document names none.
     """
     value = call.sampling_params.get("temperature")
     if value is None:
         return 1.0
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0:
-        raise StoreError(f"call {call.id} was sampled at temperature {_shown(value)}")
-    return float(value)
+    return float(value) if is_number and _COLDEST <= value < math.inf else None
 
 
 def masked_because(call: DispatchedSamplingTask) -> str | None:
@@ -36,9 +33,8 @@ def masked_because(call: DispatchedSamplingTask) -> str | None:
     penalty, a grammar) was drawn from another distribution: its importance ratios are right only where its
     logprobs are of the distribution that it was drawn from (``logprobs_of``).
     """
-    temperature = call_temperature(call)
-    if temperature < _COLDEST:
-        return f"temperature {temperature:g}"
+    if call_temperature(call) is None:
+        return f"temperature {_shown(call.sampling_params['temperature'])}"
     if call.logprobs_of == "sampled":
         return None
     for name in shaping(call.sampling_params):

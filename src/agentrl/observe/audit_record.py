@@ -13,6 +13,7 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
+from agentrl.conversion.sampled import masked_because
 from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, without_results
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus
@@ -138,6 +139,8 @@ def _turn(call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None) -
         yield from _execution(execution)
     if call.error:
         yield plain(f"  {call.error}", "red")
+    if (parameter := masked_because(call)) is not None:
+        yield plain(f"  cannot be trained: sampled with {parameter}", "yellow")
 
 
 def _message(message: Mapping[str, Any], *, skip_calls: bool = False) -> Iterator[RenderableType]:

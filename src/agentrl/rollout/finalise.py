@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from agentrl.config.schema import GroupConfig
@@ -11,7 +12,11 @@ from agentrl.errors import StoreAwayError
 from agentrl.rollout.failures import failure_text
 
 if TYPE_CHECKING:
+    from agentrl.documents.dispatch import DispatchedSamplingTask
+    from agentrl.documents.record import Record
+    from agentrl.documents.task import Task
     from agentrl.store.client import Store
+    from agentrl.store.groups import GroupOutcome
 
 __all__ = ["TRAIN_SPLIT", "Finaliser"]
 
@@ -35,6 +40,7 @@ class Finaliser:
         self._store = store
         self._split = split
         self._rules = GroupRules(config=config, seed=seed)
+        self._told: set[str] = set()
 
     async def run_completed(self) -> int:
         """Finalise the groups that writes of this process completed; returns how many this call did."""
@@ -61,7 +67,7 @@ class Finaliser:
         Raises StoreAwayError only; an outage does not count as an attempt.
         """
         try:
-            done = await self._store.training.finalise_group(task_id, self._rules.decide)
+            done = await self._store.training.finalise_group(task_id, self._decide)
         except StoreAwayError:
             raise
         except Exception as error:
@@ -71,6 +77,26 @@ class Finaliser:
         if done:
             logger.info("group finalised", extra={"task": task_id})
         return done
+
+    def _decide(
+        self,
+        task: Task,
+        records: Sequence[Record],
+        calls: Mapping[str, Sequence[DispatchedSamplingTask]],
+    ) -> GroupOutcome:
+        """The group's outcome; the first calls that a parameter masks are logged."""
+        outcome = self._rules.decide(task, records, calls)
+        for masked in outcome.summary.get("masked_calls", ()):
+            name = masked["because"].partition(" ")[0]
+            if name not in self._told:
+                self._told.add(name)
+                logger.warning(
+                    "model calls sampled with %s are recorded and not trained: the engine's logprobs leave it"
+                    " out (`agentrl audit record`, Task.group.masked_calls)",
+                    masked["because"],
+                    extra={"task": task.id, "calls": masked["calls"]},
+                )
+        return outcome
 
     async def _failed(self, task_id: str, error: Exception) -> None:
         """Count the attempt. Where even that fails, the group is tried again and the others go on."""
