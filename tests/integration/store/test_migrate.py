@@ -14,6 +14,7 @@ from db_command import agentrl_db, violations
 from agentrl.config.schema import RunConfig
 from agentrl.documents.status import RecordStatus
 from agentrl.errors import StoreError
+from agentrl.store import migrate
 from agentrl.store.client import Store, open_existing, open_store
 from agentrl.store.migrate import MIGRATIONS, Migrations
 from agentrl.store.names import SCHEMA_VERSION
@@ -96,6 +97,32 @@ async def test_the_gate_and_the_lease_leave_the_run_document(store: Store, run_c
     async with await open_store(run_config) as opened:
         assert (await opened.runs.trainer()).attempt == attempt
         assert await opened.runs.acquire_trainer("u", "h", 1, 60) == attempt + 1
+
+
+async def test_spans_get_the_temperature_of_their_call(
+    store: Store, run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(migrate, "_PAGE", 1)
+    await run.build(store, tmp_path / "weights", unfinished=False)
+    database, (first, second) = store.database, (f"{run.READY}/{traj}/1" for traj in (0, 1))
+    params = {"temperature": 0.5, "top_p": 1.0}
+    await database["DispatchedSamplingTask"].update_one(
+        {"_id": f"{first}/1"}, {"$set": {"sampling_params": params}}
+    )
+    done = {"$set": {"spans.0.temperature": 0.75, "spans.1.temperature": 0.25}}
+    await database["DBRecordData"].update_one({"_id": second}, done)
+    absent = {"$unset": {"spans.$[].temperature": ""}}
+    await database["DBRecordData"].update_many(
+        {"_id": {"$ne": second}}, absent, bypass_document_validation=True
+    )
+    await database["Run"].update_one({"_id": "schema"}, {"$set": {"version": 3}})
+    assert await agentrl_db(run_config, "migrate") == 0
+    async with await open_store(run_config) as opened:
+        data = {item.id: item for item in await opened.training.fetch([first, second])}
+        assert [span.temperature for span in data[first].spans] == [1.0, 0.5]
+        assert [span.temperature for span in data[second].spans] == [0.75, 0.25]
+        others = await opened.training.fetch([f"{run.TRAINED}/0/2", f"{run.TRAINED}/1/1"])
+        assert {span.temperature for item in others for span in item.spans} == {1.0}
 
 
 async def test_a_newer_run_is_refused(store: Store, run_config: RunConfig) -> None:

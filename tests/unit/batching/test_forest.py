@@ -82,6 +82,7 @@ def test_a_chain_with_a_context_reset() -> None:
     assert forest.row.tolist() == [0, 0, 0, 1, 1]
     assert forest.advantage.tolist() == [1.0, 2.0, 2.0, 1.0, 2.0]
     assert forest.version.tolist() == [0, 1, 1, 0, 1]
+    assert forest.temperature.tolist() == [1.0, 1.25, 1.25, 1.0, 1.25]
     np.testing.assert_allclose(forest.behavior_logprob, [-0.01, -0.03, -0.04, -0.01, -0.03])
     assert (forest.trajectories, forest.tokens, forest.depth) == (2, 9, 5)
 
@@ -194,7 +195,7 @@ def test_sequences_that_are_none_are_refused(
 def test_concatenation_is_packing() -> None:
     items = [training_data([1, 2, 3], [(0, 3, -1)], [(1, 3)]), GOOD]
     packed, joined = forest_from_data(items), concatenate([forest_from_data([item]) for item in items])
-    for name in ("input_ids", "parent", "subtree_end", "row", "target", "version"):
+    for name in ("input_ids", "parent", "subtree_end", "row", "target", "version", "temperature"):
         assert getattr(packed, name).tolist() == getattr(joined, name).tolist()
 
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.batching.forest import TokenForest, forest_from_sequences
+from agentrl.batching.parts import join, restrict
 from agentrl.batching.sharing import share_prefixes
 
 SEQUENCES = st.lists(
@@ -56,3 +57,17 @@ def test_one_trajectory_shares_what_it_generated_too() -> None:
     assert share_prefixes(whole).owner.tolist() == [-1, -1, 0, 0]
     twice = forest_from_sequences([[1, 2, 3]] * 2, [[False, True, True]] * 2)
     assert share_prefixes(twice).tokens == 5
+
+
+def test_a_token_of_two_calls_keeps_the_temperature_of_each() -> None:
+    """A trajectory said the same after the same prompt at two temperatures: one token, two labels."""
+    calls = [
+        forest_from_sequences([[1, 2, 3]], [[False, True, True]], temperature=temperature)
+        for temperature in (0.5, 1.0)
+    ]
+    shared = share_prefixes(join(calls))
+    assert (shared.tokens, shared.trajectories) == (3, 1)
+    assert shared.target.tolist() == [1, 2, 1, 2]
+    assert shared.temperature.tolist() == [0.5, 0.5, 1.0, 1.0]
+    second = restrict(shared, np.array([False, False, False, True]))
+    assert (second.temperature.tolist(), second.input_ids.tolist()) == ([1.0], [1, 2, 3])

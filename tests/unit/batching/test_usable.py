@@ -23,8 +23,10 @@ def datum(**changes: Any) -> DBRecordData:
     return replace(group("a")[0], **changes)
 
 
-def span(start: int, end: int, advantage: float = 1.0) -> TrainableSpan:
-    return TrainableSpan(start=start, end=end, call=0, version=0, advantage=advantage, temperature=1.0)
+def span(start: int, end: int, advantage: float = 1.0, temperature: float = 1.0) -> TrainableSpan:
+    return TrainableSpan(
+        start=start, end=end, call=0, version=0, advantage=advantage, temperature=temperature
+    )
 
 
 BAD: dict[str, tuple[DBRecordData, str]] = {
@@ -36,6 +38,8 @@ BAD: dict[str, tuple[DBRecordData, str]] = {
     "negative": (datum(input_ids=pack_ids([-1] * 10)), "token id -1 is outside"),
     "NaN logprob": (datum(behavior_logprobs=NAN), "a behavior logprob is not finite"),
     "infinite advantage": (datum(spans=(span(6, 10, float("inf")),)), "an advantage is not finite"),
+    "temperature 0": (datum(spans=(span(6, 10, 1.0, 0.0),)), "temperature [0.] is not a number above 0"),
+    "NaN temperature": (datum(spans=(span(6, 10, 1.0, float("nan")),)), "temperature [nan] is not a number"),
     "half an id": (datum(input_ids=b"123"), "packed arrays cannot be read"),
     "ids cut off": (datum(input_ids=pack_ids([1, 2])), "says 10 tokens and holds 2"),
     "logprobs cut off": (datum(behavior_logprobs=pack_floats([-1.0])), "logprobs 1"),

@@ -1,0 +1,184 @@
+"""An agent that samples its calls in its own way, on a real engine: on-policy ratios stay 1."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollout_fakes import FakeTools
+from tiny_policy import write_tiny_policy
+
+from agentrl.batching.planner import build_micro_batches
+from agentrl.config.schema import AgentConfig, EngineConfig, GroupConfig, ModelConfig
+from agentrl.conversion.outcome import GroupRules
+from agentrl.documents.dispatch import DispatchedSamplingTask
+from agentrl.documents.record import Record
+from agentrl.documents.task import Claim, Slot, Task
+from agentrl.inference.engine import EngineClient, Generation
+from agentrl.inference.engines.launch import engine_client, engine_command
+from agentrl.inference.engines.process import EngineProcess, free_port
+from agentrl.inference.parsers import get_parser
+from agentrl.inference.sampling import SamplingParams
+from agentrl.losses.settings import LossSettings
+from agentrl.rollout.renderer import ChatRenderer
+from agentrl.rollout.session import Rollout
+from agentrl.store.groups import GroupOutcome
+from agentrl.train.model import load_policy
+from agentrl.train.step import forward_backward
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+TASK = Task(
+    id="train/0/a", task_id="a", split="train", epoch=0, order=0, query="1+2?",
+    slots=(Slot(traj_id=0), Slot(traj_id=1)),
+)  # fmt: skip
+PLAIN: dict[str, Any] = {}
+COLD = {"temperature": 0.5}
+HOT = {"temperature": 1.5}
+GREEDY = {"temperature": 0.0}
+PENALISED = {"temperature": 0.5, "presence_penalty": 1.5}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running engine and the weights that it serves."""
+
+    folder: Path
+    url: str
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = write_tiny_policy(tmp_path_factory.mktemp("call-sampling") / "policy")
+    config = EngineConfig(engine="local", max_total_tokens=4096)
+    port = free_port(config.host)
+    process = EngineProcess(engine_command(str(folder), ModelConfig(), config, port), folder / "engine.log")
+    served = Served(folder, f"http://{config.host}:{port}")
+
+    async def ready() -> None:
+        async with engine_client("local", served.url, 60.0) as client:
+            await process.wait_ready(client, 100.0)
+            await client.set_version(0)
+
+    asyncio.run(ready())
+    yield served
+    asyncio.run(process.stop())
+
+
+@dataclass
+class Session:
+    """An engine as a trajectory sees it."""
+
+    client: EngineClient
+    calls: int = 0
+
+    async def generate(self, input_ids: Sequence[int], params: SamplingParams) -> Generation:
+        self.calls += 1
+        return await self.client.generate(input_ids, params, f"call-sampling-{id(self)}-{self.calls}")
+
+
+@asynccontextmanager
+async def opened(served: Served) -> AsyncIterator[Session]:
+    async with engine_client("local", served.url, 60.0) as client:
+        yield Session(client)
+
+
+async def sample(
+    served: Served, traj_id: int, turns: Sequence[dict[str, Any]]
+) -> list[DispatchedSamplingTask]:
+    """One trajectory whose agent makes a call for each of ``turns``, with its parameters."""
+    calls: list[DispatchedSamplingTask] = []
+
+    async def write(call: DispatchedSamplingTask) -> None:
+        calls.append(call)
+
+    async with opened(served) as engine:
+        session = Rollout(
+            Claim(task=TASK, traj_id=traj_id, attempt=1, owner="o"),
+            AgentConfig(),
+            renderer=ChatRenderer.open(str(served.folder), None),
+            engine=engine,
+            tools=FakeTools(),
+            schemas=[],
+            parser=get_parser("hermes"),
+            params=SamplingParams(max_new_tokens=24),
+            seed=7,
+            write=write,
+        )
+        for number, changes in enumerate(turns):
+            if number:
+                session.append_messages([{"role": "user", "content": "and then?"}])
+            await session.generate(**changes)
+        await session.finish()
+    return calls
+
+
+async def sample_group(
+    served: Served, *trajectories: Sequence[dict[str, Any]]
+) -> list[list[DispatchedSamplingTask]]:
+    """The calls of each trajectory."""
+    return [await sample(served, traj, turns) for traj, turns in enumerate(trajectories)]
+
+
+def decide(sampled: Sequence[Sequence[DispatchedSamplingTask]]) -> GroupOutcome:
+    """What becomes of a group of which the first trajectory is right."""
+    records = [
+        Record(
+            id=calls[0].record, task=TASK.id, traj_id=traj, attempt=1, split="train", epoch=0,
+            query=TASK.query, score=1.0 - traj, turns=len(calls),
+        )
+        for traj, calls in enumerate(sampled)
+    ]  # fmt: skip
+    by_record = {record.id: calls for record, calls in zip(records, sampled, strict=True)}
+    return GroupRules(config=GroupConfig(), seed=0).decide(TASK, records, by_record)
+
+
+def step(served: Served, outcome: GroupOutcome) -> dict[str, Any]:
+    """The metrics of a step on the weights that sampled."""
+    model = load_policy(ModelConfig(model_name_or_path=str(served.folder))).model
+    vocabulary = model.config.get_text_config().vocab_size
+    forests = build_micro_batches(outcome.data, 4096, vocab_size=vocabulary)
+    return forward_backward(model, forests, LossSettings(), current_version=0)
+
+
+async def test_calls_at_temperatures_of_their_own_are_on_policy(served: Served) -> None:
+    outcome = decide(await sample_group(served, (COLD, PLAIN, HOT), (COLD, COLD)))
+    assert [[span.temperature for span in item.spans] for item in outcome.data] == [
+        [0.5, 1.0, 1.5],
+        [0.5, 0.5],
+    ]
+    report = step(served, outcome)
+    assert report["trainable_tokens"] > 60
+    assert report["ratio_mean"] == pytest.approx(1.0, abs=1e-3)
+    assert report["ratio_max"] == pytest.approx(1.0, abs=1e-3)
+    assert report["kl_k1"] == pytest.approx(0.0, abs=1e-4)
+
+
+async def test_a_penalised_call_is_context_where_the_engine_gives_the_policys_logprobs(
+    served: Served,
+) -> None:
+    right, wrong = await sample_group(served, (COLD, PENALISED, COLD), (GREEDY, COLD))
+    right[1] = replace(right[1], logprobs_of="policy")
+    outcome = decide([right, wrong])
+    assert [[span.call for span in item.spans] for item in outcome.data] == [[0, 2], [1]]
+    assert outcome.data[0].tokens == sum(len(call.context_ids + call.output_ids) for call in right) // 4
+    assert {item["because"]: item["calls"] for item in outcome.summary["masked_calls"]} == {
+        "presence_penalty 1.5": 1, "temperature 0.0": 1,
+    }  # fmt: skip
+    report = step(served, outcome)
+    assert report["trainable_tokens"] == sum(
+        len(call.output_ids) // 4 for call in (right[0], right[2], wrong[1])
+    )
+    assert report["ratio_max"] == pytest.approx(1.0, abs=1e-3)
+
+
+async def test_a_trajectory_of_penalised_calls_alone_is_abandoned(served: Served) -> None:
+    right, wrong = await sample_group(served, (COLD,), (PENALISED,))
+    outcome = decide([right, [replace(call, logprobs_of="policy") for call in wrong]])
+    assert [item.id for item in outcome.data] == [right[0].record]
+    assert "1 sampled with presence_penalty 1.5" in str(outcome.records[1].because)
