@@ -8,10 +8,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from agentrl.batching.ages import VersionSteps
 from agentrl.batching.freshness import Freshness, choose_groups
+from agentrl.batching.whitening import whiten
 from agentrl.documents.status import DataStatus
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import AgentRLError, TrainingError
@@ -53,6 +54,8 @@ class StreamSettings:
     groups_per_step: int
     num_epochs: int
     freshness: Freshness
+    whitening: Literal["none", "batch"] = "none"
+    """``batch``: the advantages of a step are whitened, once, over all of its data."""
     wait_seconds: float
     problem_of: Callable[[DBRecordData], str | None] = lambda _: None
     """Why data cannot be trained; called in a worker thread for all data before a step is planned."""
@@ -269,9 +272,22 @@ class DataStream:
         self, data: Sequence[DBRecordData], step: int, version: int, *, is_rest: bool
     ) -> StepData:
         groups = tuple(dict.fromkeys(item.task for item in data))
-        weighed = tuple(self._settings.freshness.weigh(item, version) for item in data)
+        weighed = self._weighed(data, version)
         versions = {span.version for item in weighed for span in item.spans}
         return StepData(groups, weighed, await self._versions.ages(versions, step - 1), is_rest)
+
+    def _weighed(self, data: Sequence[DBRecordData], version: int) -> tuple[DBRecordData, ...]:
+        """Mask old tokens, whiten the advantages, decay those of old tokens, as far as the flags say.
+
+        A masked token is in no mean. Decay comes last: whitening after it would give a token that has lost
+        its weight the advantage −mean / std.
+        """
+        freshness = self._settings.freshness
+        whitens = self._settings.whitening == "batch"
+        if whitens and freshness.policy == "decay":
+            data = whiten(data)
+        weighed = tuple(freshness.weigh(item, version) for item in data)
+        return whiten(weighed) if whitens and freshness.policy != "decay" else weighed
 
     async def _sampling_finished(self) -> bool:
         """True when every epoch holds every task and each of its groups is finalised."""

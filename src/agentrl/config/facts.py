@@ -17,6 +17,7 @@ from agentrl.config.schema import (
     RunConfig,
     SamplingConfig,
     TaskConfig,
+    TrainConfig,
 )
 from agentrl.errors import ConfigError
 from agentrl.losses.settings import LossSettings
@@ -49,7 +50,10 @@ def sampler_facts(configs: Configs) -> Facts:
 def trainer_facts(configs: Configs) -> Facts:
     """Return what the trainer decides: the loss and the adapters."""
     return {
-        "loss": loss_facts(configs[LossConfig]),
+        "loss": {
+            **loss_facts(configs[LossConfig]),
+            "advantage_whitening": configs[TrainConfig].advantage_whitening,
+        },
         "adapter": dataclasses.asdict(configs[AdapterConfig]),
     }
 

@@ -16,7 +16,9 @@ RIGHT_THRESHOLD = 0.5
 class GroupConfig:
     """From a finished group to advantages."""
 
-    advantage: Literal["leave_one_out", "grpo", "dr_grpo"] = flag("leave_one_out", "advantage estimator")
+    advantage: Literal["leave_one_out", "grpo", "dr_grpo", "reward"] = flag(
+        "leave_one_out", "advantage estimator; reward: the score itself, without a baseline"
+    )
     adv_scaling: float = flag(1.0, "factor on every advantage")
     right_threshold: float = flag(RIGHT_THRESHOLD, "a trajectory is right when its score is above this")
     clamp_advantage_by_score: bool = flag(False, "A ≤ 0 for score ≤ --right_threshold, else A ≥ 0")

@@ -196,6 +196,11 @@ class TrainConfig:
         "data with tokens older than --max_staleness: set aside; trained with an advantage that shrinks by"
         " exp(-out_of_date_decay) per version beyond it; or trained without those tokens",
     )
+    advantage_whitening: Literal["none", "batch"] = flag(
+        "none",
+        "batch: advantages less their mean over the step's trained tokens, over their standard deviation"
+        " (REINFORCE++)",
+    )
     max_trained_count: int = flag(1, "how often one trajectory is trained")
     retrained_interval: int = flag(1, "steps between two trainings of one trajectory")
     save_steps: int = flag(10, "a resumable checkpoint every so many steps")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol, TypeVar
 
 from agentrl.config.fields import require
-from agentrl.config.schema import AgentConfig, SamplingConfig, TrainConfig
+from agentrl.config.schema import AgentConfig, GroupConfig, SamplingConfig, TrainConfig
 
 T = TypeVar("T")
 
@@ -22,6 +22,7 @@ def require_trainable(configs: Groups) -> None:
     Samplers and the trainer of a run get the same flags, so that both refuse them. Raises ConfigError.
     """
     _require_progress(configs[SamplingConfig], configs[TrainConfig])
+    _require_whitening(configs[GroupConfig], configs[TrainConfig])
     _require_fitting(configs[AgentConfig], configs[SamplingConfig], configs[TrainConfig])
 
 
@@ -40,6 +41,28 @@ def _require_progress(sampling: SamplingConfig, training: TrainConfig) -> None:
         f" {training.publish_steps}: after step 1 samplers would wait for weights that are not published",
         "set --publish_steps 1; or --max_staleness 1 or more, without --sync_sampling",
     )
+
+
+def _require_whitening(groups: GroupConfig, training: TrainConfig) -> None:
+    """Batch whitening moves every advantage, so what groups do with zero, sign or scale before it is lost."""
+    if training.advantage_whitening == "none":
+        return
+    losing = {
+        "drop_zero_advantage": ("false", "an advantage of 0 is no longer 0 after whitening"),
+        "minimal_advantage": (0.0, "small advantages are part of the step's mean"),
+        "clamp_advantage_by_score": ("false", "whitening changes the signs that it fixes"),
+        "adv_scaling": (1.0, "whitening divides by the scale"),
+    }
+    if groups.advantage == "reward":
+        losing["min_score_spread"] = (0.0, "groups that agree are part of the step's mean")
+    for name, (needed, why) in losing.items():
+        value = getattr(groups, name)
+        value = str(value).lower() if isinstance(value, bool) else value
+        require(
+            value == needed,
+            f"--advantage_whitening batch with --{name} {value}: {why}",
+            f"set --{name} {needed:g}" if isinstance(needed, float) else f"set --{name} {needed}",
+        )
 
 
 def _require_fitting(agent: AgentConfig, sampling: SamplingConfig, training: TrainConfig) -> None:

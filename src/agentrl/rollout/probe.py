@@ -11,6 +11,7 @@ from agentrl.config.schema import GroupConfig, SamplingConfig
 from agentrl.errors import AgentRLError, ConfigError, ToolServerError
 from agentrl.rollout.agents import get_agent
 from agentrl.rollout.session import Tools
+from agentrl.scoring.advantages import needs_others
 from agentrl.scoring.agent_config import AgentSection, ModelEndpoint, load_section
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.registry import get_scorer
@@ -29,12 +30,18 @@ _SHOWN = 10
 
 
 def require_groups(groups: GroupConfig, num_generations: int) -> None:
-    """Refuse groups of one trajectory: their scores cannot differ, and nothing would be trained."""
+    """Refuse groups of one trajectory where scores are compared: nothing would be trained."""
     if num_generations == 1 and groups.min_score_spread > 0:
         raise ConfigError(
             "--num_generations is 1, so no group's scores can differ by --min_score_spread"
             f" {groups.min_score_spread:g}: nothing would be trained",
             cure="give --num_generations 2 or more (8 by default)",
+        )
+    if num_generations == 1 and needs_others(groups.advantage):
+        raise ConfigError(
+            f"--num_generations is 1, and --advantage {groups.advantage} compares a group's trajectories:"
+            " nothing would be trained",
+            cure="give --num_generations 2 or more, or --advantage reward",
         )
 
 

@@ -48,12 +48,26 @@ def _dr_grpo(rewards: Sequence[float]) -> list[float]:
     return _without_noise([reward - mean for reward in rewards], rewards)
 
 
+def _reward(rewards: Sequence[float]) -> list[float]:
+    """The reward itself: REINFORCE, and with batch whitening REINFORCE++ (arXiv 2501.03262)."""
+    return list(rewards)
+
+
 ESTIMATORS: Mapping[str, Callable[[Sequence[float]], list[float]]] = {
     "leave_one_out": _leave_one_out,
     "grpo": _grpo,
     "dr_grpo": _dr_grpo,
+    "reward": _reward,
 }
-"""``--advantage`` → the rewards of two or more trajectories of a group to their advantages."""
+"""``--advantage`` → the rewards of a group's trajectories to their advantages.
+
+Those that compare need two rewards or more (``needs_others``).
+"""
+
+
+def needs_others(advantage: str) -> bool:
+    """Return whether an estimator compares a trajectory with others of its group."""
+    return advantage != "reward"
 
 
 def _without_noise(differences: Sequence[float], rewards: Sequence[float]) -> list[float]:

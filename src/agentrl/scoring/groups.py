@@ -11,7 +11,7 @@ from typing import Any
 from agentrl.config.groups import RIGHT_THRESHOLD, GroupConfig
 from agentrl.documents.record import Record
 from agentrl.documents.status import StopReason
-from agentrl.scoring.advantages import ESTIMATORS, agrees
+from agentrl.scoring.advantages import ESTIMATORS, agrees, needs_others
 from agentrl.scoring.shaping import overlong_penalty
 
 EFFICIENCY_SPREAD = 0.2
@@ -46,9 +46,9 @@ def decide_group(records: Sequence[Record], config: GroupConfig, rng: random.Ran
         return [_abandon(record, "no spread in the group's scores") for record in scored]
     dropped = _balance(scored, config, rng) if config.balance_sample else _filter(scored, config, rng)
     kept = [record for record in scored if record.id not in dropped]
-    if len(kept) == 1:
-        dropped[kept[0].id] = "alone in its group"
-    advantages = _advantages(kept, config) if len(kept) > 1 else {}
+    if len(kept) == 1 and needs_others(config.advantage):
+        dropped[kept.pop().id] = "alone in its group"
+    advantages = _advantages(kept, config) if kept else {}
     return [
         Decision(record_id=record.id, advantage=advantages[record.id])
         if record.id in advantages

@@ -257,6 +257,7 @@ def _stream(
             policy=train.staleness_policy,
             decay=configs[LossConfig].out_of_date_decay,
         ),
+        whitening=train.advantage_whitening,
         wait_seconds=train.data_wait_seconds,
         problem_of=partial(
             problem_of,

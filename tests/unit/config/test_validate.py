@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl.config.load import Configs, parse
-from agentrl.config.schema import AgentConfig, SamplingConfig, TrainConfig
+from agentrl.config.schema import AgentConfig, GroupConfig, SamplingConfig, TrainConfig
 from agentrl.config.validate import require_trainable
 from agentrl.errors import ConfigError
 from agentrl.rollout import sample
@@ -22,7 +22,7 @@ GROUPS = 3
 
 def is_refused(sampling: SamplingConfig, training: TrainConfig) -> bool:
     try:
-        require_trainable(Configs([sampling, training, AgentConfig()]))
+        require_trainable(Configs([sampling, training, AgentConfig(), GroupConfig()]))
     except ConfigError:
         return True
     return False
@@ -92,7 +92,36 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
         ["--max_prompt_tokens", "3000", "--max_new_tokens", "1100", "--max_tokens", "4096"],
         ["3000 + --max_new_tokens 1100 = 4100", "--max_tokens 4096", "set --max_tokens 4100"],
     ),
+    "whitening, zeros": (["--advantage_whitening", "batch"], ["--drop_zero_advantage true", "false"]),
+    "whitening, agreement": (
+        ["--advantage_whitening", "batch", "--advantage", "reward", "--drop_zero_advantage", "false"],
+        ["--min_score_spread 0.1", "set --min_score_spread 0"],
+    ),
+    "whitening, signs": (
+        [
+            "--advantage_whitening", "batch", "--drop_zero_advantage", "false",
+            "--clamp_advantage_by_score", "true",
+        ],
+        ["--clamp_advantage_by_score true", "signs"],
+    ),
+    "whitening, scale": (
+        ["--advantage_whitening", "batch", "--drop_zero_advantage", "false", "--adv_scaling", "2"],
+        ["--adv_scaling 2.0", "set --adv_scaling 1"],
+    ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--advantage", "reward", "--min_score_spread", "0"],
+        ["--advantage", "dr_grpo"],
+        ["--advantage", "dr_grpo", "--min_score_spread", "0"],
+    ],
+)
+def test_reinforce_plus_plus_is_accepted(flags: list[str]) -> None:
+    words = ["--advantage_whitening", "batch", "--drop_zero_advantage", "false", *flags]
+    require_trainable(parse(words, command="agentrl train", description="", shown=[]))
 
 
 @pytest.mark.parametrize("command", [sample.main, train.main], ids=["sample", "train"])

@@ -170,6 +170,17 @@ def test_the_last_one_left_is_abandoned() -> None:
     assert decided[1].abandoned_because == "alone in its group"
 
 
+def test_the_reward_itself_is_an_advantage() -> None:
+    flags: dict[str, Any] = {"advantage": "reward", "min_score_spread": 0.0}
+    assert advantages(group(1, 0.25, -1), **flags) == [1.0, 0.25, -1.0]
+    assert advantages(group(1, 1), **flags) == [1.0, 1.0]
+    assert advantages(group(0.5), **flags) == [0.5]
+    right_too_soon = [record(0, 1.0, turns=1), record(1, 0.0)]
+    assert advantages(right_too_soon, min_turns=2, **flags) == [None, 0.0]
+    longer = [replace(record(0, 1.0), generated_tokens=100), record(1, 1.0)]
+    assert advantages(longer, overlong_limit=100, overlong_buffer=40, **flags) == [0.0, 1.0]
+
+
 ROUNDED = [0.1 + 0.2 if place % 2 else 0.3 for place in range(10)]
 """Ten equal scores, as sums of floats give them."""
 
