@@ -27,11 +27,14 @@ from agentrl.store.groups import Decide
 from agentrl.store.reopen import Reopening
 from agentrl.store.rescoring import NewScore, Rescoring
 from agentrl.store.retention import Limits, Retention
+from agentrl.store.selection import Selection
 from agentrl.weights.manifest import checksums
 
 SPLITS = ("train", "eval")
 GENERATIONS = 2
 MAX_ATTEMPTS = 2
+MOST_EPOCHS = 4
+"""Epochs of which a task may be begun before they are opened."""
 GROUPS_PER_STEP = 2
 
 
@@ -65,7 +68,7 @@ class History:
     def ways(self) -> list[Callable[[], Awaitable[None]]]:
         """What may happen next; frequent things are named more than once."""
         return [
-            self.load, self.claim, self.claim, self.claim, self.converse, self.converse, self.converse,
+            self.load, self.claim, self.claim, self.claim_selected, self.claim_selected, self.converse, self.converse, self.converse,
             self.score, self.score, self.score, self.score, self.fail, self.release, self.expire,
             self.write_late, self.reap, self.finalise, self.finalise, self.start_trainer, self.train,
             self.train, self.train,
@@ -106,6 +109,19 @@ class History:
             split=self.rng.choice(SPLITS), owner=f"sampler-{self.owners}", lease_seconds=600.0,
             max_attempts=MAX_ATTEMPTS,
         )  # fmt: skip
+        await self._begin(claim)
+
+    async def claim_selected(self) -> None:
+        """A sampler claims a slot, where new groups are begun by what is known of their tasks."""
+        self.owners += 1
+        limit = self.rng.randint(0, GROUPS_PER_STEP) + await self.store.training.open_groups("train")
+        claim = await self.store.claims.claim(
+            split="train", owner=f"sampler-{self.owners}", lease_seconds=600.0, max_attempts=MAX_ATTEMPTS,
+            max_groups_open=limit, selection=Selection(MOST_EPOCHS),
+        )  # fmt: skip
+        await self._begin(claim)
+
+    async def _begin(self, claim: Claim | None) -> None:
         if claim is None:
             return
         if self.rng.random() < 0.9:

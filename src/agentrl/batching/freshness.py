@@ -15,8 +15,8 @@ from agentrl.errors import ConfigError
 
 StalenessPolicy = Literal["drop", "decay", "mask"]
 VersionField = Literal["min_version", "max_version"]
-Place = tuple[int, int]
-"""(epoch, order) of a Task: groups are begun in this order."""
+Place = tuple[int, ...]
+"""Of a Task among the groups of a run, in the order in which they are begun: its number, epoch and order."""
 
 
 class GroupMember(Protocol):
@@ -115,9 +115,9 @@ def choose_groups(
         groups.setdefault(member.task, []).append(member.id)
         trained[member.task] = max(member.trained_count, trained.get(member.task, 0))
     known = places or {}
-    last = (math.inf, math.inf)
+    last = (math.inf,)
 
-    def rank(task: str) -> tuple[bool, int, tuple[float, float]]:
+    def rank(task: str) -> tuple[bool, int, tuple[float, ...]]:
         return any(id in avoid for id in groups[task]), trained[task], known.get(task, last)
 
     return {task: sorted(groups[task]) for task in sorted(groups, key=rank)[:count]}

@@ -42,6 +42,7 @@ def sampler_facts(configs: Configs) -> Facts:
             **{name: getattr(agent, name) for name in _SAMPLED},
             "seed": configs[RunConfig].seed,
             "shuffle_tasks": configs[TaskConfig].shuffle_tasks,
+            "task_selection": configs[TaskConfig].task_selection,
         },
         "groups": dataclasses.asdict(configs[GroupConfig]),
     }

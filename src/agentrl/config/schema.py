@@ -86,6 +86,11 @@ class TaskConfig:
     num_generations: int = flag(8, "trajectories per task: the size of a group")
     skip_bad_lines: bool = flag(False, "load the good lines of a file that has bad ones")
     shuffle_tasks: bool = flag(True, "shuffle each epoch's tasks by --seed")
+    task_selection: Literal["order", "pass_rate"] = flag(
+        "order",
+        "which task is sampled next: the next of the epoch, or also a later epoch's copy of one whose pass"
+        " rate is near ½",
+    )
     allowed_modules: str = flag(
         "", "modules or packages, separated by commas, whose functions tasks may name as module:function,"
         " beside those that --train_file, --eval_file or a loaded task file names",
@@ -98,6 +103,12 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "num_train_epochs", "num_generations")
+        require(
+            self.task_selection == "order" or self.num_train_epochs > 1,
+            f"--task_selection is {self.task_selection}, and --num_train_epochs 1 lets no task be sampled"
+            " twice",
+            "raise --num_train_epochs: it bounds how often one task may be sampled",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,11 +68,13 @@ def flags_key(role: str) -> str:
 class Gate(Root):
     """Every opening of a group writes it, so that openings come one after another.
 
-    It orders transactions and counts nothing that anyone reads.
+    It orders transactions; nobody reads ``opened``.
     """
 
     id: str = ADMISSION
     opened: int = 0
+    begun: int = 0
+    """Groups begun under ``--task_selection pass_rate``: the last ``Task.begun.number``."""
 
 
 def epoch_key(split: str, epoch: int) -> str:

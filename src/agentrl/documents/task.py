@@ -43,6 +43,20 @@ class Admission(Document):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Begin(Document):
+    """When and why a group was begun, under ``--task_selection pass_rate``."""
+
+    number: int
+    """From 1, over all groups of the run: groups are trained in this order."""
+    by: str
+    """``order``, or ``pass_rate`` where another epoch's copy went before the next task in order."""
+    ability: float
+    """Of the policy, in logits, from the groups that were finalised last (``scoring.difficulty``)."""
+    ease: float
+    """Of the task, in logits, from its group in the epoch before; 0 where nothing is known of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Task(Root):
     """A question to sample. ``id`` is ``split/epoch/task_id``, which makes loading idempotent.
 
@@ -69,6 +83,10 @@ class Task(Root):
     meta: dict[str, Any] = field(default_factory=dict)
     slots: tuple[Slot, ...] = ()
     admission: Admission | None = None
+    begun: Begin | None = None
+    ease: float | None = None
+    """Set when the group is finalised under ``--task_selection pass_rate``, until the task's copy of the next
+    epoch is begun: such a task may be selected again."""
     group: dict[str, Any] | None = None
     """Set when the group is finalised: ``{scored, failed, mean_score, outcome, rules, finalised_at,
     counted_at_step}``; the last is the step whose metrics count it.

@@ -33,6 +33,8 @@ class Options:
     samplers: int
     seed: int
     prefix_merging: str
+    task_selection: str
+    keep_every: int
     run_name: str | None
 
 
@@ -85,6 +87,13 @@ def _parse(argv: list[str]) -> Options:
         "--prefix_merging", choices=("off", "trajectory", "group"), default="group",
         help="what the trainer computes once (default: what a group shares)",
     )  # fmt: skip
+    parser.add_argument(
+        "--task_selection", choices=("order", "pass_rate"), default="order",
+        help="what is sampled next: the next task, or one whose pass rate is near ½ (default: order)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--keep_every", type=int, default=0, help="keep every N-th published version (default: 0, none)"
+    )
     parser.add_argument("--run_name", help="name of the run (default: quickstart, or the next free number)")
     options = Options(**vars(parser.parse_args(argv)))
     for name in ("steps", "minutes", "samplers"):
@@ -112,7 +121,7 @@ def _train(run: QuickstartRun, options: Options, model: Path) -> int:
     common = [
         "--config", str(run.config), "--run_name", run.name, "--log_dir", str(run.logs),
         "--model_name_or_path", str(model), "--mongo_dir", MONGO_DIR, "--seed", str(options.seed),
-        "--mcp_servers_file", str(servers.file),
+        "--mcp_servers_file", str(servers.file), "--task_selection", options.task_selection,
     ]  # fmt: skip
     try:
         supervisor.start(_member(run, "units-server", servers.http_command, threads=1, serves=True))
@@ -129,7 +138,15 @@ def _train(run: QuickstartRun, options: Options, model: Path) -> int:
             "trainer",
             _agentrl(
                 "train",
-                [*common, "--max_steps", str(run.steps), "--prefix_merging", options.prefix_merging],
+                [
+                    *common,
+                    "--max_steps",
+                    str(run.steps),
+                    "--prefix_merging",
+                    options.prefix_merging,
+                    "--keep_every",
+                    str(options.keep_every),
+                ],
             ),
             None,
             _environment(threads=run.trainer_threads),

@@ -52,6 +52,7 @@ async def _sample_until(stop: asyncio.Event, configs: Configs) -> None:
     from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
     from agentrl.rollout.setup import load_tasks, open_worker, owner_name
     from agentrl.store.client import open_store
+    from agentrl.store.selection import PASS_RATE, Selection
 
     run, tasks, sampling = configs[RunConfig], configs[TaskConfig], configs[SamplingConfig]
     if tasks.train_file is not None:
@@ -84,6 +85,9 @@ async def _sample_until(stop: asyncio.Event, configs: Configs) -> None:
                         seed=run.seed,
                         num_generations=tasks.num_generations,
                         shuffle=tasks.shuffle_tasks,
+                    ),
+                    selection=(
+                        Selection(tasks.num_train_epochs) if tasks.task_selection == PASS_RATE else None
                     ),
                     idle_exit_seconds=sampling.idle_exit_seconds,
                 ),

@@ -17,6 +17,7 @@ from agentrl.rollout.finalise import Finaliser
 from agentrl.rollout.housekeeping import EpochPlan, Housekeeping
 from agentrl.rollout.worker import Worker
 from agentrl.store.admission import GroupLimit
+from agentrl.store.selection import Selection
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -60,6 +61,8 @@ class SamplerConfig:
     concurrency: int
     claims: ClaimConfig
     plan: EpochPlan
+    selection: Selection | None = None
+    """None: groups are begun in the order of their tasks."""
     idle_exit_seconds: float | None = None
 
 
@@ -160,6 +163,7 @@ class Sampler:
                 lease_seconds=self._config.claims.lease_seconds,
                 max_groups_open=await self._limit() if opens else 0,
                 max_attempts=self._config.claims.max_attempts,
+                selection=self._config.selection,
             )
         except StoreAwayError:
             if stop.is_set():

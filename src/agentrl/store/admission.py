@@ -7,20 +7,17 @@ from dataclasses import dataclass
 
 from pymongo import ASCENDING, DESCENDING
 from pymongo.asynchronous.client_session import AsyncClientSession
-from pymongo.errors import PyMongoError
+from pymongo.errors import DuplicateKeyError, PyMongoError
 from pymongo.read_concern import ReadConcern
 from pymongo.write_concern import WriteConcern
 
 from agentrl.documents.run import ADMISSION
 from agentrl.documents.status import STEPPED, DataStatus, TaskStatus, values
 from agentrl.store import slots
-from agentrl.store.connection import Json, Part
+from agentrl.store.connection import Connection, Json, Part
 from agentrl.store.names import DATA, GATE, STEP, TASK
+from agentrl.store.selection import BY_ORDER, SLOTS_AT_ONCE, Selection, TaskSelection, place_of
 
-SLOTS_AT_ONCE = 64
-"""An admission takes groups until they have so many slots together."""
-
-BY_ORDER = [("epoch", ASCENDING), ("order", ASCENDING)]
 _TRANSIENT = "TransientTransactionError"
 
 
@@ -72,7 +69,7 @@ class _OpenGroups:
 
 
 class GroupAdmission(Part):
-    """Counts open groups, and admits new ones up to the limit.
+    """Counts open groups, and admits new ones up to the limit: the next in order, or by a ``Selection``.
 
     One transaction admits a batch: the next groups go from created to running with every slot open, and any
     claimer takes these slots by a plain update. So a group may be claimed later than it was admitted, by a
@@ -83,6 +80,10 @@ class GroupAdmission(Part):
     staleness holds for every claimer. The first claim of a slot clears the rank. When ranks have become too
     high, since groups before were trained, the next admission numbers the unclaimed groups anew.
     """
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._selection = TaskSelection(connection)
 
     async def count(self, split: str, session: AsyncClientSession | None = None) -> int:
         """Groups admitted and not yet trained: running, waiting, or finalised with untrained data."""
@@ -97,7 +98,7 @@ class GroupAdmission(Part):
         }
         return running + len(await self._collection(DATA).distinct("task", untrained, session=session))
 
-    async def admit(self, split: str, limit: GroupLimit) -> bool:
+    async def admit(self, split: str, limit: GroupLimit, selection: Selection | None = None) -> bool:
         """Admit the next groups up to ``limit``; True where there may be something to claim now.
 
         The transaction first writes the gate (``Admission``): of two claimers at once one commits, and the
@@ -107,7 +108,9 @@ class GroupAdmission(Part):
         if limit.groups <= 0:
             return False
         found = await self._open_groups(split)
-        if not found.has_blocked(limit) and not await self._next_groups(split, limit.groups - found.count):
+        if not found.has_blocked(limit) and not await self._any_left(
+            split, limit.groups - found.count, selection
+        ):
             return False
         async with self._connection.client.start_session() as session:
             try:
@@ -117,21 +120,32 @@ class GroupAdmission(Part):
                     await self._collection(GATE).update_one(
                         {"_id": ADMISSION}, {"$inc": {"opened": 1}}, session=session
                     )
-                    if await self._admit(split, limit, session):
+                    if await self._admit(split, limit, selection, session):
                         return True
                     await session.abort_transaction()
                     return False
             except PyMongoError as error:
-                if error.has_error_label(_TRANSIENT):
+                if error.has_error_label(_TRANSIENT) or isinstance(error, DuplicateKeyError):
                     raise AdmissionRacedError from error
                 raise
 
-    async def _admit(self, split: str, limit: GroupLimit, session: AsyncClientSession) -> bool:
+    async def _any_left(self, split: str, capacity: int, selection: Selection | None) -> bool:
+        if selection is None or capacity <= 0:
+            return bool(await self._next_groups(split, capacity))
+        return await self._selection.any_left(split, selection)
+
+    async def _admit(
+        self, split: str, limit: GroupLimit, selection: Selection | None, session: AsyncClientSession
+    ) -> bool:
         step = await self._last_step(session)
         if limit.after_step not in (None, step):
             return False
         found = await self._open_groups(split, session)
-        groups = await self._next_groups(split, limit.groups - found.count, session)
+        capacity = limit.groups - found.count
+        if selection is None:
+            groups = await self._next_groups(split, capacity, session)
+        else:
+            groups = await self._selection.begin(split, selection, capacity, session)
         ranked_before = found.count
         if found.has_blocked(limit):
             groups = [*(group["_id"] for group in found.unclaimed), *groups]
@@ -148,10 +162,11 @@ class GroupAdmission(Part):
 
     async def _open_groups(self, split: str, session: AsyncClientSession | None = None) -> _OpenGroups:
         unclaimed = self._collection(TASK).find(
-            {"split": split, "admission.rank": {"$gt": 0}}, {"admission": 1, "epoch": 1, "order": 1},
+            {"split": split, "admission.rank": {"$gt": 0}},
+            {"admission": 1, "epoch": 1, "order": 1, "begun.number": 1},
             sort=[("admission.rank", ASCENDING)], session=session,
         )  # fmt: skip
-        ordered = sorted(await unclaimed.to_list(), key=lambda task: (task["epoch"], task["order"]))
+        ordered = sorted(await unclaimed.to_list(), key=place_of)
         return _OpenGroups(await self.count(split, session), tuple(ordered))
 
     async def _next_groups(

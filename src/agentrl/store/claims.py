@@ -18,7 +18,7 @@ from agentrl.documents.status import (
 )  # fmt: skip
 from agentrl.documents.task import Claim, Task
 from agentrl.store import slots
-from agentrl.store.admission import BY_ORDER, AdmissionRacedError, GroupAdmission, GroupLimit
+from agentrl.store.admission import AdmissionRacedError, GroupAdmission, GroupLimit
 from agentrl.store.attempts import end_record
 from agentrl.store.combining import Combiner
 from agentrl.store.connection import Connection, Json, database_call
@@ -26,6 +26,7 @@ from agentrl.store.leases import lease_lost, lost_claims
 from agentrl.store.names import TASK
 from agentrl.store.releases import FREE, Releases
 from agentrl.store.scores import Scores
+from agentrl.store.selection import BY_BEGIN, BY_ORDER, Selection
 
 _MAX_ATTEMPTS = 3
 _LONGEST_DOUBLING = 9
@@ -42,6 +43,7 @@ class ClaimRequest:
     lease_seconds: float
     limit: GroupLimit | None
     max_attempts: int
+    selection: Selection | None
 
 
 class Claims(Scores, Releases):
@@ -56,16 +58,19 @@ class Claims(Scores, Releases):
     async def claim(
         self, *, split: str, owner: str, lease_seconds: float,
         max_groups_open: int | GroupLimit | None = None, max_attempts: int = _MAX_ATTEMPTS,
+        selection: Selection | None = None,
     ) -> Claim | None:  # fmt: skip
         """Take one slot by one atomic write; None where there is none to take.
 
-        Open slots of admitted groups come first, by (epoch, order). Where there are none, new groups are
-        admitted as long as fewer than ``max_groups_open`` are open, whoever else claims at that moment; see
-        ``GroupAdmission``. Then come slots whose lease ran out and that have attempts left. Claimers of one
-        process that come at the same time share the write that takes slots of a group.
+        Open slots of admitted groups come first, in the order in which the groups were begun. Where there are
+        none, new groups are admitted, by ``selection`` if there is one, as long as fewer than
+        ``max_groups_open`` are open, whoever else claims at that moment; see ``GroupAdmission``. Then come
+        slots whose lease ran out and that have attempts left. Claimers of one process that come at the same
+        time share the write that takes slots of a group.
         """
         limit = GroupLimit(max_groups_open) if isinstance(max_groups_open, int) else max_groups_open
-        return await self._claiming.write(ClaimRequest(owner, split, lease_seconds, limit, max_attempts))
+        request = ClaimRequest(owner, split, lease_seconds, limit, max_attempts, selection)
+        return await self._claiming.write(request)
 
     @database_call
     async def heartbeat(self, claims: Sequence[Claim], lease_seconds: float) -> list[Claim]:
@@ -155,11 +160,13 @@ class Claims(Scores, Releases):
         """Slots of one Task for as many of ``owners`` as it has; none where there is nothing to take."""
         update = slots.claim_slots(slots.OPEN, owners, request.lease_seconds)
         for longest_pause in _PAUSES:
-            found = await self._take(_open_slots(request, TaskStatus.RUNNING), update)
+            found = await self._take(_open_slots(request, TaskStatus.RUNNING), update, request.selection)
             if found is not None:
                 return _claims_of(found, owners)
             try:
-                if request.limit is None or not await self._admission.admit(request.split, request.limit):
+                if request.limit is None or not await self._admission.admit(
+                    request.split, request.limit, request.selection
+                ):
                     break
             except AdmissionRacedError:
                 await asyncio.sleep(random.uniform(0, longest_pause))
@@ -171,10 +178,11 @@ class Claims(Scores, Releases):
                 return _claims_of(found, owners)
         return await self._take_over(request)
 
-    async def _take(self, query: Json, update: list[Json]) -> Json | None:
+    async def _take(self, query: Json, update: list[Json], selection: Selection | None = None) -> Json | None:
         return await self._collection(TASK).find_one_and_update(
-            query, update, sort=BY_ORDER, return_document=ReturnDocument.AFTER
-        )
+            query, update, sort=BY_ORDER if selection is None else BY_BEGIN,
+            return_document=ReturnDocument.AFTER,
+        )  # fmt: skip
 
     async def _take_over(self, request: ClaimRequest) -> list[Claim]:
         """A slot whose lease ran out; the Record of the attempt before fails with it."""

@@ -13,7 +13,7 @@ from agentrl.documents.base import plain
 from agentrl.documents.dispatch import DispatchedSamplingTask
 from agentrl.documents.record import Record
 from agentrl.documents.status import RECORD_EDGES, RecordStatus, SlotStatus, TaskStatus, sources
-from agentrl.documents.task import Task
+from agentrl.documents.task import Begin, Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import StoreError
 from agentrl.scoring.groups import FAILED, summarise
@@ -23,6 +23,7 @@ from agentrl.store.connection import Json, Part, database_call
 from agentrl.store.dispatches import read_calls
 from agentrl.store.names import DATA, RECORD, TASK
 from agentrl.store.regroup import read_records
+from agentrl.store.selection import ease_after_group
 
 _LONGEST_DOUBLING = 8
 
@@ -107,7 +108,7 @@ class Groups(Part):
 
         async def write(session: AsyncClientSession) -> bool:
             completed = await self._collection(TASK).update_one(
-                unchanged, _complete(outcome.summary), session=session
+                unchanged, _complete(outcome.summary, group.task.begun), session=session
             )
             if completed.matched_count == 0:
                 return False
@@ -231,7 +232,9 @@ def _live(task: Task) -> set[str]:
     return {str(slot.record_id) for slot in task.slots if slot.status is SlotStatus.SCORED}
 
 
-def _complete(summary: dict[str, Any]) -> list[Json]:
+def _complete(summary: dict[str, Any], begun: Begin | None = None) -> list[Json]:
+    """``begun``: the task may be selected again, by its ease."""
+    selectable = {} if begun is None else {"ease": ease_after_group(begun, summary)}
     return [
         {
             "$set": {
@@ -239,6 +242,7 @@ def _complete(summary: dict[str, Any]) -> list[Json]:
                 "updated_at": "$$NOW",
                 "group": slots.literal(plain(summary)),
                 "finalising": None,
+                **selectable,
             }
         },
         {"$set": {"group.finalised_at": "$$NOW", "group.counted_at_step": None}},

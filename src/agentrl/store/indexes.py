@@ -9,6 +9,7 @@ from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import OperationFailure
 
 from agentrl.documents.status import STANDING, values
+from agentrl.scoring.difficulty import LIMIT
 from agentrl.store.connection import Json
 from agentrl.store.names import CALL, DATA, RECORD, SERVICE, STEP, TASK, VERSION
 from agentrl.store.runs import prepare_gate
@@ -38,6 +39,8 @@ INDEXES: dict[str, list[IndexModel]] = {
         _index("split", "status", LEASE_DEADLINE),
         _index("split", "epoch", "order"),
         _index("split", "admission.rank", where={"admission.rank": {"$gt": 0}}),
+        _index("split", "ease", "_id", where={"ease": {"$gte": -LIMIT}}),
+        _index("split", ("group.finalised_at", _DOWN), where={"begun.number": {"$gt": 0}}),
         _index("split", "status", "group.counted_at_step", "group.finalised_at"),
         _index("group.counted_at_step", where={"group.counted_at_step": {"$gt": 0}}),
     ],

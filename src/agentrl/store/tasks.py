@@ -13,6 +13,7 @@ from agentrl.documents.task import Task
 from agentrl.store.connection import Json, database_call
 from agentrl.store.epochs import Epochs
 from agentrl.store.names import TASK
+from agentrl.store.selection import place_of
 from agentrl.store.task_loading import LoadResult, TaskLoading
 
 _UNFINISHED = [status.value for status in TaskStatus if status is not TaskStatus.COMPLETED]
@@ -112,12 +113,14 @@ class Tasks(Epochs):
         return sorted(await self._collection(TASK).distinct("epoch", {"split": split}))
 
     @database_call
-    async def places(self, ids: Collection[str]) -> dict[str, tuple[int, int]]:
-        """(epoch, order) of these Tasks: the order in which samplers begin them."""
+    async def places(self, ids: Collection[str]) -> dict[str, tuple[int, int, int]]:
+        """(number of its begin or 0, epoch, order) of each Task: the order in which samplers begin them."""
         if not ids:
             return {}
-        cursor = self._collection(TASK).find({"_id": {"$in": sorted(ids)}}, {"epoch": 1, "order": 1})
-        return {task["_id"]: (task["epoch"], task["order"]) async for task in cursor}
+        cursor = self._collection(TASK).find(
+            {"_id": {"$in": sorted(ids)}}, {"epoch": 1, "order": 1, "begun.number": 1}
+        )
+        return {task["_id"]: place_of(task) async for task in cursor}
 
     @database_call
     async def splits(self) -> list[str]:

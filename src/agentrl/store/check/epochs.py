@@ -40,6 +40,11 @@ class _Epoch:
         is_loaded: bool = loaded["status"] == EpochStatus.OPEN
         return is_loaded and self.opening["status"] == EpochStatus.OPEN and self._has_all(loaded)
 
+    @property
+    def is_begun_early(self) -> bool:
+        """Whether nobody has opened it: it holds single tasks that were selected (``--task_selection``)."""
+        return self.opening is not None and self.number > 0 and not self.opening["attempt"]
+
     def _has_all(self, loaded: Json) -> bool:
         return self.opening is None or bool(self.opening["tasks"] >= loaded["tasks"])
 
@@ -54,6 +59,8 @@ class Epochs(Whole):
             findings.count(Invariant.EPOCHS, "tasks", epoch.tasks)
             if epoch.is_open:
                 findings.add(Invariant.EPOCHS, None, await _problems(moment, epoch))
+            elif epoch.is_begun_early:
+                findings.note(f"{epoch.name} is not open yet: {epoch.tasks} of its tasks were begun early")
             elif self.options.is_final:
                 what = "open at the end of the run"
                 found = f"{epoch.tasks} tasks of an opening that has not ended"

@@ -1,0 +1,74 @@
+"""How hard a task is for the policy, from the pass rates of its groups: a Rasch model, pure numbers.
+
+A trajectory passes with probability σ(ability + ease) (Rasch, 1960). ``ability`` is the policy's, in logits,
+and moves as it learns; ``ease`` is the task's, 0 for a task of mean difficulty, and hardly moves. So an old
+pass rate of a task still predicts the next one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+ABILITY_VARIANCE = 4.0
+"""Of the normal prior of the ability, around a pass rate of ½."""
+
+EASE_VARIANCE = 1.0
+"""Of the normal prior of an ease, around the estimate before: one group of 8 near ½ outweighs it 2 to 1."""
+
+LIMIT = 8.0
+"""Bound of the absolute value of ability and ease, in logits."""
+
+_HALVINGS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """The trajectories of one group: how many have a score, how many passed, and the ease of their task."""
+
+    scored: int
+    passed: float
+    ease: float = 0.0
+
+
+def pass_probability(ability: float, ease: float) -> float:
+    """Return the expected pass rate of a task."""
+    return 1 / (1 + math.exp(-(ability + ease)))
+
+
+def spread_probability(rate: float, generations: int) -> float:
+    """Return how likely a group has both passes and failures: 1 − p^n − (1−p)^n."""
+    return float(1 - rate**generations - (1 - rate) ** generations)
+
+
+def estimate_ability(groups: Sequence[Trials]) -> float:
+    """Return the ability, in logits, that explains these groups best; 0 without any."""
+
+    def slope(ability: float) -> float:
+        surprise = sum(g.passed - g.scored * pass_probability(ability, g.ease) for g in groups)
+        return surprise - ability / ABILITY_VARIANCE
+
+    return _root(slope)
+
+
+def update_ease(group: Trials, ability: float) -> float:
+    """Return the ease of a task after one more group; ``group.ease`` is the estimate before."""
+
+    def slope(ease: float) -> float:
+        surprise = group.passed - group.scored * pass_probability(ability, ease)
+        return surprise - (ease - group.ease) / EASE_VARIANCE
+
+    return _root(slope)
+
+
+def _root(slope: Callable[[float], float]) -> float:
+    """Bisect a decreasing function within ± ``LIMIT``."""
+    low, high = -LIMIT, LIMIT
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if slope(middle) > 0:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2

@@ -1,0 +1,275 @@
+"""``--task_selection pass_rate``: begins tasks whose groups are likely to have spread, exactly once each.
+
+A task that has been sampled may be begun again before its next epoch is opened: its copy of that epoch is
+made when it is begun. ``Task.ease`` marks such a task; its copy takes it over as ``Task.begun.ease``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pymongo import ASCENDING, DESCENDING, UpdateOne
+from pymongo.asynchronous.client_session import AsyncClientSession
+
+from agentrl.documents.base import plain
+from agentrl.documents.run import ADMISSION, EpochOpening, epoch_key
+from agentrl.documents.status import TaskStatus
+from agentrl.documents.task import CONTENT, Begin, Slot, Task, task_key
+from agentrl.scoring.difficulty import (
+    LIMIT,
+    Trials,
+    estimate_ability,
+    pass_probability,
+    spread_probability,
+    update_ease,
+)
+from agentrl.store.connection import Json, Part
+from agentrl.store.names import EPOCH, GATE, TASK
+
+BY_ORDER = [("epoch", ASCENDING), ("order", ASCENDING)]
+BY_BEGIN = [("begun.number", ASCENDING), *BY_ORDER]
+SLOTS_AT_ONCE = 64
+"""An admission takes groups until they have so many slots together."""
+
+ORDERED_EVERY = 4
+"""Every so many-th group is the next in order, whatever is known: every task is sampled."""
+
+GAIN = 0.05
+"""A copy goes before the next task in order where its group is likelier to have spread by this much."""
+
+RECENT_GROUPS = 16
+"""Groups, finalised last, from which the policy's ability is estimated."""
+
+ORDER, PASS_RATE = "order", "pass_rate"
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Begin groups by what is known of their tasks. No task is sampled more than ``epochs`` times."""
+
+    epochs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A group that may be begun next."""
+
+    id: str
+    task_id: str
+    epoch: int
+    generations: int
+    ease: float
+    before: str | None
+    """``_id`` of the same task in the epoch before."""
+
+    def spread(self, ability: float) -> float:
+        """Return how likely its scores differ."""
+        return spread_probability(pass_probability(ability, self.ease), self.generations)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A group that is begun: ``by`` is ``ORDER`` or ``PASS_RATE``."""
+
+    option: Option
+    by: str
+
+
+def choose(
+    ordered: Sequence[Option], known: Sequence[Option], ability: float, first: int, capacity: int
+) -> list[Choice]:
+    """Choose up to ``capacity`` groups, or ``SLOTS_AT_ONCE`` slots; ``first`` is the first one's number.
+
+    ``ordered`` are the next tasks in order; ``known`` are tasks to begin again, the likeliest to have spread
+    first.
+    """
+    chosen: list[Choice] = []
+    waiting = {ORDER: list(ordered), PASS_RATE: list(known)}
+    slots = 0
+    while len(chosen) < capacity and slots < SLOTS_AT_ONCE and any(waiting.values()):
+        by = _next_by(waiting, ability, first + len(chosen))
+        option = waiting[by][0]
+        slots += option.generations
+        chosen.append(Choice(option, by))
+        waiting = {name: [o for o in options if o.id != option.id] for name, options in waiting.items()}
+    return chosen
+
+
+def _next_by(waiting: Mapping[str, Sequence[Option]], ability: float, number: int) -> str:
+    ordered, known = waiting[ORDER], waiting[PASS_RATE]
+    if not ordered or not known:
+        return ORDER if ordered else PASS_RATE
+    is_better = known[0].spread(ability) >= ordered[0].spread(ability) + GAIN
+    return PASS_RATE if is_better and number % ORDERED_EVERY else ORDER
+
+
+def ease_after_group(begun: Begin, summary: Mapping[str, Any]) -> float:
+    """Return the ease of a task after its group: that of its begin, corrected by the group's pass rate."""
+    scored, rate = summary.get("scored") or 0, summary.get("pass_rate") or 0.0
+    return update_ease(Trials(scored, rate * scored, begun.ease), begun.ability)
+
+
+def place_of(task: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the place of a Task in the order in which groups are begun."""
+    return (task.get("begun") or {}).get("number") or 0, task["epoch"], task["order"]
+
+
+class TaskSelection(Part):
+    """Chooses and begins groups inside the transaction of an admission, which holds the gate."""
+
+    async def any_left(self, split: str, selection: Selection) -> bool:
+        """Return whether a group may be begun. Unmarks tasks whose next copy has been begun by order."""
+        if await self._ordered(split, 1, None):
+            return True
+        known, begun = await self._known(split, selection, 0.0, 1, None)
+        while begun and not known:
+            await self._collection(TASK).update_many({"_id": {"$in": begun}}, {"$set": {"ease": None}})
+            known, begun = await self._known(split, selection, 0.0, 1, None)
+        return bool(known)
+
+    async def begin(
+        self, split: str, selection: Selection, capacity: int, session: AsyncClientSession
+    ) -> list[str]:
+        """Choose up to ``capacity`` groups, make the copies that are missing, number all; return the ids.
+
+        They are left in the state ``created``: the admission moves them on.
+        """
+        if capacity <= 0:
+            return []
+        gate = await self._collection(GATE).find_one({"_id": ADMISSION}, session=session) or {}
+        first = int(gate.get("begun") or 0) + 1
+        ability = await self._ability(split, session)
+        ordered = await self._ordered(split, min(capacity, SLOTS_AT_ONCE), session)
+        known, _ = await self._known(split, selection, -ability, min(capacity, SLOTS_AT_ONCE), session)
+        chosen = choose(ordered, known, ability, first, capacity)
+        if not chosen:
+            return []
+        await self._insert_copies(split, [choice.option for choice in chosen], session)
+        begins = {
+            choice.option.id: Begin(number=first + i, by=choice.by, ability=ability, ease=choice.option.ease)
+            for i, choice in enumerate(chosen)
+        }
+        await self._write(begins, [choice.option.before for choice in chosen], session)
+        return list(begins)
+
+    async def _ability(self, split: str, session: AsyncClientSession) -> float:
+        """Of the policy whose groups were finalised last."""
+        recent = self._collection(TASK).find(
+            {"split": split, "begun.number": {"$gt": 0}, "group.finalised_at": {"$ne": None}},
+            {"group.scored": 1, "group.pass_rate": 1, "begun.ease": 1},
+            sort=[("group.finalised_at", DESCENDING)], limit=RECENT_GROUPS, session=session,
+        )  # fmt: skip
+        return estimate_ability(
+            [
+                Trials(task["group"]["scored"], task["group"]["scored"] * task["group"]["pass_rate"],
+                       task["begun"]["ease"])
+                async for task in recent
+                if task["group"]["scored"]
+            ]
+        )  # fmt: skip
+
+    async def _ordered(self, split: str, count: int, session: AsyncClientSession | None) -> list[Option]:
+        """The next tasks in order that nobody has begun."""
+        created = await self._collection(TASK).find(
+            {"split": split, "status": TaskStatus.CREATED.value}, _SHOWN, sort=BY_ORDER, limit=count,
+            session=session,
+        ).to_list()  # fmt: skip
+        before = {task["_id"]: _key(split, task, -1) for task in created if task["epoch"]}
+        marked = self._collection(TASK).find(
+            {"_id": {"$in": list(before.values())}, "ease": {"$ne": None}}, {"ease": 1}, session=session
+        )
+        eases = {task["_id"]: task["ease"] async for task in marked} if before else {}
+        return [_option(t, t["_id"], t["epoch"], before.get(t["_id"]), eases) for t in created]
+
+    async def _known(
+        self, split: str, selection: Selection, target: float, count: int, session: AsyncClientSession | None
+    ) -> tuple[list[Option], list[str]]:
+        """The marked tasks whose ease is nearest to ``target``, and those whose next copy has been begun."""
+        query: Json = {
+            "split": split, "status": TaskStatus.COMPLETED.value, "epoch": {"$lt": selection.epochs - 1},
+        }  # fmt: skip
+        easier, harder = [
+            await self._collection(TASK).find(
+                {**query, "ease": bound}, {**_SHOWN, "ease": 1},
+                sort=[("ease", direction), ("_id", direction)], limit=count, session=session,
+            ).to_list()
+            for bound, direction in (
+                ({"$gte": max(target, -LIMIT)}, ASCENDING), ({"$lt": target, "$gte": -LIMIT}, DESCENDING),
+            )
+        ]  # fmt: skip
+        nearest = sorted(easier + harder, key=lambda task: (abs(task["ease"] - target), task["_id"]))[:count]
+        copies = {task["_id"]: _key(split, task, 1) for task in nearest}
+        stored = self._collection(TASK).find(
+            {"_id": {"$in": list(copies.values())}, "status": {"$ne": TaskStatus.CREATED.value}}, {"_id": 1},
+            session=session,
+        )  # fmt: skip
+        taken = {task["_id"] async for task in stored} if copies else set()
+        known = [
+            _option(task, copies[task["_id"]], task["epoch"] + 1, task["_id"], {task["_id"]: task["ease"]})
+            for task in nearest
+            if copies[task["_id"]] not in taken
+        ]
+        return known, [key for key, copy in copies.items() if copy in taken]
+
+    async def _insert_copies(
+        self, split: str, options: Sequence[Option], session: AsyncClientSession
+    ) -> None:
+        """Insert what is missing of ``options``, and the documents of epochs that nobody has opened yet."""
+        tasks = self._collection(TASK)
+        ids = [option.id for option in options]
+        stored = {
+            task["_id"] async for task in tasks.find({"_id": {"$in": ids}}, {"_id": 1}, session=session)
+        }
+        missing = [option for option in options if option.id not in stored]
+        if not missing:
+            return
+        shown = {**dict.fromkeys(CONTENT, 1), "order": 1}
+        found = tasks.find({"_id": {"$in": [option.before for option in missing]}}, shown, session=session)
+        contents = {task.pop("_id"): task async for task in found}
+        documents = [_copy(split, option).to_document() | contents[option.before] for option in missing]
+        await tasks.insert_many(documents, session=session)
+        keys = {epoch_key(split, option.epoch) for option in missing}
+        opened = self._collection(EPOCH).find({"_id": {"$in": sorted(keys)}}, {"_id": 1}, session=session)
+        keys -= {opening["_id"] async for opening in opened}
+        if keys:
+            openings = [EpochOpening(id=key).to_document() for key in sorted(keys)]
+            await self._collection(EPOCH).insert_many(openings, session=session)
+
+    async def _write(
+        self, begins: Mapping[str, Begin], before: Sequence[str | None], session: AsyncClientSession
+    ) -> None:
+        tasks = self._collection(TASK)
+        await tasks.bulk_write(
+            [UpdateOne({"_id": key}, {"$set": {"begun": plain(begin)}}) for key, begin in begins.items()],
+            session=session,
+        )
+        marked = {"_id": {"$in": [key for key in before if key is not None]}, "ease": {"$ne": None}}
+        await tasks.update_many(marked, {"$set": {"ease": None}}, session=session)
+        await self._collection(GATE).update_one(
+            {"_id": ADMISSION}, {"$inc": {"begun": len(begins)}}, session=session
+        )
+
+
+_SHOWN: Json = {"task_id": 1, "epoch": 1, "generations": {"$size": "$slots"}}
+
+
+def _key(split: str, task: Json, offset: int) -> str:
+    """``_id`` of the same task in another epoch."""
+    return task_key(split, task["epoch"] + offset, task["task_id"])
+
+
+def _option(task: Json, key: str, epoch: int, before: str | None, eases: Mapping[str, float]) -> Option:
+    return Option(
+        id=key, task_id=task["task_id"], epoch=epoch, generations=task["generations"],
+        ease=eases.get(before or "", 0.0), before=before,
+    )  # fmt: skip
+
+
+def _copy(split: str, option: Option) -> Task:
+    """A task that nobody has begun; what its file says of it is filled in from the epoch before."""
+    return Task(
+        id=option.id, task_id=option.task_id, split=split, epoch=option.epoch, order=0, query="",
+        slots=tuple(Slot(traj_id=number) for number in range(option.generations)),
+    )  # fmt: skip

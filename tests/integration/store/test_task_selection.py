@@ -1,0 +1,177 @@
+"""``--task_selection pass_rate`` on a real server: copies begun early, once each, trained in their order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+import pytest
+import small_run as run
+
+from agentrl.commands import db
+from agentrl.commands.db_check import options_of
+from agentrl.config.schema import GroupConfig, RunConfig
+from agentrl.documents.status import RecordStatus, TaskStatus
+from agentrl.documents.task import Claim, task_key
+from agentrl.rollout.finalise import Finaliser
+from agentrl.store.admission import GroupAdmission
+from agentrl.store.check.run import Checks
+from agentrl.store.client import Store, open_store
+from agentrl.store.reopen import Reopening
+from agentrl.store.selection import PASS_RATE, Selection
+
+pytestmark = pytest.mark.integration
+
+EPOCHS = Selection(3)
+OPTIONS = replace(options_of(db.parser().parse_args(["check", "--run_name", "x"])), settle_seconds=0.0)
+
+
+async def load(store: Store, count: int) -> None:
+    for order in range(count):
+        await run.add_task(store, task_key("train", 0, str(order)), order)
+
+
+async def take(store: Store, limit: int, selection: Selection | None = EPOCHS) -> Claim | None:
+    claimed = await store.claims.claim(
+        split="train", owner="s", lease_seconds=60.0, max_groups_open=limit, selection=selection
+    )
+    if claimed is not None:
+        await store.records.create(claimed)
+        await store.records.advance(claimed, RecordStatus.RUNNING)
+    return claimed
+
+
+async def admit_one_by_one(store: Store, scores: Mapping[str, tuple[float, float]], groups: int) -> list[str]:
+    """Sample group after group, finalise each, and return what was begun and by what, in order."""
+    begun = []
+    for _ in range(groups):
+        for place in range(2):
+            claimed = await take(store, 1 + await store.training.open_groups("train") - bool(place))
+            assert claimed is not None
+            await run.score(store, claimed, scores.get(claimed.task.task_id, (1.0, 1.0))[place])
+            await Finaliser(store, GroupConfig(), split="train", seed=0).run_waiting()
+        assert claimed.task.begun is not None
+        begun.append(f"{claimed.task.epoch}/{claimed.task.task_id} {claimed.task.begun.by}")
+    return begun
+
+
+async def violations(store: Store, *, is_final: bool = False) -> list[str]:
+    report = await Checks(store.connection).run(replace(OPTIONS, is_final=is_final))
+    return [f"{found.invariant}: {found.problem}" for found in report.violations]
+
+
+async def test_a_task_with_spread_is_begun_again_before_the_next_unknown_one(store: Store) -> None:
+    await load(store, 8)
+    begun = await admit_one_by_one(store, {"1": (0.0, 1.0)}, 6)
+    assert begun == ["0/0 order", "0/1 order", "1/1 pass_rate", "0/2 order", "2/1 pass_rate", "0/3 order"]
+    copy = await store.tasks.get("train/1/1")
+    assert copy is not None
+    assert (copy.query, len(copy.slots), copy.status) == ("What is 2 + 2?", 2, TaskStatus.COMPLETED)
+    assert copy.ease is None, "its own copy was begun: it is no candidate"
+    assert copy.begun is not None
+    assert copy.begun.ease < 0
+    places = await store.tasks.places(["train/0/2", "train/1/1", "train/0/0"])
+    assert sorted(places, key=places.__getitem__) == ["train/0/0", "train/1/1", "train/0/2"]
+    assert await violations(store) == []
+
+
+async def test_an_epoch_begun_early_is_opened_with_what_is_missing(store: Store) -> None:
+    await load(store, 4)
+    await admit_one_by_one(store, {"1": (0.0, 1.0)}, 3)
+    assert await store.tasks.next_epoch("train", 3) == 1
+    assert not [text for text in await violations(store, is_final=True) if "Epoch" in text]
+    assert await store.tasks.open_epoch("train", 1, 0, 2) == 3
+    assert await store.tasks.next_epoch("train", 3) == 2
+    assert await store.tasks.open_epoch("train", 2, 0, 2) == 4
+    assert await store.tasks.next_epoch("train", 3) is None
+    assert await violations(store) == []
+    while claimed := await take(store, 100):
+        await run.score(store, claimed, 1.0)
+        await Finaliser(store, GroupConfig(), split="train", seed=0).run_waiting()
+    assert await store.tasks.unfinished("train") == 0
+    numbers = [task.begun.number for task in await store.tasks.find("train") if task.begun is not None]
+    assert sorted(numbers) == list(range(1, 13))
+    assert await violations(store) == []
+
+
+async def test_claimers_at_once_begin_each_copy_once(store: Store, run_config: RunConfig) -> None:
+    await load(store, 6)
+    await admit_one_by_one(store, {"0": (0.0, 1.0), "1": (1.0, 0.0)}, 2)
+    async with AsyncExitStack() as stack:
+        stores = [store, *[await stack.enter_async_context(await open_store(run_config)) for _ in range(3)]]
+        taken: list[Claim] = []
+
+        async def work(own: Store) -> None:
+            while claimed := await take(own, 5):
+                taken.append(claimed)
+
+        await asyncio.gather(*(work(own) for own in stores), store.tasks.open_epoch("train", 1, 0, 2))
+    slots = Counter((claimed.task.id, claimed.traj_id) for claimed in taken)
+    assert set(slots.values()) == {1}
+    assert len({claimed.task.id for claimed in taken}) == 3, (
+        "two groups wait to be trained, and five may be open"
+    )
+    numbers = [task.begun.number for task in await store.tasks.find("train") if task.begun is not None]
+    assert sorted(numbers) == [1, 2, 3, 4, 5]
+    assert await violations(store) == []
+
+
+async def test_a_task_whose_copy_was_begun_by_order_is_no_candidate(store: Store) -> None:
+    await load(store, 1)
+    await store.tasks.open_epoch("train", 1, 0, 2)
+    for _ in range(2):
+        for value in (0.0, 1.0):
+            claimed = await take(store, 5)
+            assert claimed is not None
+            await run.score(store, claimed, value)
+    await Finaliser(store, GroupConfig(), split="train", seed=0).run_waiting()
+    claimed = await take(store, 5)
+    assert claimed is not None
+    assert (claimed.task.id, claimed.task.begun and claimed.task.begun.by) == ("train/2/0", PASS_RATE)
+    first = await store.tasks.get("train/0/0")
+    assert first is not None
+    assert first.ease is None, "its copy was begun before it was finalised: unmarked once it is met"
+    assert await take(store, 5) is not None
+    assert await take(store, 5) is None
+
+
+async def test_a_group_that_is_opened_again_is_not_selected_until_it_is_finished(store: Store) -> None:
+    await load(store, 2)
+    claimed = await take(store, 1)
+    assert claimed is not None
+    await run.fail(store, claimed, max_attempts=1)
+    claimed = await take(store, 1)
+    assert claimed is not None
+    await run.score(store, claimed, 1.0)
+    await Finaliser(store, GroupConfig(), split="train", seed=0).run_waiting()
+    await Reopening(store.connection).reopen()
+    again = await store.tasks.get("train/0/0")
+    assert again is not None
+    assert (again.status, again.ease is None) == (TaskStatus.RUNNING, False)
+    claimed = await take(store, 100)
+    assert claimed is not None
+    assert claimed.task.id == "train/0/0"
+    following = await take(store, 100)
+    assert following is not None
+    assert following.task.id == "train/0/1"
+    assert await violations(store) == []
+
+
+async def test_by_order_nothing_is_selected_numbered_or_asked(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await load(store, 3)
+    admission: GroupAdmission = store.claims._admission
+    monkeypatch.setattr(admission, "_selection", None)
+    for value in (0.0, 1.0):
+        claimed = await take(store, 1, None)
+        assert claimed is not None
+        await run.score(store, claimed, value)
+    await Finaliser(store, GroupConfig(), split="train", seed=0).run_waiting()
+    task = await store.tasks.get("train/0/0")
+    assert task is not None
+    assert (task.begun, task.ease) == (None, None)
+    assert (await store.tasks.places(["train/0/0"])) == {"train/0/0": (0, 0, 0)}
