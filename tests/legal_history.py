@@ -68,7 +68,8 @@ class History:
     def ways(self) -> list[Callable[[], Awaitable[None]]]:
         """What may happen next; frequent things are named more than once."""
         return [
-            self.load, self.claim, self.claim, self.claim_selected, self.claim_selected, self.converse, self.converse, self.converse,
+            self.load, self.claim, self.claim, self.claim_selected, self.claim_selected,
+            self.converse, self.converse, self.converse,
             self.score, self.score, self.score, self.score, self.fail, self.release, self.expire,
             self.write_late, self.reap, self.finalise, self.finalise, self.start_trainer, self.train,
             self.train, self.train,
