@@ -24,7 +24,7 @@ from agentrl.train.memory import naming_the_knobs
 from agentrl.train.model import Policy
 from agentrl.train.reference import Anchors
 from agentrl.train.shards import save_optimizer
-from agentrl.train.step import ForwardOptions, count_tokens, each_logprobs, forward_backward
+from agentrl.train.step import ForwardOptions, each_logprobs, forward_backward
 from agentrl.train.throughput import ModelShape, StepSeconds, call_tokens, sharing_metrics, step_metrics
 from agentrl.train.updates import join_metrics, split_updates
 from agentrl.weights.folder import SavableModel
@@ -112,15 +112,6 @@ class StepComputer:
         )  # fmt: skip
         return planned[rank::ranks]
 
-    def train_forests(self, forests: Sequence[TokenForest]) -> StepResult:
-        """A step of one update over all ``forests``; nothing moves where loss or gradient is not finite."""
-        share = forests if self.parallel is None else self.parallel.share(forests)
-        with self._step():
-            result = self._update(share)
-        if result.is_finite:
-            self.scheduler.step()
-        return result
-
     def _step(self) -> AbstractContextManager[None]:
         return nullcontext() if self.parallel is None else self.parallel.step()
 
@@ -178,7 +169,7 @@ class StepComputer:
         if self.parallel is None:
             return run(forests)
         metrics = run(forests, denominators=self.parallel.count(forests), ranks=self.parallel.ranks)
-        return metrics | self.parallel.add(count_tokens(forests))
+        return metrics | self.parallel.add({"tokens": metrics["tokens"]})
 
     def _clip(self) -> float:
         if self.parallel is not None:

@@ -188,9 +188,10 @@ def forward_backward(
     it. ``backward`` is called with each micro-batch's share of the loss. ``watch`` gets the seconds of
     ``forward`` and ``backward``.
 
-    Returns ``loss``, ``tokens``, ``trainable_tokens``, ``trajectories`` and everything in
-    ``TokenMetrics.report``. Raises ForestError where no token of the step is trainable, ConfigError for a
-    loss or correction that does not exist, ModelError for a model that is not exact on the forests.
+    Returns ``loss``, ``tokens`` of ``forests``, ``trainable_tokens`` and ``trajectories`` of the whole step,
+    and everything in ``TokenMetrics.report``. Raises ForestError where no token of the step is trainable,
+    ConfigError for a loss or correction that does not exist, ModelError for a model that is not exact on the
+    forests.
     """
     options = replace(options or ForwardOptions(), entropy_gradient=settings.entropy_coef > 0)
     whole = denominators or count_step(forests)
@@ -214,16 +215,12 @@ def forward_backward(
     loss, metrics = found.loss, found.metrics
     if ranks is not None:
         loss, metrics = ranks.join(loss, metrics)
-    return {"loss": loss, **count_tokens(forests), **metrics.report()}
-
-
-def count_tokens(forests: Sequence[TokenForest]) -> dict[str, int]:
-    """``tokens``, ``trainable_tokens`` and ``trajectories`` of a step's forests."""
-    return {
+    counts = {
         "tokens": sum(forest.tokens for forest in forests),
-        "trainable_tokens": sum(forest.trainable_tokens for forest in forests),
-        "trajectories": round(count_step(forests).trajectories),
+        "trainable_tokens": whole.tokens,
+        "trajectories": round(whole.trajectories),
     }
+    return {"loss": loss, **counts, **metrics.report()}
 
 
 @torch.no_grad()

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from layouts import LIMIT, Case, compare_step, compare_weights, computer, spread, step_data
-from tiny_models import tiny_model
+from layouts import LIMIT, Case, compare_step, compare_weights, computer, spread
+from steps import step_data
+from tiny_models import AGES, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentrl.config.schema import MemoryConfig, TrainConfig
@@ -40,11 +41,12 @@ class Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def reductions(together: StepComputer, forests: list[Any]) -> int:
-    """How often a step scatters gradients."""
+def reductions(together: StepComputer, step: int) -> tuple[int, int]:
+    """How often ``step`` scatters gradients, and how many micro-batches each process runs in it."""
+    data = step_data(step)
     with Counter() as counter:
-        together.train_forests(forests)
-    return counter.count
+        together.train(data, AGES)
+    return counter.count, len(together._pack(data))
 
 
 def break_off(together: StepComputer) -> None:
@@ -59,11 +61,11 @@ def break_off(together: StepComputer) -> None:
 
     layer = together.policy.model.get_decoder().layers[1]
     with layer.register_forward_pre_hook(fail), contextlib.suppress(ConnectionError):
-        together.train_forests(step_data(7))
+        together.train(step_data(6), AGES)
     assert calls == 2
 
 
-def check(reduction: Reduction, expected: int) -> None:
+def check(reduction: Reduction) -> None:
     """Compare with one process, before and after a step that broke off."""
     model = tiny_model("qwen3", vocab_size=64)
     case = Case(2, TrainConfig(), memory=MemoryConfig(gradient_reduction=reduction))
@@ -73,11 +75,12 @@ def check(reduction: Reduction, expected: int) -> None:
     break_off(together)
     deviations += compare_step(alone, together, 1).values()
     deviations.append(compare_weights(alone, together))
-    several, one = reductions(together, step_data(2)), reductions(together, step_data(3)[:2])
+    (several, batches), (one, single) = (reductions(together, step) for step in (2, 4))
     if dist.get_rank() == 0:
-        print(f"{reduction}: {max(deviations):.1e}, {several} reductions in a step, {one} in one forest's")
+        print(f"{reduction}: {max(deviations):.1e}, {several} reductions of {batches} forests, {one} of one")
     assert max(deviations) <= LIMIT, deviations
-    assert (several, one) == (expected, MODULES)
+    assert batches > single == 1
+    assert (several, one) == (MODULES * (batches if reduction == "every" else 1), MODULES)
 
 
 def main() -> int:
@@ -85,8 +88,8 @@ def main() -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
-        check("last", MODULES)
-        check("every", 3 * MODULES)
+        check("last")
+        check("every")
     finally:
         leave_processes()
     return 0

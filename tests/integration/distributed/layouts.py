@@ -1,9 +1,11 @@
-"""A program for torchrun: trains a tiny model in a layout, and compares it with the model in one process.
+"""A program for torchrun: trains a tiny model in some layouts, and compares it with the model in one process.
 
-    torchrun --nproc_per_node 2 tests/integration/distributed/layouts.py fsdp2 --folder DIR
+    torchrun --nproc_per_node 2 tests/integration/distributed/layouts.py fsdp2 tp2 --folder DIR
 
-Rank 0 prints one line: the largest deviation of loss, gradient norm and weights over three steps, and of
-all of them over two more after a checkpoint was saved and resumed in another layout.
+Every process gets the data of each step and trains its part of the plan, as in a run; the one process trains
+each model call as a sequence of its own. Rank 0 prints a line per layout: the largest deviation of loss,
+gradient norm and weights over three steps, and of all of them over two more after a checkpoint was saved and
+resumed in another layout.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import argparse
 import copy
 import math
 import sys
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -22,9 +26,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "train"))
-from tiny_models import AGES, chains, packed, tiny_model, tree
+from steps import MAX_TOKENS, step_data
+from tiny_models import AGES, tiny_model
 from transformers import AutoModelForCausalLM
 
+from agentrl.batching.planner import PrefixMerging, build_micro_batches
 from agentrl.config.schema import AdapterConfig, MemoryConfig, OptimConfig, TrainConfig
 from agentrl.losses.settings import LossSettings
 from agentrl.train.compute import StepComputer
@@ -54,8 +60,8 @@ LORA = AdapterConfig(lora_rank=5)
 FILE_BYTES = 20_000
 """So that a tiny model is written in several files."""
 STEPS = 3
-COUNTS = ("trainable_tokens", "trajectories")
-OPTIM = OptimConfig(learning_rate=1e-3, weight_decay=0.01, max_grad_norm=0.5)
+OPTIM = OptimConfig(learning_rate=1e-3, weight_decay=0.01, max_grad_norm=0.5, optim_args="eps=1e-6")
+"""A larger eps, or AdamW makes a whole step of a gradient that is nothing but rounding."""
 
 
 ALL_SHARDED = TrainConfig()
@@ -77,8 +83,9 @@ class Case:
     memory: MemoryConfig = PLAIN
     """In the layout alone."""
     lora: bool = False
+    prefix_merging: PrefixMerging = "group"
     whole_steps: bool = False
-    """Two passes of GSPO against recomputed logprobs, over a tree that is cut into parts."""
+    """Two passes of GSPO against recomputed logprobs: over all processes that train parts of a trajectory."""
 
 
 CASES = {
@@ -92,6 +99,9 @@ CASES = {
     "fsdp2_compile": Case(2, TrainConfig(), memory=MemoryConfig(torch_compile=True)),
     "fsdp2_window": Case(2, TrainConfig(), window=9),
     "fsdp2_offload": Case(2, TrainConfig(), memory=MemoryConfig(optimizer_offload=True)),
+    "fsdp2_gspo": Case(2, TrainConfig(), whole_steps=True),
+    "fsdp2_chains": Case(2, TrainConfig(), prefix_merging="trajectory"),
+    "fsdp2_calls": Case(2, TrainConfig(), prefix_merging="off"),
     "tp2": Case(2, TrainConfig(tp_size=2), resumed=TrainConfig(dp_replicate_size=2)),
     "tp2_tied": Case(2, TrainConfig(tp_size=2), model="llama", tied=True),
     "fsdp2×tp2": Case(4, TrainConfig(tp_size=2), tied=True, resumed=TrainConfig()),
@@ -120,8 +130,9 @@ CASES = {
 def computer(
     model: Any, case: Case, parallel: Parallel | None = None, adapter: Adapter | None = None
 ) -> StepComputer:
-    """What trains ``model``, alone or together with other processes."""
-    loss = {"loss_calculater": "GSPO", "old_logprobs": "recompute"} if case.whole_steps else {}
+    """What trains ``model``: with other processes as ``case`` says, alone without merging or cutting."""
+    gspo = {"loss_calculater": "GSPO", "old_logprobs": "recompute", "epsilon": 0.2}
+    loss = gspo if case.whole_steps else {}
     optimizer = build_optimizer(model, OPTIM, case.memory if parallel else PLAIN)
     if parallel is not None:
         optimizer.param_groups[:] = split_by_mesh(optimizer.param_groups)
@@ -132,29 +143,13 @@ def computer(
         scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
         settings=LossSettings(importance_weight_cap_ratio=math.inf, entropy_coef=0.1, **cast("Any", loss)),
         options=ForwardOptions(),
-        max_tokens=24 if case.whole_steps else 64,
-        prefix_merging="group",
+        max_tokens=MAX_TOKENS if parallel else 1 << 20,
+        prefix_merging=case.prefix_merging if parallel else "off",
         max_grad_norm=OPTIM.max_grad_norm,
         parallel=parallel,
         anchors=Anchors(start=case.whole_steps),
         epochs=2 if case.whole_steps else 1,
     )
-
-
-def step_data(step: int) -> list[Any]:
-    """Five forests of different sizes: an odd number, so that one process of two has less to do."""
-    data = [*chains(step, 6), tree(step)]
-    return [packed(part) for part in (data[:2], data[2:3], data[3:4], data[4:6], data[6:])]
-
-
-def run_step(trained: StepComputer, step: int) -> dict[str, Any]:
-    """The metrics of one step."""
-    if not trained.anchors.start:
-        return trained.train_forests(step_data(step)).metrics
-    data = [*chains(step, 6), tree(step)]
-    if trained.parallel is None:
-        assert any(forest.holds_parts for forest in trained._pack(data))
-    return trained.train(data, AGES).metrics
 
 
 def spread(model: Any, case: Case, adapter: Adapter | None = None) -> StepComputer:
@@ -229,6 +224,7 @@ def largest_deviations(case: Case, folder: Path) -> dict[str, float]:
     single, single_adapter = copy.deepcopy((model, adapter))
     alone = computer(single, case, adapter=single_adapter)
     together = spread(model, case, adapter)
+    check_steps(cast("Parallel", together.parallel).mesh.layout.data)
     worst = {"loss": 0.0, "grad_norm": 0.0, "weights": 0.0, "resumed": 0.0}
     for step in range(STEPS):
         for key, value in compare_step(alone, together, step).items():
@@ -244,13 +240,31 @@ def largest_deviations(case: Case, folder: Path) -> dict[str, float]:
     return worst
 
 
+def check_steps(ranks: int) -> None:
+    """The steps have what a plan must get right: rounds, cut trajectories, and processes without work."""
+    large, small = (
+        build_micro_batches(step_data(step), MAX_TOKENS, vocab_size=64, ranks=ranks) for step in (0, 1)
+    )
+    assert len(large) > ranks
+    assert any(forest.holds_parts for forest in large)
+    assert any(not forest.is_chains for forest in large)
+    assert sum(forest.trainable_tokens == 0 for forest in small) == ranks - 1
+
+
 def compare_step(alone: StepComputer, together: StepComputer, step: int) -> dict[str, float]:
-    """Relative deviations of one step's loss and gradient norm; the other metrics must be there."""
-    expected = run_step(alone, step)
-    found = run_step(together, step)
+    """Relative deviations of one step's loss and gradient norm; 0 on other ranks than 0.
+
+    Only rank 0 also trains as one process. Both must train all of the data and report the same metrics.
+    """
+    data = step_data(step)
+    found = together.train(data, AGES).metrics
+    if dist.get_rank() != 0:
+        return {"loss": 0.0, "grad_norm": 0.0}
+    expected = alone.train(data, AGES).metrics
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    for key in COUNTS:
-        assert found[key] == expected[key], f"{key} {found[key]}, not {expected[key]}"
+    counts = {"trajectories": len(data), "trainable_tokens": sum(item.trainable_tokens for item in data)}
+    for key, count in counts.items():
+        assert expected[key] == found[key] == count, f"{key}: {expected[key]}, {found[key]}, not {count}"
     return {key: abs(found[key] - expected[key]) / abs(expected[key]) for key in ("loss", "grad_norm")}
 
 
@@ -281,29 +295,51 @@ def compare_merged(alone: Adapter, folder: Path) -> float:
 
 
 def main() -> int:
-    """Run the layout that the command line names."""
+    """Run the layouts that the command line names."""
     parser = argparse.ArgumentParser()
     parser.add_argument("layouts", nargs="*", choices=[*CASES, []])
-    parser.add_argument("--folder", type=Path, help="where the checkpoint is written; shared by all ranks")
-    parser.add_argument("--list", action="store_true", help="print processes and names, and leave")
+    parser.add_argument("--folder", type=Path, help="where checkpoints are written; shared by all ranks")
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="print a line per number of processes, with its layouts, and leave",
+    )
     arguments = parser.parse_args()
     if arguments.list:
-        print("\n".join(f"{CASES[name].world} {name}" for name in arguments.layouts or CASES))
+        print_layouts(arguments.layouts or list(CASES))
         return 0
-    (name,) = arguments.layouts
-    case = CASES[name]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
-        worst = largest_deviations(case, arguments.folder)
-        is_first = dist.get_rank() == 0
+        good = [is_alike(name, arguments.folder / name) for name in arguments.layouts]
     finally:
         leave_processes()
+    return 0 if all(good) else 1
+
+
+def print_layouts(names: Sequence[str]) -> None:
+    """Print the layouts that one launch can run: the number of processes, then their names."""
+    by_world = defaultdict(list)
+    for name in names:
+        by_world[CASES[name].world].append(name)
+    for world, layouts in sorted(by_world.items()):
+        print(world, *layouts)
+
+
+def is_alike(name: str, folder: Path) -> bool:
+    """Compare the layout ``name`` and print its line; False where a deviation is above the limit."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        worst = largest_deviations(CASES[name], folder)
+    except Exception:
+        print(f"{name:<20} FAILED on rank {dist.get_rank()}", flush=True)
+        raise
     good = all(value <= LIMIT for value in worst.values())
-    if is_first:
+    if dist.get_rank() == 0:
         told = "  ".join(f"{key} {value:.1e}" for key, value in worst.items())
-        print(f"{name:<20} {case.world} processes  {told}  {'ok' if good else 'FAILED'}", flush=True)
-    return 0 if good else 1
+        world = CASES[name].world
+        print(f"{name:<20} {world} processes  {told}  {'ok' if good else 'FAILED'}", flush=True)
+    return good
 
 
 if __name__ == "__main__":

@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent
+LAYOUTS = {2: ["fsdp2", "fsdp2_gspo", "tp2", "cp2", "ep2", "pp2_tied"], 4: ["dp_replicate2×fsdp2"]}
+"""By the number of processes; ``scripts/test_distributed.sh`` runs all."""
 
 
-def two_processes(program: str, *arguments: str) -> str:
-    """What a program of this folder prints in two processes; all of them must end well."""
+def run_together(world: int, program: str, *arguments: str) -> str:
+    """What a program of this folder prints in ``world`` processes; all of them must end well."""
     finished = subprocess.run(
         [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world),
             str(FOLDER / program), *arguments,
         ],
         env=os.environ | {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"},
@@ -26,15 +28,16 @@ def two_processes(program: str, *arguments: str) -> str:
 
 @pytest.mark.integration
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("layout", ["fsdp2", "tp2", "cp2", "ep2", "pp2_tied"])
-def test_a_layout_trains_like_one_process_and_resumes_in_another(layout: str, tmp_path: Path) -> None:
-    assert "ok" in two_processes("layouts.py", layout, "--folder", str(tmp_path))
+@pytest.mark.parametrize("world", [2, 4])
+def test_layouts_train_like_one_process_and_resume_in_another(world: int, tmp_path: Path) -> None:
+    told = run_together(world, "layouts.py", *LAYOUTS[world], "--folder", str(tmp_path))
+    assert [line.split()[0] for line in told.splitlines() if line.endswith("  ok")] == LAYOUTS[world]
 
 
 @pytest.mark.integration
 @pytest.mark.timeout(240)
 def test_gradients_are_reduced_once_a_step_and_a_step_that_broke_off_leaves_none() -> None:
-    told = two_processes("accumulation.py")
+    told = run_together(2, "accumulation.py")
     assert "last: " in told
     assert "every: " in told
 
@@ -44,4 +47,4 @@ def test_gradients_are_reduced_once_a_step_and_a_step_that_broke_off_leaves_none
 def test_one_file_of_weights_is_in_memory_and_a_full_disk_leaves_the_processes_in_step(
     tmp_path: Path,
 ) -> None:
-    assert "after a failure" in two_processes("publishing.py", "--folder", str(tmp_path))
+    assert "after a failure" in run_together(2, "publishing.py", "--folder", str(tmp_path))

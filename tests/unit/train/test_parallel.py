@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import chains, packed, tiny_model
+from tiny_models import tiny_model
 from torch import nn
 
 from agentrl.config.schema import TrainConfig
 from agentrl.errors import ConfigError
-from agentrl.train.parallel.data import share_of
 from agentrl.train.parallel.gradients import clip_gradients
 from agentrl.train.parallel.mesh import Layout, plan_layout
 from agentrl.train.parallel.tensor import check_divides
@@ -22,14 +21,6 @@ def test_dp_shard_is_what_the_others_leave() -> None:
 def test_an_equation_that_does_not_hold_is_stated() -> None:
     with pytest.raises(ConfigError, match="pp 1 × dp_replicate 1 × dp_shard × cp 1 × ep 1 × tp 4 = 6"):
         plan_layout(TrainConfig(tp_size=4), 6)
-
-
-def test_shares_are_equally_many_and_balanced_and_lose_nothing() -> None:
-    forests = [packed(chains(seed, 1 + seed % 3)) for seed in range(7)]
-    shares = [share_of(forests, 4, rank) for rank in range(4)]
-    assert {len(share) for share in shares} == {2}
-    trained = [forest for share in shares for forest in share if forest.trainable_tokens]
-    assert sorted(map(id, trained)) == sorted(map(id, forests))
 
 
 @pytest.mark.parametrize(("size", "what"), [(3, "4 attention heads"), (4, "2 key-value heads")])

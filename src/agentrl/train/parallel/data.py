@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from agentrl.batching.forest import TokenForest, forest_from_sequences
+from agentrl.batching.forest import TokenForest
 from agentrl.losses.metrics import TokenMetrics
 from agentrl.losses.reduce import Denominators
 from agentrl.train.attention import choose_executor
@@ -163,10 +163,6 @@ class Parallel:
         elsewhere = sum_tied_gradients(self.ranked.model, stages)
         return clip_gradients(self.ranked.parameters(), max_norm, stages, elsewhere)
 
-    def share(self, forests: Sequence[TokenForest]) -> list[TokenForest]:
-        """This process's share of a whole step's ``forests``; see ``share_of``."""
-        return share_of(forests, *self.place)
-
     def _join(self, loss: float, metrics: TokenMetrics) -> tuple[float, TokenMetrics]:
         for group in [self.mesh.group("pp"), *self._data_groups()]:
             found: list[Any] = [None] * dist.get_world_size(group)
@@ -187,21 +183,3 @@ class Parallel:
 
     def _data_groups(self) -> list[ProcessGroup]:
         return [self.mesh.group(name) for name in ("ep", "dp_shard", "dp_replicate")]
-
-
-def share_of(forests: Sequence[TokenForest], ranks: int, rank: int) -> list[TokenForest]:
-    """The forests of ``rank``: as many as every other rank's, the tokens balanced.
-
-    Where there are too few, the rest is one token that nothing is trained on: processes that shard a model
-    run it equally often.
-    """
-    shares: list[list[TokenForest]] = [[] for _ in range(ranks)]
-    work = [0] * ranks
-    rounds = -(-len(forests) // ranks)
-    for forest in sorted(forests, key=lambda item: -item.tokens):
-        open_ranks = (place for place, share in enumerate(shares) if len(share) < rounds)
-        lightest = min(open_ranks, key=lambda place: work[place])
-        shares[lightest].append(forest)
-        work[lightest] += forest.tokens
-    mine = shares[rank]
-    return mine + [forest_from_sequences([[0]], [[False]])] * (rounds - len(mine))

@@ -1,0 +1,53 @@
+"""Training data of steps that a planner has to merge, cut and spread over processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from tiny_models import VOCABULARY, trajectory
+
+from agentrl.documents.packing import pack_ids, unpack_ids
+from agentrl.documents.training import DBRecordData
+
+MAX_TOKENS = 48
+"""Of a micro-batch: less than the largest group, more than the longest path."""
+SYSTEM = 4
+"""Tokens that every trajectory of a step begins with."""
+
+
+def step_data(step: int) -> list[DBRecordData]:
+    """The data of one step: every third, from step 1, is one trajectory, less than two processes can share.
+
+    The others have three groups with a common context: six trajectories of two turns behind one prompt; two
+    whose context is reset and branches; and one by itself. The first group, and each trajectory of the
+    second, are more than a micro-batch holds.
+    """
+    rng = np.random.default_rng(step)
+    shared = rng.integers(0, VOCABULARY, SYSTEM)
+    alone = _behind(shared, _chain(rng, "alone/0", prompt=SYSTEM + 2), "alone")
+    if step % 3 == 1:
+        return [alone]
+    prompt = np.concatenate([shared, rng.integers(0, VOCABULARY, 6)])
+    group = [_behind(prompt, _chain(rng, f"group/{i}", prompt=len(prompt)), "group") for i in range(6)]
+    resets = [_behind(shared, _reset(rng, f"resets/{i}"), "resets") for i in range(2)]
+    return [*group[:3], alone, *resets, *group[3:]]
+
+
+def _chain(rng: np.random.Generator, name: str, *, prompt: int) -> DBRecordData:
+    """A prompt, a generated turn, an observation, and a second turn."""
+    first, observed, second = (prompt + np.cumsum(rng.integers(2, 8, 3))).tolist()
+    return trajectory(rng, [(0, second, -1)], [(prompt, first), (observed, second)], name)
+
+
+def _reset(rng: np.random.Generator, name: str) -> DBRecordData:
+    """A context of 6 tokens, of which 2 are generated, two branches, and a fork in one of them."""
+    nodes = [(0, 6, -1), (6, 14, 0), (14, 26, 1), (26, 37, 1), (37, 52, 0)]
+    return trajectory(rng, nodes, [(4, 6), (15, 26), (29, 37), (40, 52)], name)
+
+
+def _behind(prompt: np.ndarray, item: DBRecordData, task: str) -> DBRecordData:
+    """``item`` as a trajectory of ``task`` that begins with the ids of ``prompt``."""
+    ids = unpack_ids(item.input_ids).copy()
+    ids[: len(prompt)] = prompt
+    return replace(item, task=task, input_ids=pack_ids(ids.tolist()))
