@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -12,10 +13,18 @@ from transformers import PreTrainedModel
 
 from agentrl.batching.planner import PrefixMerging
 from agentrl.documents.training import DBRecordData
+from agentrl.errors import ConfigError
 from agentrl.losses.registry import LOSSES
 from agentrl.losses.settings import LossSettings
+from agentrl.losses.spec import get_spec
+from agentrl.train.exactness.corrections import cases_of
 from agentrl.train.exactness.models import MODELS, tiny_model
-from agentrl.train.exactness.reference import longest_sequence, plain_step, trainer_step
+from agentrl.train.exactness.reference import (
+    Computed,
+    longest_sequence,
+    plain_step,
+    trainer_step,
+)
 from agentrl.train.exactness.steps import Shape, Turn, make_step
 from agentrl.train.step import ForwardOptions
 
@@ -46,22 +55,30 @@ EXECUTORS = st.sampled_from(["auto", "sdpa", "varlen", "paths", "padded"])
 
 @st.composite
 def loss_settings(draw: st.DrawFn, loss: str) -> LossSettings:
-    """Any reduction, old policy, correction and bonus; bounds may mask tokens or not."""
-    old = draw(st.sampled_from(["behavior", "recompute", "loglinear"]))
-    corrections = ["", "tis", "icepop:0.3:8", "seq_mask:0.2:5", "token_mask:0.1:10", "tis:3,seq_mask:0.2:5"]
-    keeps = draw(st.booleans())
+    """Any reduction, old policy and correction that the loss takes; bounds may mask tokens or not."""
+    spec = get_spec(loss)
+    token_level = draw(st.booleans())
+    reduction = {
+        "token_level_loss": token_level,
+        "skip_length_normalization": not token_level and draw(st.booleans()),
+    }
+    if not spec.from_policy:
+        return LossSettings(loss_calculater=loss, **reduction)
+    old, correction = draw(st.sampled_from(cases_of(loss)))
+    keeps = "ce_grpo_beta_1" in spec.own_flags and draw(st.booleans())
     return LossSettings(
         loss_calculater=loss,
-        token_level_loss=draw(st.booleans()),
-        skip_length_normalization=draw(st.booleans()),
+        **reduction,
+        epsilon=0.2,
+        epsilon_higher=0.1,
         old_logprobs=old,
-        importance_correction="" if old == "behavior" else draw(st.sampled_from(corrections)),
+        importance_correction=correction,
+        strict_in_bound=False,
         importance_weight_cap_ratio=draw(st.sampled_from([4.0, math.inf])),
         out_of_date_decay=draw(st.sampled_from([None, 0.3])),
-        dual_clip=draw(st.sampled_from([None, 3.0])),
+        dual_clip=draw(st.sampled_from([None, 3.0])) if "dual_clip" in spec.own_flags else None,
         ce_grpo_beta_1=0.5 if keeps else None,
         ce_grpo_beta_2=0.7 if keeps else None,
-        entropy_coef=0.0 if loss == "CrossEntropy" else draw(st.sampled_from([0.0, 0.1])),
     )
 
 
@@ -77,13 +94,13 @@ def budget_of(data: list[DBRecordData], room: float) -> int:
 
 
 _TURNS = [Turn(context=2, output=3), Turn(context=3, output=2, reset=True), Turn(context=1, output=4)]
-SPLIT = make_step(Shape(groups=[[_TURNS] * 2]), 5)
-"""Two trajectories with a reset: at the smallest budget, each is spread over micro-batches."""
+SPLIT = make_step(Shape(groups=[[_TURNS] * 4]), 5)
+"""Four trajectories with a reset: at the smallest budget, each is spread over micro-batches."""
 
 
 @pytest.mark.parametrize("model_name", MODELS)
 @pytest.mark.parametrize("loss", LOSSES)
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(data=STEPS, choice=st.data(), merging=MERGING, room=st.floats(0, 1), executor=EXECUTORS)
 def test_a_step_equals_one_call_at_a_time(
     loss: str,
@@ -103,15 +120,32 @@ def test_a_step_equals_one_call_at_a_time(
     assert computed.deviation(expected) <= LIMIT
 
 
-@pytest.mark.parametrize("merging", ["off", "trajectory", "group"])
-@pytest.mark.parametrize("loss", LOSSES)
-def test_trajectories_spread_over_micro_batches_equal_whole_ones(loss: str, merging: PrefixMerging) -> None:
-    model = model_called("qwen3 gqa, tied")
+@pytest.mark.parametrize("merging", ["off", "trajectory"])
+def test_trajectories_spread_over_micro_batches_equal_whole_ones(merging: PrefixMerging) -> None:
     options = LossSettings(
-        loss_calculater=loss, token_level_loss=False, old_logprobs="loglinear",
-        importance_correction="seq_mask:0.05:20", importance_weight_cap_ratio=math.inf,
-    )  # fmt: skip
-    least = longest_sequence(SPLIT)
-    expected = plain_step(model, SPLIT, options)
-    computed = trainer_step(model, SPLIT, options, merging=merging, max_tokens=least)
+        loss_calculater="GSPO", old_logprobs="loglinear", strict_in_bound=True, epsilon=0.2
+    )
+    model, expected = model_called("qwen3 gqa, tied"), plain(options)
+    computed = trainer_step(model, SPLIT, options, merging=merging, max_tokens=longest_sequence(SPLIT))
     assert computed.deviation(expected) <= LIMIT
+
+
+@pytest.mark.parametrize(("old", "correction"), cases_of("MINIRL"))
+@pytest.mark.parametrize("loss", ["GRPO", "MINIRL"])
+def test_corrections_act_and_are_exact_under_every_old_policy(loss: str, old: str, correction: str) -> None:
+    if (old, correction) not in cases_of(loss):
+        with pytest.raises(ConfigError, match="would count it twice"):
+            LossSettings(loss_calculater=loss, old_logprobs=old, importance_correction=correction)
+        return
+    without = LossSettings(loss_calculater=loss, old_logprobs=old)
+    options = replace(without, importance_correction=correction)
+    expected = plain(options)
+    model, least = model_called("qwen3 gqa, tied"), longest_sequence(SPLIT)
+    computed = trainer_step(model, SPLIT, options, merging="group", max_tokens=least)
+    assert computed.deviation(expected) <= LIMIT
+    assert not correction or expected.deviation(plain(without)) > 0.01
+
+
+@cache
+def plain(options: LossSettings) -> Computed:
+    return plain_step(model_called("qwen3 gqa, tied"), SPLIT, options)

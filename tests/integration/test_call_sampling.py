@@ -143,7 +143,7 @@ def step(served: Served, outcome: GroupOutcome) -> dict[str, Any]:
     model = load_policy(ModelConfig(model_name_or_path=str(served.folder))).model
     vocabulary = model.config.get_text_config().vocab_size
     forests = build_micro_batches(outcome.data, 4096, vocab_size=vocabulary)
-    return forward_backward(model, forests, LossSettings(), current_version=0)
+    return forward_backward(model, forests, LossSettings())
 
 
 async def test_calls_at_temperatures_of_their_own_are_on_policy(served: Served) -> None:

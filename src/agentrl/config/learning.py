@@ -31,13 +31,17 @@ class LossConfig:
         "mask tokens outside the bounds widened by this, e.g. 4; inf masks none (default: the loss's own)",
     )
     out_of_date_decay: float | None = flag(None, "narrows the bounds by exp(-decay) per version of staleness")
-    importance_correction: str = flag("", "tis, icepop, seq_mask, token_mask; e.g. 'tis:2.0,seq_mask'")
+    importance_correction: str = flag(
+        "", "tis, seq_tis, icepop, token_mask, seq_mask, seq_kl; e.g. 'icepop:0.5:5,seq_kl:0.1'"
+    )
     dual_clip: float | None = flag(None, "GRPO: lower bound c·A of the objective for A < 0")
     ce_grpo_beta_1: float | None = flag(None, "GRPO: gradient kept below the clip interval")
     ce_grpo_beta_2: float | None = flag(None, "GRPO: gradient kept above the clip interval")
     old_logprobs: Literal["behavior", "recompute", "loglinear"] = flag("behavior", "where π_old comes from")
     kl_coef: float = flag(0.0, "weight of the KL to a reference model in the loss (0: none)")
-    kl_estimator: Literal["k1", "k3"] = flag("k3", "how that KL is estimated from a sampled token")
+    kl_estimator: Literal["weighted_k3", "k1", "k2", "k3"] = flag(
+        "weighted_k3", "how that KL is estimated from a sampled token; weighted_k3 is unbiased off-policy"
+    )
     entropy_coef: float = flag(0.0, "weight of the policy's entropy, which the loss rewards (0: none)")
 
 

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Protocol, TypeVar
 
 from agentrl.config.fields import require
-from agentrl.config.schema import AgentConfig, GroupConfig, SamplingConfig, TrainConfig
+from agentrl.config.schema import (
+    AgentConfig,
+    GroupConfig,
+    LossConfig,
+    OptimConfig,
+    SamplingConfig,
+    TrainConfig,
+)
+from agentrl.losses.inert import unclipped_flags
+from agentrl.losses.settings import LossSettings
 
 T = TypeVar("T")
 
@@ -17,13 +27,14 @@ class Groups(Protocol):
 
 
 def require_trainable(configs: Groups) -> None:
-    """Refuse flags with which samplers and the trainer would wait for each other, or sample in vain.
+    """Refuse flags with which samplers and the trainer would wait for each other, or work in vain.
 
     Samplers and the trainer of a run get the same flags, so that both refuse them. Raises ConfigError.
     """
     _require_progress(configs[SamplingConfig], configs[TrainConfig])
     _require_whitening(configs[GroupConfig], configs[TrainConfig])
     _require_fitting(configs[AgentConfig], configs[SamplingConfig], configs[TrainConfig])
+    _require_acting(configs[LossConfig], configs[OptimConfig], configs[TrainConfig])
 
 
 def _require_progress(sampling: SamplingConfig, training: TrainConfig) -> None:
@@ -75,4 +86,26 @@ def _require_fitting(agent: AgentConfig, sampling: SamplingConfig, training: Tra
         f" {training.max_tokens}",
         f"set --max_tokens {longest} or more, or lower one of the other two; samplers and the trainer get"
         " the same flags",
+    )
+
+
+def _require_acting(loss: LossConfig, optim: OptimConfig, training: TrainConfig) -> None:
+    """Flags of the loss that could do nothing with the others are refused; see ``losses.inert`` too."""
+    settings = LossSettings(**dataclasses.asdict(loss))
+    given = frozenset(name for name, value in dataclasses.asdict(loss).items() if value is not None)
+    updates = optim.num_epochs_per_batch * min(optim.mini_batches, training.groups_per_step)
+    idle = unclipped_flags(given, settings, updates)
+    require(
+        not idle,
+        f"{', '.join(f'--{name} {getattr(settings, name)}' for name in idle)} with --old_logprobs recompute:"
+        " it bounds πθ/π_old, which is 1 in a step of one update",
+        "use --old_logprobs behavior; or --num_epochs_per_batch or --mini_batches above 1; or leave it out,"
+        " and bound πθ/μ with --importance_correction token_mask or --importance_weight_cap_ratio 4",
+    )
+    require(
+        loss.out_of_date_decay is None or training.staleness_policy == "decay" or settings.narrows_bounds,
+        f"--out_of_date_decay is {loss.out_of_date_decay}, and {loss.loss_calculater} has no bounds that it"
+        " could narrow",
+        "give them, e.g. --strict_in_bound false --importance_weight_cap_ratio 4; or use --staleness_policy"
+        " decay; or leave it out",
     )

@@ -35,6 +35,8 @@ class TrajectoryMeans:
     """float32[R], of log πθ − log π_old."""
     log_weight: Tensor
     """float32[R], of log π_old − log μ."""
+    divergence: Tensor
+    """float32[R], of the k3 estimate of KL(μ‖·) of what corrections look at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,18 +85,39 @@ class TokenBatch:
         return self.old_logprobs.float() - self.behavior_logprobs.float()
 
     @property
+    def log_rho(self) -> Tensor:
+        """log ρ = log πθ − log μ, float32[T], detached."""
+        return self.logprobs.detach().float() - self.behavior_logprobs.float()
+
+    @property
     def mean_log_ratio(self) -> Tensor:
         """The mean of log r over each token's trajectory, float32[T], detached."""
         if self.means is not None:
             return self.means.log_ratio[self.row]
-        return trajectory_mean(self.log_ratio.detach(), self.mask, self.row, self.trajectories)
+        return self.trajectory_mean(self.log_ratio.detach())
 
     @property
     def mean_log_weight(self) -> Tensor:
         """The mean of log w over each token's trajectory, float32[T]."""
         if self.means is not None:
             return self.means.log_weight[self.row]
-        return trajectory_mean(self.log_weight, self.mask, self.row, self.trajectories)
+        return self.trajectory_mean(self.log_weight)
+
+    @property
+    def mean_log_rho(self) -> Tensor:
+        """The mean of log ρ over each token's trajectory, float32[T], detached."""
+        return self.mean_log_ratio + self.mean_log_weight
+
+    @property
+    def trajectory_tokens(self) -> Tensor:
+        """How many tokens of the loss mask each token's trajectory has, float32[T]."""
+        if self.lengths is not None:
+            return self.lengths.float()[self.row]
+        return torch.bincount(self.row[self.mask], minlength=self.trajectories).float()[self.row]
+
+    def trajectory_mean(self, values: Tensor) -> Tensor:
+        """The mean of ``values[T]`` over what the micro-batch holds of each token's trajectory, [T]."""
+        return trajectory_mean(values, self.mask, self.row, self.trajectories)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,3 +132,5 @@ class TokenLosses:
     """bool[T]: clipping took the token's gradient, or bounded it."""
     masked: Tensor
     """bool[T]: a bound or a correction took the token out of the numerator."""
+    capped: Tensor | None = None
+    """bool[T]: a correction capped the token's weight; None: no correction caps."""

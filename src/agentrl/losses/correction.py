@@ -1,4 +1,4 @@
-"""Importance corrections for μ ≠ π_old, and bounds for tokens that went stale."""
+"""Importance corrections for a sampler that is not the trainer, and bounds for tokens that went stale."""
 
 from __future__ import annotations
 
@@ -8,65 +8,100 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.losses.batch import TokenBatch, bounded_exp
+from agentrl.losses.batch import LOG_RATIO_LIMIT, TokenBatch, bounded_exp
 from agentrl.losses.correction_spec import Correction
 from agentrl.losses.settings import LossSettings
 
 
 @dataclass(frozen=True, slots=True)
 class Weighting:
-    """What the corrections make of a micro-batch: a factor float32[T] ≥ 0, and tokens to drop, bool[T]."""
+    """What the corrections make of a micro-batch, each [T]."""
 
     weight: Tensor
+    """float32, at least 0: a factor of the loss."""
     masked: Tensor
+    """bool: tokens to drop."""
+    capped: Tensor
+    """bool: tokens whose weight a cap lowered."""
 
 
-def weigh(batch: TokenBatch, corrections: tuple[Correction, ...], *, weighted_by_default: bool) -> Weighting:
-    """Apply the corrections to a micro-batch; their order does not matter, every bound looks at w itself.
+def weigh(batch: TokenBatch, settings: LossSettings) -> Weighting:
+    """Apply the corrections to a micro-batch; their order does not matter, every bound looks at the mismatch.
 
-    ``weighted_by_default`` is for a loss that contains w (MINIRL): without ``tis`` or ``icepop`` its factor
-    is w uncapped. The factor of any other loss is then 1.
+    The mismatch is w = π_old/μ, or ρ = πθ/μ where π_old is μ. There the loss's ratio is ρ already, so that
+    corrections mask by it and weigh nothing. A loss that contains w (MINIRL) has it uncapped where no
+    correction caps it; where π_old is μ, a cap holds for the ρ that it contains.
     """
-    raw = bounded_exp(batch.log_weight)
-    names = {correction.name for correction in corrections}
-    weight = raw if weighted_by_default or names & {"tis", "icepop"} else torch.ones_like(raw)
-    masked = torch.zeros_like(batch.mask)
-    for correction in corrections:
-        if correction.name == "tis":
+    mismatch = bounded_exp(log_mismatch(batch, settings))
+    weight, masked, capped = mismatch, torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)
+    for correction in settings.corrections:
+        if correction.caps:
+            weight = weight if correction.name == "tis" else _product(batch, settings)
+            capped = weight > correction.high
             weight = weight.clamp(max=correction.high)
         else:
-            masked = masked | _MASKS[correction.name](batch, raw, correction)
-    return Weighting(weight, masked)
+            masked = masked | _MASKS[correction.name](batch, settings, correction)
+    contained = mismatch if settings.ratio_is_rho else torch.ones_like(mismatch)
+    return Weighting(weight / contained if settings.weighs else torch.ones_like(mismatch), masked, capped)
 
 
-def _token_outside(batch: TokenBatch, raw: Tensor, correction: Correction) -> Tensor:
-    return (raw < correction.low) | (raw > correction.high)
+def log_mismatch(batch: TokenBatch, settings: LossSettings) -> Tensor:
+    """What corrections look at, float32[T], detached: log w, or log ρ where π_old is μ."""
+    return batch.log_rho if settings.ratio_is_rho else batch.log_weight
 
 
-def _trajectory_outside(batch: TokenBatch, raw: Tensor, correction: Correction) -> Tensor:
-    mean = bounded_exp(batch.mean_log_weight)
-    return (mean < correction.low) | (mean > correction.high)
+def divergence(batch: TokenBatch, settings: LossSettings) -> Tensor:
+    """The k3 estimate of KL(μ‖πθ), or of KL(μ‖π_old), from each token, float32[T], never negative."""
+    log = log_mismatch(batch, settings).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return torch.exp(log) - 1 - log
 
 
-_MASKS: dict[str, Callable[[TokenBatch, Tensor, Correction], Tensor]] = {
+def _mean_log_mismatch(batch: TokenBatch, settings: LossSettings) -> Tensor:
+    return batch.mean_log_rho if settings.ratio_is_rho else batch.mean_log_weight
+
+
+def _product(batch: TokenBatch, settings: LossSettings) -> Tensor:
+    """The product of the mismatch over each token's trajectory, float32[T]."""
+    return bounded_exp(_mean_log_mismatch(batch, settings) * batch.trajectory_tokens)
+
+
+def _token_outside(batch: TokenBatch, settings: LossSettings, correction: Correction) -> Tensor:
+    return correction.excludes(bounded_exp(log_mismatch(batch, settings)))
+
+
+def _trajectory_outside(batch: TokenBatch, settings: LossSettings, correction: Correction) -> Tensor:
+    return correction.excludes(bounded_exp(_mean_log_mismatch(batch, settings)))
+
+
+def _trajectory_diverged(batch: TokenBatch, settings: LossSettings, correction: Correction) -> Tensor:
+    if batch.means is not None:
+        return correction.excludes(batch.means.divergence[batch.row])
+    return correction.excludes(batch.trajectory_mean(divergence(batch, settings)))
+
+
+_MASKS: dict[str, Callable[[TokenBatch, LossSettings, Correction], Tensor]] = {
     "icepop": _token_outside,
     "token_mask": _token_outside,
     "seq_mask": _trajectory_outside,
+    "seq_kl": _trajectory_diverged,
 }
 
 
-def out_of_bound(ratio: Tensor, batch: TokenBatch, settings: LossSettings) -> Tensor:
-    """bool[T]: tokens that have moved too far in the direction of their advantage.
+def out_of_bound(batch: TokenBatch, settings: LossSettings) -> Tensor:
+    """bool[T]: tokens whose ρ = πθ/μ has moved too far in the direction of their advantage.
 
-    ``ratio`` is the one that the loss clips. The bound is [1−ε, 1+ε+ε_h] with ``strict_in_bound``; otherwise
-    [1 − ε·cap·d, 1 + (ε+ε_h)·cap·d], where cap is ``importance_weight_cap_ratio`` and
-    d = exp(−age·``out_of_date_decay``), or 1 without a decay.
+    The bound is [1−ε, 1+ε+ε_h] with ``strict_in_bound``; otherwise [1 − ε·cap·d, 1 + (ε+ε_h)·cap·d], where
+    cap is ``importance_weight_cap_ratio`` and d = exp(−age·``out_of_date_decay``), or 1 without a decay. A
+    loss whose ratio is the trajectory's (GSPO) is bounded by the geometric mean of ρ over the trajectory.
     """
-    width = torch.ones_like(ratio)
+    if not settings.bounds_staleness:
+        return torch.zeros_like(batch.mask)
+    rho = bounded_exp(batch.mean_log_rho if settings.spec.reads_trajectory else batch.log_rho)
+    width = torch.ones_like(rho)
     if not settings.strict_in_bound:
         width = width * settings.importance_weight_cap_ratio
         if settings.out_of_date_decay is not None:
-            width = width * torch.exp(-batch.age.to(ratio.dtype) * settings.out_of_date_decay)
+            width = width * torch.exp(-batch.age.to(rho.dtype) * settings.out_of_date_decay)
     lower = 1.0 - settings.epsilon * width
     upper = 1.0 + (settings.epsilon + settings.epsilon_higher) * width
-    return ((batch.advantages > 0) & (ratio > upper)) | ((batch.advantages < 0) & (ratio < lower))
+    return ((batch.advantages > 0) & (rho > upper)) | ((batch.advantages < 0) & (rho < lower))

@@ -49,6 +49,7 @@ def _case(
         importance_correction=correction,
         token_level_loss=token_mean,
         skip_length_normalization=not token_mean,
+        old_logprobs="behavior" if old_is_behavior else "recompute",
     )
     return Golden(name=name, settings=settings, expected=expected, old_is_behavior=old_is_behavior, kept=kept)
 

@@ -22,6 +22,7 @@ class TokenMetrics:
     ratio_max: float = 0.0
     clipped: float = 0.0
     masked: float = 0.0
+    capped: float = 0.0
     kl_k1: float = 0.0
     kl_k3: float = 0.0
     entropy: float = 0.0
@@ -47,6 +48,7 @@ class TokenMetrics:
             "ratio_max": ratio.max(),
             "clipped": result.clipped[mask].double().sum(),
             "masked": result.masked[mask].double().sum(),
+            "capped": _count_true(result.capped, mask),
             "kl_k1": -log_weight.double().sum(),
             "kl_k3": (weight - 1 - log_weight.double()).sum(),
             "entropy": entropy[mask].double().sum(),
@@ -68,6 +70,7 @@ class TokenMetrics:
             ratio_max=max(self.ratio_max, other.ratio_max),
             clipped=self.clipped + other.clipped,
             masked=self.masked + other.masked,
+            capped=self.capped + other.capped,
             kl_k1=self.kl_k1 + other.kl_k1,
             kl_k3=self.kl_k3 + other.kl_k3,
             entropy=self.entropy + other.entropy,
@@ -81,6 +84,8 @@ class TokenMetrics:
     def report(self) -> dict[str, float | dict[str, float]]:
         """The step's metrics, per token.
 
+        ``clipped_fraction`` counts what the loss's own clip bounds, ``masked_fraction`` what bounds on
+        staleness and corrections drop, ``capped_fraction`` the weights that ``tis`` or ``seq_tis`` lowers.
         ``kl_k1`` and ``kl_k3`` estimate KL(μ‖πθ) in nats (k1: log μ/πθ; k3: πθ/μ − 1 − log πθ/μ).
         ``kl_reference``, where there is a reference model, is the k3 estimate of KL(πθ‖π_ref).
         ``effective_sample_size`` is (Σω)²/(n·Σω²) of ω = πθ/μ, in (0, 1]. ``staleness_histogram`` maps an
@@ -95,6 +100,7 @@ class TokenMetrics:
             "ratio_max": self.ratio_max,
             "clipped_fraction": self.clipped / count,
             "masked_fraction": self.masked / count,
+            "capped_fraction": self.capped / count,
             "kl_k1": self.kl_k1 / count,
             "kl_k3": self.kl_k3 / count,
             "entropy": self.entropy / count,
@@ -111,6 +117,10 @@ def _kl_reference(batch: TokenBatch) -> float | None:
     if batch.reference_logprobs is None:
         return None
     return float(reference_kl(batch, "k3").detach()[batch.mask].double().sum())
+
+
+def _count_true(chosen: Tensor | None, mask: Tensor) -> Tensor:
+    return (torch.zeros_like(mask) if chosen is None else chosen & mask).double().sum()
 
 
 def _sum(one: float | None, other: float | None) -> float | None:

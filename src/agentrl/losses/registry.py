@@ -32,8 +32,10 @@ LOSSES: dict[str, LossFunction] = {
 
 def reads_trajectory(settings: LossSettings) -> bool:
     """True where a token's loss depends on its whole trajectory (``TokenBatch.means``)."""
-    masks = any(correction.name == "seq_mask" for correction in settings.corrections)
-    return settings.spec.reads_trajectory or (settings.spec.from_policy and masks)
+    if not settings.spec.from_policy:
+        return False
+    corrections = any(correction.of_trajectory for correction in settings.corrections)
+    return settings.spec.reads_trajectory or corrections
 
 
 def token_losses(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
@@ -42,12 +44,11 @@ def token_losses(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
     The pull towards a reference model (``kl_coef``) and the bonus on the entropy (``entropy_coef``) are on
     every token, also where a bound or mask holds. Raises ValueError for a batch without what they need.
     """
-    spec = settings.spec
     result = LOSSES[settings.loss_calculater](batch, settings)
-    if not spec.from_policy:
+    if not settings.spec.from_policy:
         return result
-    weighting = weigh(batch, settings.corrections, weighted_by_default=spec.contains_weight)
-    masked = weighting.masked | out_of_bound(result.ratio, batch, settings)
+    weighting = weigh(batch, settings)
+    masked = weighting.masked | out_of_bound(batch, settings)
     losses = torch.where(masked, 0.0, result.losses * weighting.weight)
     if settings.kl_coef:
         losses = losses + settings.kl_coef * reference_kl(batch, settings.kl_estimator)
@@ -55,4 +56,4 @@ def token_losses(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
         if batch.entropy is None:
             raise ValueError("the batch has no entropy")
         losses = losses - settings.entropy_coef * batch.entropy
-    return replace(result, losses=losses, masked=masked)
+    return replace(result, losses=losses, masked=masked, capped=weighting.capped)

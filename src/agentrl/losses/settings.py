@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.errors import ConfigError
-from agentrl.losses.correction_spec import Correction, parse_corrections
+from agentrl.losses.correction_spec import WEIGHS, Correction, parse_corrections
+from agentrl.losses.inert import require_acting
 from agentrl.losses.spec import OWN_DEFAULTS, LossSpec, get_spec
 
 OLD_LOGPROBS = ("behavior", "recompute", "loglinear")
-KL_ESTIMATORS = ("k1", "k3")
+KL_ESTIMATORS = ("weighted_k3", "k1", "k2", "k3")
 
 
 OWN: Any = None
@@ -43,7 +44,7 @@ class LossSettings:
     old_logprobs: str = "behavior"
     kl_coef: float = 0.0
     """Weight of the KL to a reference model."""
-    kl_estimator: str = "k3"
+    kl_estimator: str = "weighted_k3"
     entropy_coef: float = 0.0
     """Weight of the bonus on the policy's entropy."""
 
@@ -67,18 +68,10 @@ class LossSettings:
         self._require(math.isfinite(kl) and kl >= 0, "kl_coef", kl, "give a finite value of 0 or more")
         kind = self.kl_estimator
         self._require(kind in KL_ESTIMATORS, "kl_estimator", kind, f"use one of {', '.join(KL_ESTIMATORS)}")
-        self._require(not kl or self.spec.from_policy, "kl_coef", kl, "leave it out of supervised training")
         bonus = self.entropy_coef
         good = math.isfinite(bonus) and bonus >= 0
         self._require(good, "entropy_coef", bonus, "give a finite value of 0 or more")
-        cure = "leave it out of supervised training"
-        self._require(not bonus or self.spec.from_policy, "entropy_coef", bonus, cure)
-        self._require(
-            not (self.keeps_gradient and self.strict_in_bound),
-            "strict_in_bound",
-            self.strict_in_bound,
-            "turn it off, or leave --ce_grpo_beta_1 and --ce_grpo_beta_2 out: it masks the tokens they keep",
-        )
+        require_acting(self)
 
     @staticmethod
     def _require(good: bool, name: str, value: object, cure: str) -> None:
@@ -94,6 +87,28 @@ class LossSettings:
     def corrections(self) -> tuple[Correction, ...]:
         """``importance_correction``, read."""
         return parse_corrections(self.importance_correction)
+
+    @property
+    def ratio_is_rho(self) -> bool:
+        """True where π_old is μ: then w = π_old/μ is 1, and r = πθ/π_old is ρ = πθ/μ."""
+        return self.old_logprobs == "behavior"
+
+    @property
+    def weighs(self) -> bool:
+        """True where corrections give the loss a factor; else they only drop tokens."""
+        if self.spec.contains_weight:
+            return True
+        return not self.ratio_is_rho and any(found.name in WEIGHS for found in self.corrections)
+
+    @property
+    def bounds_staleness(self) -> bool:
+        """True where tokens are masked by ρ = πθ/μ and their advantage."""
+        return self.strict_in_bound or math.isfinite(self.importance_weight_cap_ratio)
+
+    @property
+    def narrows_bounds(self) -> bool:
+        """True where the bounds on staleness are of the kind that ``out_of_date_decay`` narrows."""
+        return self.bounds_staleness and not self.strict_in_bound
 
     @property
     def lower(self) -> float:

@@ -177,7 +177,7 @@ def _build(configs: Configs, team: Team | None, steps: int, max_tokens: int) -> 
 
     recipe = Recipe(
         model=configs[ModelConfig],
-        loss=replace(configs[LossConfig], loss_calculater="CrossEntropy", kl_coef=0.0, entropy_coef=0.0),
+        loss=_loss(configs[LossConfig]),
         optim=replace(configs[OptimConfig], num_epochs_per_batch=1, mini_batches=1),
         adapter=configs[AdapterConfig],
         memory=configs[MemoryConfig],
@@ -185,6 +185,15 @@ def _build(configs: Configs, team: Team | None, steps: int, max_tokens: int) -> 
         seed=configs[RunConfig].seed,
     )
     return build_computer(recipe, weights=None, total_steps=steps, team=team)
+
+
+def _loss(shared: LossConfig) -> LossConfig:
+    """Return cross-entropy with the run's reduction; a policy's bounds and corrections are not for it."""
+    return LossConfig(
+        loss_calculater="CrossEntropy",
+        token_level_loss=shared.token_level_loss,
+        skip_length_normalization=shared.skip_length_normalization,
+    )
 
 
 def _read(configs: Configs) -> list[DBRecordData]:

@@ -125,8 +125,8 @@ def trajectory_sums(
 ) -> TrajectorySums | None:
     """What a loss reads of whole trajectories, by one more forward over each forest; None where not needed.
 
-    It is needed where the loss of a token depends on its whole trajectory (GSPO, ``seq_mask``) and a forest
-    of any process holds a part of one.
+    It is needed where the loss of a token depends on its whole trajectory (GSPO, corrections named ``seq_…``)
+    and a forest of any process holds a part of one.
     """
     if not reads_trajectory(settings):
         return None
@@ -136,15 +136,15 @@ def trajectory_sums(
         found = ranks.total(found)
     if not found[0]:
         return None
-    sums = torch.zeros(2, int(found[1]), dtype=torch.float64, device=model.device)
+    sums = torch.zeros(3, int(found[1]), dtype=torch.float64, device=model.device)
     computed = each_logprobs(model, forests, options or ForwardOptions(), ranks)
     for forest, (logprobs, _) in zip(forests, computed, strict=True):
         batch = token_batch(forest, logprobs, settings)
         number = torch.from_numpy(forest.trajectory[forest.row]).to(model.device)
-        sums.index_add_(1, number, torch.stack([batch.log_ratio, batch.log_weight]).double())
+        sums.index_add_(1, number, TrajectorySums.of_tokens(batch, settings))
     if ranks is not None:
         sums = ranks.total(sums)
-    return TrajectorySums(sums[0], sums[1])
+    return TrajectorySums(*sums)
 
 
 def each_logprobs(

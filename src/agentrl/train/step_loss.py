@@ -10,6 +10,7 @@ from torch import Tensor
 
 from agentrl.batching.forest import TokenForest
 from agentrl.losses.batch import TokenBatch, TrajectoryMeans
+from agentrl.losses.correction import divergence
 from agentrl.losses.metrics import TokenMetrics
 from agentrl.losses.old_policy import old_logprobs
 from agentrl.losses.reduce import Denominators, reduce_losses
@@ -25,6 +26,14 @@ class TrajectorySums:
     """Σ log πθ/π_old."""
     log_weight: Tensor
     """Σ log π_old/μ."""
+    divergence: Tensor
+    """Σ of the k3 estimate of KL(μ‖·) of what corrections look at."""
+
+    @staticmethod
+    def of_tokens(batch: TokenBatch, settings: LossSettings) -> Tensor:
+        """What is summed, float64[3, T], a row per field."""
+        rows = [batch.log_ratio.detach(), batch.log_weight, divergence(batch, settings)]
+        return torch.stack(rows).double()
 
     def means(self, forest: TokenForest) -> TrajectoryMeans:
         """The means of ``forest``'s rows."""
@@ -32,7 +41,7 @@ class TrajectorySums:
         number = torch.from_numpy(forest.trajectory).to(device)
         count = torch.from_numpy(np.maximum(forest.row_tokens, 1)).to(device)
         return TrajectoryMeans(
-            (self.log_ratio[number] / count).float(), (self.log_weight[number] / count).float()
+            *((sums[number] / count).float() for sums in (self.log_ratio, self.log_weight, self.divergence))
         )
 
 

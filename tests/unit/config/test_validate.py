@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from agentrl.config.load import Configs, parse
-from agentrl.config.schema import AgentConfig, GroupConfig, SamplingConfig, TrainConfig
+from agentrl.config.schema import (
+    AgentConfig,
+    GroupConfig,
+    LossConfig,
+    OptimConfig,
+    SamplingConfig,
+    TrainConfig,
+)
 from agentrl.config.validate import require_trainable
 from agentrl.errors import ConfigError
 from agentrl.rollout import sample
@@ -22,7 +29,9 @@ GROUPS = 3
 
 def is_refused(sampling: SamplingConfig, training: TrainConfig) -> bool:
     try:
-        require_trainable(Configs([sampling, training, AgentConfig(), GroupConfig()]))
+        require_trainable(
+            Configs([sampling, training, AgentConfig(), GroupConfig(), LossConfig(), OptimConfig()])
+        )
     except ConfigError:
         return True
     return False
@@ -136,3 +145,33 @@ def test_sampler_and_trainer_refuse_before_they_begin(command: Callable[[list[st
 def test_other_commands_take_the_same_flags() -> None:
     flags = REFUSED["does not fit"][0]
     parse(flags, command="agentrl serve", description="", shown=[SamplingConfig])
+
+
+RECOMPUTE = ["--old_logprobs", "recompute"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "cure"),
+    [
+        ([*RECOMPUTE, "--epsilon", "0.2"], "--num_epochs_per_batch"),
+        ([*RECOMPUTE, "--dual_clip", "3", "--importance_weight_cap_ratio", "4"], "--num_epochs_per_batch"),
+        ([*RECOMPUTE, "--ce_grpo_beta_1", "0.5"], "--old_logprobs behavior"),
+        ([*RECOMPUTE, "--epsilon", "0.2", "--mini_batches", "2", "--groups_per_step", "1"], "--mini_batches"),
+        (["--out_of_date_decay", "0.5"], "--importance_weight_cap_ratio 4"),
+        (["--out_of_date_decay", "0.5", "--loss_calculater", "MINIRL"], "--strict_in_bound false"),
+        (["--importance_correction", "tis"], "--old_logprobs recompute"),
+        ([*RECOMPUTE, "--epsilon", "0.2", "--mini_batches", "2"], None),
+        ([*RECOMPUTE, "--epsilon", "0.2", "--importance_weight_cap_ratio", "4"], None),
+        ([*RECOMPUTE, "--importance_correction", "tis"], None),
+        (["--out_of_date_decay", "0.5", "--staleness_policy", "decay"], None),
+        (["--out_of_date_decay", "0.5", "--importance_weight_cap_ratio", "4"], None),
+    ],
+)
+def test_flags_of_the_loss_that_cannot_act_are_refused_at_start(flags: list[str], cure: str | None) -> None:
+    configs = parse(flags, command="agentrl", description="", shown=[])
+    if cure is None:
+        require_trainable(configs)
+        return
+    with pytest.raises(ConfigError) as refused:
+        require_trainable(configs)
+    assert cure in str(refused.value.cure)

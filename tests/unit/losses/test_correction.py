@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from token_batches import random_batch, three_tokens
+from torch import Tensor
 
 from agentrl.errors import ConfigError
-from agentrl.losses.correction import out_of_bound, weigh
+from agentrl.losses.batch import TrajectoryMeans
+from agentrl.losses.correction import divergence, out_of_bound, weigh
 from agentrl.losses.correction_spec import Correction, parse_corrections
 from agentrl.losses.settings import LossSettings
 
 
-def weights(text: str, w: tuple[float, ...], *, by_default: bool = False) -> tuple[list[float], list[bool]]:
-    """Weights and masks of one trajectory whose tokens have these w = π_old/μ."""
+def weights(
+    text: str, w: tuple[float, ...], *, loss: str = "GRPO", old: str = "recompute"
+) -> tuple[list[float], list[bool]]:
+    """Weights and masks of one trajectory whose tokens have these πθ/μ, all of it in w = π_old/μ or in r."""
     zeros = (0.0,) * len(w)
-    batch = three_tokens(zeros, zeros, old=zeros, behavior=tuple(-math.log(x) for x in w))
-    result = weigh(batch, parse_corrections(text), weighted_by_default=by_default)
+    behavior = tuple(-math.log(x) for x in w)
+    batch = three_tokens(zeros, zeros, old=behavior if old == "behavior" else zeros, behavior=behavior)
+    result = weigh(batch, LossSettings(loss_calculater=loss, importance_correction=text, old_logprobs=old))
     return [round(x, 4) for x in result.weight.tolist()], result.masked.tolist()
 
 
@@ -34,7 +39,19 @@ def test_defaults_and_given_bounds() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["tiss", "tis:x", "tis:1:2", "icepop:0.5", "seq_mask:2:1", "token_mask:nan:1", "tis,tis", "tis:-1"],
+    [
+        "tiss",
+        "tis:x",
+        "seq_kl:0.1:0.2",
+        "seq_tis:none",
+        "seq_kl:-1",
+        "tis:1:2",
+        "icepop:0.5",
+        "seq_mask:2:1",
+        "token_mask:nan:1",
+        "tis,tis",
+        "tis:-1",
+    ],
 )
 def test_bad_text_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--importance_correction"):
@@ -46,38 +63,117 @@ def test_an_unknown_correction_names_the_nearest() -> None:
         parse_corrections("ice_pop")
 
 
-def test_each_correction() -> None:
+def test_each_correction_of_w() -> None:
     w = (0.25, 1.0, 8.0)
     assert weights("", w) == ([1.0, 1.0, 1.0], [False, False, False])
-    assert weights("", w, by_default=True) == ([0.25, 1.0, 8.0], [False, False, False])
+    assert weights("", w, loss="MINIRL") == ([0.25, 1.0, 8.0], [False, False, False])
     assert weights("tis", w) == ([0.25, 1.0, 2.0], [False, False, False])
+    assert weights("seq_tis:3", w) == ([2.0, 2.0, 2.0], [False, False, False])
+    assert weights("seq_tis:1.5", w) == ([1.5, 1.5, 1.5], [False, False, False])
     assert weights("icepop", w) == ([0.25, 1.0, 8.0], [True, False, True])
     assert weights("token_mask", w) == ([1.0, 1.0, 1.0], [True, False, True])
     assert weights("tis:4,icepop:0.1:10", w) == ([0.25, 1.0, 4.0], [False, False, False])
     assert weights("icepop,tis", w) == weights("tis,icepop", w)
+    assert weights("seq_kl:1.5", (1.0, 8.0)) == ([1.0, 1.0], [True, True])  # (7 − log 8)/2 = 2.46 nats
+    assert weights("seq_kl:2.5", (1.0, 8.0)) == ([1.0, 1.0], [False, False])
 
 
-def test_seq_mask_takes_the_geometric_mean_of_a_trajectory() -> None:
-    assert weights("seq_mask", (0.5, 2.0, 1.0))[1] == [False, False, False]
-    assert weights("seq_mask", (0.5, 1.0, 1.0))[1] == [True, True, True]
+def test_where_the_old_policy_is_the_sampler_masks_look_at_the_whole_ratio() -> None:
+    w = (0.25, 1.0, 8.0)
+    ones = [1.0, 1.0, 1.0]
+    assert weights("", w, old="behavior") == (ones, [False] * 3)
+    assert weights("icepop", w, old="behavior") == (ones, [True, False, True])
+    assert weights("token_mask", w, old="behavior") == (ones, [True, False, True])
+    assert weights("seq_mask:0.5:1.2", w, old="behavior") == (ones, [True] * 3)
+    assert weights("seq_mask:0.5:1.3", w, old="behavior") == (ones, [False] * 3)
+    assert weights("seq_kl:1", w, old="behavior") == (ones, [True] * 3)
+
+
+def test_minirl_contains_the_ratio_that_a_cap_bounds() -> None:
+    w = (0.25, 1.0, 8.0)
+    assert weights("", w, loss="MINIRL", old="behavior")[0] == [1.0, 1.0, 1.0]
+    capped, _ = weights("tis:2", w, loss="MINIRL", old="behavior")
+    assert [c * x for c, x in zip(capped, w, strict=True)] == [0.25, 1.0, 2.0]
+    capped, _ = weights("seq_tis:1.5", w, loss="MINIRL", old="behavior")
+    assert [c * x for c, x in zip(capped, w, strict=True)] == pytest.approx([1.5, 1.5, 1.5], abs=1e-3)
+
+
+@pytest.mark.parametrize("old", ["behavior", "recompute"])
+def test_corrections_of_trajectories_take_each_one_by_itself(old: str) -> None:
     batch = random_batch(3)
-    masked = weigh(batch, parse_corrections("seq_mask"), weighted_by_default=False).masked
+    log = batch.log_rho if old == "behavior" else batch.log_weight
+
+    def masked(text: str) -> torch.Tensor:
+        return weigh(batch, LossSettings(importance_correction=text, old_logprobs=old)).masked
+
+    product = LossSettings(loss_calculater="MINIRL", importance_correction="seq_tis:1.2", old_logprobs=old)
+    weight = weigh(batch, product).weight
     for row in range(batch.trajectories):
         mine = batch.row == row
-        mean = float(torch.exp(batch.log_weight[mine].mean()))
-        assert masked[mine].tolist() == [not 0.9 <= mean <= 1.1] * int(mine.sum())
+        mean = float(torch.exp(log[mine].mean()))
+        assert masked("seq_mask")[mine].tolist() == [not 0.9 <= mean <= 1.1] * int(mine.sum())
+        k3 = float((torch.exp(log[mine]) - 1 - log[mine]).mean())
+        assert masked("seq_kl:0.1")[mine].tolist() == [k3 > 0.1] * int(mine.sum())
+        whole = torch.exp(log[mine].sum()).clamp(max=1.2).expand(int(mine.sum()))
+        contained = torch.exp(log[mine]) if old == "behavior" else 1.0
+        torch.testing.assert_close(weight[mine] * contained, whole)
+
+
+def test_means_of_whole_trajectories_replace_those_of_the_micro_batch() -> None:
+    batch = random_batch(4)
+    lengths = torch.bincount(batch.row, minlength=batch.trajectories)
+    first = torch.arange(len(batch.row)) % 2 == 0
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(batch.trajectories).index_add(0, batch.row, values) / lengths
+
+    for text in ("seq_mask", "seq_kl:0.1", "seq_tis:1.2"):
+        settings = LossSettings(importance_correction=text, old_logprobs="recompute")
+        whole = weigh(batch, settings)
+        means = TrajectoryMeans(
+            mean(batch.log_ratio.detach()), mean(batch.log_weight), mean(divergence(batch, settings))
+        )
+        tensors = (field.name for field in fields(batch) if isinstance(getattr(batch, field.name), Tensor))
+        half = replace(batch, **{name: getattr(batch, name)[first] for name in tensors})
+        found = weigh(replace(half, means=means, lengths=lengths), settings)
+        torch.testing.assert_close(found.weight, whole.weight[first])
+        assert torch.equal(found.masked, whole.masked[first])
 
 
 RATIOS = torch.tensor([1.31, 1.29, 0.79, 0.81, 2.3, 0.1])
 
 
-def bounds(
-    settings: LossSettings, advantage: float, age: int = 0, ratios: torch.Tensor = RATIOS
-) -> list[bool]:
-    count = len(ratios)
-    zeros = (0.0,) * count
-    batch = three_tokens(zeros, (advantage,) * count, age=(age,) * count)
-    return out_of_bound(ratios, batch, settings).tolist()
+def bounds(settings: LossSettings, advantage: float, age: int = 0, *, in_weight: bool = False) -> list[bool]:
+    """Which of the tokens with ρ = ``RATIOS`` are masked; ``in_weight``: w is ρ, and r is 1."""
+    count = len(RATIOS)
+    log, zeros = tuple(torch.log(RATIOS).tolist()), (0.0,) * count
+    batch = three_tokens(
+        log, (advantage,) * count, old=log if in_weight else zeros, behavior=zeros,
+        age=(age,) * count,
+    )  # fmt: skip
+    return out_of_bound(batch, settings).tolist()
+
+
+@pytest.mark.parametrize("in_weight", [False, True])
+@pytest.mark.parametrize("loss", ["GRPO", "CISPO", "MINIRL"])
+def test_bounds_hold_for_the_whole_ratio_wherever_it_lies(loss: str, in_weight: bool) -> None:
+    strict = LossSettings(loss_calculater=loss, strict_in_bound=True, epsilon=0.2, epsilon_higher=0.1)
+    assert bounds(strict, +1.0, in_weight=in_weight) == [True, False, False, False, True, False]
+    assert bounds(strict, -1.0, in_weight=in_weight) == [False, False, True, False, False, True]
+
+
+@pytest.mark.parametrize("in_weight", [False, True])
+def test_gspo_is_bounded_by_the_trajectorys_geometric_mean(in_weight: bool) -> None:
+    strict = LossSettings(loss_calculater="GSPO", strict_in_bound=True, epsilon=0.2)
+    assert math.exp(float(torch.log(RATIOS).mean())) == pytest.approx(0.79, abs=0.01)
+    assert bounds(strict, -1.0, in_weight=in_weight) == [True] * 6
+    assert bounds(strict, +1.0, in_weight=in_weight) == [False] * 6
+    assert bounds(LossSettings(loss_calculater="GSPO"), -1.0) == [False] * 6
+
+
+@pytest.mark.parametrize("loss", ["GRPO", "GSPO", "CISPO"])
+def test_a_papers_loss_has_no_bounds_on_staleness(loss: str) -> None:
+    assert bounds(LossSettings(loss_calculater=loss), -1.0) == [False] * 6
 
 
 def test_strict_bounds_mask_in_the_direction_of_the_advantage() -> None:

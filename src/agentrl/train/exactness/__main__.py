@@ -6,35 +6,40 @@ import sys
 
 import torch
 
+from agentrl.batching.planner import PrefixMerging
 from agentrl.losses.registry import LOSSES
 from agentrl.losses.settings import LossSettings
+from agentrl.train.exactness.corrections import cases_of
 from agentrl.train.exactness.models import MODELS, tiny_model
 from agentrl.train.exactness.reference import longest_sequence, plain_step, trainer_step
 from agentrl.train.exactness.steps import make_step, random_shape
 from agentrl.train.step import ForwardOptions
 
 LIMIT = 1e-5
-SEEDS = (1, 2, 3)
+MERGING: tuple[PrefixMerging, ...] = ("off", "trajectory", "group")
 EXECUTORS = ("sdpa", "varlen", "paths")
 
 
 def largest_deviation(loss: str, model_name: str, executor: str, device: str) -> float:
-    """Over ``SEEDS``, merging modes, reductions and budgets: one micro-batch, and as many as there can be."""
+    """Over corrections under every π_old, each with a step, a reduction, a merging mode and a budget.
+
+    The budget is one micro-batch, or as many as there can be.
+    """
     model = tiny_model(model_name, device=device)
     worst = 0.0
-    for seed in SEEDS:
+    for seed, (old, correction) in enumerate(cases_of(loss)):
         data = make_step(random_shape(seed), seed)
         settings = LossSettings(
-            loss_calculater=loss, token_level_loss=seed % 2 == 0, importance_correction="tis"
-        )
+            loss_calculater=loss, token_level_loss=seed % 4 < 2, old_logprobs=old,
+            importance_correction=correction,
+        )  # fmt: skip
         expected = plain_step(model, data, settings)
-        for merging in ("off", "trajectory", "group"):
-            for max_tokens in (longest_sequence(data), 10**6):
-                computed = trainer_step(
-                    model, data, settings, merging=merging, max_tokens=max_tokens,
-                    options=ForwardOptions(executor=executor),
-                )  # fmt: skip
-                worst = max(worst, computed.deviation(expected))
+        computed = trainer_step(
+            model, data, settings, merging=MERGING[seed % 3],
+            max_tokens=10**6 if seed % 2 else longest_sequence(data),
+            options=ForwardOptions(executor=executor),
+        )  # fmt: skip
+        worst = max(worst, computed.deviation(expected))
     return worst
 
 

@@ -1,0 +1,23 @@
+"""Which corrections a loss takes under each π_old, with bounds that act on the steps of this package."""
+
+from __future__ import annotations
+
+from agentrl.losses.settings import OLD_LOGPROBS
+from agentrl.losses.spec import get_spec
+
+_MASKS = ("icepop:0.5:4", "token_mask:0.5:3", "seq_mask:0.7:1.5", "seq_kl:0.6")
+_WEIGHTS = ("tis:1.5", "seq_tis:1.5", "tis:1.5,seq_mask:0.7:1.5", "seq_tis:1.5,token_mask:0.5:3")
+
+
+def corrections_of(loss: str, old_logprobs: str) -> tuple[str, ...]:
+    """Return values of ``--importance_correction`` that ``loss`` takes with ``old_logprobs``, none first."""
+    spec = get_spec(loss)
+    if not spec.from_policy:
+        return ("",)
+    weighs = old_logprobs != "behavior" or spec.contains_weight
+    return ("", *_MASKS, *(_WEIGHTS if weighs else ()))
+
+
+def cases_of(loss: str) -> list[tuple[str, str]]:
+    """Return every pair of ``--old_logprobs`` and ``--importance_correction``."""
+    return [(old, correction) for old in OLD_LOGPROBS for correction in corrections_of(loss, old)]

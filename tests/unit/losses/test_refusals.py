@@ -1,0 +1,70 @@
+"""Settings that could not act, or would act twice, are refused, and the error says how to fix them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from agentrl.errors import ConfigError
+from agentrl.losses.inert import unclipped_flags
+from agentrl.losses.settings import LossSettings
+from agentrl.losses.spec import OWN_DEFAULTS, SPECS
+
+
+@pytest.mark.parametrize(
+    ("flags", "cure"),
+    [
+        ({"importance_correction": "tis"}, "--old_logprobs recompute"),
+        ({"importance_correction": "seq_tis:3"}, "--old_logprobs recompute"),
+        ({"importance_correction": "tis,seq_mask", "loss_calculater": "CISPO"}, "--old_logprobs recompute"),
+        ({"importance_correction": "tis,seq_tis", "old_logprobs": "recompute"}, "keep one of them"),
+        ({"importance_correction": "icepop,seq_tis", "old_logprobs": "loglinear"}, "token_mask:low:high"),
+        ({"dual_clip": 3.0, "loss_calculater": "CISPO"}, "--loss_calculater GRPO or GSPO"),
+        ({"ce_grpo_beta_1": 0.5, "loss_calculater": "MINIRL"}, "--loss_calculater GRPO or GSPO"),
+        ({"importance_weight_cap_ratio": 4.0, "strict_in_bound": True}, "--strict_in_bound false"),
+        ({"importance_weight_cap_ratio": 4.0, "loss_calculater": "MINIRL"}, "--strict_in_bound false"),
+        ({"skip_length_normalization": True, "token_level_loss": True}, "--token_level_loss false"),
+        ({"strict_in_bound": True, "ce_grpo_beta_2": 0.5}, "leave those two out"),
+        ({"epsilon": 0.3, "loss_calculater": "CrossEntropy"}, "leave it out"),
+        ({"importance_correction": "icepop", "loss_calculater": "CrossEntropy"}, "leave it out"),
+    ],
+)
+def test_what_cannot_act_is_refused_with_its_cure(flags: dict[str, Any], cure: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        LossSettings(**flags)
+    assert f"--{next(iter(flags))} is {flags[next(iter(flags))]}" in str(refused.value)
+    assert cure in str(refused.value.cure)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"importance_correction": "icepop,seq_mask,token_mask,seq_kl"},
+        {"importance_correction": "tis,icepop", "old_logprobs": "recompute"},
+        {"importance_correction": "tis", "old_logprobs": "behavior", "loss_calculater": "MINIRL"},
+        {"importance_weight_cap_ratio": math.inf, "loss_calculater": "MINIRL"},
+        {"dual_clip": 3.0, "loss_calculater": "GSPO"},
+        {"token_level_loss": True, "loss_calculater": "MINIRL"},
+    ],
+)
+def test_what_acts_is_accepted(flags: dict[str, Any]) -> None:
+    LossSettings(**flags)
+
+
+@pytest.mark.parametrize("loss", SPECS)
+def test_a_losss_own_defaults_may_be_given(loss: str) -> None:
+    given = {name: getattr(SPECS[loss], name) for name in OWN_DEFAULTS}
+    assert LossSettings(loss_calculater=loss, **given) == LossSettings(loss_calculater=loss)
+
+
+def test_what_bounds_a_ratio_of_one() -> None:
+    given = frozenset({"epsilon", "dual_clip", "kl_coef", "importance_correction"})
+    recompute = LossSettings(old_logprobs="recompute")
+    assert unclipped_flags(given, recompute, 1) == ["dual_clip", "epsilon"]
+    assert unclipped_flags(given, recompute, 2) == []
+    bounded = LossSettings(old_logprobs="recompute", importance_weight_cap_ratio=4.0)
+    assert unclipped_flags(given, bounded, 1) == ["dual_clip"]
+    for old in ("behavior", "loglinear"):
+        assert unclipped_flags(given, LossSettings(old_logprobs=old), 1) == []
