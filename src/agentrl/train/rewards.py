@@ -38,13 +38,17 @@ async def step_window(store: Store, split: str, groups: Sequence[str]) -> Window
 
 
 async def window_metrics(store: Store, window: Window, trained: Sequence[str]) -> dict[str, Any]:
-    """``reward``, ``pass_rate`` and ``length_bias``, as far as the window has them.
+    """``reward``, ``pass_rate``, ``masked_calls`` and ``length_bias``, as far as the window has them.
 
+    ``masked_calls`` counts model calls that a sampling parameter keeps out of training.
     ``length_bias`` is the mean number of generated tokens of the Records ``trained`` over that of all scored
     ones of the window, stale and filtered ones included: below 1, training sees shorter trajectories than the
     policy writes.
     """
     metrics: dict[str, Any] = trajectory_means(window.groups)
+    metrics["masked_calls"] = sum(
+        masked["calls"] for group in window.groups for masked in group.get("masked_calls", ())
+    )
     sampled_mean = await store.training.mean_generated_tokens(tasks=window.tasks)
     trained_mean = await store.training.mean_generated_tokens(records=trained)
     if sampled_mean and trained_mean:
