@@ -16,7 +16,8 @@ AgentRLError
     ├── EngineError        the inference engine failed
     ├── ToolServerError    a tool server cannot be reached (a tool's own error is no failure)
     ├── ScorerError        the scorer raised
-    └── TrajectoryError    the conversation itself cannot go on
+    ├── TrajectoryError    the conversation itself cannot go on
+    └── GroupFilterError   a group filter raised; it ends a group, not a trajectory
 """
 
 from __future__ import annotations
@@ -116,3 +117,9 @@ class TrajectoryError(FailureError):
     """The conversation cannot go on: the template or the context manager broke an invariant."""
 
     kind = "trajectory"
+
+
+class GroupFilterError(FailureError):
+    """A group filter raised, or returned what names no trajectories: its group is not trained."""
+
+    kind = "group"

@@ -106,7 +106,9 @@ class Extensions(Generic[F]):
         module, _, attribute = path.partition(":")
         found = self._imported(path, lambda: getattr(importlib.import_module(module), attribute))
         if not callable(found):
-            raise ConfigError(f"the {self._kind} {path!r} is no function", cure="name an async function")
+            raise ConfigError(
+                f"the {self._kind} {path!r} is no function", cure="name a function of the module"
+            )
         return found
 
     def _imported(self, name: str, load: Callable[[], F]) -> F:

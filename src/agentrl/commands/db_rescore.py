@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from agentrl.documents.dispatch import whole_messages
-from agentrl.errors import ConfigError, ScorerError, StoreError
+from agentrl.errors import ConfigError, GroupFilterError, ScorerError, StoreError
 
 if TYPE_CHECKING:
     from agentrl.config.schema import RunConfig
@@ -38,6 +38,9 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--scorer_timeout_seconds", type=float, default=120.0, help="(%(default)s)")
     parser.add_argument(
         "--agent_config_path", default="assets/agent_config.yml", help="the judge's endpoints"
+    )
+    parser.add_argument(
+        "--allowed_modules", default="", help="modules, separated by commas, that rules may name a filter of"
     )
     parser.add_argument("--dry_run", action="store_true", help="score and compare, write nothing")
     parser.set_defaults(handler=rescore)
@@ -74,6 +77,7 @@ async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
     from agentrl.store.client import open_existing
     from agentrl.store.rescoring import SCORED, Rescoring
 
+    allow_imports(name.strip() for name in arguments.allowed_modules.split(",") if name.strip())
     allow_imports({arguments.scorer} if arguments.scorer else {})
     if arguments.scorer is not None:
         get_scorer(arguments.scorer)
@@ -104,9 +108,13 @@ async def _rescore_group(state: _Run, task_id: str) -> None:
         task_id, records=state.arguments.record, statuses=state.arguments.status
     )
     scores = await _scores(state, group)
-    done = await state.rescoring.apply(
-        task_id, scores, _decide_by(group.task), dry_run=state.arguments.dry_run
-    )
+    try:
+        done = await state.rescoring.apply(
+            task_id, scores, _decide_by(group.task), dry_run=state.arguments.dry_run
+        )
+    except (ConfigError, GroupFilterError) as error:
+        state.errors.append(f"{task_id}: {error.message}")
+        return
     _count(state.splits.setdefault(group.task.split, _Split()), group, scores, done)
 
 

@@ -28,6 +28,9 @@ class GroupConfig:
     min_turns: int = flag(1, "right answers in fewer model calls than this are not trained")
     efficient_rewarding: bool = flag(False, "adjust scores by rank of turns within right and wrong answers")
     reserve_context_error_count: int = flag(-1, "context errors kept per group (-1: all)")
+    group_filter: str | None = flag(
+        None, "filter of your own, a name or module:function, that drops trajectories before all other rules"
+    )
     min_score_spread: float = flag(0.1, "a group whose scores differ by less is abandoned")
     overlong_limit: int = flag(0, "generated tokens from which a trajectory's reward is lowered most")
     overlong_buffer: int = flag(0, "tokens before --overlong_limit over which the penalty grows (0: none)")

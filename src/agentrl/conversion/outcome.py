@@ -6,7 +6,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
 
 from agentrl.config.schema import GroupConfig
@@ -17,7 +17,8 @@ from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import StoreError
-from agentrl.scoring.groups import Decision, decide_group, summarise
+from agentrl.scoring.group_filters import dropped_by_filter
+from agentrl.scoring.groups import Decision, decide_group, filtered_of, summarise
 from agentrl.store.groups import GroupOutcome, RecordOutcome
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,14 @@ class GroupRules:
 
     config: GroupConfig
     seed: int
+    filtered: Mapping[str, str] | None = None
+    """What ``--group_filter`` dropped, {id: reason}, where that is known. None: the filter is asked."""
+
+    @classmethod
+    def of_group(cls, group: Mapping[str, Any]) -> GroupRules:
+        """The rules of ``Task.group``, with what the filter dropped then: it is not imported."""
+        rules = cls.stored(group["rules"])
+        return replace(rules, filtered=filtered_of(group) or {})
 
     @classmethod
     def stored(cls, rules: Mapping[str, Any]) -> GroupRules:
@@ -54,6 +63,7 @@ class GroupRules:
     ) -> GroupOutcome:
         """What becomes of a group; the same whoever computes it, and however often.
 
+        Only a group filter may answer otherwise the next time: its answer is kept (``Task.group.filtered``).
         Groups of ``TRAIN_SPLIT`` become training data; those of any other split are only summed up.
         """
         scored = [record for record in records if record.score is not None]
@@ -63,7 +73,9 @@ class GroupRules:
             outcomes = [_outcome(record.id, RecordStatus.READY) for record in scored]
             summed = {**summarise(scored, failed, 0, rules), "right_threshold": self.config.right_threshold}
             return GroupOutcome(records=tuple(outcomes), summary=summed)
-        decisions = decide_group(scored, self.config, random.Random(f"{self.seed}/{task.id}"))
+        filtered = self._filtered(task, scored)
+        rng = random.Random(f"{self.seed}/{task.id}")
+        decisions = decide_group(scored, self.config, rng, filtered)
         by_id = {record.id: record for record in scored}
         data: list[DBRecordData] = []
         outcomes = []
@@ -77,9 +89,18 @@ class GroupRules:
                 outcomes.append(_outcome(decision.record_id, RecordStatus.READY, decision.advantage))
             else:
                 outcomes.append(_outcome(decision.record_id, RecordStatus.ABANDONED, None, converted))
-        summed = summarise(scored, failed, len(data), rules)
-        summary = {**summed, "masked_calls": _counts(masked), "rules": rules}
+        summary = {
+            **summarise(scored, failed, len(data), rules),
+            "masked_calls": _counts(masked),
+            "filtered": [{"record": key, "because": because} for key, because in filtered.items()],
+            "rules": rules,
+        }
         return GroupOutcome(data=tuple(data), records=tuple(outcomes), summary=summary)
+
+    def _filtered(self, task: Task, scored: Sequence[Record]) -> Mapping[str, str]:
+        if self.filtered is not None or self.config.group_filter is None or not scored:
+            return self.filtered or {}
+        return dropped_by_filter(self.config.group_filter, task, scored)
 
     def _masked(self, calls: Sequence[DispatchedSamplingTask], decision: Decision) -> list[str]:
         """What shaped each call that is not trained for that reason alone."""

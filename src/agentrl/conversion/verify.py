@@ -61,11 +61,12 @@ def group_problem(group: StoredGroup | None, data: Sequence[DBRecordData]) -> st
     problem = slot_problem(group.task, group.records)
     if problem is not None:
         return problem
-    rules = (group.task.group or {}).get("rules")
-    if not isinstance(rules, Mapping):
+    summary = group.task.group or {}
+    if not isinstance(summary.get("rules"), Mapping):
         return "its Task does not say by which rules it was decided"
     expected = {
-        item.id: item for item in GroupRules.stored(rules).decide(group.task, group.records, group.calls).data
+        item.id: item
+        for item in GroupRules.of_group(summary).decide(group.task, group.records, group.calls).data
     }
     for item in data:
         if item.id not in expected:

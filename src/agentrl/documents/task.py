@@ -88,8 +88,9 @@ class Task(Root):
     """Set when the group is finalised under ``--task_selection pass_rate``, until the task's copy of the next
     epoch is begun: such a task may be selected again."""
     group: dict[str, Any] | None = None
-    """Set when the group is finalised: ``{scored, failed, mean_score, outcome, rules, finalised_at,
-    counted_at_step}``; the last is the step whose metrics count it.
+    """Set when the group is finalised: ``{scored, failed, mean_score, outcome, rules, filtered,
+    finalised_at, counted_at_step}``; the last is the step whose metrics count it. ``filtered`` is
+    ``[{record, because}]`` of the Records that ``--group_filter`` dropped.
 
     A group of another split than ``train`` has ``right_threshold`` in place of ``rules``. One that was given
     up has the outcome ``failed`` and ``problem``, which says why."""

@@ -14,6 +14,7 @@ from agentrl.rollout.session import Tools
 from agentrl.scoring.advantages import needs_others
 from agentrl.scoring.agent_config import AgentSection, ModelEndpoint, load_section
 from agentrl.scoring.answers import check_schema
+from agentrl.scoring.group_filters import get_group_filter
 from agentrl.scoring.registry import get_scorer
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ async def probe(
     for schema, task in named.answer_schemas.items():
         _try(problems, task, lambda schema=schema: check_schema(schema))  # type: ignore[misc]
     await _try_tools(problems, tools, named)
+    if groups is not None and (own := groups.group_filter) is not None:
+        _try(problems, None, lambda: get_group_filter(own))
     if groups is not None and named.smallest_group is not None:
         _try(problems, None, lambda: require_groups(groups, named.smallest_group or 0))
     judged = sorted(JUDGES & named.scorers.keys())

@@ -45,6 +45,7 @@ async def _sample(configs: Configs) -> None:
 
 async def _sample_until(stop: asyncio.Event, configs: Configs) -> None:
     from agentrl.config.facts import sampler_facts
+    from agentrl.extensions import paths_among
     from agentrl.observe.begin_run import begin_model, begin_run
     from agentrl.rollout.admission import Admission
     from agentrl.rollout.finalise import TRAIN_SPLIT, Finaliser
@@ -69,6 +70,7 @@ async def _sample_until(stop: asyncio.Event, configs: Configs) -> None:
             await store.claims.reopen_failed(TRAIN_SPLIT)
         async with open_worker(store, configs, stop=stop) as (worker, router):
             await probe(store, worker.tools, sampling, TRAIN_SPLIT, configs[GroupConfig])
+            await store.imports.add(paths_among({configs[GroupConfig].group_filter or ""}))
             await store.settings.begin("chat", worker.renderer.facts, "sample")
             admission = Admission(sampling, configs[TrainConfig])
             sampler = Sampler(

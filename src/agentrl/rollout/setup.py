@@ -16,6 +16,7 @@ from agentrl.config.schema import (
     AgentConfig,
     ClaimConfig,
     EngineConfig,
+    GroupConfig,
     ModelConfig,
     RunConfig,
     SamplingConfig,
@@ -86,6 +87,8 @@ async def live_engines(
 async def allow_configured_imports(store: Store, configs: Configs) -> None:
     """Import from now on what the flags and the run's list name, whatever Task documents name."""
     allow_imports(configs[TaskConfig].allowed_names | {configs[AgentConfig].agent_name})
+    if (group_filter := configs[GroupConfig].group_filter) is not None:
+        allow_imports({group_filter})
     allow_imports(await store.imports.paths())
 
 

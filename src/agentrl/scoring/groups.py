@@ -30,19 +30,37 @@ class Decision:
     abandoned_because: str | None = None
 
 
-def decide_group(records: Sequence[Record], config: GroupConfig, rng: random.Random) -> list[Decision]:
+def decide_group(
+    records: Sequence[Record],
+    config: GroupConfig,
+    rng: random.Random,
+    filtered: Mapping[str, str] | None = None,
+) -> list[Decision]:
     """Decide every scored Record of a group; ``records`` without a score take no part.
 
-    In this order: a group without spread is abandoned whole; ``balance_sample`` evens right and wrong out, or
+    In this order: what ``--group_filter`` dropped (``filtered``, {id: reason}) is abandoned and is in nothing
+    that follows; a group without spread is abandoned whole; ``balance_sample`` evens right and wrong out, or
     else the filters apply; what is left is given advantages, the baseline taken over what is left. Spread and
     filters look at the scores; ``efficient_rewarding`` and the overlong penalty shape the rewards that
     advantages come from, never a score.
     """
     scored = [record for record in records if record.score is not None]
+    gone = filtered or {}
+    left = [record for record in scored if record.id not in gone]
+    decided = {item.record_id: item for item in _decide(left, config, rng)}
+    return [decided.get(record.id) or _abandon(record, gone[record.id]) for record in scored]
+
+
+def filtered_of(summary: Mapping[str, Any]) -> dict[str, str] | None:
+    """Return {id: reason} of what ``--group_filter`` dropped, from ``Task.group``; None if it has no list."""
+    dropped = summary.get("filtered")
+    return None if dropped is None else {str(item["record"]): str(item["because"]) for item in dropped}
+
+
+def _decide(scored: Sequence[Record], config: GroupConfig, rng: random.Random) -> list[Decision]:
     if not scored:
         return []
-    scores = [_score(record) for record in scored]
-    if agrees(scores, config.min_score_spread):
+    if agrees([_score(record) for record in scored], config.min_score_spread):
         return [_abandon(record, "no spread in the group's scores") for record in scored]
     dropped = _balance(scored, config, rng) if config.balance_sample else _filter(scored, config, rng)
     kept = [record for record in scored if record.id not in dropped]

@@ -12,6 +12,7 @@ from db_command import agentrl_db, violations
 
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.conversion.outcome import GroupRules
+from agentrl.conversion.verify import verifier
 from agentrl.documents.base import now
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus, TaskStatus
@@ -19,6 +20,7 @@ from agentrl.documents.task import Task, task_key
 from agentrl.observe.audit_run import read_state, render_state
 from agentrl.rollout import finalise as finalise_module
 from agentrl.rollout.finalise import ATTEMPTS, Finaliser
+from agentrl.scoring.group_filters import ScoredGroup, group_filter
 from agentrl.store import blobs
 from agentrl.store.client import Store
 
@@ -147,3 +149,33 @@ async def test_an_upload_that_was_cut_is_completed(
     again = await store.training.fetch([one.id, two.id])
     assert [item.input_ids for item in again] == [one.input_ids, two.input_ids]
     assert await violations(store) == []
+
+
+@group_filter("refuses")
+def refuses(group: ScoredGroup) -> list[str]:
+    """Raises for one group, and keeps the second trajectory of the others."""
+    if group.task == BAD:
+        raise SystemExit("no licence")
+    return [group.trajectories[1].id]
+
+
+async def test_a_filter_that_raises_fails_its_group_alone(store: Store) -> None:
+    for order, key in enumerate([BAD, GOOD[0]]):
+        await group(store, key, order)
+    rules = GroupConfig(group_filter="refuses", advantage="reward", min_score_spread=0.0)
+    finaliser = Finaliser(store, rules, split="train", seed=0)
+    assert sum([await finaliser.run_waiting() for _ in range(ATTEMPTS)]) == 1
+    bad, good = await task_of(store, BAD), await task_of(store, GOOD[0])
+    assert bad.group is not None
+    assert (bad.group["outcome"], bad.group["rules"]["group_filter"]) == ("failed", "refuses")
+    assert bad.group["problem"] == "group filter refuses raised SystemExit: no licence"
+    assert good.group is not None
+    first, second = await store.records.of_task(GOOD[0])
+    assert good.group["filtered"] == [{"record": first.id, "because": "group filter refuses: not kept"}]
+    assert (first.status, first.abandoned_because) == (
+        RecordStatus.ABANDONED, "group filter refuses: not kept",
+    )  # fmt: skip
+    assert (second.status, second.advantage) == (RecordStatus.READY, 1.0)
+    assert await violations(store) == []
+    ready = await store.training.fetch([second.id])
+    assert await verifier(store)(ready) == {}

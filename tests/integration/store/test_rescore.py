@@ -17,6 +17,7 @@ from agentrl.documents.status import DataStatus, RecordStatus, TaskStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, StoreError
 from agentrl.rollout.finalise import Finaliser
+from agentrl.scoring.group_filters import ScoredGroup
 from agentrl.scoring.registry import ScorerContext
 from agentrl.store import blobs
 from agentrl.store.client import Store
@@ -148,6 +149,32 @@ async def test_a_dry_run_writes_nothing_and_the_filters_choose(
         await agentrl_db(run_config, "rescore", "--scorer", ONE, "--task", "train/0/nothing")
     with pytest.raises(ConfigError, match="no scorer"):
         await agentrl_db(run_config, "rescore", "--scorer", "exactt")
+    assert await violations(store) == []
+
+
+def second_alone(group: ScoredGroup) -> list[str]:
+    """Keeps what scored above 0.9."""
+    return [item.id for item in group.trajectories if item.score > 0.9]
+
+
+async def test_a_group_filter_is_asked_again_where_it_may_be_imported(
+    store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await run.publish(store, tmp_path, 0, step=0, train_step=None)
+    await run.add_task(store, run.READY, 0)
+    for score in (0.0, 1.0):
+        await run.score(store, await run.claim(store), score)
+    rules = GroupConfig(
+        group_filter=f"{__name__}:second_alone", advantage="reward", min_score_spread=0.0
+    )  # fmt: skip
+    assert await Finaliser(store, rules, split="train", seed=0).run_waiting() == 1
+    assert [item.id for item in await store.training.ready("train")] == [SECOND]
+    words = ("rescore", "--scorer", ONE, "--record", FIRST)
+    assert await agentrl_db(run_config, *words) == 1
+    assert "may not import" in capsys.readouterr().out
+    assert (await record(store, FIRST)).score == 0.0
+    assert await agentrl_db(run_config, *words, "--allowed_modules", __name__) == 0
+    assert {item.id for item in await store.training.ready("train")} == {FIRST, SECOND}
     assert await violations(store) == []
 
 

@@ -14,6 +14,8 @@ from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus, RecordStatus
 from agentrl.documents.task import Task
+from agentrl.errors import ConfigError
+from agentrl.scoring.group_filters import ScoredGroup, group_filter
 from agentrl.store.groups import GroupOutcome
 
 TASK = Task(id="train/0/a", task_id="a", split="train", epoch=0, order=0, query="q")
@@ -85,3 +87,37 @@ def test_a_group_at_its_baseline_trains_nothing() -> None:
     outcome = decide(*(0.1 + 0.2 if place % 2 else 0.3 for place in range(10)), min_score_spread=0.0)
     assert outcome.data == ()
     assert outcome.summary["outcome"] == "abandoned"
+
+
+ASKED: list[str] = []
+
+
+@group_filter("once")
+def once(group: ScoredGroup) -> dict[str, str]:
+    """Drops the first trajectory the first time only."""
+    ASKED.append(group.task)
+    return {group.trajectories[0].id: "it is the first"} if len(ASKED) == 1 else {}
+
+
+def test_a_filters_answer_is_kept_with_the_group() -> None:
+    outcome = decide(0.0, 0.0, 1.0, group_filter="once")
+    assert outcome.summary["filtered"] == [
+        {"record": "train/0/a/0/1", "because": "group filter once: it is the first"}
+    ]
+    assert [item.advantage for item in outcome.records] == [None, -1.0, 1.0]
+    assert outcome.records[0].because == "group filter once: it is the first"
+    again = decide(0.0, 0.0, 1.0, rules=GroupRules.of_group(outcome.summary))
+    assert (again.records, again.summary) == (outcome.records, outcome.summary)
+    assert len(ASKED) == 1
+    anew = decide(0.0, 0.0, 1.0, rules=GroupRules.stored(outcome.summary["rules"]))
+    assert len(anew.data) == 3
+    assert len(ASKED) == 2
+
+
+def test_a_group_decided_elsewhere_imports_nothing() -> None:
+    rules = GroupRules(config=GroupConfig(group_filter="nowhere:at_all"), seed=7)
+    summary = {**decide(0.0, 1.0).summary, "rules": rules.to_store()}
+    assert len(decide(0.0, 1.0, rules=GroupRules.of_group(summary)).data) == 2
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        decide(0.0, 1.0, rules=rules)
+    assert decide(0.5, split="eval-v000001", rules=rules).data == ()

@@ -11,7 +11,7 @@ from typing import Any
 from agentrl.config.schema import GroupConfig
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
-from agentrl.scoring.groups import FAILED, decide_group, summarise
+from agentrl.scoring.groups import FAILED, decide_group, filtered_of, summarise
 from agentrl.store.check.findings import Problem
 from agentrl.store.check.reading import differing
 from agentrl.store.check.slots import DEAD, SETTLED
@@ -82,13 +82,15 @@ def group_problems(task: Json, records: Sequence[Json], trained: int) -> Iterato
     )
     rules = group.get("rules")
     if rules is not None and not given_up:
-        yield from _advantages(task, records, scored, rules)
+        yield from _advantages(task, records, scored, group)
 
 
 def _advantages(
-    task: Json, records: Sequence[Json], scored: Sequence[Record], rules: Mapping[str, Any]
+    task: Json, records: Sequence[Json], scored: Sequence[Record], group: Mapping[str, Any]
 ) -> Iterator[Problem]:
-    decisions = decide_group(scored, rules_of(rules), random.Random(f"{rules['seed']}/{task['_id']}"))
+    rules = group["rules"]
+    rng = random.Random(f"{rules['seed']}/{task['_id']}")
+    decisions = decide_group(scored, rules_of(rules), rng, filtered_of(group))
     by_id = {record["_id"]: record for record in records}
     for decision in decisions:
         record = by_id[decision.record_id]

@@ -1,0 +1,123 @@
+"""Group filters by name: ``@group_filter``, entry points ``agentrl.group_filters``, paths ``module:name``."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.barrier import contain_call, describe
+from agentrl.documents.record import Record
+from agentrl.documents.storable import clean
+from agentrl.documents.task import Task
+from agentrl.errors import GroupFilterError
+from agentrl.extensions import Extensions
+
+_REASON_CHARS = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredTrajectory:
+    """What a filter sees of one scored trajectory."""
+
+    id: str
+    score: float
+    turns: int
+    """Model calls."""
+    tool_calls: int
+    generated_tokens: int
+    """Of all model calls."""
+    stop_reason: str | None
+    """A value of ``StopReason``, such as ``answered`` or ``turns_limit_error``."""
+    final_answer: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredGroup:
+    """What a filter sees of a group: its task, and the trajectories that have a score. A copy, to be read."""
+
+    task: str
+    task_id: str
+    """``id`` in the task file."""
+    split: str
+    epoch: int
+    query: str
+    answer: Any
+    meta: Mapping[str, Any]
+    """The other fields of the task file."""
+    trajectories: tuple[ScoredTrajectory, ...]
+
+
+GroupFilter = Callable[[ScoredGroup], Mapping[str, str] | Collection[str]]
+"""Returns the ids to drop, each with a reason, as a mapping; or the ids to keep, as a list, tuple or set."""
+
+_filters: Extensions[GroupFilter] = Extensions("group filter", group="agentrl.group_filters", built_in=())
+
+
+def group_filter(*names: str) -> Callable[[GroupFilter], GroupFilter]:
+    """Register a function ``(ScoredGroup) -> {id: reason}`` or ``-> [id, …]`` under ``names``."""
+    return _filters.register(*names)
+
+
+def get_group_filter(name: str) -> GroupFilter:
+    """The filter of a name or of a path ``module:function``; ConfigError if there is none."""
+    return _filters.get(name)
+
+
+def dropped_by_filter(name: str, task: Task, records: Sequence[Record]) -> dict[str, str]:
+    """Return which of the scored ``records`` of a group the filter ``name`` drops: {id: reason}.
+
+    What goes wrong in the filter, and a result of another form, is a GroupFilterError. ConfigError: there is
+    no such filter, or this process may not import it.
+    """
+    function = get_group_filter(name)
+    what = f"group filter {name}"
+    result = contain_call(lambda: function(_view(task, records)), what, GroupFilterError)
+    reasons = contain_call(
+        lambda: _reasons(what, result, [record.id for record in records]), what, GroupFilterError
+    )
+    return {key: f"{what}: {reason}" for key, reason in reasons.items()}
+
+
+def _view(task: Task, records: Sequence[Record]) -> ScoredGroup:
+    return ScoredGroup(
+        task=task.id, task_id=task.task_id, split=task.split, epoch=task.epoch, query=task.query,
+        answer=copy.deepcopy(task.answer), meta=copy.deepcopy(task.meta),
+        trajectories=tuple(
+            ScoredTrajectory(
+                id=record.id, score=0.0 if record.score is None else record.score, turns=record.turns,
+                tool_calls=record.tool_calls, generated_tokens=record.generated_tokens,
+                stop_reason=None if record.stop_reason is None else record.stop_reason.value,
+                final_answer=record.final_answer,
+            )
+            for record in records
+        ),
+    )  # fmt: skip
+
+
+def _reasons(what: str, result: Any, ids: Sequence[str]) -> dict[str, str]:
+    """Why each dropped trajectory is dropped; GroupFilterError for a result of another form."""
+    if inspect.iscoroutine(result):
+        result.close()
+        raise GroupFilterError(f"{what} is async", cure="write a plain function: def, not async def")
+    if not isinstance(result, (Mapping, list, tuple, set, frozenset)):
+        raise GroupFilterError(f"{what} returned {describe(result)}", cure=_CURE)
+    for key in result:
+        if not isinstance(key, str) or key not in ids:
+            raise GroupFilterError(
+                f"{what} names {describe(key)}, which is no trajectory of the group", cure=_CURE
+            )
+    if not isinstance(result, Mapping):
+        return {key: "not kept" for key in ids if key not in result}
+    return {key: _reason(what, key, result[key]) for key in ids if key in result}
+
+
+def _reason(what: str, key: str, reason: Any) -> str:
+    if not isinstance(reason, str) or not reason.strip():
+        raise GroupFilterError(f"{what} drops {key} for the reason {describe(reason)}", cure=_CURE)
+    return str(clean(reason))[:_REASON_CHARS]
+
+
+_CURE = "return {id: reason} of the trajectories to drop, or a list of the ids to keep"
