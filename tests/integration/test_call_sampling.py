@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rollout_fakes import FakeTools
 from tiny_policy import write_tiny_policy
+from transformers import Qwen3ForCausalLM
 
 from agentrl.batching.planner import build_micro_batches
 from agentrl.config.schema import AgentConfig, EngineConfig, GroupConfig, ModelConfig
@@ -52,9 +54,18 @@ class Served:
     url: str
 
 
+def sharpen(folder: Path) -> None:
+    """Multiply the policy's logits, so that the temperature matters."""
+    model = Qwen3ForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(10.0)
+    model.save_pretrained(folder)
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = write_tiny_policy(tmp_path_factory.mktemp("call-sampling") / "policy")
+    sharpen(folder)
     config = EngineConfig(engine="local", max_total_tokens=4096)
     port = free_port(config.host)
     process = EngineProcess(engine_command(str(folder), ModelConfig(), config, port), folder / "engine.log")
