@@ -53,8 +53,11 @@ def decide_group(
 
 def filtered_of(summary: Mapping[str, Any]) -> dict[str, str] | None:
     """Return {id: reason} of what ``--group_filter`` dropped, from ``Task.group``; None if it has no list."""
-    dropped = summary.get("filtered")
-    return None if dropped is None else {str(item["record"]): str(item["because"]) for item in dropped}
+    listed = summary.get("filtered")
+    if not isinstance(listed, list):
+        return None
+    items = [item for item in listed if isinstance(item, Mapping)]
+    return {str(item.get("record")): str(item.get("because")) for item in items}
 
 
 def _decide(scored: Sequence[Record], config: GroupConfig, rng: random.Random) -> list[Decision]:

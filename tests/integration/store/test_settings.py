@@ -64,6 +64,7 @@ async def test_an_evaluation_takes_the_runs_threshold(store: Store) -> None:
         ("sample", [], ["--tool_call_parser", "qwen"], "--tool_call_parser is 'qwen'"),
         ("sample", [], ["--seed", "3"], "--seed is 3"),
         ("sample", [], ["--adv_scaling", "2"], "--adv_scaling is 2"),
+        ("sample", [], ["--group_filter", "mine:keep"], "--group_filter is 'mine:keep'"),
         ("sample", [], ["--right_threshold", "0.6"], "--right_threshold is 0.6, and the run has 0.5"),
         ("sample", [], ["--preferred_sampling_params", '{"temperature": 0.5}'], "--temperature is 0.5"),
     ],

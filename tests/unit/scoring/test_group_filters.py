@@ -168,4 +168,6 @@ def test_what_a_filter_drops_is_in_nothing_that_follows() -> None:
 
 def test_what_was_dropped_is_read_from_the_group() -> None:
     assert filtered_of({}) is None
+    assert filtered_of({"filtered": "r0"}) is None
+    assert filtered_of({"filtered": ["r0"]}) == {}
     assert filtered_of({"filtered": [{"record": "r0", "because": "b"}]}) == {"r0": "b"}
