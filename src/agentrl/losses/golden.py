@@ -6,18 +6,53 @@ import sys
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from agentrl.losses.batch import TokenBatch
+from agentrl.losses.old_policy import old_logprobs
+from agentrl.losses.recipes import RECIPES
 from agentrl.losses.reduce import Denominators, reduce_losses
 from agentrl.losses.registry import token_losses
 from agentrl.losses.settings import LossSettings
 
 TOLERANCE = 1e-4
 
-ADVANTAGES = (1.0, -1.0, 2.0)
-LOGPROBS = (-1.69315, -1.0, -0.59453)
-OLD_LOGPROBS = (-1.0, -1.0, -1.0)
-BEHAVIOR_LOGPROBS = (-0.5, -1.5, -0.8)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """The tokens of a step, one entry each; ``row`` is the trajectory."""
+
+    row: tuple[int, ...]
+    advantages: tuple[float, ...]
+    logprobs: tuple[float, ...]
+    start: tuple[float, ...]
+    """The trainer's own at the start of the step."""
+    behavior: tuple[float, ...]
+    reference: tuple[float, ...]
+    age: tuple[int, ...]
+
+
+VECTOR = Example(
+    row=(0, 0, 0),
+    advantages=(1.0, -1.0, 2.0),
+    logprobs=(-1.69315, -1.0, -0.59453),
+    start=(-1.0, -1.0, -1.0),
+    behavior=(-0.5, -1.5, -0.8),
+    reference=(-1.0, -1.0, -1.0),
+    age=(0, 0, 0),
+)
+"""One trajectory of three tokens, each with an advantage of its own."""
+
+STEP = Example(
+    row=(0, 0, 0, 1, 1, 2),
+    advantages=(1.0, 1.0, 1.0, -1.0, -1.0, 0.5),
+    logprobs=(-1.69315, -1.0, -0.59453, -0.6, -0.5, -0.5),
+    start=(-1.0, -1.0, -1.0, -1.0, -2.0, -2.2),
+    behavior=(-0.5, -1.5, -0.8, -0.7, -0.7, -4.0),
+    reference=(-1.2, -1.1, -0.9, -1.0, -1.5, -1.6),
+    age=(0, 1, 1, 2, 2, 3),
+)
+"""Three trajectories of three, two and one token; ratios on both sides of every bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +62,7 @@ class Golden:
     name: str
     settings: LossSettings
     expected: float
-    old_is_behavior: bool = False
+    example: Example = VECTOR
     kept: tuple[int, ...] | None = None
 
 
@@ -39,7 +74,7 @@ def _case(
     upper: float = 0.2,
     correction: str = "",
     token_mean: bool = True,
-    old_is_behavior: bool = False,
+    old: str = "recompute",
     kept: tuple[int, ...] | None = None,
 ) -> Golden:
     settings = LossSettings(
@@ -49,9 +84,9 @@ def _case(
         importance_correction=correction,
         token_level_loss=token_mean,
         skip_length_normalization=not token_mean,
-        old_logprobs="behavior" if old_is_behavior else "recompute",
+        old_logprobs=old,
     )
-    return Golden(name=name, settings=settings, expected=expected, old_is_behavior=old_is_behavior, kept=kept)
+    return Golden(name=name, settings=settings, expected=expected, kept=kept)
 
 
 GOLDEN: tuple[Golden, ...] = (
@@ -69,30 +104,46 @@ GOLDEN: tuple[Golden, ...] = (
     ),
     _case(
         "MINIRL, sum, π_old = μ, bounds [0.8, 1.3]", 0.3250, "MINIRL", upper=0.3, token_mean=False,
-        old_is_behavior=True, kept=(1, 1, 1),
+        old="behavior", kept=(1, 1, 1),
+    ),
+    *(
+        Golden(name=recipe.name, settings=recipe.settings, expected=recipe.expected, example=STEP)
+        for recipe in RECIPES
     ),
 )  # fmt: skip
-"""One trajectory of three tokens, each with an advantage of its own; token mean where not said otherwise."""
+"""``VECTOR`` with a token mean where not said otherwise, then ``STEP`` with every row of docs/losses.md."""
+
+
+def batch_of(example: Example, settings: LossSettings) -> TokenBatch:
+    """The example as losses take it; its logprobs are a leaf with a gradient."""
+    behavior, age = torch.tensor(example.behavior), torch.tensor(example.age)
+    row = torch.tensor(example.row)
+    return TokenBatch(
+        logprobs=torch.tensor(example.logprobs, requires_grad=True),
+        old_logprobs=old_logprobs(settings.old_logprobs, torch.tensor(example.start), behavior, age),
+        behavior_logprobs=behavior,
+        reference_logprobs=torch.tensor(example.reference),
+        advantages=torch.tensor(example.advantages),
+        row=row,
+        version=torch.zeros_like(row),
+        age=age,
+        mask=torch.ones_like(row, dtype=torch.bool),
+        trajectories=int(row.max()) + 1,
+    )
+
+
+def loss_of(batch: TokenBatch, settings: LossSettings) -> tuple[Tensor, tuple[int, ...]]:
+    """The loss of a whole step in one batch, with gradient, and which tokens it kept."""
+    result = token_losses(batch, settings)
+    whole = Denominators.of(batch.mask, batch.row)
+    loss = reduce_losses(result.losses, batch.mask, batch.row, batch.trajectories, whole, settings)
+    return loss, tuple((~(result.masked | result.clipped)).int().tolist())
 
 
 def evaluate(case: Golden) -> tuple[float, tuple[int, ...]]:
     """The loss of a case, and which tokens it kept."""
-    behavior = torch.tensor(BEHAVIOR_LOGPROBS)
-    batch = TokenBatch(
-        logprobs=torch.tensor(LOGPROBS),
-        old_logprobs=behavior if case.old_is_behavior else torch.tensor(OLD_LOGPROBS),
-        behavior_logprobs=behavior,
-        advantages=torch.tensor(ADVANTAGES),
-        row=torch.zeros(3, dtype=torch.int64),
-        version=torch.zeros(3, dtype=torch.int64),
-        age=torch.zeros(3, dtype=torch.int64),
-        mask=torch.ones(3, dtype=torch.bool),
-        trajectories=1,
-    )
-    result = token_losses(batch, case.settings)
-    whole = Denominators.of(batch.mask, batch.row)
-    loss = reduce_losses(result.losses, batch.mask, batch.row, 1, whole, case.settings)
-    return float(loss), tuple((~(result.masked | result.clipped)).int().tolist())
+    loss, kept = loss_of(batch_of(case.example, case.settings), case.settings)
+    return float(loss.detach()), kept
 
 
 def main() -> int:

@@ -17,7 +17,10 @@ from agentrl.config.schema import AdapterConfig, LossConfig, ModelConfig, OptimC
 from agentrl.documents.packing import pack_floats
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ModelError
+from agentrl.losses.batch import TokenBatch, TokenLosses
+from agentrl.losses.settings import LossSettings
 from agentrl.train import compute as compute_module
+from agentrl.train import step_loss as step_loss_module
 from agentrl.train.build import Recipe, build_computer
 from agentrl.train.compute import StepComputer
 from agentrl.train.step import forest_logprobs
@@ -114,6 +117,28 @@ def test_recomputed_logprobs_are_those_of_the_start_of_the_step(base: Path, meth
     once = computer(base, old_logprobs=method).train(data).metrics
     if method == "recompute":
         assert once["ratio_max"] == once["ratio_mean"] == 1.0
+
+
+def test_loglinear_starts_from_the_policy_of_the_steps_start_in_every_update(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = computer(base, num_epochs_per_batch=3, rate=0.05, old_logprobs="loglinear")
+    data = [replace(item, behavior_logprobs=pack_floats([-3.0] * 4)) for item in DATA]
+    versions = {span.version for item in data for span in item.spans}
+    plain, batches = step_loss_module.token_losses, []
+
+    def watch(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
+        batches.append(batch)
+        return plain(batch, settings)
+
+    monkeypatch.setattr(step_loss_module, "token_losses", watch)
+    with torch.no_grad():
+        start = forest_logprobs(many.policy.model, many._pack(data)[0])[0]
+    many.train(data, dict.fromkeys(versions, 2))
+    assert len(batches) == 3
+    for batch in batches:  # age 2: two thirds of the way from the sampler to the start
+        torch.testing.assert_close(batch.old_logprobs, -3.0 + 2 / 3 * (start + 3.0))
+    assert float((batches[2].logprobs.detach() - start).abs().max()) > 0.1
 
 
 def test_an_update_that_is_not_finite_ends_the_step_and_keeps_what_was_made(
