@@ -14,10 +14,7 @@ if [ -n "${DEMO:-}" ]; then
   flags+=(--max_turns 4 --max_prompt_tokens 2048 --prompt_reserve_tokens 256 --max_new_tokens 64)
 else
   flags+=(--max_turns 200 --max_prompt_tokens 128768 --max_new_tokens 32768 --new_context discard_all)
-  # vLLM's logprobs would be those of the penalised distribution: the client refuses penalties.
-  if [ "${ENGINE:-local}" != vllm ]; then
-    flags+=(--preferred_sampling_params '{"temperature": 1, "top_p": 1, "presence_penalty": 1.0}')
-  fi
+  flags+=(--preferred_sampling_params '{"temperature": 1, "top_p": 1, "presence_penalty": 1.0}')
 fi
 flags+=("$@")
 

@@ -3,15 +3,21 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from engine_policy import (
+    VOCAB,
+    assert_close,
+    assert_logprobs,
+    plain_logprobs,
+    prompt,
+    sampled_logprobs,
+    save_model,
+)
 
 from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.documents.dispatch import VersionSpan
@@ -23,8 +29,6 @@ from agentrl.inference.sampling import SamplingParams
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
-VOCAB = 512
-EOS = 1
 LONG_TOKENS = 2500
 LONG = SamplingParams(max_new_tokens=LONG_TOKENS, extra={"ignore_eos": True})
 SHORT = SamplingParams(max_new_tokens=12, extra={"ignore_eos": True})
@@ -42,29 +46,6 @@ class Served:
 
     def client(self, timeout: float = 120.0) -> EngineClient:
         return engine_client(self.kind, self.url, timeout)
-
-
-def save_model(folder: Path, seed: int) -> str:
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=False,
-        initializer_range=0.15, bos_token_id=0, eos_token_id=EOS, pad_token_id=EOS,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer = Tokenizer(models.BPE(unk_token=None))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["one two three"], trainer)
-    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
-    ).save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="session")
@@ -131,31 +112,6 @@ async def busy(client: EngineClient) -> bool:
     return await client.load() > 0
 
 
-def prompt(seed: int, length: int = 40) -> list[int]:
-    return [int(item) for item in np.random.default_rng(seed).integers(2, VOCAB, length)]
-
-
-def plain_logprobs(
-    folder: str, ids: Sequence[int], output: Sequence[int], temperature: float = 1.0
-) -> torch.Tensor:
-    """float32[len(output), vocab]: transformers' own log-probabilities at each generated token."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        logits = model(torch.tensor([[*ids, *output]])).logits[0, len(ids) - 1 : -1]
-    return torch.log_softmax(logits / temperature, dim=-1)
-
-
-def assert_logprobs(
-    folder: str, ids: Sequence[int], made: Generation, start: int = 0, end: int | None = None,
-    temperature: float = 1.0,
-) -> None:  # fmt: skip
-    expected = plain_logprobs(folder, ids, made.output_ids, temperature)
-    chosen = expected.gather(-1, torch.tensor(made.output_ids)[:, None])[:, 0]
-    gap = (chosen - torch.tensor(made.logprobs)).abs()[start:end]
-    assert gap.mean() < 1e-4
-    assert gap.max() < 1e-3
-
-
 async def running_long(client: EngineClient, seed: int, rid: str) -> "asyncio.Task[Generation]":
     """A long generation that has surely made some tokens: two shorter ones that came after it have ended.
 
@@ -178,35 +134,55 @@ async def test_health_and_model_info(served: Served, engine: EngineClient) -> No
     assert (await engine.server_info())["model_path"] == served.first
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 async def test_logprobs_are_those_of_the_plain_model(
     served: Served, engine: EngineClient, temperature: float
 ) -> None:
     params = SHORT.replace(max_new_tokens=60, temperature=temperature)
     made = await engine.generate(prompt(1), params, f"logprobs-{temperature}")
     assert len(made.output_ids) == len(made.logprobs) == 60
-    assert (made.finish_reason, made.prompt_tokens) == ("length", 40)
+    assert (made.finish_reason, made.prompt_tokens, made.logprobs_of) == ("length", 40, "policy")
     assert made.versions == (VersionSpan(version=0, start=0, end=60),)
     assert_logprobs(served.first, prompt(1), made, temperature=temperature)
 
 
-async def test_logprobs_are_not_renormalised_by_truncation(served: Served, engine: EngineClient) -> None:
-    params = SHORT.replace(max_new_tokens=40, top_p=0.7, top_k=5)
-    if served.kind == "vllm":
-        with pytest.raises(EngineRefusedError, match=r"top_p is 0\.7"):
-            await engine.generate(prompt(2), params, "truncated")
-        return
-    made = await engine.generate(prompt(2), params, "truncated")
-    assert_logprobs(served.first, prompt(2), made)
-    expected = plain_logprobs(served.first, prompt(2), made.output_ids)
-    ranks = (expected > expected.gather(-1, torch.tensor(made.output_ids)[:, None])).sum(-1)
-    assert ranks.max() < 5
+WARM = SHORT.replace(max_new_tokens=24, temperature=1.5)
+BIASED = WARM.replace(extra={**WARM.extra, "logit_bias": {"7": 4.0, "300": -4.0}})
+SHAPED = {
+    "top_p": (WARM.replace(top_p=0.7), "policy"),
+    "top_k": (WARM.replace(top_k=5), "policy"),
+    "min_p": (WARM.replace(min_p=0.2), "policy"),
+    "penalties": (WARM.replace(presence_penalty=1.5, frequency_penalty=0.4), "sampled"),
+    "repetition": (WARM.replace(repetition_penalty=1.4), "sampled"),
+    "bias": (BIASED, "sampled"),
+    "penalty-top_k": (WARM.replace(presence_penalty=1.5, top_k=5), "other"),
+    "top-1": (WARM.replace(top_k=1), "other"),
+}
+"""Calls that sample from something else than the policy, and what SGLang's logprobs are then of."""
+
+
+async def test_logprobs_of_a_shaped_call_are_what_it_says(served: Served, engine: EngineClient) -> None:
+    for name, (params, of_sglang) in SHAPED.items():
+        if name == "bias" and served.kind == "local":
+            with pytest.raises(EngineRefusedError, match="does not know sampling parameter 'logit_bias'"):
+                await engine.generate(prompt(2), params, "biased")
+            continue
+        made = await engine.generate(prompt(2), params, f"shaped-{name}")
+        assert made.logprobs_of == (of_sglang if served.kind == "sglang" else "sampled"), name
+        drawn_from = sampled_logprobs(served.kind, served.first, prompt(2), made, params)
+        assert drawn_from.gather(-1, torch.tensor(made.output_ids)[:, None]).isfinite().all(), name
+        if made.logprobs_of == "sampled":
+            assert_close(drawn_from, made)
+        elif made.logprobs_of == "policy":
+            assert_logprobs(served.first, prompt(2), made, temperature=params.temperature)
 
 
 async def test_greedy_ids_are_those_of_the_plain_model(served: Served, engine: EngineClient) -> None:
     made = await engine.generate(prompt(3), SHORT.replace(temperature=0.0, max_new_tokens=40), "greedy")
     expected = plain_logprobs(served.first, prompt(3), made.output_ids)
     assert expected.argmax(-1).tolist() == list(made.output_ids)
+    assert made.logprobs_of == "policy"
+    assert_close(expected, made)
 
 
 async def test_a_stop_token_ends_the_generation_and_is_part_of_it(engine: EngineClient) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.load import Configs
+from agentrl.config.sampling import temperature
 from agentrl.config.schema import (
     AdapterConfig,
     AgentConfig,
@@ -19,7 +20,6 @@ from agentrl.config.schema import (
     TaskConfig,
     TrainConfig,
 )
-from agentrl.errors import ConfigError
 from agentrl.losses.settings import LossSettings
 
 Facts = dict[str, dict[str, Any]]
@@ -37,7 +37,7 @@ def sampler_facts(configs: Configs) -> Facts:
     agent = configs[AgentConfig]
     return {
         "tasks": {"num_generations": configs[TaskConfig].num_generations},
-        "temperature": {"temperature": _temperature(configs[SamplingConfig].preferred_sampling_params)},
+        "temperature": {"temperature": temperature(configs[SamplingConfig].preferred_sampling_params)},
         "sampling": {
             **{name: getattr(agent, name) for name in _SAMPLED},
             "seed": configs[RunConfig].seed,
@@ -62,17 +62,6 @@ def trainer_facts(configs: Configs) -> Facts:
 def loss_facts(loss: LossConfig) -> dict[str, Any]:
     """Return every setting of the loss, its own defaults filled in; ConfigError as LossSettings raises it."""
     return dataclasses.asdict(LossSettings(**dataclasses.asdict(loss)))
-
-
-def _temperature(sampling_params: str) -> float:
-    """Return the temperature of ``--preferred_sampling_params``: 1 where it names none."""
-    try:
-        return float(json.loads(sampling_params).get("temperature", 1.0))
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"--preferred_sampling_params is {sampling_params!r}: {error}",
-            cure="give JSON, e.g. '{\"temperature\": 1}'",
-        ) from error
 
 
 def model_facts(folder: Path) -> dict[str, Any]:

@@ -6,8 +6,10 @@ import dataclasses
 from typing import Protocol, TypeVar
 
 from agentrl.config.fields import require
+from agentrl.config.sampling import require_known_distribution
 from agentrl.config.schema import (
     AgentConfig,
+    EngineConfig,
     GroupConfig,
     LossConfig,
     OptimConfig,
@@ -35,6 +37,9 @@ def require_trainable(configs: Groups) -> None:
     _require_whitening(configs[GroupConfig], configs[TrainConfig])
     _require_fitting(configs[AgentConfig], configs[SamplingConfig], configs[TrainConfig])
     _require_acting(configs[LossConfig], configs[OptimConfig], configs[TrainConfig])
+    require_known_distribution(
+        configs[SamplingConfig].preferred_sampling_params, configs[EngineConfig].engine
+    )
 
 
 def _require_progress(sampling: SamplingConfig, training: TrainConfig) -> None:

@@ -6,10 +6,8 @@ import math
 from typing import Any, Final
 
 from agentrl.documents.dispatch import DispatchedSamplingTask
-from agentrl.documents.sampling import shaping
+from agentrl.documents.sampling import COLDEST, shaping
 
-_COLDEST: Final = 0.01
-"""Engines sample lower temperatures greedily, or raise them to this one."""
 _SHOWN: Final = 60
 """Characters of a parameter's value in a reason."""
 
@@ -23,7 +21,7 @@ def call_temperature(call: DispatchedSamplingTask) -> float | None:
     if value is None:
         return 1.0
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and _COLDEST <= value < math.inf else None
+    return float(value) if is_number and COLDEST <= value < math.inf else None
 
 
 def masked_because(call: DispatchedSamplingTask) -> str | None:

@@ -13,28 +13,32 @@ LogprobsOf = Literal["policy", "sampled", "other"]
 ``other``: neither of them.
 """
 
+COLDEST = 0.01
+"""Lower temperatures are not sampled alike everywhere: greedily at 0, and vLLM raises them to this."""
+
 _TRUNCATING = frozenset({"top_k", "top_p", "min_p"})
-_NEUTRAL: Mapping[str, Any] = {
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "top_p": (1.0,),
+    "top_k": (-1, 0),
+    "min_p": (0.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
 }
-_ENDING = frozenset({
-    "max_new_tokens", "stop_token_ids", "stop", "stop_regex", "ignore_eos", "no_stop_trim",
-    "include_stop_str_in_output", "sampling_seed", "seed", "skip_special_tokens",
-    "spaces_between_special_tokens", "stream_interval",
+"""Values that leave the distribution as it is."""
+_ELSEWHERE = frozenset({
+    "max_new_tokens", "max_tokens", "stop", "stop_token_ids", "stop_regex", "no_stop_trim",
+    "include_stop_str_in_output", "ignore_eos", "sampling_seed", "seed", "n", "skip_special_tokens",
+    "spaces_between_special_tokens", "detokenize", "logprobs", "stream_interval",
 })  # fmt: skip
-"""Parameters that decide where a generation ends, how it is shown, and its random numbers."""
+"""Parameters that say where to stop, at which seed to sample or what to return."""
 
 
 def shaping(params: Mapping[str, Any]) -> tuple[str, ...]:
     """The parameters, by name, with which a call samples from something else than softmax(logits / T).
 
-    ``params`` are a call's as its engine got them (``DispatchedSamplingTask.sampling_params``). Temperature 0
-    is one of them; a parameter that is not known here is taken for one.
+    ``params`` are a call's as its engine got them (``DispatchedSamplingTask.sampling_params``). A temperature
+    below ``COLDEST`` is one of them; so is any parameter that is not known here, unless it is empty.
     """
     return tuple(name for name in sorted(params) if _shapes(name, params[name]))
 
@@ -42,18 +46,21 @@ def shaping(params: Mapping[str, Any]) -> tuple[str, ...]:
 def logprobs_of(engine: str, params: Mapping[str, Any]) -> LogprobsOf:
     """What the logprobs are of that ``engine`` (``local``, ``sglang``, ``vllm``) returns for ``params``.
 
-    At temperature 0 all of them take the likeliest token, and return logprobs as at temperature 1.
+    At temperature 0 each takes the likeliest token and returns logprobs as at temperature 1; those of vLLM
+    are truncated only where another request of the batch is sampled.
     """
     shaped = frozenset(shaping(params))
     if "temperature" in shaped:
-        return "policy" if shaped <= _TRUNCATING | {"temperature"} else "other"
+        harmless = frozenset[str]() if engine == "vllm" else _TRUNCATING
+        is_greedy = params["temperature"] == 0
+        return "policy" if is_greedy and shaped <= harmless | {"temperature"} else "other"
     if not shaped:
         return "policy"
     return "sampled" if engine != "sglang" else _of_sglang(params, shaped)
 
 
 def _of_sglang(params: Mapping[str, Any], shaped: frozenset[str]) -> LogprobsOf:
-    """SGLang changes the logits by penalties before the softmax, and truncates after it.
+    """SGLang penalises the logits before the softmax, and truncates after it, without renormalising.
 
     ``top_k`` 1 is greedy there: the temperature counts only where another request of the batch is not.
     """
@@ -65,9 +72,5 @@ def _of_sglang(params: Mapping[str, Any], shaped: frozenset[str]) -> LogprobsOf:
 
 def _shapes(name: str, value: Any) -> bool:
     if name == "temperature":
-        return bool(value == 0)
-    if name in _ENDING or value is None:
-        return False
-    if name in _NEUTRAL:
-        return bool(value != _NEUTRAL[name])
-    return bool(value)
+        return value is not None and bool(value < COLDEST)
+    return bool(value) and name not in _ELSEWHERE and value not in _NEUTRAL.get(name, ())

@@ -17,9 +17,9 @@ from agentrl.errors import ConfigError
 class SamplingParams:
     """Parameters of one generation. ``extra`` goes to the engine as it is (``sampling_seed``, ``regex``, …).
 
-    The defaults sample from the policy itself; anything else (``top_p``, ``top_k``, ``min_p``, penalties)
-    samples from a truncated or shifted distribution, while the returned logprobs stay those of logits divided
-    by the temperature, not renormalised.
+    The defaults sample from the policy itself, softmax(logits / temperature); ``top_p``, ``top_k``, ``min_p``
+    and penalties make another distribution of it. Of which one an engine's logprobs are, its generations say
+    (``logprobs_of``).
     """
 
     temperature: float = 1.0

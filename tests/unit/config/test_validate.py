@@ -11,6 +11,7 @@ import pytest
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import (
     AgentConfig,
+    EngineConfig,
     GroupConfig,
     LossConfig,
     OptimConfig,
@@ -29,9 +30,8 @@ GROUPS = 3
 
 def is_refused(sampling: SamplingConfig, training: TrainConfig) -> bool:
     try:
-        require_trainable(
-            Configs([sampling, training, AgentConfig(), GroupConfig(), LossConfig(), OptimConfig()])
-        )
+        others = [AgentConfig(), GroupConfig(), LossConfig(), OptimConfig(), EngineConfig()]
+        require_trainable(Configs([sampling, training, *others]))
     except ConfigError:
         return True
     return False
@@ -117,7 +117,36 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
         ["--advantage_whitening", "batch", "--drop_zero_advantage", "false", "--adv_scaling", "2"],
         ["--adv_scaling 2.0", "set --adv_scaling 1"],
     ),
+    "greedy": (
+        ["--preferred_sampling_params", '{"temperature": 0}'], ["temperature 0", "0.01", "agentrl eval"],
+    ),
+    "logprobs of another distribution": (
+        ["--preferred_sampling_params", '{"top_p": 0.9, "min_p": 0.1}', "--engine", "sglang"],
+        ["min_p 0.1, top_p 0.9", "--engine sglang", "leave min_p and top_p out", "--engine local"],
+    ),
+    "logprobs of neither distribution": (
+        [
+            "--preferred_sampling_params", '{"top_k": 9, "extra": {"logit_bias": {"5": 1}}}', "--engine",
+            "sglang",
+        ],
+        ["logit_bias {'5': 1}, top_k 9", "no call could be trained"],
+    ),
+    "sampling parameters that are no JSON": (["--preferred_sampling_params", "{top_p"], ["give JSON"]),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("engine", "params"),
+    [
+        ("local", '{"temperature": 0.5, "top_p": 0.9, "top_k": 20, "presence_penalty": 1}'),
+        ("vllm", '{"top_p": 0.9, "repetition_penalty": 1.1}'),
+        ("sglang", '{"temperature": 0.7, "presence_penalty": 1, "extra": {"logit_bias": {"5": 1}}}'),
+        ("sglang", '{"temperature": 1, "top_p": 1, "min_p": 0, "top_k": -1, "stop_token_ids": [5]}'),
+    ],
+)
+def test_what_the_engine_returns_right_logprobs_for_is_accepted(engine: str, params: str) -> None:
+    words = ["--preferred_sampling_params", params, "--engine", engine]
+    require_trainable(parse(words, command="agentrl train", description="", shown=[]))
 
 
 @pytest.mark.parametrize(

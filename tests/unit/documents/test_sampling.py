@@ -21,9 +21,9 @@ def test_temperature_ends_and_seeds_shape_nothing() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"presence_penalty": -0.5},
-        {"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}, {"logit_bias": {"5": 1.0}},
-        {"regex": "[a-z]*"}, {"min_new_tokens": 4}, {"of_another_engine": True},
+        {"temperature": 0.0}, {"temperature": 0.005}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1},
+        {"presence_penalty": -0.5}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.1},
+        {"logit_bias": {"5": 1.0}}, {"regex": "[a-z]*"}, {"min_new_tokens": 4}, {"of_another_engine": True},
     ],
 )  # fmt: skip
 def test_what_shapes_is_named(changes: dict[str, Any]) -> None:
@@ -41,7 +41,9 @@ CUT, PENALISED = {"top_p": 0.9}, {"presence_penalty": 0.5}
         (CUT | PENALISED, "sampled", "other", "sampled"),
         ({"top_k": 1}, "sampled", "other", "sampled"),
         ({"top_k": 1, "temperature": 1.0}, "sampled", "policy", "sampled"),
-        ({"temperature": 0.0} | CUT, "policy", "policy", "policy"),
+        ({"temperature": 0.005}, "other", "other", "other"),
+        ({"temperature": 0.0}, "policy", "policy", "policy"),
+        ({"temperature": 0.0} | CUT, "policy", "policy", "other"),
         ({"temperature": 0.0} | PENALISED, "other", "other", "other"),
     ],
 )

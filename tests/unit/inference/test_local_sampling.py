@@ -34,15 +34,25 @@ def test_tokens_are_drawn_in_proportion_to_their_probability(vocab: int) -> None
     assert ((found - expected).abs() <= 5 * sigma + 2 / draws).all()
 
 
-def test_logprobs_are_of_scaled_logits_whatever_is_cut() -> None:
-    batch = logits(4, 300)
-    samplers = [
-        sampler(temperature=0.5), sampler(top_k=3), sampler(top_p=0.4, temperature=2.0), sampler(min_p=0.2)
-    ]  # fmt: skip
-    tokens, logprobs = sample(batch.clone(), samplers)
-    for row, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
-        expected = (batch[row] / samplers[row].params.temperature).log_softmax(-1)[token]
-        assert logprob == pytest.approx(float(expected), abs=1e-5)
+CUTS: list[dict[str, float]] = [
+    {}, {"top_k": 1}, {"top_k": 3}, {"top_p": 0.4}, {"top_p": 0.9999}, {"min_p": 0.2},
+    {"top_k": 40, "top_p": 0.7, "min_p": 0.05},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_logprobs_are_of_the_distribution_that_is_drawn_from(cut: dict[str, float]) -> None:
+    batch = logits(1, 300).repeat(400, 1)
+    tokens, logprobs = sample(batch.clone(), [sampler(seed, temperature=0.7, **cut) for seed in range(400)])
+    probs = (batch[0].double() / 0.7).softmax(-1)
+    ordered, order = probs.sort(descending=True)
+    keep = torch.arange(300) < cut.get("top_k", 300)
+    keep &= ordered.cumsum(-1) - ordered <= cut.get("top_p", 1.0)
+    keep &= ordered >= cut.get("min_p", 0.0) * ordered[0]
+    kept = probs[order[keep]].sum()
+    for token, logprob in zip(tokens, logprobs, strict=True):
+        assert token in order[keep]
+        assert logprob == pytest.approx(float((probs[token] / kept).log()), abs=1e-5)
 
 
 def test_temperature_zero_takes_the_likeliest_and_reports_it_at_temperature_one() -> None:

@@ -51,9 +51,10 @@ class RowSampler:
 def sample(logits: Tensor, samplers: Sequence[RowSampler]) -> tuple[list[int], list[float]]:
     """Token ids and logprobs for float32 logits [n, vocab], which are overwritten.
 
-    The logprobs are of penalised logits divided by the temperature (1 where greedy), not renormalised over
-    the tokens that ``top_k``, ``top_p`` and ``min_p`` leave. Tokens are drawn by inverting the cumulative
-    distribution in float64 at one uniform number a row, so that a row depends on its own seed alone.
+    The logprobs are of the distribution that is drawn from: penalised logits divided by the temperature,
+    renormalised over the tokens that ``top_k``, ``top_p`` and ``min_p`` leave. A greedy row's are those at
+    temperature 1. Tokens are drawn by inverting the cumulative distribution in float64 at one uniform number
+    a row, so that a row depends on its own seed alone.
     """
     for row, sampler in enumerate(samplers):
         if sampler.penalised and sampler.counts:
@@ -69,8 +70,9 @@ def sample(logits: Tensor, samplers: Sequence[RowSampler]) -> tuple[list[int], l
         tokens[plain] = _draw(probs, [samplers[row] for row in plain])
     if cut:
         probs = (_rows(logits, cut) - normaliser[cut, None]).exp_()
-        tokens[cut] = _draw_truncated(probs, [samplers[row] for row in cut])
-    logprobs = logits.gather(-1, tokens[:, None])[:, 0] - normaliser
+        tokens[cut], kept = _draw_truncated(probs, [samplers[row] for row in cut])
+        normaliser[cut] += kept.log()
+    logprobs = (logits.gather(-1, tokens[:, None])[:, 0] - normaliser).clamp_(max=0.0)
     return tokens.tolist(), logprobs.tolist()
 
 
@@ -117,14 +119,17 @@ def _invert(mass: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return index[:, 0], target - (cumulative - mass).gather(-1, index)
 
 
-def _draw_truncated(probs: Tensor, samplers: Sequence[RowSampler]) -> Tensor:
+def _draw_truncated(probs: Tensor, samplers: Sequence[RowSampler]) -> tuple[Tensor, Tensor]:
     """As ``_draw`` over what ``top_k``, then ``top_p``, then ``min_p`` leave of ``probs`` [n, vocab].
+
+    Also returns how much probability [n] that is.
 
     Sorting a vocabulary is slow and the likeliest tokens nearly always suffice: more are looked at only for
     the rows that need them.
     """
     vocab = probs.shape[-1]
     tokens = torch.empty(len(probs), dtype=torch.long, device=probs.device)
+    mass = torch.empty(len(probs), dtype=probs.dtype, device=probs.device)
     open_rows = torch.arange(len(probs), device=probs.device)
     for width in (*(width for width in _WIDTHS if width < vocab), vocab):
         chosen = [samplers[row] for row in open_rows.tolist()]
@@ -136,10 +141,11 @@ def _draw_truncated(probs: Tensor, samplers: Sequence[RowSampler]) -> Tensor:
             ready = [sampler for sampler, is_ready in zip(chosen, enough.tolist(), strict=True) if is_ready]
             choice = _draw(kept[enough], ready)
             tokens[open_rows[enough]] = indices[enough].gather(-1, choice[:, None])[:, 0]
+            mass[open_rows[enough]] = kept[enough].sum(-1)
         open_rows = open_rows[~enough]
         if len(open_rows) == 0:
             break
-    return tokens
+    return tokens, mass
 
 
 def _truncate(values: Tensor, samplers: Sequence[RowSampler]) -> tuple[Tensor, Tensor]:

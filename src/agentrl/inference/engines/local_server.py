@@ -13,6 +13,7 @@ import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from agentrl.documents.sampling import logprobs_of
 from agentrl.errors import AgentRLError
 from agentrl.inference.engines.local_model import LocalModel
 from agentrl.inference.engines.local_sampling import RowSampler
@@ -219,6 +220,7 @@ class LocalServer:
         if with_logprobs:
             rows = zip(generation.logprobs, ids, strict=True)
             meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in rows]
+            meta["logprobs_of"] = logprobs_of("local", generation.sampler.params.to_request())
         return {"output_ids": ids, "meta_info": meta}
 
 

@@ -11,6 +11,8 @@ from agentrl.inference.engines.process import EngineCommand
 from agentrl.machine import ROOT, engine_python, has_gpu
 
 _CPU_LAUNCHER = ROOT / "deploy" / "sglang" / "launch_cpu.py"
+_ENV = {"HF_HUB_OFFLINE": "1", "SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
+"""The second keeps logprobs those of logits divided by the temperature."""
 
 
 def sglang_command(
@@ -31,7 +33,7 @@ def sglang_command(
     further = [*shlex.split(config.engine_args), "--served-model-name", f"{model_name}@{instance}"]
     if has_gpu():
         argv = [python, "-m", "sglang.launch_server", *common, "--tp-size", str(config.inf_tp_size)]
-        return EngineCommand([*argv, *further], {"HF_HUB_OFFLINE": "1"}, instance)
+        return EngineCommand([*argv, *further], dict(_ENV), instance)
     return _cpu_command(python, [*common, *further], config, instance)
 
 
@@ -46,8 +48,9 @@ def _cpu_command(python: str, arguments: list[str], config: EngineConfig, instan
         *("--max-total-tokens", str(config.max_total_tokens)),
     ]
     env = {
+        **_ENV,
         "SGLANG_USE_CPU_ENGINE": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "HF_HUB_OFFLINE": "1",
+        "TORCHDYNAMO_DISABLE": "1",
     }
     return EngineCommand([python, str(_CPU_LAUNCHER), *cpu, *arguments], env, instance)

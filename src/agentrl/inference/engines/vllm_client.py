@@ -26,8 +26,6 @@ _FLUSH_TRIES, _FLUSH_SECONDS = 10, 0.2
 _REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} (\S+)$", re.MULTILINE)
 _PAUSE = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 _RENAMED = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
-_UNTRUNCATED = SamplingParams()
-_SHAPING = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 class VllmClient(EngineClient):
@@ -101,14 +99,9 @@ class VllmClient(EngineClient):
     def _request(
         self, input_ids: Sequence[int], params: SamplingParams, rid: str
     ) -> tuple[str, dict[str, Any]]:
-        for name in _SHAPING:
-            if (value := getattr(params, name)) != getattr(_UNTRUNCATED, name):
-                raise EngineRefusedError(
-                    f"vLLM gives the logprobs of the shaped distribution, and {name} is {value}: they would"
-                    " not be those of the policy",
-                    cure=f"leave {name} at {getattr(_UNTRUNCATED, name)}, or use --engine sglang or local",
-                )
         sampling = {_RENAMED.get(name, name): value for name, value in params.to_request().items()}
+        if sampling.get("ignore_eos"):
+            sampling["stop_token_ids"] = []  # vLLM would stop at them; SGLang means every stop token
         return "/inference/v1/generate", {
             "request_id": rid,
             "token_ids": list(input_ids),
