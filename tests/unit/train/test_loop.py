@@ -30,7 +30,7 @@ from agentrl.train.build import Recipe, build_computer
 from agentrl.train.compute import StepComputer, StepResult
 from agentrl.train.lease import TrainerLease
 from agentrl.train.loop import Trainer
-from agentrl.train.rewards import step_window, trajectory_means, window_metrics
+from agentrl.train.rewards import Window, step_window, trajectory_means, window_metrics
 from agentrl.train.saving import Saver
 from agentrl.weights.folder import remove_leftovers
 from agentrl.weights.manifest import verify
@@ -478,6 +478,13 @@ async def test_the_length_bias_compares_what_is_trained_with_all_that_was_sample
     metrics = await window_metrics(cast("Store", store), window, ["a/0/1", "a/1/1"])
     assert metrics["length_bias"] == pytest.approx(15 / 40)
     assert "length_bias" not in await window_metrics(cast("Store", store), window, [])
+
+
+async def test_a_step_counts_the_calls_that_were_not_trained(store: FakeStore) -> None:
+    masked = [{"because": "top_p 0.9", "calls": 3}, {"because": "temperature 0", "calls": 1}]
+    window = Window(groups=[summary(0.5, 2, 1, "a") | {"masked_calls": masked}, summary(0.5, 2, 2, "b")])
+    metrics = await window_metrics(cast("Store", store), window, [])
+    assert metrics["masked_calls"] == 4
 
 
 def test_groups_without_a_score_have_no_reward() -> None:
