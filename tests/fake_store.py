@@ -16,6 +16,7 @@ from agentrl.documents.status import DataStatus, StepStatus, VersionStatus
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, TrainStep
 from agentrl.errors import LeaseLostError
+from agentrl.store.old_versions import OldVersions
 
 
 class FakeStore:
@@ -45,6 +46,14 @@ class FakeStore:
     def add(self, *items: DBRecordData) -> None:
         self.data.update({item.id: item for item in items})
         self.changed.set()
+
+    def publish(self, steps: Mapping[int, int], withdrawn: Collection[int] = ()) -> None:
+        """Versions without weights: {version: the step it was published at}."""
+        for number, step in steps.items():
+            status = VersionStatus.WITHDRAWN if number in withdrawn else VersionStatus.PUBLISHED
+            self.versions[number] = PolicyVersion(
+                id=number, step=step, status=status, location="", files=(), train_step=None
+            )
 
     def check_attempt(self, attempt: int) -> None:
         if attempt != self.attempt:
@@ -84,7 +93,7 @@ class _Tasks(_Part):
 
 class _Training(_Part):
     async def ready_members(
-        self, split: str, *, step: int, min_version: int, field: str, untrained: bool
+        self, split: str, *, step: int, old: OldVersions | None, untrained: bool
     ) -> list[DBRecordData]:
         waiting = (DataStatus.READY, DataStatus.PLANNED)
         groups: dict[str, list[DBRecordData]] = {}
@@ -95,24 +104,22 @@ class _Training(_Part):
         for items in groups.values():
             is_whole = all(
                 item.status is DataStatus.READY and item.not_before_step <= step
-                and (item.min_version >= min_version or field == "max_version")
+                and not (old and old.spans == "any" and _is_stale(item, old))
                 for item in items
             )  # fmt: skip
             if is_whole and not (untrained and any(item.trained_count for item in items)):
-                chosen += [item for item in items if getattr(item, field) >= min_version]
+                chosen += [item for item in items if old is None or not _is_stale(item, old)]
         return chosen
 
-    async def mark_stale(
-        self, split: str, below_version: int, *, field: str, attempt: int | None = None
-    ) -> int:
+    async def mark_stale(self, split: str, old: OldVersions, *, attempt: int | None = None) -> int:
         if attempt is not None:
             self.store.check_attempt(attempt)
         ready = [item for item in self.store.data.values() if item.status is DataStatus.READY]
-        old = [item for item in ready if getattr(item, field) < below_version]
-        if field == "min_version":
-            old = [item for item in ready if item.task in {other.task for other in old}]
-        self._set(old, DataStatus.STALE)
-        return len(old)
+        stale = [item for item in ready if _is_stale(item, old)]
+        if old.spans == "any":
+            stale = [item for item in ready if item.task in {other.task for other in stale}]
+        self._set(stale, DataStatus.STALE)
+        return len(stale)
 
     async def fetch(self, ids: Sequence[str]) -> list[DBRecordData]:
         return [self.store.data[id] for id in reversed(ids)]
@@ -177,6 +184,11 @@ class _Training(_Part):
     def _set(self, items: Sequence[DBRecordData], status: DataStatus) -> None:
         for item in items:
             self.store.data[item.id] = replace(item, status=status)
+
+
+def _is_stale(item: DBRecordData, old: OldVersions) -> bool:
+    found = [any(low <= span.version <= high for low, high in old.ranges) for span in item.spans]
+    return any(found) if old.spans == "any" else all(found)
 
 
 class _Policies(_Part):

@@ -24,6 +24,7 @@ from agentrl.rollout.finalise import Finaliser
 from agentrl.store.check.reading import Checkpoint
 from agentrl.store.client import Store
 from agentrl.store.groups import Decide
+from agentrl.store.old_versions import OldVersions
 from agentrl.store.reopen import Reopening
 from agentrl.store.rescoring import NewScore, Rescoring
 from agentrl.store.retention import Limits, Retention
@@ -284,7 +285,9 @@ class History:
         """The trainer sets old data aside."""
         newest = await self.store.policies.latest()
         if self.attempt and newest is not None:
-            await self.store.training.mark_stale("train", newest.id - self.rng.randint(0, 2))
+            await self.store.training.mark_stale(
+                "train", OldVersions.below(newest.id - self.rng.randint(0, 2))
+            )
 
     async def reopen(self) -> None:
         """An operator opens failed slots."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from agentrl.documents.packing import pack_floats, pack_ids
@@ -30,3 +32,13 @@ def group(name: str, *, size: int = 2, version: int = 0, split: str = "train") -
             )
         )  # fmt: skip
     return items
+
+
+def sampled_by(item: DBRecordData, *versions: int) -> DBRecordData:
+    """``item`` with its four trained tokens spread over ``versions``: one, two or four."""
+    size = 4 // len(versions)
+    spans = (
+        replace(item.spans[0], start=6 + size * n, end=6 + size * (n + 1), version=version)
+        for n, version in enumerate(versions)
+    )
+    return replace(item, spans=tuple(spans), min_version=min(versions), max_version=max(versions))

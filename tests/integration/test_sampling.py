@@ -137,7 +137,7 @@ async def test_a_group_is_sampled_scored_and_made_into_training_data(store: Stor
         calls = await store.dispatches.of_record(record.id)
         assert [call.index for call in calls] == [0, 1]
         assert calls[0].tool_executions[0].result == "3"
-    ready = await store.training.ready("train", min_version=0, limit=10)
+    ready = await store.training.ready("train", limit=10)
     assert {meta.id for meta in ready} == {record.id for record in records}
     (data, _) = await store.training.fetch([meta.id for meta in ready])
     assert data.status is DataStatus.READY
@@ -151,7 +151,7 @@ async def test_a_group_without_spread_is_abandoned(store: Store) -> None:
     records = await setting.records("train/0/a")
     assert {record.status for record in records} == {RecordStatus.ABANDONED}
     assert records[0].abandoned_because == "no spread in the group's scores"
-    assert await store.training.ready("train", min_version=0, limit=10) == []
+    assert await store.training.ready("train", limit=10) == []
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ async def test_an_evaluation_split_is_scored_and_makes_no_training_data(store: S
     assert sorted(score for item in evaluated for score in item.scores) == [0.0, 1.0]
     assert {item.agent for item in evaluated} == {"react"}
     assert {item.right_threshold for item in evaluated} == {0.5}
-    assert await store.training.ready(split, min_version=0, limit=10) == []
+    assert await store.training.ready(split, limit=10) == []
 
 
 async def test_without_a_model_or_an_engine_the_commands_say_so(store: Store) -> None:

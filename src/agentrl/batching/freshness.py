@@ -1,4 +1,4 @@
-"""Which ready groups a step may train, and what their older tokens weigh: pure decisions on versions."""
+"""Which ready groups a step may train, and what their older tokens weigh: pure decisions on ages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError
 
 StalenessPolicy = Literal["drop", "decay", "mask"]
-VersionField = Literal["min_version", "max_version"]
 Place = tuple[int, ...]
 """Of a Task among the groups of a run, in the order in which they are begun: its number, epoch and order."""
 
@@ -37,12 +36,13 @@ class GroupMember(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Freshness:
-    """``--staleness_policy``: what becomes of tokens more than ``max_staleness`` versions old.
+    """``--staleness_policy``: what becomes of tokens that are more than ``max_staleness`` steps old.
 
-    ``drop``: a group that holds such a token is stale as a whole. ``mask``: such tokens are not trained, and
-    data that hold no others are stale. ``decay``: nothing is stale; the advantage of such a token is
-    multiplied by exp(−``decay``) for every version beyond ``max_staleness``, as ``--out_of_date_decay``
-    narrows a token's bounds by the same factor for every version of its age.
+    The age of a token is the number of optimizer steps between the weights that sampled it and those that
+    train it. ``drop``: a group that holds an older token is stale as a whole. ``mask``: such tokens are not
+    trained, and data that hold no others are stale. ``decay``: nothing is stale; the advantage of such a
+    token is multiplied by exp(−``decay``) for every step beyond ``max_staleness``, as ``--out_of_date_decay``
+    narrows a token's bounds by the same factor for every step of its age.
     """
 
     max_staleness: int
@@ -56,38 +56,38 @@ class Freshness:
                 cure="give it, e.g. --out_of_date_decay 0.5; or choose drop or mask",
             )
 
-    def oldest(self, version: int) -> int:
-        """The lowest policy version that counts as fresh in a step that starts from ``version``."""
-        return max(0, version - self.max_staleness)
+    @property
+    def stale_spans(self) -> Literal["any", "all"] | None:
+        """How many spans of data must be too old for them to be stale; None: they never are."""
+        stale: dict[StalenessPolicy, Literal["any", "all"]] = {"drop": "any", "mask": "all"}
+        return stale.get(self.policy)
 
-    def limit(self, version: int) -> tuple[VersionField, int]:
-        """Data whose first is below the second are stale: ``min_version`` or ``max_version``, and a bound."""
-        if self.policy == "decay":
-            return "max_version", 0
-        return ("min_version" if self.policy == "drop" else "max_version"), self.oldest(version)
+    def oldest(self, step: int) -> int:
+        """The first step whose weights sample tokens that are fresh for weights of ``step`` steps."""
+        return max(0, step - self.max_staleness)
 
-    def weigh(self, data: DBRecordData, version: int) -> DBRecordData:
-        """``data`` as a step that starts from ``version`` trains them; the same object if no token is old."""
-        oldest = self.oldest(version)
-        if self.policy == "drop" or all(span.version >= oldest for span in data.spans):
+    def weigh(self, data: DBRecordData, ages: Mapping[int, int]) -> DBRecordData:
+        """``data`` as a step trains them in which versions have these ``ages``; the same if none is old."""
+        beyond = [max(0, ages[span.version] - self.max_staleness) for span in data.spans]
+        if self.policy == "drop" or not any(beyond):
             return data
-        return _masked(data, oldest) if self.policy == "mask" else self._decayed(data, oldest)
+        return _masked(data, beyond) if self.policy == "mask" else self._decayed(data, beyond)
 
-    def _decayed(self, data: DBRecordData, oldest: int) -> DBRecordData:
+    def _decayed(self, data: DBRecordData, beyond: Sequence[int]) -> DBRecordData:
         rate = self.decay or 0.0
-        weights = (math.exp(-rate * max(0, oldest - span.version)) for span in data.spans)
         spans = (
-            replace(span, advantage=span.advantage * weight)
-            for span, weight in zip(data.spans, weights, strict=True)
+            replace(span, advantage=span.advantage * math.exp(-rate * steps))
+            for span, steps in zip(data.spans, beyond, strict=True)
         )
         return replace(data, spans=tuple(spans))
 
 
-def _masked(data: DBRecordData, oldest: int) -> DBRecordData:
-    """``data`` whose spans older than ``oldest`` are context: in no loss and in no denominator."""
+def _masked(data: DBRecordData, beyond: Sequence[int]) -> DBRecordData:
+    """``data`` whose spans that are too old are context: in no loss and in no denominator."""
     ends = np.cumsum([span.end - span.start for span in data.spans])[:-1]
     logprobs = np.split(unpack_floats(data.behavior_logprobs), ends)
-    kept = [(span, part) for span, part in zip(data.spans, logprobs, strict=True) if span.version >= oldest]
+    spans = zip(data.spans, logprobs, beyond, strict=True)
+    kept = [(span, part) for span, part, steps in spans if steps == 0]
     return replace(
         data,
         spans=tuple(span for span, _ in kept),

@@ -16,6 +16,7 @@ from agentrl.batching.whitening import whiten
 from agentrl.documents.status import DataStatus
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import AgentRLError, TrainingError
+from agentrl.store.old_versions import OldVersions
 
 if TYPE_CHECKING:
     from agentrl.conversion.verify import Verify
@@ -63,9 +64,10 @@ class StreamSettings:
 
 
 class DataStream:
-    """Chooses whole groups, those begun first, that are fresh enough for the version a step starts from.
+    """Chooses whole groups, those begun first, that are fresh enough for the weights a step starts from.
 
-    A step that has been undone takes what it took before, whatever else is ready: those data were fresh.
+    Step n starts from weights of n − 1 steps, published or not: ages count from them. A step that has been
+    undone takes what it took before, whatever else is ready: those data were fresh.
     """
 
     def __init__(
@@ -89,26 +91,26 @@ class DataStream:
         self._settings = settings
         self._replay = dict(replay or {})
         self._stale = 0
-        self._prefetched: tuple[tuple[int, int], asyncio.Task[StepData | None]] | None = None
+        self._prefetched: tuple[int, asyncio.Task[StepData | None]] | None = None
         self._avoid: frozenset[str] = frozenset()
         self._quarantined = 0
         self._unusable_groups = 0
         """Groups in a row of which nothing can be trained."""
 
-    def prefetch(self, step: int, version: int) -> None:
-        """Begin to wait for the data of ``step``, which is expected to start from ``version``."""
-        self._prefetched = ((step, version), asyncio.create_task(self._wait(step, version)))
+    def prefetch(self, step: int) -> None:
+        """Begin to wait for the data of ``step``."""
+        self._prefetched = (step, asyncio.create_task(self._wait(step)))
 
-    async def take(self, step: int, version: int) -> StepData | None:
-        """The data of ``step``, which starts from ``version``; None when all is sampled and trained.
+    async def take(self, step: int) -> StepData | None:
+        """The data of ``step``; None when all is sampled and trained.
 
         Marks data that are too old as stale. Raises TrainingError after ``wait_seconds``.
         """
         if not any(undone >= step for undone in self._replay):
-            await self._mark_stale(version)
+            await self._mark_stale(step)
         try:
             async with asyncio.timeout(self._settings.wait_seconds):
-                return await self._take(step, version)
+                return await self._take(step)
         except TimeoutError as error:
             raise await self._no_data() from error
 
@@ -136,35 +138,35 @@ class DataStream:
             with contextlib.suppress(asyncio.CancelledError, AgentRLError):
                 await task
 
-    async def ready_groups(self, step: int, version: int) -> int:
+    async def ready_groups(self, step: int) -> int:
         """Groups that ``step`` could train now, counted up to a few steps' worth."""
-        return len(await self._choose(step, version, _LOOKAHEAD_STEPS * self._settings.groups_per_step))
+        return len(await self._choose(step, _LOOKAHEAD_STEPS * self._settings.groups_per_step))
 
-    async def _take(self, step: int, version: int) -> StepData | None:
-        if self._prefetched is not None and self._prefetched[0] == (step, version):
+    async def _take(self, step: int) -> StepData | None:
+        if self._prefetched is not None and self._prefetched[0] == step:
             result = await self._prefetched[1]
             self._prefetched = None
             if result is not None and not result.is_rest:
                 return result
         await self.close()
-        return await self._wait(step, version)
+        return await self._wait(step)
 
-    async def _wait(self, step: int, version: int) -> StepData | None:
+    async def _wait(self, step: int) -> StepData | None:
         count = self._settings.groups_per_step
         log_at = time.monotonic() + LOG_EVERY_SECONDS
         while True:
-            planned = await self._replayed(step, version)
+            planned = await self._replayed(step)
             if planned is not None:
                 return planned
             finished = await self._sampling_finished()
-            groups = await self._choose(step, version, count)
+            groups = await self._choose(step, count)
             if not groups and finished:
                 return None
             if len(groups) == count or finished:
-                data = await self._usable(groups)
+                data = await self._usable(groups, step)
                 if data is None:
                     continue
-                return await self._step_data(data, step, version, is_rest=len(groups) < count)
+                return await self._step_data(data, step, is_rest=len(groups) < count)
             if time.monotonic() >= log_at:
                 await self._log_wait(len(groups), count)
                 log_at += LOG_EVERY_SECONDS
@@ -175,26 +177,32 @@ class DataStream:
         found = await self._store.presence.look(self._settings.split, self._settings.engine_alive_seconds)
         logger.info("waiting for groups: %d of %d are ready; %s", ready, count, found.describe())
 
-    async def _mark_stale(self, version: int) -> None:
-        settings = self._settings
-        field, bound = settings.freshness.limit(version)
-        stale = await self._store.training.mark_stale(
-            settings.split, bound, field=field, attempt=self._attempt
-        )
+    async def _mark_stale(self, step: int) -> None:
+        old = await self._too_old(step)
+        if old is None:
+            return
+        split, max_staleness = self._settings.split, self._settings.freshness.max_staleness
+        stale = await self._store.training.mark_stale(split, old, attempt=self._attempt)
         if stale:
             self._stale += stale
-            logger.info(
-                "%d trajectories are older than %d versions: stale", stale, settings.freshness.max_staleness
-            )
+            logger.info("%d trajectories are older than %d steps: stale", stale, max_staleness)
 
-    async def _choose(self, step: int, version: int, count: int) -> dict[str, list[str]]:
+    async def _too_old(self, step: int) -> OldVersions | None:
+        """The versions whose tokens are too old in ``step``; None where that makes no data stale."""
+        freshness = self._settings.freshness
+        if freshness.stale_spans is None:
+            return None
+        ranges = await self._versions.published_before(freshness.oldest(step - 1))
+        return OldVersions(ranges, freshness.stale_spans)
+
+    async def _choose(self, step: int, count: int) -> dict[str, list[str]]:
         """At most ``count`` whole groups; trained ones are read only where there are too few others."""
         settings = self._settings
-        field, bound = settings.freshness.limit(version)
+        old = await self._too_old(step)
         groups: dict[str, list[str]] = {}
         for untrained in (True, False):
             members = await self._store.training.ready_members(
-                settings.split, step=step, min_version=bound, field=field, untrained=untrained
+                settings.split, step=step, old=old, untrained=untrained
             )
             places = await self._store.tasks.places({member.task for member in members})
             groups = choose_groups(members, count, places, self._avoid)
@@ -202,7 +210,7 @@ class DataStream:
                 break
         return groups
 
-    async def _replayed(self, step: int, version: int) -> StepData | None:
+    async def _replayed(self, step: int) -> StepData | None:
         """What ``step`` took when it was last done; None where it was not, or some of it is not ready now.
 
         Data that cannot be trained any more are left out.
@@ -210,7 +218,7 @@ class DataStream:
         ids = self._replay.get(step)
         if not ids:
             return None
-        found, problems = await self._read(ids)
+        found, problems = await self._read(ids, step)
         await self._quarantine(problems)
         data = [found[id] for id in ids if id in found and id not in problems]
         data = [item for item in data if item.status is not DataStatus.QUARANTINED]
@@ -219,7 +227,7 @@ class DataStream:
         ):
             logger.info("step %d cannot train what it trained before: some of it is taken", step)
             return None
-        return await self._step_data(data, step, version, is_rest=False) if data else None
+        return await self._step_data(data, step, is_rest=False) if data else None
 
     async def _quarantine_unproven(self, data: Sequence[DBRecordData]) -> bool:
         """Set aside the groups that ``verify`` finds a problem with; True if there are any."""
@@ -232,10 +240,10 @@ class DataStream:
             )
         return bool(problems)
 
-    async def _usable(self, groups: Mapping[str, Sequence[str]]) -> list[DBRecordData] | None:
+    async def _usable(self, groups: Mapping[str, Sequence[str]], step: int) -> list[DBRecordData] | None:
         """The data of ``groups``; None where some were set aside or have changed: the choice is made anew."""
         ids = [id for members in groups.values() for id in members]
-        found, problems = await self._read(ids)
+        found, problems = await self._read(ids, step)
         for members in groups.values():
             unusable = all(id in problems for id in members)
             self._unusable_groups = self._unusable_groups + 1 if unusable else 0
@@ -251,14 +259,24 @@ class DataStream:
         data = [found[id] for id in ids]
         return None if await self._quarantine_unproven(data) else data
 
-    async def _read(self, ids: Sequence[str]) -> tuple[dict[str, DBRecordData], dict[str, str]]:
-        """Data by id, and why some of them cannot be trained."""
+    async def _read(self, ids: Sequence[str], step: int) -> tuple[dict[str, DBRecordData], dict[str, str]]:
+        """Data by id, and why some of them cannot be trained in ``step``."""
         found, problems = await self._store.training.fetch_readable(ids)
-        return found, problems | await asyncio.to_thread(self._problems, list(found.values()))
+        ready = [item for item in found.values() if item.status is DataStatus.READY]
+        problems |= await asyncio.to_thread(self._problems, ready)
+        ages = await self._ages(ready, step)
+        for item in ready:
+            unknown = {span.version for span in item.spans} - ages.keys()
+            if unknown:
+                problems.setdefault(item.id, f"no policy version {min(unknown)} was published: it has no age")
+        return found, problems
+
+    async def _ages(self, data: Sequence[DBRecordData], step: int) -> dict[int, int]:
+        """{version: age} of the versions in ``data`` that were published."""
+        return await self._versions.ages({span.version for item in data for span in item.spans}, step - 1)
 
     def _problems(self, data: Sequence[DBRecordData]) -> dict[str, str]:
-        ready = [item for item in data if item.status is DataStatus.READY]
-        why = {item.id: self._settings.problem_of(item) for item in ready}
+        why = {item.id: self._settings.problem_of(item) for item in data}
         return {id: problem for id, problem in why.items() if problem is not None}
 
     async def _quarantine(self, problems: Mapping[str, str]) -> None:
@@ -268,15 +286,12 @@ class DataStream:
                 {"_id": id}, why[:_LONGEST_PROBLEM], attempt=self._attempt
             )
 
-    async def _step_data(
-        self, data: Sequence[DBRecordData], step: int, version: int, *, is_rest: bool
-    ) -> StepData:
+    async def _step_data(self, data: Sequence[DBRecordData], step: int, *, is_rest: bool) -> StepData:
         groups = tuple(dict.fromkeys(item.task for item in data))
-        weighed = self._weighed(data, version)
-        versions = {span.version for item in weighed for span in item.spans}
-        return StepData(groups, weighed, await self._versions.ages(versions, step - 1), is_rest)
+        ages = await self._ages(data, step)
+        return StepData(groups, self._weighed(data, ages), ages, is_rest)
 
-    def _weighed(self, data: Sequence[DBRecordData], version: int) -> tuple[DBRecordData, ...]:
+    def _weighed(self, data: Sequence[DBRecordData], ages: Mapping[int, int]) -> tuple[DBRecordData, ...]:
         """Mask old tokens, whiten the advantages, decay those of old tokens, as far as the flags say.
 
         A masked token is in no mean. Decay comes last: whitening after it would give a token that has lost
@@ -286,7 +301,7 @@ class DataStream:
         whitens = self._settings.whitening == "batch"
         if whitens and freshness.policy == "decay":
             data = whiten(data)
-        weighed = tuple(freshness.weigh(item, version) for item in data)
+        weighed = tuple(freshness.weigh(item, ages) for item in data)
         return whiten(weighed) if whitens and freshness.policy != "decay" else weighed
 
     async def _sampling_finished(self) -> bool:

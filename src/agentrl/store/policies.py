@@ -119,8 +119,8 @@ class Policies(Part):
     async def steps_above(self, version: int) -> dict[int, int]:
         """{version: the step that it was published at} of all above ``version``, withdrawn ones included.
 
-        Neither ever changes, and a number that is not there yet is higher than all that are: whoever has read
-        the versions up to one never needs to read them again.
+        Ascending. Neither ever changes, and every version to come has a higher number than those published:
+        what has been read up to a number need not be read again.
         """
         query = {"_id": {"$gt": version}, "status": {"$ne": VersionStatus.RESERVED.value}}
         cursor = self._collection(VERSION).find(query, {"step": 1}, sort=[("_id", ASCENDING)])

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from operator import itemgetter
-from typing import Literal
 
 from pymongo import ASCENDING
 from pymongo.asynchronous.client_session import AsyncClientSession
@@ -21,6 +20,7 @@ from agentrl.store.claims import Claims
 from agentrl.store.connection import Json, database_call
 from agentrl.store.groups import Decide, GroupOutcome, Groups, RecordOutcome
 from agentrl.store.names import DATA, RECORD
+from agentrl.store.old_versions import OldVersions
 from agentrl.store.runs import guard
 from agentrl.store.steps import Steps
 
@@ -35,9 +35,6 @@ _DATA_TOGETHER = 1000
 """Groups of one update."""
 
 _WAITING = [DataStatus.READY.value, DataStatus.PLANNED.value]
-
-VersionField = Literal["min_version", "max_version"]
-"""The policy version of the oldest or of the newest trainable token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,18 +76,12 @@ class Training(Groups, Steps):
     """What the trainer reads and writes."""
 
     @database_call
-    async def ready(
-        self, split: str, *, min_version: int = 0, field: VersionField = "min_version", limit: int = 0,
-        step: int | None = None,
-    ) -> list[DataMeta]:  # fmt: skip
-        """Data to train, oldest first, none with a token older than ``min_version``; ``limit`` 0 is all.
+    async def ready(self, split: str, *, limit: int = 0, step: int | None = None) -> list[DataMeta]:
+        """Data to train, oldest first; ``limit`` 0 is all.
 
-        With ``field`` "max_version" it suffices that one token is not older. With ``step``, those are left
-        out that an earlier step trained and that must rest until later.
+        With ``step``, those are left out that an earlier step trained and that must rest until later.
         """
-        query: Json = {
-            "split": split, "status": DataStatus.READY.value, field: {"$gte": min_version},
-        }  # fmt: skip
+        query: Json = {"split": split, "status": DataStatus.READY.value}
         if step is not None:
             query["not_before_step"] = {"$lte": step}
         cursor = self._collection(DATA).find(
@@ -100,19 +91,18 @@ class Training(Groups, Steps):
 
     @database_call
     async def ready_members(
-        self, split: str, *, step: int, min_version: int = 0, field: VersionField = "min_version",
-        untrained: bool = False,
-    ) -> list[ReadyMember]:  # fmt: skip
+        self, split: str, *, step: int, old: OldVersions | None = None, untrained: bool = False
+    ) -> list[ReadyMember]:
         """The ready data of every group that ``step`` may train; a group is here with all of them, or not.
 
-        A group is left out while one of its members is planned, or rests until a later step. With ``field``
-        "min_version" it is left out if a member holds a token older than ``min_version``; with "max_version"
-        only those members are left out that hold no other token. ``untrained``: groups never trained.
+        A group is left out while one of its members is planned, or rests until a later step. Where any span
+        of ``old`` versions makes data stale, a group with a stale member is left out; where only all spans
+        do, the stale members are. ``untrained``: groups never trained.
         """
-        fresh: object = True if field == "min_version" else {"$gte": ["$max_version", min_version]}
+        is_stale: Json | bool = old.expression if old is not None and old.ranges else False
         whole: Json = {"is_planned": False, "rests_until": {"$lte": step}}
-        if field == "min_version":
-            whole["oldest"] = {"$gte": min_version}
+        if old is not None and old.spans == "any":
+            whole["is_stale"] = False
         if untrained:
             whole["trained_count"] = 0
         pipeline: list[Json] = [
@@ -120,10 +110,10 @@ class Training(Groups, Steps):
             {
                 "$group": {
                     "_id": "$task",
-                    "members": {"$push": {"$cond": [fresh, "$_id", "$$REMOVE"]}},
+                    "members": {"$push": {"$cond": [is_stale, "$$REMOVE", "$_id"]}},
                     "is_planned": {"$max": {"$eq": ["$status", DataStatus.PLANNED.value]}},
                     "rests_until": {"$max": "$not_before_step"},
-                    "oldest": {"$min": "$min_version"},
+                    "is_stale": {"$max": is_stale},
                     "trained_count": {"$max": "$trained_count"},
                 }
             },
@@ -138,32 +128,31 @@ class Training(Groups, Steps):
         ]
 
     @database_call
-    async def mark_stale(
-        self, split: str, below_version: int, *, field: VersionField = "min_version",
-        attempt: int | None = None,
-    ) -> int:  # fmt: skip
-        """Set aside every ready group that holds a token older than ``below_version``; returns how many data.
+    async def mark_stale(self, split: str, old: OldVersions, *, attempt: int | None = None) -> int:
+        """Set aside ready data that ``old`` makes stale; returns how many.
 
-        Its advantages compare all of its trajectories, so that it is trained whole or not at all. With
-        ``field`` "max_version" single data are set aside that hold no other token: nothing of them would be
-        trained. The members that are old come last: what is interrupted is found again. A trainer that has
-        been replaced, which ``attempt`` tells, gets a LeaseLostError.
+        Where any old span does, that is every group with such a member: its advantages compare all of its
+        trajectories, so that it is trained whole or not at all. Where only all spans do, single data are set
+        aside: nothing of them would be trained. The members that are old come last: what is interrupted is
+        found again. A trainer that has been replaced, which ``attempt`` tells, gets a LeaseLostError.
         """
+        if not old.ranges:
+            return 0
         ready: Json = {"split": split, "status": DataStatus.READY.value}
-        old: Json = {**ready, field: {"$lt": below_version}}
         stale = {"$set": {"status": DataStatus.STALE.value}}
         data, marked = self._collection(DATA), 0
-        tasks = await data.distinct("task", old) if field == "min_version" else []
+        tasks = await data.distinct("task", {**ready, **old.query}) if old.spans == "any" else []
         for start in range(0, len(tasks), _TASKS_TOGETHER):
             group = {**ready, "task": {"$in": tasks[start : start + _TASKS_TOGETHER]}}
-            others = {**group, field: {"$gte": below_version}}
+            others = {**group, "$nor": [old.query]}
             for query in (others, group):
                 marked += await self._set_aside(query, stale, attempt)
-        while field == "max_version":
-            ids = [item["_id"] async for item in data.find(old, {"_id": 1}, limit=_DATA_TOGETHER)]
+        while old.spans == "all":
+            found = data.find({**ready, **old.query}, {"_id": 1}, limit=_DATA_TOGETHER)
+            ids = [item["_id"] async for item in found]
             if not ids:
                 break
-            marked += await self._set_aside({**old, "_id": {"$in": ids}}, stale, attempt)
+            marked += await self._set_aside({**ready, "_id": {"$in": ids}}, stale, attempt)
         return marked
 
     async def _set_aside(self, query: Json, change: Json, attempt: int | None) -> int:

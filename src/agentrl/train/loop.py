@@ -85,7 +85,7 @@ class Trainer:
 
     async def _next_data(self) -> StepData | None:
         """The next step's data; None at the end of the data or on ``stop``."""
-        take = asyncio.create_task(self.stream.take(self.progress.step + 1, self.progress.version))
+        take = asyncio.create_task(self.stream.take(self.progress.step + 1))
         stopped = asyncio.create_task(self.stop.wait())
         lost = asyncio.create_task(self.lease.lost.wait())
         try:
@@ -122,7 +122,7 @@ class Trainer:
             "quarantined_trajectories": self.stream.count_quarantined(),
             "groups": len(batch.groups),
             "groups_open": await self.store.training.open_groups(self.split),
-            "groups_ready": await self.stream.ready_groups(plan.step + 1, progress.version),
+            "groups_ready": await self.stream.ready_groups(plan.step + 1),
             "seconds_data": seconds_data,
             "seconds_publish": self.saver.seconds_publish,
         }
@@ -167,7 +167,7 @@ class Trainer:
     def _prefetch(self, step: int) -> None:
         if 0 < self.config.max_steps <= step:
             return
-        self.stream.prefetch(step + 1, self.progress.version + (1 if self.saver.is_due(step) else 0))
+        self.stream.prefetch(step + 1)
 
 
 async def _cancel(*tasks: asyncio.Task[Any]) -> None:

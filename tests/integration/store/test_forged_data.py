@@ -34,7 +34,7 @@ def stream(store: Store) -> DataStream:
 
 async def test_data_of_sampled_groups_are_trained(store: Store, tmp_path: Path) -> None:
     await run.build(store, tmp_path / "weights", unfinished=False)
-    taken = await stream(store).take(2, 1)
+    taken = await stream(store).take(2)
     assert taken is not None
     assert [item.id for item in taken.data] == [FIRST, SECOND]
 
@@ -105,7 +105,7 @@ async def test_what_does_not_follow_from_its_group_is_quarantined(
     await run.build(store, tmp_path / "weights")
     forge, problem = FORGERIES[kind]
     await forge(store)
-    members = await store.training.ready_members("train", step=2, min_version=0, field="min_version")
+    members = await store.training.ready_members("train", step=2)
     problems = await verifier(store)(await store.training.fetch([member.id for member in members]))
     assert len(problems) == 1
     (task,) = problems
@@ -118,7 +118,7 @@ async def test_what_does_not_follow_from_its_group_is_quarantined(
     ]
     assert quarantined
     assert {item["problem"] for item in quarantined} == {problems[task]}
-    left = await store.training.ready_members("train", step=2, min_version=0, field="min_version")
+    left = await store.training.ready_members("train", step=2)
     assert {member.task for member in left} == {member.task for member in members} - {task}
 
 
@@ -129,7 +129,7 @@ async def test_a_trainer_takes_the_next_group_instead(store: Store, tmp_path: Pa
         await run.score(store, await run.claim(store), value, version=1)
     assert await Finaliser(store, GroupConfig(), split="train", seed=0).run_waiting() == 1
     await _record(store, {"score": 5.0})
-    taken = await stream(store).take(2, 1)
+    taken = await stream(store).take(2)
     assert taken is not None
     assert taken.groups == (run.UNTOUCHED,)
 

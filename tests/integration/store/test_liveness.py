@@ -74,7 +74,7 @@ async def test_the_trainer_says_who_is_alive_while_it_waits(
     logged = asyncio.Event()
     monkeypatch.setattr(stream_module.logger, "filters", [lambda record: logged.set() or True])
     with caplog.at_level(logging.INFO):
-        waiting = asyncio.create_task(stream.take(1, 0))
+        waiting = asyncio.create_task(stream.take(1))
         await asyncio.wait_for(logged.wait(), 30)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)

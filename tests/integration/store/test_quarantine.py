@@ -77,7 +77,7 @@ async def test_one_bad_datum_is_set_aside_and_the_rest_of_its_group_is_trained(
     if damage is lose_file:
         monkeypatch.setattr(blobs, "_LIMIT", 8)
     await damage(store)
-    batch = await take_from(store).take(2, 1)
+    batch = await take_from(store).take(2)
     assert batch is not None
     assert [item.id for item in batch.data] == [GOOD]
     assert (await store.training.counts("train"))[DataStatus.QUARANTINED] == 1

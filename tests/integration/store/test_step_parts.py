@@ -28,6 +28,7 @@ from agentrl.store import step_parts
 from agentrl.store.check.run import Checks
 from agentrl.store.client import Store, open_store
 from agentrl.store.connection import Connection
+from agentrl.store.old_versions import OldVersions
 
 pytestmark = pytest.mark.integration
 
@@ -245,7 +246,7 @@ async def test_data_that_went_stale_are_ready_again_when_what_trained_them_is_un
 ) -> None:
     attempt = await begin_anew(store)
     await train(store, attempt, 1, data)
-    assert await store.training.mark_stale("train", 1) == len(data)
+    assert await store.training.mark_stale("train", OldVersions.below(1)) == len(data)
     await store.training.revert_after(0, attempt=attempt)
     await require_untouched(store, data)
 

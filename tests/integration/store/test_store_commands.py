@@ -23,6 +23,7 @@ from agentrl.rollout.finalise import Finaliser
 from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
 from agentrl.store.admission import GroupLimit
 from agentrl.store.client import Store, open_store
+from agentrl.store.old_versions import OldVersions
 
 pytestmark = pytest.mark.integration
 
@@ -128,10 +129,12 @@ async def everything_that_runs_in_a_loop(store: Store) -> None:
     await tasks.epochs("train")
     await training.open_groups("train")
     await training.uncounted_groups("train")
-    for field in ("min_version", "max_version"):
-        await training.mark_stale("train", 0, field=field)
-        await training.ready_members("train", step=1, min_version=0, field=field)
-    ready = await training.ready("train", min_version=0, limit=8, step=1)
+    for ranges in (((0, -1),), ((-4, -3), (-1, -1))):
+        for spans in ("any", "all"):
+            old = OldVersions(ranges, spans)
+            await training.mark_stale("train", old)
+            await training.ready_members("train", step=1, old=old)
+    ready = await training.ready("train", limit=8, step=1)
     await tasks.places([meta.task for meta in ready])
     await training.fetch([meta.id for meta in ready])
     await training.mean_generated_tokens(tasks=[ready[0].task])
@@ -144,6 +147,7 @@ async def everything_that_runs_in_a_loop(store: Store) -> None:
     await training.last_step()
     await store.policies.latest()
     await store.policies.newest_id()
+    await store.policies.steps_above(-1)
     await store.policies.published(2, below=9)
     await store.policies.withdrawn(1)
     await store.policies.withdraw_after(1)
@@ -237,7 +241,7 @@ async def idle_run(store: Store, trainer_side: Store) -> None:
     )
     stop = asyncio.Event()
     sampling = asyncio.create_task(sampler.run(stop))
-    taking = asyncio.create_task(DataStream(trainer_side, settings).take(1, 0))
+    taking = asyncio.create_task(DataStream(trainer_side, settings).take(1))
     await asyncio.sleep(WARM_UP_SECONDS)
     record(store)
     await asyncio.sleep(IDLE_SECONDS)

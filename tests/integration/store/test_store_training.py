@@ -16,6 +16,7 @@ from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan, TrainStep
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store.client import Store
+from agentrl.store.old_versions import OldVersions
 from agentrl.store.training import GroupOutcome, RecordOutcome
 
 pytestmark = pytest.mark.integration
@@ -224,8 +225,7 @@ async def test_data_trained_twice_rest_in_between(store: Store) -> None:
 
 async def test_stale_data_are_set_aside(store: Store) -> None:
     await ready_data(store, 2)
-    assert await store.training.ready("train", min_version=2) == []
-    assert await store.training.mark_stale("train", below_version=2) == 2
+    assert await store.training.mark_stale("train", OldVersions.below(2)) == 2
     assert (await store.training.counts("train"))[DataStatus.STALE] == 2
 
 

@@ -29,6 +29,7 @@ from agentrl.rollout.finalise import Finaliser
 from agentrl.store import blobs
 from agentrl.store.client import Store, open_existing, open_store
 from agentrl.store.daemon import find_binary, stop_daemon
+from agentrl.store.old_versions import OldVersions
 from agentrl.store.transfer import Transfer
 
 pytestmark = pytest.mark.integration
@@ -131,7 +132,7 @@ async def test_a_sampler_samples_and_does_no_more(
         await refused(
             lambda: store.training.plan_step(step),
             lambda: store.policies.withdraw_after(0),
-            lambda: store.training.mark_stale("train", 9),
+            lambda: store.training.mark_stale("train", OldVersions.below(9)),
             lambda: database["Record"].delete_many({}),
             lambda: database["Task"].drop(),
             lambda: database.command("collMod", "Record", validator={}),
@@ -160,7 +161,7 @@ async def test_a_trainer_trains_and_does_no_more(users: dict[str, RunConfig], tm
         await run.publish(store, tmp_path / "more", 2, step=2, train_step=step.id)
         await store.training.revert_after(1, attempt=attempt)
         await store.policies.withdraw_after(1)
-        await store.training.mark_stale("train", below_version=0)
+        await store.training.mark_stale("train", OldVersions(((0, -1),)))
         await store.runs.release_trainer(attempt)
         await store.wait_for_change("Task", "DBRecordData", timeout=0.3)
         await refused(

@@ -38,6 +38,11 @@ def trajectory() -> DBRecordData:
     )  # fmt: skip
 
 
+def ages(step: int) -> dict[int, int]:
+    """Of the versions, each of which was published at the step of its number."""
+    return {version: max(0, step - version) for _, _, version in SPANS}
+
+
 def fresh(policy: Any, max_staleness: int = 2, decay: float | None = 0.5) -> Freshness:
     return Freshness(max_staleness=max_staleness, policy=policy, decay=decay)
 
@@ -45,11 +50,11 @@ def fresh(policy: Any, max_staleness: int = 2, decay: float | None = 0.5) -> Fre
 @pytest.mark.parametrize("policy", ["drop", "decay", "mask"])
 def test_data_without_an_old_token_are_trained_as_they_are(policy: str) -> None:
     data = trajectory()
-    assert fresh(policy).weigh(data, version=3) is data
+    assert fresh(policy).weigh(data, ages(3)) is data
 
 
 def test_masked_tokens_are_context() -> None:
-    masked = fresh("mask").weigh(trajectory(), version=4)
+    masked = fresh("mask").weigh(trajectory(), ages(4))
     assert [(span.start, span.end, span.version) for span in masked.spans] == [(4, 7, 2), (8, 10, 4)]
     forest = forest_from_data([masked])
     assert (forest.tokens, forest.trainable_tokens) == (10, 5)
@@ -58,19 +63,24 @@ def test_masked_tokens_are_context() -> None:
     assert set(forest.version.tolist()) == {2, 4}
 
 
-def test_decayed_tokens_lose_weight_with_every_version_beyond_the_limit() -> None:
-    decayed = fresh("decay").weigh(trajectory(), version=5)
+def test_decayed_tokens_lose_weight_with_every_step_beyond_the_limit() -> None:
+    decayed = fresh("decay").weigh(trajectory(), ages(5))
     expected = [2.0 * math.exp(-0.5 * 2)] * 2 + [2.0 * math.exp(-0.5)] * 3 + [2.0] * 2
     assert forest_from_data([decayed]).advantage.tolist() == pytest.approx(expected)
     assert decayed.behavior_logprobs == trajectory().behavior_logprobs
 
 
-@pytest.mark.parametrize(
-    ("policy", "field", "bound"),
-    [("drop", "min_version", 3), ("mask", "max_version", 3), ("decay", "max_version", 0)],
-)
-def test_what_makes_data_stale(policy: str, field: str, bound: int) -> None:
-    assert fresh(policy).limit(5) == (field, bound)
+def test_the_age_counts_and_not_the_number_of_the_version() -> None:
+    """Version 4 was published at step 1, after a resume."""
+    masked = fresh("mask").weigh(trajectory(), {1: 1, 2: 0, 4: 3})
+    assert [span.version for span in masked.spans] == [1, 2]
+    decayed = fresh("decay").weigh(trajectory(), {1: 1, 2: 0, 4: 4})
+    assert [span.advantage for span in decayed.spans] == [2.0, 2.0, 2.0 * math.exp(-0.5 * 2)]
+
+
+@pytest.mark.parametrize(("policy", "spans"), [("drop", "any"), ("mask", "all"), ("decay", None)])
+def test_what_makes_data_stale(policy: str, spans: str | None) -> None:
+    assert fresh(policy).stale_spans == spans
 
 
 def test_a_decay_needs_its_rate() -> None:
@@ -83,19 +93,18 @@ def test_a_decay_needs_its_rate() -> None:
 @pytest.mark.parametrize("policy", ["drop", "decay", "mask"])
 def test_nothing_old_changes_no_loss(policy: str, loss: str) -> None:
     data = [trajectory(), *group("b", version=4)]
-    weighed = [fresh(policy).weigh(item, version=3) for item in data]
+    weighed = [fresh(policy).weigh(item, ages(3)) for item in data]
     assert loss_of(weighed, loss, 3) == loss_of(data, loss, 3)
 
 
 def test_a_loss_is_linear_in_the_weight_of_a_decayed_token() -> None:
     [old] = [replace(item, min_version=1, max_version=1) for item in group("b", version=1)[:1]]
-    whole, decayed = loss_of([old], "GRPO", 5), loss_of([fresh("decay").weigh(old, version=5)], "GRPO", 5)
+    whole, decayed = loss_of([old], "GRPO", 5), loss_of([fresh("decay").weigh(old, ages(5))], "GRPO", 5)
     assert decayed == pytest.approx(whole * math.exp(-0.5 * 2))
 
 
-def loss_of(data: list[DBRecordData], loss: str, version: int) -> float:
-    ages = {1: version - 1, 2: version - 2, 4: 0}
-    forest = forest_from_data(data, ages=ages)
+def loss_of(data: list[DBRecordData], loss: str, step: int) -> float:
+    forest = forest_from_data(data, ages=ages(step))
     settings = LossSettings(loss_calculater=loss, importance_weight_cap_ratio=math.inf)
     logprobs = torch.from_numpy(np.linspace(-0.9, -0.2, forest.trainable_tokens, dtype=np.float32))
     batch = token_batch(forest, logprobs.requires_grad_(), settings)

@@ -129,6 +129,7 @@ def test_the_order_of_the_data_changes_no_value() -> None:
 
 def stream(data: Sequence[DBRecordData], replay: Any = None, **freshness: Any) -> DataStream:
     store = FakeStore()
+    store.publish({version: version for version in range(6)})
     store.add(*data)
     settings = StreamSettings(
         groups_per_step=2, num_epochs=1, freshness=Freshness(**{"max_staleness": 2, **freshness}),
@@ -137,8 +138,8 @@ def stream(data: Sequence[DBRecordData], replay: Any = None, **freshness: Any) -
     return DataStream(cast("Store", store), settings, replay)
 
 
-async def take(stream: DataStream, version: int = 0) -> StepData:
-    found = await stream.take(1, version)
+async def take(stream: DataStream, step: int = 1) -> StepData:
+    found = await stream.take(step)
     assert found is not None
     return found
 
@@ -169,11 +170,11 @@ def of_two_versions() -> list[DBRecordData]:
 
 
 async def test_masked_tokens_are_in_no_mean() -> None:
-    batch = await take(stream(of_two_versions(), policy="mask"), version=5)
+    batch = await take(stream(of_two_versions(), policy="mask"), step=6)
     assert per_token(batch.data) == pytest.approx([2**0.5] * 2 + [-(0.5**0.5)] * 4)
 
 
 async def test_decay_comes_after_whitening() -> None:
-    batch = await take(stream(of_two_versions(), policy="decay", decay=0.5), version=5)
+    batch = await take(stream(of_two_versions(), policy="decay", decay=0.5), step=6)
     decayed = math.exp(-0.5 * 3)
     assert per_token(batch.data) == pytest.approx([decayed, decayed, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0])
