@@ -192,6 +192,9 @@ async def test_a_stop_token_ends_the_generation_and_is_part_of_it(engine: Engine
     first = whole.output_ids.index(stop)
     made = await engine.generate(prompt(3), greedy.replace(stop_token_ids=(stop,)), "stopped")
     assert (made.finish_reason, made.output_ids) == ("stop", whole.output_ids[: first + 1])
+    deaf = greedy.replace(stop_token_ids=(stop,), extra={"ignore_eos": True})
+    made = await engine.generate(prompt(3), deaf, "deaf")
+    assert (made.finish_reason, len(made.output_ids)) == ("length", 40)
 
 
 async def test_sixteen_at_once_get_what_each_would_get_alone(served: Served, engine: EngineClient) -> None:

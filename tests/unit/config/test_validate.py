@@ -20,7 +20,7 @@ from agentrl.config.schema import (
 )
 from agentrl.config.validate import require_trainable
 from agentrl.errors import ConfigError
-from agentrl.rollout import sample
+from agentrl.rollout import evaluate, sample
 from agentrl.rollout.admission import Admission
 from agentrl.train import main as train
 
@@ -174,6 +174,11 @@ def test_sampler_and_trainer_refuse_before_they_begin(command: Callable[[list[st
 def test_other_commands_take_the_same_flags() -> None:
     flags = REFUSED["does not fit"][0]
     parse(flags, command="agentrl serve", description="", shown=[SamplingConfig])
+
+
+def test_an_evaluation_samples_however_it_likes() -> None:
+    with pytest.raises(ConfigError, match="nothing to evaluate"):
+        evaluate.main(REFUSED["greedy"][0])
 
 
 RECOMPUTE = ["--old_logprobs", "recompute"]
