@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -55,12 +56,13 @@ EXECUTORS = st.sampled_from(["auto", "sdpa", "varlen", "paths", "padded"])
 
 @st.composite
 def loss_settings(draw: st.DrawFn, loss: str) -> LossSettings:
-    """Any reduction, old policy and correction that the loss takes; bounds may mask tokens or not."""
+    """Any reduction, bonus, old policy and correction that the loss takes; bounds may mask tokens or not."""
     spec = get_spec(loss)
     token_level = draw(st.booleans())
-    reduction = {
+    reduction: dict[str, Any] = {
         "token_level_loss": token_level,
         "skip_length_normalization": not token_level and draw(st.booleans()),
+        "loss_length_divisor": None if token_level else draw(st.sampled_from([None, 9])),
     }
     if not spec.from_policy:
         return LossSettings(loss_calculater=loss, **reduction)
@@ -70,7 +72,7 @@ def loss_settings(draw: st.DrawFn, loss: str) -> LossSettings:
         loss_calculater=loss,
         **reduction,
         epsilon=0.2,
-        epsilon_higher=0.1,
+        epsilon_higher=0.1 if spec.clips else 0.0,
         old_logprobs=old,
         importance_correction=correction,
         strict_in_bound=False,
@@ -79,6 +81,7 @@ def loss_settings(draw: st.DrawFn, loss: str) -> LossSettings:
         dual_clip=draw(st.sampled_from([None, 3.0])) if "dual_clip" in spec.own_flags else None,
         ce_grpo_beta_1=0.5 if keeps else None,
         ce_grpo_beta_2=0.7 if keeps else None,
+        entropy_coef=draw(st.sampled_from([0.0, 0.1])),
     )
 
 

@@ -12,12 +12,17 @@ from agentrl.config.fields import flag, require, require_positive
 class LossConfig:
     """The loss (docs/losses.md)."""
 
-    loss_calculater: Literal["GRPO", "GSPO", "CISPO", "MINIRL", "CrossEntropy"] = flag("GRPO", "the loss")
+    loss_calculater: Literal["GRPO", "GSPO", "CISPO", "MINIRL", "SAPO", "CrossEntropy"] = flag(
+        "GRPO", "the loss"
+    )
     token_level_loss: bool | None = flag(
         None, "mean over the step's tokens; else over its trajectories (default: the loss's own)"
     )
     skip_length_normalization: bool | None = flag(
         None, "a trajectory's loss is its sum, not its mean (default: the loss's own)"
+    )
+    loss_length_divisor: int | None = flag(
+        None, "a trajectory's loss is its sum over this many tokens, e.g. the generation budget (Dr. GRPO)"
     )
     strict_in_bound: bool | None = flag(
         None, "mask tokens outside [1-epsilon, 1+epsilon+epsilon_higher] (default: the loss's own)"
@@ -37,6 +42,8 @@ class LossConfig:
     dual_clip: float | None = flag(None, "GRPO: lower bound c·A of the objective for A < 0")
     ce_grpo_beta_1: float | None = flag(None, "GRPO: gradient kept below the clip interval")
     ce_grpo_beta_2: float | None = flag(None, "GRPO: gradient kept above the clip interval")
+    sapo_tau_pos: float | None = flag(None, "SAPO: how fast the gate closes for A > 0 (default: 1.0)")
+    sapo_tau_neg: float | None = flag(None, "SAPO: how fast the gate closes for A <= 0 (default: 1.05)")
     old_logprobs: Literal["behavior", "recompute", "loglinear"] = flag("behavior", "where π_old comes from")
     kl_coef: float = flag(0.0, "weight of the KL to a reference model in the loss (0: none)")
     kl_estimator: Literal["weighted_k3", "k1", "k2", "k3"] = flag(

@@ -75,6 +75,7 @@ def _case(
     correction: str = "",
     token_mean: bool = True,
     old: str = "recompute",
+    length_divisor: int | None = None,
     kept: tuple[int, ...] | None = None,
 ) -> Golden:
     settings = LossSettings(
@@ -85,6 +86,7 @@ def _case(
         token_level_loss=token_mean,
         skip_length_normalization=not token_mean,
         old_logprobs=old,
+        loss_length_divisor=length_divisor,
     )
     return Golden(name=name, settings=settings, expected=expected, kept=kept)
 
@@ -106,6 +108,8 @@ GOLDEN: tuple[Golden, ...] = (
         "MINIRL, sum, π_old = μ, bounds [0.8, 1.3]", 0.3250, "MINIRL", upper=0.3, token_mean=False,
         old="behavior", kept=(1, 1, 1),
     ),
+    _case("SAPO", -1.5284, "SAPO"),
+    _case("GRPO 0.2/0.2, sum over 4 tokens", -0.4750, token_mean=False, length_divisor=4),
     *(
         Golden(name=recipe.name, settings=recipe.settings, expected=recipe.expected, example=STEP)
         for recipe in RECIPES

@@ -40,7 +40,7 @@ def _require_read(settings: LossSettings) -> None:
     spec, name = settings.spec, settings.loss_calculater
     for flag in sorted(frozenset().union(*(other.own_flags for other in SPECS.values())) - spec.own_flags):
         readers = [other for other, found in SPECS.items() if flag in found.own_flags]
-        _require(getattr(settings, flag) is None, settings, flag, f"{name} does not read it",
+        _require(_is_own(settings, flag), settings, flag, f"{name} does not read it",
                  f"leave it out, or use --loss_calculater {' or '.join(readers)}")  # fmt: skip
     _require(
         not (settings.keeps_gradient and settings.strict_in_bound), settings, "strict_in_bound",
@@ -52,6 +52,11 @@ def _require_read(settings: LossSettings) -> None:
         not settings.strict_in_bound or _is_own(settings, cap), settings, cap,
         "it widens the bounds only where they are not strict", "add --strict_in_bound false, or leave it out",
     )  # fmt: skip
+    for flag in ("epsilon", "epsilon_higher"):
+        _require(
+            spec.clips or settings.bounds_staleness or _is_own(settings, flag), settings, flag,
+            f"{name} does not clip", "leave it out, or bound staleness with --importance_weight_cap_ratio",
+        )  # fmt: skip
     if spec.from_policy:
         return
     bounds = set(OWN_DEFAULTS) - {"token_level_loss", "skip_length_normalization"}
@@ -87,7 +92,7 @@ def _require_corrections(settings: LossSettings) -> None:
 
 
 def _is_own(settings: LossSettings, flag: str) -> bool:
-    return bool(getattr(settings, flag) == getattr(settings.spec, flag))
+    return bool(getattr(settings, flag) == getattr(settings.spec, flag, None))
 
 
 def _require(good: bool, settings: LossSettings, flag: str, why: str, cure: str) -> None:

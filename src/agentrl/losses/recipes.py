@@ -58,12 +58,21 @@ RECIPES: tuple[Recipe, ...] = (
         expected=-0.1875,
     ),
     Recipe(
+        name="Dr. GRPO", flags={"loss_calculater": "GRPO", "loss_length_divisor": 4},
+        others="--advantage dr_grpo", source="arXiv 2503.20783, with the generation budget in place of 4",
+        expected=-0.0814,
+    ),
+    Recipe(
         name="GSPO", flags={"loss_calculater": "GSPO"}, others="--advantage grpo", source="arXiv 2507.18071",
         expected=-0.0628,
     ),
     Recipe(
         name="CISPO", flags={"loss_calculater": "CISPO"}, others="--advantage grpo",
         source="arXiv 2506.13585", expected=0.4781,
+    ),
+    Recipe(
+        name="SAPO", flags={"loss_calculater": "SAPO"}, others="--advantage grpo", source="arXiv 2511.20347",
+        expected=-0.6646,
     ),
     Recipe(name="MINIRL", flags={"loss_calculater": "MINIRL"}, source="arXiv 2512.01374", expected=-0.0101),
     Recipe(

@@ -44,8 +44,9 @@ def reduce_losses(
     """A micro-batch's share of the step's loss, a float32 scalar.
 
     The shares of all micro-batches add up to the loss of the step, and so do their gradients: with
-    ``token_level_loss`` Σ m·loss / Σ m; without, the mean over trajectories of a trajectory's mean, or of its
-    sum with ``skip_length_normalization`` (which says nothing under ``token_level_loss``).
+    ``token_level_loss`` Σ m·loss / Σ m; without, the mean over trajectories of a trajectory's mean, of its
+    sum with ``skip_length_normalization`` (which says nothing under ``token_level_loss``), or of its sum over
+    ``loss_length_divisor`` where that is set (Dr. GRPO, arXiv 2503.20783).
 
     losses float32[T]; mask bool[T]; row int64[T] in [0, ``trajectories``). ``lengths`` [``trajectories``] are
     the masked-in tokens of the whole trajectories; without it, a trajectory is whole in its micro-batch.
@@ -55,7 +56,9 @@ def reduce_losses(
     if settings.token_level_loss:
         weights = weights / max(whole.tokens, 1)
     else:
-        if not settings.skip_length_normalization:
+        if settings.loss_length_divisor is not None:
+            weights = weights / settings.loss_length_divisor
+        elif not settings.skip_length_normalization:
             if lengths is None:
                 lengths = weights.new_zeros(trajectories).index_add(0, row, weights)
             weights = weights / lengths.to(weights.dtype).clamp(min=1.0)[row]

@@ -14,6 +14,7 @@ from agentrl.losses.grpo import grpo
 from agentrl.losses.gspo import gspo
 from agentrl.losses.minirl import minirl
 from agentrl.losses.reference import reference_kl
+from agentrl.losses.sapo import sapo
 from agentrl.losses.settings import LossSettings
 from agentrl.losses.sft import cross_entropy
 
@@ -25,6 +26,7 @@ LOSSES: dict[str, LossFunction] = {
     "GSPO": gspo,
     "CISPO": cispo,
     "MINIRL": minirl,
+    "SAPO": sapo,
     "CrossEntropy": cross_entropy,
 }
 """The functions; ``losses.spec`` says under the same names what each loss is by its paper."""

@@ -31,6 +31,8 @@ class LossSettings:
     """Mean over the step's tokens. Where False, a mean over its trajectories."""
     skip_length_normalization: bool = OWN
     """With ``token_level_loss`` False: a trajectory counts with its sum instead of its mean."""
+    loss_length_divisor: int | None = None
+    """Tokens that a trajectory's sum is divided by, whatever its own length is (Dr. GRPO)."""
     strict_in_bound: bool = OWN
     epsilon: float = OWN
     epsilon_higher: float = OWN
@@ -41,6 +43,10 @@ class LossSettings:
     dual_clip: float | None = None
     ce_grpo_beta_1: float | None = None
     ce_grpo_beta_2: float | None = None
+    sapo_tau_pos: float = OWN
+    """SAPO: how fast its gate closes for A > 0."""
+    sapo_tau_neg: float = OWN
+    """SAPO: how fast it closes for A ≤ 0."""
     old_logprobs: str = "behavior"
     kl_coef: float = 0.0
     """Weight of the KL to a reference model."""
@@ -60,6 +66,10 @@ class LossSettings:
             self._require(good, name, value, "give a finite value of 0 or more")
         cap = self.importance_weight_cap_ratio
         self._require(cap >= 1, "importance_weight_cap_ratio", cap, "give 1 or more; inf turns the bound off")
+        self._check_length_divisor()
+        for name in ("sapo_tau_pos", "sapo_tau_neg"):
+            tau = getattr(self, name)
+            self._require(math.isfinite(tau) and tau > 0, name, tau, "give a finite value above 0")
         clip = self.dual_clip
         self._require(clip is None or clip > 1, "dual_clip", clip, "give a value above 1, such as 3")
         old = self.old_logprobs
@@ -72,6 +82,12 @@ class LossSettings:
         good = math.isfinite(bonus) and bonus >= 0
         self._require(good, "entropy_coef", bonus, "give a finite value of 0 or more")
         require_acting(self)
+
+    def _check_length_divisor(self) -> None:
+        divisor = self.loss_length_divisor
+        self._require(divisor is None or divisor >= 1, "loss_length_divisor", divisor, "give 1 token or more")
+        cure = "set --token_level_loss false: a mean over the step's tokens divides by their number"
+        self._require(divisor is None or not self.token_level_loss, "loss_length_divisor", divisor, cure)
 
     @staticmethod
     def _require(good: bool, name: str, value: object, cure: str) -> None:

@@ -26,8 +26,12 @@ class LossSpec:
     """inf: no bounds on staleness unless they are strict."""
     epsilon: float = 0.2
     epsilon_higher: float = 0.0
+    sapo_tau_pos: float = 1.0
+    sapo_tau_neg: float = 1.05
     own_flags: frozenset[str] = frozenset()
-    """Flags without a default that this loss reads, of those that not every loss reads."""
+    """Flags that this loss reads, of those that not every loss reads."""
+    clips: bool = True
+    """False where ``epsilon`` and ``epsilon_higher`` belong to the bounds on staleness alone."""
     from_policy: bool = True
     """True where a policy sampled the tokens, so that bounds, corrections and a KL apply."""
     contains_weight: bool = False
@@ -38,7 +42,7 @@ class LossSpec:
 
 OWN_DEFAULTS = (
     "token_level_loss", "skip_length_normalization", "strict_in_bound", "importance_weight_cap_ratio",
-    "epsilon", "epsilon_higher",
+    "epsilon", "epsilon_higher", "sapo_tau_pos", "sapo_tau_neg",
 )  # fmt: skip
 """Flags whose default is the loss's own."""
 
@@ -56,6 +60,10 @@ SPECS: dict[str, LossSpec] = {
     "MINIRL": LossSpec(
         token_level_loss=False, skip_length_normalization=True, strict_in_bound=True, epsilon_higher=0.1,
         contains_weight=True,
+    ),
+    # arXiv 2511.20347: temperatures of the gate for A > 0 and for the others.
+    "SAPO": LossSpec(
+        token_level_loss=False, own_flags=frozenset({"sapo_tau_pos", "sapo_tau_neg"}), clips=False
     ),
     "CrossEntropy": LossSpec(token_level_loss=True, from_policy=False),
 }  # fmt: skip

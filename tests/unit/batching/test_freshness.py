@@ -89,7 +89,7 @@ def test_a_decay_needs_its_rate() -> None:
     assert fresh("drop", decay=None).policy == "drop"
 
 
-@pytest.mark.parametrize("loss", ["GRPO", "GSPO", "CISPO", "MINIRL"])
+@pytest.mark.parametrize("loss", ["GRPO", "GSPO", "CISPO", "MINIRL", "SAPO"])
 @pytest.mark.parametrize("policy", ["drop", "decay", "mask"])
 def test_nothing_old_changes_no_loss(policy: str, loss: str) -> None:
     data = [trajectory(), *group("b", version=4)]

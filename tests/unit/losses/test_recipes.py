@@ -111,10 +111,21 @@ VERL = ppo(LOG_R, 0.8, 1.2, dual=3.0)
 BYPASS = ppo(LOG_RHO, 0.8, 1.2, dual=3.0)
 MINIRL = summed(times(reinforce(capped(LOG_RHO, math.inf)), not_too_far(0.8, 1.3)))
 
+
+def gated(log: list[float], positive: float, negative: float) -> PerToken:
+    def loss(t: int) -> float:
+        tau = positive if A[t] > 0 else negative
+        return -A[t] * 4 / tau / (1 + math.exp(-tau * (math.exp(log[t]) - 1)))
+
+    return loss
+
+
 EXPECTED = {
     "GRPO": over_trajectories(GRPO),
     "GRPO with its KL": over_trajectories(plus(GRPO, k3_to_reference, 0.04)),
     "DAPO": over_tokens(ppo(LOG_RHO, 0.8, 1.28)),
+    "Dr. GRPO": summed(GRPO) / 4,
+    "SAPO": over_trajectories(gated(LOG_RHO, 1.0, 1.05)),
     "GSPO": over_trajectories(ppo(MEAN_RHO, 1 - 3e-4, 1 + 4e-4)),
     "CISPO": over_tokens(reinforce(capped(LOG_RHO, 5.0))),
     "MINIRL": MINIRL,

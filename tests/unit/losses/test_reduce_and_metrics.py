@@ -17,7 +17,7 @@ from agentrl.losses.reduce import Denominators, reduce_losses
 from agentrl.losses.registry import LOSSES, token_losses
 from agentrl.losses.settings import LossSettings
 
-REDUCTIONS = [(True, False), (False, False), (False, True)]
+REDUCTIONS = [(True, False, None), (False, False, None), (False, True, None), (False, False, 7)]
 
 
 def take(batch: TokenBatch, rows: list[int]) -> TokenBatch:
@@ -54,9 +54,14 @@ def step(
 @pytest.mark.exactness
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_micro_batches_change_neither_loss_nor_gradient(loss: str, reduction: tuple[bool, bool]) -> None:
+def test_micro_batches_change_neither_loss_nor_gradient(
+    loss: str, reduction: tuple[bool, bool, int | None]
+) -> None:
     settings = LossSettings(
-        loss_calculater=loss, token_level_loss=reduction[0], skip_length_normalization=reduction[1]
+        loss_calculater=loss,
+        token_level_loss=reduction[0],
+        skip_length_normalization=reduction[1],
+        loss_length_divisor=reduction[2],
     )
     if settings.spec.from_policy:
         settings = replace(
@@ -85,6 +90,28 @@ def test_reductions_by_hand() -> None:
     assert value(True, False) == pytest.approx(3.0)
     assert value(False, False) == pytest.approx((2.0 + 5.0) / 2)
     assert value(False, True) == pytest.approx((4.0 + 5.0) / 2)
+
+
+def test_a_constant_length_divides_a_trajectorys_sum_whatever_its_own_length_is() -> None:
+    losses, row = torch.tensor([1.0, 3.0, 5.0]), torch.tensor([0, 0, 1])
+    mask = torch.ones(3, dtype=torch.bool)
+    whole = Denominators.of(mask, row)
+    for skip in (False, True):
+        settings = LossSettings(
+            token_level_loss=False, skip_length_normalization=skip, loss_length_divisor=10
+        )
+        found = float(reduce_losses(losses, mask, row, 2, whole, settings))
+        assert found == pytest.approx((4.0 / 10 + 5.0 / 10) / 2)
+
+
+def test_a_constant_length_contradicts_a_mean_over_tokens() -> None:
+    with pytest.raises(ConfigError, match=r"--loss_length_divisor is 10") as refused:
+        LossSettings(token_level_loss=True, loss_length_divisor=10)
+    assert "--token_level_loss false" in str(refused.value.cure)
+    with pytest.raises(ConfigError, match=r"--loss_length_divisor is 10"):
+        LossSettings(loss_calculater="CISPO", loss_length_divisor=10)
+    with pytest.raises(ConfigError, match=r"--loss_length_divisor is 0"):
+        LossSettings(loss_length_divisor=0)
 
 
 def test_corrections_mask_numerators_and_leave_denominators() -> None:
