@@ -98,6 +98,12 @@ def test_long_trajectories_count_with_their_tokens() -> None:
     assert [item.spans[0].advantage for item in data] == pytest.approx([1 / 3, -3.0])
 
 
+def test_the_golden_vectors_advantages() -> None:
+    """A = [1, −1, 2]: mean 2/3, population variance 14/9."""
+    data = whiten([trajectory("a", place, 1, value) for place, value in enumerate((1.0, -1.0, 2.0))])
+    assert per_token(data) == pytest.approx([0.26726, -1.33631, 1.06904], abs=1e-5)
+
+
 def test_only_spans_change_and_the_forest_holds_the_new_advantages() -> None:
     before, after = step(), whiten(step())
     assert [replace(item, spans=()) for item in after] == [
