@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_models import plain_logprobs
 from tiny_policy import write_tiny_policy
 from training_data import group
 
@@ -193,3 +194,18 @@ def test_a_reference_with_another_vocabulary_is_refused(base: Path, tmp_path: Pa
         computer(base, kl_coef=0.1, model={"reference_model": str(other)})
     with pytest.raises(ModelError, match="no folder"):
         computer(base, kl_coef=0.1, model={"reference_model": str(tmp_path / "none")})
+
+
+def test_start_and_reference_logprobs_have_the_temperature_of_their_call(base: Path) -> None:
+    ours = computer(base, kl_coef=0.1, num_epochs_per_batch=2, old_logprobs="recompute")
+    cold = [
+        replace(item, spans=(replace(item.spans[0], temperature=temperature),))
+        for item, temperature in zip(DATA, (0.5, 1.0, 1.5), strict=False)
+    ]
+    (forest,) = ours._anchored(ours._pack(cold))
+    ours.policy.model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        expected = plain_logprobs(ours.policy.model, forest).numpy()
+    assert sorted(set(forest.temperature.tolist())) == [0.5, 1.0, 1.5]
+    for found in (forest.start_logprob, forest.reference_logprob):
+        assert np.abs(found - expected).max() < 1e-5
