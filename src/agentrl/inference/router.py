@@ -291,7 +291,7 @@ def _joined(
                 start = spans.pop().start
             spans.append(VersionSpan(version=span.version, start=start, end=offset + span.end))
         offset += len(part.output_ids)
-    kinds = {part.logprobs_of for part in parts if part.output_ids}
+    kinds = {part.logprobs_of for part in parts if part.output_ids} or {parts[-1].logprobs_of}
     return Generation(
         output_ids=tuple(token for part in parts for token in part.output_ids),
         logprobs=tuple(logprob for part in parts for logprob in part.logprobs),
@@ -301,5 +301,5 @@ def _joined(
         cached_tokens=parts[0].cached_tokens,
         seconds=seconds,
         engine_url=parts[-1].engine_url,
-        logprobs_of=parts[-1].logprobs_of if len(kinds) < 2 else "other",
+        logprobs_of=kinds.pop() if len(kinds) == 1 else "other",
     )

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 from rollout_fakes import END, END_OF_TEXT, renderer_of
@@ -170,6 +171,22 @@ async def test_an_abort_behind_a_stop_is_a_stop(
         whole = await session.generate([1], params)
     assert (list(whole.output_ids), whole.finish_reason) == (list(ids), "stop")
     assert len(fleet.engines["a"].calls) == (1 if ended else 2)
+
+
+@pytest.mark.parametrize(
+    ("second", "joined"), [("sampled", "sampled"), ("policy", "other"), ("other", "other")]
+)
+async def test_logprobs_of_parts_are_of_one_distribution_or_of_other(second: str, joined: str) -> None:
+    script = [
+        replace(part("http://a", [11], "abort"), logprobs_of="sampled"),
+        replace(part("http://a", [], "abort"), logprobs_of="policy"),
+        replace(part("http://a", [12]), logprobs_of=second),  # type: ignore[arg-type]
+        replace(part("http://a", []), logprobs_of="policy"),
+    ]
+    fleet = Fleet(service("a"), scripts={"a": script})
+    async with fleet.router().session("t") as session:
+        assert (await session.generate([1], PARAMS)).logprobs_of == joined
+        assert (await session.generate([1], PARAMS)).logprobs_of == "policy"
 
 
 async def test_a_part_without_tokens_does_not_end_where_the_prompt_did() -> None:
