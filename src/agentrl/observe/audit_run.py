@@ -17,6 +17,7 @@ from agentrl.documents.run import RunSettings
 from agentrl.documents.service import InferenceService
 from agentrl.documents.status import DataStatus, RecordStatus, ServiceStatus, TaskStatus
 from agentrl.documents.training import TrainStep
+from agentrl.observe.audit_groups import GroupCount, count_groups, group_table
 from agentrl.observe.live import number
 from agentrl.observe.tables import MISSING, age, fixed, table
 from agentrl.observe.untrusted import excerpt
@@ -30,6 +31,7 @@ LAST_VERSIONS = 5
 _STEP_METRICS = {
     "reward": ("reward", ".3f"),
     "pass": ("pass_rate", ".2f"),
+    "abandoned": ("abandoned_fraction", ".2f"),
     "loss": ("loss", "+.2e"),
     "KL(μ‖π)": ("kl_k3", ".1e"),
     "stale": ("staleness_mean", ".2f"),
@@ -98,6 +100,7 @@ class RunState:
     steps: Sequence[TrainStep]
     """The last ones, oldest first."""
     at: datetime
+    groups: Sequence[GroupCount] = ()
     settings: Sequence[RunSettings] = ()
     """What the run was begun with."""
 
@@ -124,6 +127,7 @@ async def read_state(store: Store) -> RunState:
         versions=[PolicyVersion.from_document(document) for document in versions],
         steps=[TrainStep.from_document(document) for document in reversed(steps)],
         at=now(),
+        groups=await count_groups(store),
         settings=await store.settings.all(),
     )
 
@@ -136,6 +140,7 @@ def render_state(state: RunState, *, alive_seconds: float) -> RenderableType:
         _status_table("Tasks", "split", state.tasks, [str(status) for status in TaskStatus]),
         _status_table("Records", "split", state.records, [str(status) for status in RecordStatus]),
         *([_failure_table(state)] if state.failures else []),
+        *([group_table(state.groups)] if state.groups else []),
         _data_table(state),
         *([_length_table(state)] if state.lengths else []),
         _sampler_table(state),

@@ -25,6 +25,10 @@ class Outcome:
     """That a step computed; the mean."""
     call_tokens: float
     """That it would have computed with every model call as a row of its own; the mean."""
+    sampled: int
+    """Trajectories of finished groups."""
+    abandoned: int
+    """Of them, those that became no training data."""
     record_id: str | None
     plot: Path
 
@@ -42,6 +46,7 @@ class Outcome:
 async def read_outcome(run: QuickstartRun, mongo_dir: str) -> Outcome:
     """Read the rewards from the database and draw the curve. Raises AgentRLError with no step at all."""
     from agentrl.observe.audit_curve import plot_curve
+    from agentrl.observe.audit_groups import count_groups
     from agentrl.store.client import open_store
 
     async with await open_store(RunConfig(run_name=run.name, mongo_dir=mongo_dir)) as store:
@@ -53,11 +58,14 @@ async def read_outcome(run: QuickstartRun, mongo_dir: str) -> Outcome:
         plot = run.output / "curve.png"
         plot_curve(run.name, steps, plot)
         metrics = [step.metrics for step in steps]
+        groups = await count_groups(store)
         return Outcome(
             rewards=[float(item["reward"]) for item in metrics],
             seconds=median(item["seconds_forward_backward"] + item["seconds_optimizer"] for item in metrics),
             tokens=fmean(item["unique_tokens"] for item in metrics),
             call_tokens=fmean(item["total_tokens"] for item in metrics),
+            sampled=sum(item.trajectories for item in groups),
+            abandoned=sum(item.trajectories - item.trained for item in groups),
             record_id=steps[-1].data[0] if steps[-1].data else None,
             plot=plot,
         )
@@ -70,6 +78,7 @@ def print_report(run: QuickstartRun, outcome: Outcome) -> None:
         "",
         f"a step      {outcome.seconds:.1f} s of training (median), {outcome.tokens:,.0f} tokens computed"
         f" for model calls of {outcome.call_tokens:,.0f}",
+        f"sampled     {outcome.sampled} trajectories; {outcome.abandoned} of them are abandoned",
         f"plot        {outcome.plot}",
         f"checkpoint  {_newest_checkpoint(run.output)}",
         f"database    {run.name} in .agentrl/mongo (the server is stopped; `{agentrl} mongo up` starts it)",

@@ -13,7 +13,7 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from agentrl.documents.base import plain
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
-from agentrl.documents.task import Task
+from agentrl.documents.task import Begin, Task
 from agentrl.errors import StoreError
 from agentrl.store import slots
 from agentrl.store.connection import Json, Part, database_call
@@ -21,6 +21,7 @@ from agentrl.store.dispatches import read_calls
 from agentrl.store.groups import Decide, GroupOutcome, StoredGroup
 from agentrl.store.names import RECORD, TASK
 from agentrl.store.regroup import Hindrance, drop_data, hindrance, insert_data, read_records
+from agentrl.store.selection import ease_after_group
 
 _SETTLED = (RecordStatus.READY, RecordStatus.ABANDONED)
 SCORED = (RecordStatus.SCORED, *_SETTLED)
@@ -234,6 +235,8 @@ def _new_task(
     }  # fmt: skip
     if outcome is None:
         return [{"$set": changes}]
+    if task.get("begun") and task.get("ease") is not None:
+        changes["ease"] = ease_after_group(Begin.from_document(task["begun"]), outcome.summary)
     earlier_group = {key: value for key, value in (task["group"] or {}).items() if key != "problem"}
     group = {**earlier_group, **plain(outcome.summary)}
     return [

@@ -38,7 +38,7 @@ async def step_window(store: Store, split: str, groups: Sequence[str]) -> Window
 
 
 async def window_metrics(store: Store, window: Window, trained: Sequence[str]) -> dict[str, Any]:
-    """``reward``, ``pass_rate``, ``masked_calls`` and ``length_bias``, as far as the window has them.
+    """Means over trajectories, ``masked_calls`` and ``length_bias``, as far as the window has them.
 
     ``masked_calls`` counts model calls that a sampling parameter keeps out of training.
     ``length_bias`` is the mean number of generated tokens of the Records ``trained`` over that of all scored
@@ -57,11 +57,17 @@ async def window_metrics(store: Store, window: Window, trained: Sequence[str]) -
 
 
 def trajectory_means(summaries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """``reward`` and ``pass_rate`` over every scored trajectory of the groups; empty without one."""
+    """Return means over every scored trajectory of the groups; empty without one.
+
+    ``reward`` and ``pass_rate``; ``abandoned_fraction``, the share of trajectories that became no training
+    data; ``abandoned_groups``, the share of groups of which nothing did, since their scores agree.
+    """
     scored = sum(summary["scored"] for summary in summaries)
     if not scored:
         return {}
     return {
         "reward": sum(s["mean_score"] * s["scored"] for s in summaries if s["scored"]) / scored,
         "pass_rate": sum(s["pass_rate"] * s["scored"] for s in summaries if s["scored"]) / scored,
+        "abandoned_fraction": 1 - sum(s["trained"] for s in summaries) / scored,
+        "abandoned_groups": sum(not s["trained"] for s in summaries) / len(summaries),
     }

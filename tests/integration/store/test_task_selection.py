@@ -14,13 +14,16 @@ import small_run as run
 from agentrl.commands import db
 from agentrl.commands.db_check import options_of
 from agentrl.config.schema import GroupConfig, RunConfig
+from agentrl.conversion.outcome import GroupRules
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.task import Claim, task_key
+from agentrl.observe.audit_groups import GroupCount, count_groups
 from agentrl.rollout.finalise import Finaliser
 from agentrl.store.admission import GroupAdmission
 from agentrl.store.check.run import Checks
 from agentrl.store.client import Store, open_store
 from agentrl.store.reopen import Reopening
+from agentrl.store.rescoring import NewScore, Rescoring
 from agentrl.store.selection import PASS_RATE, Selection
 
 pytestmark = pytest.mark.integration
@@ -75,6 +78,10 @@ async def test_a_task_with_spread_is_begun_again_before_the_next_unknown_one(sto
     assert copy.begun.ease < 0
     places = await store.tasks.places(["train/0/2", "train/1/1", "train/0/0"])
     assert sorted(places, key=places.__getitem__) == ["train/0/0", "train/1/1", "train/0/2"]
+    assert await count_groups(store) == [
+        GroupCount(by="order", groups=4, abandoned_groups=3, trajectories=8, trained=2, pass_rate=0.875),
+        GroupCount(by="pass_rate", groups=2, abandoned_groups=0, trajectories=4, trained=4, pass_rate=0.5),
+    ]
     assert await violations(store) == []
 
 
@@ -158,6 +165,21 @@ async def test_a_group_that_is_opened_again_is_not_selected_until_it_is_finished
     assert following is not None
     assert following.task.id == "train/0/1"
     assert await violations(store) == []
+
+
+async def test_a_new_score_changes_what_is_known_of_the_task(store: Store) -> None:
+    await load(store, 2)
+    await admit_one_by_one(store, {}, 1)
+    before = await store.tasks.get("train/0/0")
+    scores = {f"train/0/0/{n}/1": NewScore(score=0.0, details={"scorer": "new"}) for n in range(2)}
+    rules = GroupRules(config=GroupConfig(), seed=0)
+    assert (
+        await Rescoring(store.connection).apply("train/0/0", scores, lambda _: rules.decide)
+    ).decided_again
+    after = await store.tasks.get("train/0/0")
+    assert before is not None
+    assert after is not None
+    assert (before.ease or 0) > 0 > (after.ease or 0)
 
 
 async def test_by_order_nothing_is_selected_numbered_or_asked(

@@ -18,6 +18,7 @@ from agentrl.documents.status import CallStatus, RecordStatus, ServiceStatus, St
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.observe import audit
 from agentrl.observe.audit_curve import plot_curve, running_mean
+from agentrl.observe.audit_groups import GroupCount
 from agentrl.observe.audit_list import render_records
 from agentrl.observe.audit_record import render_record
 from agentrl.observe.audit_run import DataCount, FailureCount, LengthBias, RunState, render_state
@@ -134,6 +135,10 @@ def state(**changes: Any) -> RunState:
         "lengths": [
             LengthBias(split="train", sampled=40, sampled_tokens=50.0, trained=30, trained_tokens=45.0)
         ],
+        "groups": [
+            GroupCount(by="order", groups=9, abandoned_groups=6, trajectories=40, trained=10, pass_rate=0.9),
+            GroupCount(by="pass_rate", groups=4, abandoned_groups=0, trajectories=0, trained=0, pass_rate=0),
+        ],
         "samplers": {"host-1": 3},
         "engines": [engine, dead, stopped], "versions": [version],
         "steps": [
@@ -155,6 +160,8 @@ def test_the_state_of_a_run_is_tables() -> None:
     assert ["engine", "3", "engine", "[x]", "gone", "second", "line"] in rows(page, "engine ")
     assert rows(page, "trained ") == [["trained", "30", "12,345", "2,345"]]
     assert rows(page, "train ")[-1] == ["train", "40", "50.0", "30", "45.0", "0.90"]
+    assert rows(page, "order ") == [["order", "9", "6", "0.67", "40", "30", "0.75", "0.90"]]
+    assert rows(page, "pass_rate ") == [["pass_rate", "4", "0", "0.00", "0", "0", "–", "0.00"]]
     assert rows(page, "host-1") == [["host-1", "3"]]
     assert rows(page, "http://127.0.0.1:4000")[0][1:5] == ["local", "ready", "7", "3"]
     assert rows(page, "http://127.0.0.1:4001")[0][1:4] == ["sglang", "dead", "–"]

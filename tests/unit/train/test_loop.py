@@ -440,6 +440,7 @@ def moment(minute: int) -> datetime:
 def summary(mean: float, scored: int, minute: int, task: str = "t") -> dict[str, Any]:
     return {
         "task": task, "mean_score": mean, "pass_rate": mean, "scored": scored, "finalised_at": moment(minute),
+        "trained": scored if 0 < mean < 1 else 0,
     }  # fmt: skip
 
 
@@ -488,6 +489,14 @@ async def test_a_step_counts_the_calls_that_were_not_trained(store: FakeStore) -
 
 
 def test_groups_without_a_score_have_no_reward() -> None:
-    failed = {"mean_score": None, "pass_rate": None, "scored": 0}
+    failed = {"mean_score": None, "pass_rate": None, "scored": 0, "trained": 0}
     assert trajectory_means([failed]) == {}
-    assert trajectory_means([failed, summary(0.5, 2, 0)]) == {"reward": 0.5, "pass_rate": 0.5}
+    means = trajectory_means([failed, summary(0.5, 2, 0)])
+    assert (means["reward"], means["pass_rate"]) == (0.5, 0.5)
+
+
+def test_a_step_reports_what_was_abandoned() -> None:
+    agreed, filtered = summary(1.0, 8, 0), {**summary(0.5, 8, 0), "trained": 6}
+    means = trajectory_means([agreed, filtered, summary(0.5, 4, 0)])
+    assert means["abandoned_fraction"] == pytest.approx(10 / 20)
+    assert means["abandoned_groups"] == pytest.approx(1 / 3)

@@ -1,0 +1,337 @@
+"""Measure what --task_selection pass_rate saves: abandoned trajectories, and steps to a reward.
+
+    python -c "from agentrl.quickstart.warmup import prepare_tiny_model; prepare_tiny_model(0, print)"
+    python scripts/bench/selection.py [--tasks tiny|mixed] [--steps 30] [--seeds 0 1 2] [--json FILE]
+
+One process samples, trains and evaluates in turn: the model of ``agentrl quickstart --tiny``, its tasks, its
+groups, its learning rate, and groups chosen by the code that admission runs (``store.selection.choose``). A
+step trains the first groups with spread; those that are left wait for the next. The reward is measured on
+questions of no task, sampled at temperature 1: that of training is a mean of the chosen tasks. ``mixed`` adds
+subtractions and products, which the model has not been warmed up for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
+
+from agentrl.config.schema import GroupConfig
+from agentrl.documents.record import Record
+from agentrl.documents.task import Begin
+from agentrl.inference.parsers import get_parser
+from agentrl.quickstart.servers.arithmetic import ArithmeticTextError, evaluate
+from agentrl.quickstart.tasks import CALCULATOR_TOOLS, QUESTION, expressions, tiny_expressions
+from agentrl.rollout.conversation import Conversation
+from agentrl.rollout.renderer import ChatRenderer
+from agentrl.scoring.answers import extract_answer
+from agentrl.scoring.difficulty import Trials, estimate_ability
+from agentrl.scoring.groups import decide_group, summarise
+from agentrl.store.selection import ORDER, PASS_RATE, RECENT_GROUPS, Option, choose, ease_after_group
+
+GENERATIONS, GROUPS_PER_STEP, TURNS, NEW_TOKENS = 8, 16, 2, 40
+EPOCHS, OPEN_GROUPS = 50, 2 * GROUPS_PER_STEP
+LEARNING_RATE, GRAD_NORM = 2e-4, 1.0
+TARGET = 0.9
+HELD_OUT = 128
+MICRO_BATCH = 64
+
+
+@dataclass
+class Trajectory:
+    """One conversation as ids; ``generated`` marks those that the policy sampled."""
+
+    ids: list[int] = field(default_factory=list)
+    generated: list[bool] = field(default_factory=list)
+    score: float = 0.0
+    advantage: float = 0.0
+
+
+@dataclass
+class Group:
+    """A group with spread that waits to be trained."""
+
+    trajectories: list[Trajectory]
+
+
+class Policy:
+    """The model in training, which samples too."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.renderer = ChatRenderer.open(folder)
+        self.parser = get_parser("hermes")
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.stops = sorted(self.renderer.eos_ids)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+
+    def sample(self, questions: Sequence[str]) -> list[Trajectory]:
+        """One trajectory a question, all at once, without its score."""
+        conversations = [
+            Conversation(self.renderer, [{"role": "user", "content": QUESTION.format(q)}], CALCULATOR_TOOLS)
+            for q in questions
+        ]
+        trajectories = [Trajectory() for _ in questions]
+        going = list(range(len(questions)))
+        for _ in range(TURNS):
+            outputs = self._generate([conversations[i].prompt_ids() for i in going]) if going else []
+            still = []
+            for i, output in zip(going, outputs, strict=True):
+                one, context = trajectories[i], conversations[i].context_ids()
+                one.ids += [*context, *output]
+                one.generated += [False] * len(context) + [True] * len(output)
+                text = self.renderer.decode(output)
+                answer = extract_answer(text, "answer")
+                one.score = float(answer == evaluate(questions[i]))
+                if answer is None:
+                    conversations[i].append_generation(output, {"role": "assistant", "content": text})
+                    conversations[i].append_messages(self._results(text))
+                    still.append(i)
+            going = still
+        return trajectories
+
+    def train(self, groups: Sequence[Group]) -> None:
+        """One step of policy gradient, with the token mean over the whole step."""
+        batch = [one for group in groups for one in group.trajectories]
+        tokens = sum(sum(one.generated[1:]) for one in batch)
+        for start in range(0, len(batch), MICRO_BATCH):
+            part = batch[start : start + MICRO_BATCH]
+            ids = pad_sequence([torch.tensor(one.ids) for one in part], batch_first=True)
+            weight = pad_sequence(
+                [torch.tensor(one.generated, dtype=torch.float32) * one.advantage for one in part],
+                batch_first=True,
+            )
+            logits = self.model(ids).logits[:, :-1]
+            minus_logprobs = cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+            (minus_logprobs * weight[:, 1:] / tokens).sum().backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), GRAD_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def _generate(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+        out = self.model.generate(
+            ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+            max_new_tokens=NEW_TOKENS, eos_token_id=self.stops, pad_token_id=0,
+        )  # fmt: skip
+        return [self._cut(row[longest:].tolist()) for row in out]
+
+    def _cut(self, ids: list[int]) -> list[int]:
+        ends = [place for place, token in enumerate(ids) if token in self.renderer.eos_ids]
+        return ids[: ends[0] + 1] if ends else ids
+
+    def _results(self, text: str) -> list[dict[str, Any]]:
+        parsed = self.parser.parse(text)
+        if not parsed.tool_calls:
+            return [{"role": "user", "content": "?"}]
+        results = []
+        for call in parsed.tool_calls:
+            try:
+                content = evaluate(str(call.arguments.get("expression", "")))
+            except ArithmeticTextError as error:
+                content = str(error)
+            results.append({"role": "tool", "content": content})
+        return results
+
+
+class Tasks:
+    """The tasks of every epoch, begun as admission begins them; in memory."""
+
+    def __init__(self, questions: Sequence[str], selection: str, seed: int) -> None:
+        self.questions = questions
+        self.selection = selection
+        self._orders = self._epochs(seed)
+        self._ordered: list[Option] = []
+        self._known: dict[str, Option] = {}
+        """Copies that may be begun early, by task."""
+        self._begun: set[str] = set()
+        self._recent: list[Trials] = []
+        self._count = 0
+
+    def begin(self, capacity: int) -> list[tuple[Option, Begin]]:
+        """The next groups."""
+        ability = estimate_ability(self._recent[-RECENT_GROUPS:])
+        while len(self._ordered) < capacity:
+            self._ordered += [option for option in next(self._orders) if option.id not in self._begun]
+        ordered = [self._known.get(o.task_id, o) if o.epoch else o for o in self._ordered[:capacity]]
+        known = sorted(self._known.values(), key=lambda option: (abs(option.ease + ability), option.id))
+        offered = known if self.selection == PASS_RATE else []
+        chosen = choose(ordered, offered, ability, self._count + 1, capacity)
+        self._count += len(chosen)
+        ids = {choice.option.id for choice in chosen}
+        self._begun |= ids
+        self._ordered = [option for option in self._ordered if option.id not in ids]
+        self._known = {name: option for name, option in self._known.items() if option.id not in ids}
+        return [(c.option, Begin(number=0, by=c.by, ability=ability, ease=c.option.ease)) for c in chosen]
+
+    def finalise(self, option: Option, begun: Begin, summary: dict[str, Any]) -> None:
+        """Learn from a group."""
+        self._recent.append(Trials(GENERATIONS, summary["pass_rate"] * GENERATIONS, begun.ease))
+        copy = self._option(option.task_id, option.epoch + 1, ease_after_group(begun, summary))
+        if copy.epoch < EPOCHS and copy.id not in self._begun:
+            self._known[option.task_id] = copy
+
+    def _epochs(self, seed: int) -> Iterator[list[Option]]:
+        for epoch in range(EPOCHS):
+            names = [str(place) for place in range(len(self.questions))]
+            random.Random(f"{seed}/{epoch}").shuffle(names)
+            yield [self._option(name, epoch, 0.0) for name in names]
+
+    def _option(self, name: str, epoch: int, ease: float) -> Option:
+        before = f"{epoch - 1}/{name}" if epoch else None
+        return Option(
+            id=f"{epoch}/{name}", task_id=name, epoch=epoch, generations=GENERATIONS, ease=ease, before=before
+        )
+
+
+@dataclass
+class Run:
+    """What one arm did with one seed."""
+
+    selection: str
+    seed: int
+    sampled: int = 0
+    abandoned: int = 0
+    early: int = 0
+    """Groups that were copies begun early."""
+    seconds: float = 0.0
+    """CPU seconds of sampling and training; evaluation is not counted."""
+    shares: list[float] = field(default_factory=list)
+    """Of trajectories abandoned, by step."""
+    rewards: list[float] = field(default_factory=list)
+    """On the held-out questions, before the first step and after each."""
+
+    @property
+    def share(self) -> float:
+        """Of all trajectories."""
+        return self.abandoned / self.sampled
+
+    @property
+    def reached(self) -> int | None:
+        """The first step after which the mean of three evaluations is at ``TARGET``; None: never."""
+        means = [fmean(self.rewards[i - 2 : i + 1]) for i in range(2, len(self.rewards))]
+        return next((step for step, mean in enumerate(means, start=2) if mean >= TARGET), None)
+
+
+def measure(folder: Path, questions: Sequence[str], held_out: Sequence[str], run: Run, steps: int) -> None:
+    """Train one arm."""
+    policy, tasks = Policy(folder, run.seed), Tasks(questions, run.selection, run.seed)
+    waiting: list[Group] = []
+    run.rewards.append(score(policy, held_out))
+    for step in range(steps):
+        started, before = time.process_time(), (run.sampled, run.abandoned)
+        while len(waiting) < GROUPS_PER_STEP:
+            waiting += sample_groups(policy, tasks, run, min(OPEN_GROUPS - len(waiting), 8))
+        policy.train(waiting[:GROUPS_PER_STEP])
+        waiting = waiting[GROUPS_PER_STEP:]
+        run.seconds += time.process_time() - started
+        sampled = run.sampled - before[0]
+        run.shares.append((run.abandoned - before[1]) / sampled if sampled else 0.0)
+        run.rewards.append(score(policy, held_out))
+        print(
+            f"{run.selection} seed {run.seed} step {step + 1}: abandoned {run.shares[-1]:.2f} of {sampled},"
+            f" reward {run.rewards[-1]:.3f}, {run.seconds:.0f} s", flush=True,
+        )  # fmt: skip
+
+
+def sample_groups(policy: Policy, tasks: Tasks, run: Run, count: int) -> list[Group]:
+    """Sample ``count`` groups; those that are worth training."""
+    begun = tasks.begin(count)
+    questions = [tasks.questions[int(option.task_id)] for option, _ in begun for _ in range(GENERATIONS)]
+    trajectories = policy.sample(questions)
+    kept = []
+    for place, (option, begin) in enumerate(begun):
+        members = trajectories[place * GENERATIONS : (place + 1) * GENERATIONS]
+        records = [
+            Record(id=str(i), task=option.id, traj_id=i, attempt=1, split="train", epoch=option.epoch,
+                   query="", score=one.score, turns=1)
+            for i, one in enumerate(members)
+        ]  # fmt: skip
+        decisions = decide_group(records, GroupConfig(), random.Random(0))
+        trained = [d for d in decisions if d.advantage is not None]
+        for decision in trained:
+            members[int(decision.record_id)].advantage = decision.advantage or 0.0
+        tasks.finalise(option, begin, summarise(records, 0, len(trained), {}))
+        run.sampled += len(members)
+        run.abandoned += len(members) - len(trained)
+        run.early += begin.by == PASS_RATE
+        if trained:
+            kept.append(Group(members))
+    return kept
+
+
+def score(policy: Policy, questions: Sequence[str]) -> float:
+    """Mean reward, by random numbers that training does not see."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return fmean(one.score for one in policy.sample(questions))
+
+
+def questions_of(kind: str) -> tuple[list[str], list[str]]:
+    """Training questions of the quickstart, or of three operators; and others, none of them the same."""
+    make = (
+        tiny_expressions if kind == "tiny" else lambda seed: expressions(seed, smallest=50, operators="+-*")
+    )
+    train = list(dict.fromkeys(q for q, _ in zip(make(3), range(600), strict=False)))[:512]
+    known = set(train)
+    fresh = (q for q in make(4) if q not in known)
+    return train, [q for q, _ in zip(fresh, range(HELD_OUT), strict=False)]
+
+
+def main() -> None:
+    """Measure both arms with every seed, in turn, and print them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path(".agentrl/models/tiny-seed0"))
+    parser.add_argument("--tasks", choices=("tiny", "mixed"), default="tiny")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    train, held_out = questions_of(options.tasks)
+    runs = []
+    for seed in options.seeds:
+        for selection in (ORDER, PASS_RATE):
+            run = Run(selection, seed)
+            measure(options.model, train, held_out, run, options.steps)
+            runs.append(run)
+            if options.json:
+                options.json.write_text(json.dumps([asdict(item) for item in runs]), encoding="utf-8")
+    show(runs, options.steps)
+
+
+def show(runs: Sequence[Run], steps: int) -> None:
+    """One row a run."""
+    table = Table(title=f"--task_selection, {steps} steps of {GROUPS_PER_STEP} groups of {GENERATIONS}")
+    columns = ("selection", "seed", "sampled", "abandoned", "share", "last third", "begun early", "CPU s",
+               f"steps to {TARGET}", "last reward")  # fmt: skip
+    for name in columns:
+        table.add_column(name)
+    for run in runs:
+        last = fmean(run.shares[-max(1, steps // 3) :])
+        table.add_row(
+            run.selection, str(run.seed), str(run.sampled), str(run.abandoned), f"{run.share:.3f}",
+            f"{last:.3f}", str(run.early), f"{run.seconds:.0f}", str(run.reached or "-"),
+            f"{fmean(run.rewards[-3:]):.3f}",
+        )  # fmt: skip
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()
