@@ -1,41 +1,22 @@
-"""Batch-whitened advantages: those of a whole step, less their mean, over their standard deviation."""
+"""Batch-whitened advantages: those of a step's spans, whitened over all of its trainable tokens."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from agentrl.documents.training import DBRecordData
-
-EPSILON = 1e-8
-"""Added to the standard deviation."""
-
-_NOISE = 1e-9
-"""A standard deviation below this share of the largest advantage is rounding."""
+from agentrl.losses.whitening import whitened
 
 
 def whiten(data: Sequence[DBRecordData]) -> tuple[DBRecordData, ...]:
-    """Return ``data`` whose spans have the advantages A' = (A − mean) / (std + 1e-8).
+    """Return ``data`` whose spans have whitened advantages (``losses.whitening.whitened``).
 
-    Mean and standard deviation (of the population) are over the trainable tokens of all ``data``, so that a
-    span counts with its tokens: REINFORCE++ (arXiv 2501.03262), as OpenRLHF and verl compute it. They are
-    exact sums, whatever the order of ``data``. Where all advantages are equal, every A' is 0.
+    A span counts with its trainable tokens. The order of ``data`` changes no value.
     """
     spans = [span for item in data for span in item.spans]
-    tokens = np.array([span.end - span.start for span in spans], dtype=np.float64)
-    advantages = np.array([span.advantage for span in spans], dtype=np.float64)
-    total = tokens.sum()
-    if total == 0:
-        return tuple(data)
-    centred = advantages - math.fsum(tokens * advantages) / total
-    deviation = math.sqrt(math.fsum(tokens * centred**2) / total)
-    if deviation <= _NOISE * float(np.abs(advantages).max()):
-        centred = np.zeros_like(centred)
-    whitened = iter((centred / (deviation + EPSILON)).tolist())
+    advantages = iter(whitened([s.advantage for s in spans], [s.end - s.start for s in spans]))
     return tuple(
-        replace(item, spans=tuple(replace(span, advantage=next(whitened)) for span in item.spans))
+        replace(item, spans=tuple(replace(span, advantage=next(advantages)) for span in item.spans))
         for item in data
     )

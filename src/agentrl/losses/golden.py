@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from agentrl.losses.recipes import RECIPES
 from agentrl.losses.reduce import Denominators, reduce_losses
 from agentrl.losses.registry import token_losses
 from agentrl.losses.settings import LossSettings
+from agentrl.losses.whitening import whitened
 
 TOLERANCE = 1e-4
 
@@ -53,6 +54,8 @@ STEP = Example(
     age=(0, 1, 1, 2, 2, 3),
 )
 """Three trajectories of three, two and one token; ratios on both sides of every bound."""
+
+WHITENED_STEP = replace(STEP, advantages=tuple(whitened(STEP.advantages, [1] * len(STEP.row))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +114,10 @@ GOLDEN: tuple[Golden, ...] = (
     _case("SAPO", -1.5284, "SAPO"),
     _case("GRPO 0.2/0.2, sum over 4 tokens", -0.4750, token_mean=False, length_divisor=4),
     *(
-        Golden(name=recipe.name, settings=recipe.settings, expected=recipe.expected, example=STEP)
+        Golden(
+            name=recipe.name, settings=recipe.settings, expected=recipe.expected,
+            example=WHITENED_STEP if recipe.whitens else STEP,
+        )
         for recipe in RECIPES
     ),
 )  # fmt: skip

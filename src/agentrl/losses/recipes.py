@@ -28,6 +28,11 @@ class Recipe:
         return LossSettings(**self.flags)
 
     @property
+    def whitens(self) -> bool:
+        """Whether the row whitens a step's advantages."""
+        return "--advantage_whitening batch" in self.others
+
+    @property
     def row(self) -> str:
         """The row in Markdown."""
         words = [f"--{name} {str(value).lower() if isinstance(value, bool) else value}"
@@ -41,6 +46,7 @@ HEAD = "| whose | flags | source | golden |\n|---|---|---|---|"
 _TOKENS = {"loss_calculater": "GRPO", "token_level_loss": True}
 _RECOMPUTED = {"old_logprobs": "recompute"}
 _SEVERAL = "--mini_batches 4"
+_WHITENED = "--advantage_whitening batch --min_score_spread 0 --drop_zero_advantage false"
 
 RECIPES: tuple[Recipe, ...] = (
     Recipe(
@@ -54,8 +60,9 @@ RECIPES: tuple[Recipe, ...] = (
     ),
     Recipe(
         name="DAPO", flags=_TOKENS | {"epsilon_higher": 0.08},
-        others="--advantage grpo --overlong_limit 20480 --overlong_buffer 4096", source="arXiv 2503.14476",
-        expected=-0.1875,
+        others="--advantage grpo --min_score_spread 0.1 --reserve_context_error_count 0"
+        " --overlong_limit 20480 --overlong_buffer 4096",
+        source="arXiv 2503.14476: dynamic sampling, overlong filtering and shaping", expected=-0.1875,
     ),
     Recipe(
         name="Dr. GRPO", flags={"loss_calculater": "GRPO", "loss_length_divisor": 4},
@@ -73,6 +80,14 @@ RECIPES: tuple[Recipe, ...] = (
     Recipe(
         name="SAPO", flags={"loss_calculater": "SAPO"}, others="--advantage grpo", source="arXiv 2511.20347",
         expected=-0.6646,
+    ),
+    Recipe(
+        name="REINFORCE++", flags=_TOKENS, others=f"--advantage reward {_WHITENED}",
+        source="arXiv 2501.03262; OpenRLHF, verl", expected=0.1074,
+    ),
+    Recipe(
+        name="REINFORCE++-baseline", flags=_TOKENS | {"kl_coef": 0.01, "kl_estimator": "k2"},
+        others=f"--advantage dr_grpo {_WHITENED}", source="arXiv 2501.03262; OpenRLHF, verl", expected=0.1096,
     ),
     Recipe(name="MINIRL", flags={"loss_calculater": "MINIRL"}, source="arXiv 2512.01374", expected=-0.0101),
     Recipe(

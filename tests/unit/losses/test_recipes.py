@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -50,11 +51,13 @@ def mean(values: list[float], t: int) -> float:
     return sum(values[u] for u in row_of(t)) / len(row_of(t))
 
 
-def ppo(log: list[float], low: float, high: float, dual: float = math.inf) -> PerToken:
+def ppo(
+    log: list[float], low: float, high: float, dual: float = math.inf, advantages: Sequence[float] = A
+) -> PerToken:
     def loss(t: int) -> float:
-        ratio = math.exp(log[t])
-        worse = max(-ratio * A[t], -min(max(ratio, low), high) * A[t])
-        return min(worse, dual * -A[t]) if A[t] < 0 else worse
+        ratio, advantage = math.exp(log[t]), advantages[t]
+        worse = max(-ratio * advantage, -min(max(ratio, low), high) * advantage)
+        return min(worse, dual * -advantage) if advantage < 0 else worse
 
     return loss
 
@@ -95,10 +98,16 @@ def k3_to_reference(t: int) -> float:
     return math.exp(-d) - 1 + d
 
 
+def k2_to_reference(t: int) -> float:
+    return (STEP.logprobs[t] - STEP.reference[t]) ** 2 / 2
+
+
 def plus(one: PerToken, other: PerToken, weight: float) -> PerToken:
     return lambda t: one(t) + weight * other(t)
 
 
+WHITE = [(a - statistics.fmean(A)) / statistics.pstdev(A) for a in A]
+"""Advantages of REINFORCE++: whitened over the step's tokens."""
 INTERPOLATED = [w * age / (age + 1) for w, age in zip(LOG_W, STEP.age, strict=True)]
 """log π_old/μ of A-3PO."""
 REST = [rho - old for rho, old in zip(LOG_RHO, INTERPOLATED, strict=True)]
@@ -128,6 +137,10 @@ EXPECTED = {
     "SAPO": over_trajectories(gated(LOG_RHO, 1.0, 1.05)),
     "GSPO": over_trajectories(ppo(MEAN_RHO, 1 - 3e-4, 1 + 4e-4)),
     "CISPO": over_tokens(reinforce(capped(LOG_RHO, 5.0))),
+    "REINFORCE++": over_tokens(ppo(LOG_RHO, 0.8, 1.2, advantages=WHITE)),
+    "REINFORCE++-baseline": over_tokens(
+        plus(ppo(LOG_RHO, 0.8, 1.2, advantages=WHITE), k2_to_reference, 0.01)
+    ),
     "MINIRL": MINIRL,
     "KL of DeepSeek-V3.2": over_trajectories(plus(GRPO, times(k3_to_reference, capped(LOG_RHO, 10.0)), 0.04)),
     "verl": over_tokens(VERL),
