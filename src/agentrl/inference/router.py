@@ -107,15 +107,14 @@ class EngineRouter:
         finally:
             self._move(session, None)
 
-    def min_policy_version(self) -> int | None:
-        """The oldest version that a usable engine serves; None while none is known.
+    def policy_versions(self) -> frozenset[int]:
+        """The versions that usable engines serve; empty while none is known.
 
         It answers at once, from the last look at the engines, and orders another if that was long ago.
         """
         if time.monotonic() - self._asked_at >= self._max_age and (self._look is None or self._look.done()):
             self._look = asyncio.get_running_loop().create_task(self._look_again())
-        versions = [s.policy_version for s in self._usable() if s.policy_version is not None]
-        return min(versions, default=None)
+        return frozenset(s.policy_version for s in self._usable() if s.policy_version is not None)
 
     async def close(self) -> None:
         """Close every engine's connections."""

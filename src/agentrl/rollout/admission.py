@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,19 +31,21 @@ class Admission:
         """Optimizer steps that sampling may run ahead: none with ``--sync_sampling``."""
         return 0 if self.sampling.sync_sampling else self.sampling.max_staleness
 
-    async def groups_allowed(self, store: Store, engine_version: int | None) -> GroupLimit:
+    async def groups_allowed(self, store: Store, engine_versions: Collection[int]) -> GroupLimit:
         """How many groups may be open after the last step; groups already begun may always be finished.
 
-        ``engine_version`` is the oldest version that an engine serves; None counts as the newest.
+        ``engine_versions`` are those that engines serve; none counts as the newest. The one of the earliest
+        step counts: after a resume it may not be the one of the lowest number.
         """
         newest = await store.policies.latest()
         step = await store.training.last_step()
         trained = 0 if step is None else step.step
         published = 0 if newest is None else newest.step
         served = published
-        if newest is not None and engine_version is not None and engine_version < newest.id:
-            serving = await store.policies.get(engine_version)
-            served = 0 if serving is None else min(serving.step, published)
+        for version in engine_versions:
+            if newest is not None and version < newest.id:
+                serving = await store.policies.get(version)
+                served = min(served, 0 if serving is None else serving.step)
         lag = max(trained, published) - served
         groups = max(0, self.max_staleness + 1 - lag) * self.training.groups_per_step
         return GroupLimit(groups, after_step=trained, engines_lag=served < published)

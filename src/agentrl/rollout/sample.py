@@ -93,6 +93,6 @@ async def _sample_until(stop: asyncio.Event, configs: Configs) -> None:
                     ),
                     idle_exit_seconds=sampling.idle_exit_seconds,
                 ),
-                lambda: admission.groups_allowed(store, router.min_policy_version()),
+                lambda: admission.groups_allowed(store, router.policy_versions()),
             )
             await sampler.run(stop)

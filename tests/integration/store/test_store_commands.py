@@ -225,7 +225,7 @@ async def idle_run(store: Store, trainer_side: Store) -> None:
     admission = Admission(SamplingConfig(), TrainConfig())
 
     async def allowed() -> GroupLimit:
-        return await admission.groups_allowed(store, None)
+        return await admission.groups_allowed(store, ())
 
     config = SamplerConfig(
         split="train", owner="idle", concurrency=4, claims=ClaimConfig(),

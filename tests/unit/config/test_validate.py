@@ -62,7 +62,7 @@ class Simulation:
         """Whether the run comes to its end; engines load a version when nothing else can be done."""
         engine = 0
         while self.step < STEPS:
-            room = await self.admission.groups_allowed(self, engine)  # type: ignore[arg-type]
+            room = await self.admission.groups_allowed(self, [engine])  # type: ignore[arg-type]
             self.open = max(self.open, room.groups)
             if self.open >= GROUPS:
                 self.open -= GROUPS

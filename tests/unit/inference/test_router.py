@@ -249,26 +249,26 @@ async def test_the_list_of_engines_is_asked_for_once_while_it_is_young() -> None
     assert fleet.asked == 1
 
 
-async def test_the_oldest_version_of_the_usable_engines_is_told() -> None:
+async def test_the_versions_of_the_usable_engines_are_known() -> None:
     fleet = Fleet(
         service("a", policy_version=4), service("b", policy_version=3), service("c", policy_version=None)
     )
     router = fleet.router()
-    assert router.min_policy_version() is None
+    assert router.policy_versions() == frozenset()
     async with router.session("t") as session:
         await session.generate([1], PARAMS)
-    assert router.min_policy_version() == 3
+    assert router.policy_versions() == {3, 4}
 
 
-async def test_the_oldest_version_is_kept_fresh_without_any_generation() -> None:
+async def test_the_versions_are_kept_fresh_without_any_generation() -> None:
     fleet = Fleet(service("a", policy_version=1))
     router = fleet.router()
-    assert router.min_policy_version() is None
+    assert router.policy_versions() == frozenset()
     await asyncio.sleep(0)
-    assert router.min_policy_version() == 1
+    assert router.policy_versions() == {1}
     fleet.services[:] = [service("a", policy_version=2)]
     await asyncio.wait_for(fleet.asked_twice.wait(), 5)
-    assert router.min_policy_version() == 2
+    assert router.policy_versions() == {2}
     await router.close()
 
 

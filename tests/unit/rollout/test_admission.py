@@ -27,6 +27,10 @@ def store(version: int | None, version_step: int = 0, last_step: int | None = No
     return SimpleNamespace(policies=policies, training=SimpleNamespace(last_step=last))
 
 
+def served(engine: int | None) -> list[int]:
+    return [] if engine is None else [engine]
+
+
 def admission(*, sync: bool, max_staleness: int = 1) -> Admission:
     return Admission(
         SamplingConfig(sync_sampling=sync, max_staleness=max_staleness), TrainConfig(groups_per_step=4)
@@ -36,7 +40,7 @@ def admission(*, sync: bool, max_staleness: int = 1) -> Admission:
 @pytest.mark.parametrize(("max_staleness", "groups"), [(0, 4), (1, 8), (3, 16)])
 async def test_staleness_bounds_the_groups_ahead(max_staleness: int, groups: int) -> None:
     allowed = admission(sync=False, max_staleness=max_staleness)
-    assert await allowed.groups_allowed(store(5, 5, 5), 5) == GroupLimit(groups, after_step=5)
+    assert await allowed.groups_allowed(store(5, 5, 5), [5]) == GroupLimit(groups, after_step=5)
 
 
 @pytest.mark.parametrize(
@@ -50,23 +54,37 @@ async def test_staleness_bounds_the_groups_ahead(max_staleness: int, groups: int
     ],
 )
 async def test_an_engine_that_lags_uses_up_the_allowance(state: Any, engine: int, groups: int) -> None:
-    assert (await admission(sync=False).groups_allowed(state, engine)).groups == groups
+    assert (await admission(sync=False).groups_allowed(state, served(engine))).groups == groups
 
 
 @pytest.mark.parametrize(("step", "groups"), [(4, 16), (5, 12), (7, 4), (8, 0), (12, 0)])
 async def test_every_step_that_is_not_published_uses_up_the_allowance(step: int, groups: int) -> None:
     allowed = admission(sync=False, max_staleness=3)
-    assert (await allowed.groups_allowed(store(1, 4, last_step=step), 1)).groups == groups
+    assert (await allowed.groups_allowed(store(1, 4, last_step=step), [1])).groups == groups
 
 
 async def test_an_engine_lags_by_steps_not_by_versions() -> None:
     allowed = admission(sync=False, max_staleness=7)
-    assert (await allowed.groups_allowed(store(2, 8, last_step=8), 1)).groups == 4
+    assert (await allowed.groups_allowed(store(2, 8, last_step=8), [1])).groups == 4
+
+
+async def test_the_engine_of_the_earliest_step_counts_whatever_its_number() -> None:
+    """Version 20 is of step 20, which was undone; 21 and 22 are of the steps 11 and 12 that came after."""
+    steps = {20: 20, 21: 11, 22: 12}
+    state = store(22, 12, last_step=12)
+
+    async def get(number: int) -> Any:
+        return SimpleNamespace(id=number, step=steps[number])
+
+    state.policies.get = get
+    allowed = admission(sync=False, max_staleness=3)
+    groups = [(await allowed.groups_allowed(state, engines)).groups for engines in ([20], [22], [20, 21])]
+    assert groups == [16, 16, 12]
 
 
 @pytest.mark.parametrize(("engine", "lags"), [(5, True), (6, False), (7, False), (None, False)])
 async def test_room_says_whether_it_grows_once_engines_have_loaded(engine: int | None, lags: bool) -> None:
-    room = await admission(sync=False).groups_allowed(store(6, 6, last_step=6), engine)
+    room = await admission(sync=False).groups_allowed(store(6, 6, last_step=6), served(engine))
     assert room.engines_lag is lags
 
 
@@ -85,4 +103,4 @@ async def test_room_says_whether_it_grows_once_engines_have_loaded(engine: int |
 async def test_synchronous_sampling_waits_for_weights_and_engines(
     state: Any, engine: int | None, groups: int
 ) -> None:
-    assert (await admission(sync=True).groups_allowed(state, engine)).groups == groups
+    assert (await admission(sync=True).groups_allowed(state, served(engine))).groups == groups

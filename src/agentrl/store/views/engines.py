@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from agentrl.documents.status import ServiceStatus
+from agentrl.documents.status import ServiceStatus, VersionStatus
 from agentrl.store.connection import Json
-from agentrl.store.names import CALL, RECORD
+from agentrl.store.names import CALL, RECORD, VERSION
 from agentrl.store.views.parts import NEWEST_VERSION, as_is, join, ratio, seconds
 
 _RECENT = 1000
@@ -40,8 +40,26 @@ _SPEEDS: Json = {
 
 _SPEED: Json = {"$first": {"$filter": {"input": "$speeds", "cond": {"$eq": ["$$this._id", "$url"]}}}}
 
+_NEWER_VERSIONS: Json = {
+    "$lookup": {
+        "from": VERSION,
+        "let": {"served": "$policy_version"},
+        "pipeline": [
+            {
+                "$match": {
+                    "status": VersionStatus.PUBLISHED.value, "$expr": {"$gt": ["$_id", "$$served"]},
+                }
+            },
+            {"$count": "count"},
+        ],
+        "as": "newer",
+    }
+}  # fmt: skip
+"""How many versions an engine has yet to load: numbers jump where a trainer resumes."""
+
 ENGINES: list[Json] = [
     NEWEST_VERSION,
+    _NEWER_VERSIONS,
     _SPEEDS,
     {"$set": {"newest": {"$first": "$newest._id"}, "speed": _SPEED}},
     {
@@ -50,8 +68,14 @@ ENGINES: list[Json] = [
             "newest_version": "$newest",
             "versions_behind": {
                 "$cond": [
-                    {"$eq": ["$status", ServiceStatus.STOPPED.value]}, None,
-                    {"$subtract": ["$newest", "$policy_version"]},
+                    {
+                        "$or": [
+                            {"$eq": ["$status", ServiceStatus.STOPPED.value]},
+                            {"$not": [{"$isNumber": "$policy_version"}]},
+                        ]
+                    },
+                    None,
+                    {"$ifNull": [{"$first": "$newer.count"}, 0]},
                 ]
             },
             "recent_calls": {"$ifNull": ["$speed.calls", 0]},

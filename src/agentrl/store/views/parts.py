@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentrl.documents.status import VersionStatus
+from agentrl.documents.status import STEPPED, VersionStatus, values
 from agentrl.store.connection import Json
-from agentrl.store.names import VERSION
+from agentrl.store.names import STEP, VERSION
 
 
 def as_is(*fields: str) -> Json:
@@ -35,6 +35,25 @@ def first(*names: str) -> Json:
     return {"$set": {name: {"$first": f"${name}"} for name in names}}
 
 
+def oldest_step(*versions: str) -> list[Json]:
+    """Stages that set ``oldest_step``: the lowest step at which one of the ``versions`` was published.
+
+    Ages count from it: the numbers of versions jump where a trainer resumes.
+    """
+    named = [{"$cond": [{"$isArray": field}, field, [field]]} for field in versions]
+    return [
+        {"$set": {"sampled_by": {"$concatArrays": named}}},
+        join(VERSION, "sampled_by", "_id", "published", {"$project": as_is("step")}),
+        {"$set": {"oldest_step": {"$min": "$published.step"}}},
+    ]
+
+
+def age(trained: Json | str) -> Json:
+    """Optimizer steps from ``oldest_step`` to weights of ``trained`` steps; null where one is unknown."""
+    known = {"$and": [{"$isNumber": trained}, {"$isNumber": "$oldest_step"}]}
+    return {"$cond": [known, {"$max": [0, {"$subtract": [trained, "$oldest_step"]}]}, None]}
+
+
 NEWEST_FIRST: Json = {"$sort": {"created_at": -1}}
 """The order of an index: a page of a view of Records costs what its rows cost. Filters go before it."""
 
@@ -51,3 +70,17 @@ NEWEST_VERSION: Json = {
     }
 }
 """The same for every document, so that the server asks for it once."""
+
+LAST_STEP: Json = {
+    "$lookup": {
+        "from": STEP,
+        "pipeline": [
+            {"$match": {"status": {"$in": values(STEPPED)}}},
+            {"$sort": {"step": -1}},
+            {"$limit": 1},
+            {"$project": {"step": 1}},
+        ],
+        "as": "last_step",
+    }
+}
+"""The last step that counts, also the same for every document."""

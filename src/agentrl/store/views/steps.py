@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from agentrl.documents.status import DataStatus
 from agentrl.store.connection import Json
-from agentrl.store.names import RECORD
-from agentrl.store.views.parts import NEWEST_VERSION, as_is, first, join, seconds
+from agentrl.store.names import DATA, RECORD
+from agentrl.store.views.parts import LAST_STEP, NEWEST_VERSION, age, as_is, first, join, oldest_step, seconds
 
 _GROUPS: Json = {
     "$setUnion": {
@@ -57,8 +57,10 @@ TRAINING: list[Json] = [
             )
         },
     ),
-    first("record"),
+    join(DATA, "data", "_id", "tree", {"$project": as_is("spans.version")}),
+    first("record", "tree"),
     {"$set": {"_id": {"$concat": ["$_id", ":", "$data"]}}},
+    *oldest_step("$record.min_version", "$record.max_version", "$tree.spans.version"),
     {
         "$project": {
             **as_is("step", "status", "policy_version"),
@@ -73,7 +75,7 @@ TRAINING: list[Json] = [
             "generated_tokens": "$record.generated_tokens",
             "min_version": "$record.min_version",
             "max_version": "$record.max_version",
-            "staleness": {"$subtract": ["$policy_version", "$record.min_version"]},
+            "staleness": age({"$subtract": ["$step", 1]}),
             "seconds_from_claim_to_plan": seconds("$record.created_at", "$planned_at"),
         }
     },
@@ -87,13 +89,20 @@ WAITING: list[Json] = [
         }
     },
     NEWEST_VERSION,
-    {"$set": {"newest": {"$first": "$newest._id"}}},
+    LAST_STEP,
+    {
+        "$set": {
+            "newest": {"$first": "$newest._id"},
+            "trained": {"$ifNull": [{"$first": "$last_step.step"}, 0]},
+        }
+    },
+    *oldest_step("$spans.version"),
     {
         "$project": {
             **as_is("split", "task", "status", "score", "advantage"),
             **as_is("tokens", "trainable_tokens", "turns", "min_version", "max_version"),
             "newest_version": "$newest",
-            "staleness_now": {"$subtract": ["$newest", "$min_version"]},
+            "staleness_now": age("$trained"),
             **as_is("trained_count", "planned_step", "not_before_step"),
             "seconds_waiting": seconds("$created_at", "$$NOW"),
             **as_is("created_at"),

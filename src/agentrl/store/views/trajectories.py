@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from agentrl.documents.status import STEPPED, RecordStatus, SlotStatus, values
+from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.store.connection import Json
-from agentrl.store.names import CALL, DATA, STEP, TASK
-from agentrl.store.views.parts import NEWEST_FIRST, as_is, first, join, ratio, seconds
+from agentrl.store.names import CALL, DATA, TASK
+from agentrl.store.views.parts import NEWEST_FIRST, age, as_is, first, join, oldest_step, ratio, seconds
 
-_DATA_FIELDS = as_is("status", "problem", "trained_at_steps", "tokens", "trainable_tokens")
+_DATA_FIELDS = as_is("status", "problem", "trained_at_steps", "tokens", "trainable_tokens", "spans.version")
 
 TRAJECTORIES: list[Json] = [
     NEWEST_FIRST,
     join(DATA, "_id", "_id", "data", {"$project": _DATA_FIELDS}),
     first("data"),
-    join(
-        STEP, "last_trained_step", "step", "steps",
-        {"$match": {"status": {"$in": values(STEPPED)}}}, {"$project": as_is("policy_version")},
-    ),
+    *oldest_step("$min_version", "$max_version", "$data.spans.version"),
     {
         "$project": {
             **as_is(
@@ -27,7 +24,7 @@ TRAJECTORIES: list[Json] = [
             "training_status": "$data.status",
             "quarantined_because": "$data.problem",
             "trained_at_steps": "$data.trained_at_steps",
-            "staleness": {"$subtract": [{"$first": "$steps.policy_version"}, "$min_version"]},
+            "staleness": age({"$subtract": ["$last_trained_step", 1]}),
             "tokens": "$data.tokens",
             "trainable_tokens": "$data.trainable_tokens",
             "seconds": seconds("$created_at", "$scored_at"),

@@ -1,0 +1,82 @@
+"""A real trainer on a store in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from fake_store import FakeStore
+from rich.console import Console
+from tiny_policy import write_tiny_policy
+from training_data import group
+
+from agentrl.batching.freshness import Freshness
+from agentrl.batching.stream import DataStream, StreamSettings
+from agentrl.config.schema import LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from agentrl.observe.live import StepView
+from agentrl.observe.trackers import open_trackers
+from agentrl.train import checkpoint, resume
+from agentrl.train.build import Recipe, build_computer
+from agentrl.train.lease import TrainerLease
+from agentrl.train.loop import Trainer
+from agentrl.train.saving import Saver
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
+
+FRESH = Freshness(max_staleness=9)
+
+
+@pytest.fixture
+async def store() -> FakeStore:
+    """Six groups that version 0 sampled."""
+    store = FakeStore()
+    for name in "abcdef":
+        store.add(*group(name))
+    return store
+
+
+@pytest.fixture
+def start(tmp_path: Path, store: FakeStore) -> Callable[..., Any]:
+    """Start a trainer; ``changes`` are those of its flags."""
+    base, output = write_tiny_policy(tmp_path / "base"), tmp_path / "output"
+
+    async def begin(
+        choice: str = "auto", max_staleness: int = 9, freshness: Freshness = FRESH, **changes: Any
+    ) -> Trainer:
+        config = TrainConfig(**{"groups_per_step": 2, "save_steps": 1, **changes})
+        lease = TrainerLease(cast("Store", store), await store.runs.acquire_trainer("me", "h", 1, 60.0), 60.0)
+        steps = await store.training.steps()
+        found = checkpoint.find(output, choice, steps, run_name="run", base=base)
+        recipe = Recipe(
+            model=ModelConfig(model_name_or_path=str(base)), loss=LossConfig(),
+            optim=OptimConfig(learning_rate=1e-2), train=config, seed=0,
+        )  # fmt: skip
+        computer = build_computer(recipe, weights=found.model if found else None, total_steps=None)
+        if found:
+            checkpoint.restore(found, computer)
+        progress = await resume.begin(
+            cast("Store", store), base, found, steps, attempt=lease.attempt, replays=choice == "auto"
+        )
+        checkpoint.set_aside(output, progress.train_steps, lease.attempt)
+        settings = StreamSettings(
+            groups_per_step=config.groups_per_step, num_epochs=1, freshness=freshness, wait_seconds=30.0,
+        )  # fmt: skip
+        stop = asyncio.Event()
+        saver = Saver(
+            store=cast("Store", store), run_name="run", config=config, computer=computer, progress=progress,
+            lease=lease, output=output, max_staleness=max_staleness, stop=stop, saved_step=progress.step,
+            saved=found.folder if found else None,
+        )  # fmt: skip
+        return Trainer(
+            store=cast("Store", store), run_name="run", config=config, computer=computer, saver=saver,
+            stream=DataStream(cast("Store", store), settings, progress.replay), progress=progress,
+            lease=lease, owner="me", stop=stop, view=StepView(Console(file=StringIO())),
+            tracker=open_trackers("none", RunConfig(), output),
+        )  # fmt: skip
+
+    return begin
