@@ -1,4 +1,4 @@
-// How stale was what step 2 trained? Staleness: versions between the oldest token and the step's policy.
+// How stale was what step 2 trained? Staleness: optimizer steps between the oldest token's weights and the step's.
 db.getCollection("audit_training").aggregate([
   { $match: { status: "committed", step: 2 } },
   {

@@ -35,7 +35,9 @@ class LossConfig:
         None,
         "mask tokens outside the bounds widened by this, e.g. 4; inf masks none (default: the loss's own)",
     )
-    out_of_date_decay: float | None = flag(None, "narrows the bounds by exp(-decay) per version of staleness")
+    out_of_date_decay: float | None = flag(
+        None, "narrows the bounds by exp(-decay) per optimizer step of a token's age"
+    )
     importance_correction: str = flag(
         "", "tis, seq_tis, icepop, token_mask, seq_mask, seq_kl; e.g. 'icepop:0.5:5,seq_kl:0.1'"
     )

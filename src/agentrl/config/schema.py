@@ -175,7 +175,7 @@ class SamplingConfig:
     )
     max_concurrent_samples_per_process: int = flag(16, "trajectories that one sampler runs at a time")
     target_concurrency: int = flag(1, "sampler workers that `agentrl sample` starts in its process")
-    max_staleness: int = flag(1, "how many versions behind the newest a trained trajectory may be")
+    max_staleness: int = flag(1, "how many optimizer steps old a trained trajectory may be")
     sync_sampling: bool = flag(False, "sample a step's groups only after the step before has been published")
     engine_timeout_seconds: float = flag(600.0, "how long one model call may take")
     engine_wait_seconds: float = flag(300.0, "how long a call waits for an engine to appear or resume")
@@ -205,7 +205,7 @@ class TrainConfig:
     staleness_policy: Literal["drop", "decay", "mask"] = flag(
         "drop",
         "data with tokens older than --max_staleness: set aside; trained with an advantage that shrinks by"
-        " exp(-out_of_date_decay) per version beyond it; or trained without those tokens",
+        " exp(-out_of_date_decay) per optimizer step beyond it; or trained without those tokens",
     )
     advantage_whitening: Literal["none", "batch"] = flag(
         "none",

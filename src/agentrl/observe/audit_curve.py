@@ -79,7 +79,7 @@ def _plot_staleness(axes: Axes, steps: Sequence[TrainStep]) -> None:
             [x for x, _ in points], [y for _, y in points], color=_STALENESS, linewidth=width, alpha=alpha,
             drawstyle="steps-mid", label=label,
         )  # fmt: skip
-    axes.set_ylabel("staleness\n(versions)")
+    axes.set_ylabel("staleness\n(steps)")
     axes.set_ylim(bottom=0)
     _finish(axes)
 
