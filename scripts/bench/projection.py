@@ -1,0 +1,95 @@
+"""Measure what temperatures of their own per token, and the gradient of the entropy, cost a step's logprobs.
+
+    python scripts/bench/projection.py [--tokens N] [--vocabulary N] [--hidden N] [--rounds N]
+
+Forward and backward of ``token_logprobs``, on the GPU where there is one. Every round measures each way once,
+one after the other; a ratio is the median over the rounds of a way's seconds over the baseline's in the same
+round. Seconds are the process's CPU seconds, on a GPU wall-clock. Exits with 1 if a ratio misses its target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rows import Row, print_rows
+
+from agentrl.train.logprobs import token_logprobs
+from agentrl.train.output_head import OutputHead
+
+BASELINE = "one number"
+LIMITS = {"a tensor, all equal": 1.05, "a tensor, uneven": 1.1, "gradient of the entropy": 1.2}
+"""The largest ratio that each way may have to one number as the temperature."""
+
+
+def ways(tokens: int, vocabulary: int, hidden: int) -> dict[str, Callable[[], None]]:
+    """Each way as a function that runs it once."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    states = torch.randn(tokens, hidden, device=device, dtype=dtype, requires_grad=True)
+    weight = (torch.randn(vocabulary, hidden, device=device, dtype=dtype) * hidden**-0.5).requires_grad_()
+    parent = torch.arange(tokens, device=device)
+    target = torch.randint(0, vocabulary, (tokens,), device=device)
+
+    def way(**options: Any) -> Callable[[], None]:
+        def run() -> None:
+            logprobs, entropy = token_logprobs(states, OutputHead(weight), parent, target, **options)
+            loss = logprobs.sum()
+            if entropy.requires_grad:
+                loss = loss - 0.01 * entropy.sum()
+            torch.autograd.grad(loss, (states, weight))
+
+        return run
+
+    return {
+        BASELINE: way(temperature=0.7),
+        "a tensor, all equal": way(temperature=torch.full((tokens,), 0.7)),
+        "a tensor, uneven": way(temperature=torch.linspace(0.5, 1.2, tokens)),
+        "gradient of the entropy": way(temperature=0.7, entropy_gradient=True),
+    }
+
+
+def seconds(run: Callable[[], None]) -> float:
+    """CPU seconds of one call; on a GPU wall-clock seconds until it is done."""
+    on_gpu = torch.cuda.is_available()
+    clock = time.perf_counter if on_gpu else time.process_time
+    started = clock()
+    run()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return clock() - started
+
+
+def main() -> int:
+    """Print the table; 1 where a ratio misses its target."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--vocabulary", type=int, default=32768)
+    parser.add_argument("--hidden", type=int, default=576)
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    runs = ways(arguments.tokens, arguments.vocabulary, arguments.hidden)
+    for run in runs.values():
+        seconds(run)
+    rounds = [{name: seconds(run) for name, run in runs.items()} for _ in range(arguments.rounds)]
+    rows = [
+        Row(
+            what=name, ours=f"{min(each[name] for each in rounds):.3f} s",
+            baseline=f"{min(each[BASELINE] for each in rounds):.3f} s",
+            ratio=statistics.median(each[name] / each[BASELINE] for each in rounds),
+            target=limit, more=False,
+        )
+        for name, limit in LIMITS.items()
+    ]  # fmt: skip
+    print_rows(f"logprobs of {arguments.tokens} tokens over {arguments.vocabulary} ids", rows)
+    return int(any(row.passed is False for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
