@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def store() -> FakeStore:
-    """Resumed at step 10 of 20 and at 12: the versions 21, 22, 23 are of steps 11, 12, 13, and 24 is of 13."""
+    """Resumed at step 10 of 20, and at 12: versions 21, 22, 23 are of steps 11, 12, 13, and 24 is of 13."""
     store = FakeStore()
     store.publish({number: number for number in range(21)}, withdrawn=range(11, 21))
     store.publish({21: 11, 22: 12, 23: 13, 24: 13}, withdrawn=[23])
