@@ -217,7 +217,7 @@ def print_table(results: Mapping[tuple[str, int], Sequence[Run]]) -> None:
         rewards = [last_reward(run) for run in runs]
         means = [fmean(run.metrics[name] for run in runs) for name in MEASURED]
         cells = [str(staleness), variant, f"{fmean(rewards):.2f}", f"{min(rewards):.2f}–{max(rewards):.2f}"]
-        print("| " + " | ".join([*cells, *(f"{mean:.3f}" for mean in means)]) + " |")
+        print("| " + " | ".join([*cells, *(f"{abs(mean):.3f}" for mean in means)]) + " |")
 
 
 def plot(results: Mapping[tuple[str, int], Sequence[Run]], out: Path) -> None:
