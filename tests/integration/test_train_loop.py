@@ -401,7 +401,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 async def test_a_full_disk_pauses_training_until_there_is_space(run: Run, small_disk: Path) -> None:
     await run.fill()
     filler = small_disk / "filler"
-    with run.start("--output_dir", str(small_disk / "output"), "--max_staleness", "1") as process:
+    flags = ["--max_staleness", "1", "--staleness_policy", "decay", "--out_of_date_decay", "0.1"]
+    with run.start("--output_dir", str(small_disk / "output"), *flags) as process:
         try:
             log = [await read_until(process, "training from step 0")]
             await asyncio.to_thread(fill_disk, filler)
