@@ -69,7 +69,8 @@ class History:
     def ways(self) -> list[Callable[[], Awaitable[None]]]:
         """What may happen next; frequent things are named more than once."""
         return [
-            self.load, self.claim, self.claim, self.claim_selected, self.claim_selected,
+            self.load, self.claim, self.claim, self.claim_selected, self.sample_selected,
+            self.sample_selected,
             self.converse, self.converse, self.converse,
             self.score, self.score, self.score, self.score, self.fail, self.release, self.expire,
             self.write_late, self.reap, self.finalise, self.finalise, self.start_trainer, self.train,
@@ -122,6 +123,14 @@ class History:
             max_groups_open=limit, selection=Selection(MOST_EPOCHS),
         )  # fmt: skip
         await self._begin(claim)
+
+    async def sample_selected(self) -> None:
+        """A sampler claims a group by what is known of its task; all that runs is scored and finalised."""
+        for _ in range(GENERATIONS):
+            await self.claim_selected()
+        while self.running:
+            await self.score()
+        await Finaliser(self.store, self.rules, split="train", seed=0).run_waiting()
 
     async def _begin(self, claim: Claim | None) -> None:
         if claim is None:
@@ -205,12 +214,12 @@ class History:
         if not self.running and self.rng.random() < 0.5:
             return
         self.attempt = await self.store.runs.acquire_trainer("trainer", "host", 1, 600.0)
-        if await self.store.policies.get(0) is None:
+        if await self.store.policies.latest() is None:
             await self._publish(0, step=0, train_step=None)
         self.step = self.checkpoint.step if self.checkpoint else 0
         self.contained = list(self.checkpoint.train_steps) if self.checkpoint else []
-        await self.store.training.revert_after(self.step, attempt=self.attempt)
         await self.store.policies.withdraw_after(self.step, attempt=self.attempt)
+        await self.store.training.revert_after(self.step, attempt=self.attempt)
 
     async def train(self) -> None:
         """A step is planned and committed, and mostly published."""

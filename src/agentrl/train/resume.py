@@ -51,20 +51,21 @@ async def begin(
     attempt: int,
     replays: bool = True,
 ) -> Progress:
-    """Re-open what later steps consumed, withdraw what they published, and say where to go on.
+    """Withdraw what later steps published, re-open what they consumed, and say where to go on.
 
+    In this order, so that a published version never belongs to a step that has been undone.
     Publishes the base model as version 0 on a new run. ``steps`` are all TrainSteps of the run, as they were
     before; with ``replays`` the steps that are undone are planned again as they were.
     """
     step = checkpoint.state.step if checkpoint else 0
     contained = list(checkpoint.state.train_steps) if checkpoint else []
     await publish_base(store, base, attempt)
-    undone = await store.training.revert_after(step, attempt=attempt)
-    if undone:
-        logger.info("%d steps after step %d are undone; their data are ready again", undone, step)
     withdrawn = await store.policies.withdraw_after(step, attempt=attempt)
     if withdrawn:
         logger.info("%d policy versions after step %d are withdrawn", withdrawn, step)
+    undone = await store.training.revert_after(step, attempt=attempt)
+    if undone:
+        logger.info("%d steps after step %d are undone; their data are ready again", undone, step)
     newest = await store.policies.latest()
     version, version_step = (newest.id, newest.step) if newest is not None else (0, 0)
     return Progress(

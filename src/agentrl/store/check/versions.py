@@ -83,8 +83,6 @@ def origin_problems(version: Json, steps: Mapping[str, Json]) -> Iterator[Proble
     step = steps.get(made_by) if made_by is not None else None
     if step is None:
         yield Problem(name, "the step that made it", f"a TrainStep {version['step']}", made_by)
-    elif step["status"] == StepStatus.REVERTING:
-        return  # the trainer that undoes it withdraws its version next
     elif (step["status"], step["step"]) != (StepStatus.COMMITTED, version["step"]):
         found = f"{step['status']} step {step['step']}"
         yield Problem(name, f"made by {made_by}", f"committed step {version['step']}", found)
