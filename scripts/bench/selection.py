@@ -1,6 +1,5 @@
 """Measure what --task_selection pass_rate saves: abandoned trajectories, and steps to a reward.
 
-    python -c "from agentrl.quickstart.warmup import prepare_tiny_model; prepare_tiny_model(0, print)"
     python scripts/bench/selection.py [--tasks tiny|mixed] [--steps 30] [--seeds 0 1 2] [--json FILE]
     python scripts/bench/selection.py --simulate
 
@@ -40,6 +39,7 @@ from agentrl.documents.task import Begin
 from agentrl.inference.parsers import get_parser
 from agentrl.quickstart.servers.arithmetic import ArithmeticTextError, evaluate
 from agentrl.quickstart.tasks import CALCULATOR_TOOLS, QUESTION, expressions, tiny_expressions
+from agentrl.quickstart.warmup import prepare_tiny_model
 from agentrl.rollout.conversation import Conversation
 from agentrl.rollout.renderer import ChatRenderer
 from agentrl.scoring.answers import extract_answer
@@ -332,7 +332,7 @@ def show_simulation(seeds: int = 20) -> None:
 def main() -> None:
     """Measure both arms with every seed, in turn, and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path(".agentrl/models/tiny-seed0"))
+    parser.add_argument("--model", type=Path, help="default: the model of quickstart --tiny, made if needed")
     parser.add_argument("--tasks", choices=("tiny", "mixed"), default="tiny")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -343,12 +343,13 @@ def main() -> None:
         show_simulation()
         return
     torch.set_num_threads(1)
+    model = options.model or prepare_tiny_model(0, print)
     train, held_out = questions_of(options.tasks)
     runs = []
     for seed in options.seeds:
         for selection in (ORDER, PASS_RATE):
             run = Run(selection, seed)
-            measure(options.model, train, held_out, run, options.steps)
+            measure(model, train, held_out, run, options.steps)
             runs.append(run)
             if options.json:
                 options.json.write_text(json.dumps([asdict(item) for item in runs]), encoding="utf-8")
