@@ -97,6 +97,35 @@ def test_recomputed_old_logprobs_make_the_ratio_one() -> None:
     assert report["ratio_mean"] != 1.0
 
 
+@pytest.mark.parametrize(
+    ("old", "control"),
+    [
+        ("recompute", {"strict_in_bound": True}),
+        ("recompute", {"importance_weight_cap_ratio": 2.0}),
+        ("recompute", {"importance_correction": "token_mask:0.5:2"}),
+        ("behavior", {"importance_correction": "icepop:0.5:2"}),
+        ("behavior", {"importance_correction": "token_mask:0.5:2"}),
+        ("behavior", {"importance_correction": "seq_mask:0.9:1.1"}),
+        ("behavior", {"importance_correction": "seq_kl:0.01"}),
+    ],
+)
+def test_off_policy_control_masks_tokens_in_a_step_of_one_update(old: str, control: dict[str, Any]) -> None:
+    model = tiny_model("llama")
+    plain, _ = run(model, [packed(DATA)], LossSettings(old_logprobs=old))
+    report, gradients = run(model, [packed(DATA)], LossSettings(old_logprobs=old, **control))
+    assert plain["masked_fraction"] == 0.0
+    assert report["masked_fraction"] > 0.0
+    assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
+
+
+def test_a_capped_weight_is_reported() -> None:
+    model = tiny_model("llama")
+    settings = LossSettings(old_logprobs="recompute", importance_correction="tis:1.01")
+    report, _ = run(model, [packed(DATA)], settings)
+    assert 0.0 < report["capped_fraction"] < 1.0
+    assert (report["masked_fraction"], report["clipped_fraction"]) == (0.0, 0.0)
+
+
 def test_two_ranks_with_the_steps_denominators_add_up() -> None:
     model = tiny_model("llama")
     settings = LossSettings(loss_calculater="CISPO")
