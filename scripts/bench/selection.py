@@ -9,9 +9,9 @@ step trains the first groups with spread; those that are left wait for the next.
 questions of no task, sampled at temperature 1: that of training is a mean of the chosen tasks. ``mixed`` adds
 subtractions and products, which the model has not been warmed up for.
 
-``--simulate`` draws scores from numbers alone: 400 tasks whose eases have a given deviation, and a policy
-whose pass rate of the mean task grows from 0.30 to 0.95 over 40 groups, as that of the quickstart does, until
-56 groups are trained.
+``--simulate`` draws scores from numbers alone: 400 tasks whose eases have a given deviation, some of them
+impossible, and a policy whose pass rate of the mean task grows from 0.30 to 0.95 over 40 groups, as that of
+the quickstart does, until 56 groups are trained.
 """
 
 from __future__ import annotations
@@ -43,9 +43,17 @@ from agentrl.quickstart.warmup import prepare_tiny_model
 from agentrl.rollout.conversation import Conversation
 from agentrl.rollout.renderer import ChatRenderer
 from agentrl.scoring.answers import extract_answer
-from agentrl.scoring.difficulty import Trials, estimate_ability, pass_probability
+from agentrl.scoring.difficulty import LIMIT, Trials, estimate_ability, pass_probability
 from agentrl.scoring.groups import decide_group, summarise
-from agentrl.store.selection import ORDER, PASS_RATE, RECENT_GROUPS, Option, choose, ease_after_group
+from agentrl.store.selection import (
+    ORDER,
+    PASS_RATE,
+    RECENT_GROUPS,
+    Estimate,
+    Option,
+    choose,
+    ease_after_group,
+)
 
 GENERATIONS, GROUPS_PER_STEP, TURNS, NEW_TOKENS = 8, 16, 2, 40
 EPOCHS, OPEN_GROUPS = 50, 2 * GROUPS_PER_STEP
@@ -167,17 +175,20 @@ class Tasks:
         """Copies that may be begun early, by task."""
         self._begun: set[str] = set()
         self._recent: list[Trials] = []
+        self._first: list[Trials] = []
+        """Of groups of tasks that were sampled for the first time."""
         self._count = 0
 
     def begin(self, capacity: int) -> list[tuple[Option, Begin]]:
         """The next groups."""
         ability = estimate_ability(self._recent[-RECENT_GROUPS:])
+        estimate = Estimate(ability, tuple(self._first[-RECENT_GROUPS:]))
         while len(self._ordered) < capacity:
             self._ordered += [option for option in next(self._orders) if option.id not in self._begun]
         ordered = [self._known.get(o.task_id, o) if o.epoch else o for o in self._ordered[:capacity]]
         known = sorted(self._known.values(), key=lambda option: (abs(option.ease + ability), option.id))
         offered = known if self.selection == PASS_RATE else []
-        chosen = choose(ordered, offered, ability, self._count + 1, capacity)
+        chosen = choose(ordered, offered, estimate, self._count + 1, capacity)
         self._count += len(chosen)
         ids = {choice.option.id for choice in chosen}
         self._begun |= ids
@@ -187,7 +198,10 @@ class Tasks:
 
     def finalise(self, option: Option, begun: Begin, summary: dict[str, Any]) -> None:
         """Learn from a group."""
-        self._recent.append(Trials(GENERATIONS, summary["pass_rate"] * GENERATIONS, begun.ease))
+        trials = Trials(GENERATIONS, summary["pass_rate"] * GENERATIONS, begun.ease)
+        self._recent.append(trials)
+        if option.epoch == 0:
+            self._first.append(trials)
         copy = self._option(option.task_id, option.epoch + 1, ease_after_group(begun, summary))
         if copy.epoch < EPOCHS and copy.id not in self._begun:
             self._known[option.task_id] = copy
@@ -299,10 +313,13 @@ def questions_of(kind: str) -> tuple[list[str], list[str]]:
     return train, [q for q, _ in zip(fresh, range(HELD_OUT), strict=False)]
 
 
-def simulate(selection: str, deviation: float, seed: int) -> tuple[int, int]:
-    """Return how many groups were sampled, and how many of them agree."""
+def simulate(selection: str, deviation: float, impossible: float, seed: int) -> tuple[int, int]:
+    """Return how many groups were sampled, and how many of them agree.
+
+    ``deviation`` is that of the tasks' eases; a share of the tasks is ``impossible``.
+    """
     rng = random.Random(seed)
-    eases = [rng.gauss(0, deviation) for _ in range(400)]
+    eases = [-LIMIT if rng.random() < impossible else rng.gauss(0, deviation) for _ in range(400)]
     tasks = Tasks([""] * len(eases), selection, seed)
     sampled = trained = 0
     open_groups: list[tuple[Option, Begin, dict[str, Any]]] = []
@@ -322,11 +339,14 @@ def simulate(selection: str, deviation: float, seed: int) -> tuple[int, int]:
 
 def show_simulation(seeds: int = 20) -> None:
     """Print the mean over seeds for tasks from alike to very unlike."""
-    for deviation in (0.0, 0.5, 1.0, 1.5):
+    for deviation, impossible in ((0.0, 0.0), (0.5, 0.0), (1.0, 0.0), (1.5, 0.0), (1.0, 0.5)):
         for selection in (ORDER, PASS_RATE):
-            runs = [simulate(selection, deviation, seed) for seed in range(seeds)]
+            runs = [simulate(selection, deviation, impossible, seed) for seed in range(seeds)]
             sampled, agreed = (fmean(values) for values in zip(*runs, strict=True))
-            print(f"deviation {deviation}, {selection}: {sampled:.0f} groups, {agreed / sampled:.2f} agree")
+            print(
+                f"deviation {deviation}, impossible {impossible}, {selection}: {sampled:.0f} groups,"
+                f" {agreed / sampled:.2f} agree"
+            )
 
 
 def main() -> None:

@@ -20,6 +20,9 @@ EASE_VARIANCE = 1.0
 LIMIT = 8.0
 """Bound of the absolute value of ability and ease, in logits."""
 
+FIRST_WEIGHT = 4.0
+"""Groups that the model's expectation counts as, beside the first groups of other tasks."""
+
 _HALVINGS = 40
 
 
@@ -40,6 +43,17 @@ def pass_probability(ability: float, ease: float) -> float:
 def spread_probability(rate: float, generations: int) -> float:
     """Return how likely a group has both passes and failures: 1 − p^n − (1−p)^n."""
     return float(1 - rate**generations - (1 - rate) ** generations)
+
+
+def first_spread_probability(first: Sequence[Trials], ability: float, generations: int) -> float:
+    """Return how likely a task's first group has spread: as often as those of other tasks had, ``first``.
+
+    The task of mean difficulty says little where most tasks are easy and the rest impossible; its spread is
+    what counts where few groups are known.
+    """
+    expected = spread_probability(pass_probability(ability, 0.0), generations)
+    had = sum(0 < group.passed < group.scored for group in first)
+    return (had + FIRST_WEIGHT * expected) / (len(first) + FIRST_WEIGHT)
 
 
 def estimate_ability(groups: Sequence[Trials]) -> float:

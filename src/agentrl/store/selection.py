@@ -21,6 +21,7 @@ from agentrl.scoring.difficulty import (
     LIMIT,
     Trials,
     estimate_ability,
+    first_spread_probability,
     pass_probability,
     spread_probability,
     update_ease,
@@ -40,7 +41,7 @@ GAIN = 0.05
 """A copy goes before the next task in order where its group is likelier to have spread by this much."""
 
 RECENT_GROUPS = 16
-"""Groups, finalised last, from which the policy's ability is estimated."""
+"""Groups, finalised last, from which the policy's ability is estimated; and as many first groups of tasks."""
 
 ORDER, PASS_RATE = "order", "pass_rate"
 
@@ -64,9 +65,20 @@ class Option:
     before: str | None
     """``_id`` of the same task in the epoch before."""
 
-    def spread(self, ability: float) -> float:
-        """Return how likely its scores differ."""
-        return spread_probability(pass_probability(ability, self.ease), self.generations)
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What the groups that were finalised last say of the policy and of new tasks."""
+
+    ability: float
+    first: tuple[Trials, ...] = ()
+    """Groups of tasks that were sampled for the first time."""
+
+    def spread(self, option: Option) -> float:
+        """Return how likely the scores of a group differ."""
+        if option.before is None:
+            return first_spread_probability(self.first, self.ability, option.generations)
+        return spread_probability(pass_probability(self.ability, option.ease), option.generations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +90,7 @@ class Choice:
 
 
 def choose(
-    ordered: Sequence[Option], known: Sequence[Option], ability: float, first: int, capacity: int
+    ordered: Sequence[Option], known: Sequence[Option], estimate: Estimate, first: int, capacity: int
 ) -> list[Choice]:
     """Choose up to ``capacity`` groups, or ``SLOTS_AT_ONCE`` slots; ``first`` is the first one's number.
 
@@ -89,7 +101,7 @@ def choose(
     waiting = {ORDER: list(ordered), PASS_RATE: list(known)}
     slots = 0
     while len(chosen) < capacity and slots < SLOTS_AT_ONCE and any(waiting.values()):
-        by = _next_by(waiting, ability, first + len(chosen))
+        by = _next_by(waiting, estimate, first + len(chosen))
         option = waiting[by][0]
         slots += option.generations
         chosen.append(Choice(option, by))
@@ -97,11 +109,11 @@ def choose(
     return chosen
 
 
-def _next_by(waiting: Mapping[str, Sequence[Option]], ability: float, number: int) -> str:
+def _next_by(waiting: Mapping[str, Sequence[Option]], estimate: Estimate, number: int) -> str:
     ordered, known = waiting[ORDER], waiting[PASS_RATE]
     if not ordered or not known:
         return ORDER if ordered else PASS_RATE
-    is_better = known[0].spread(ability) >= ordered[0].spread(ability) + GAIN
+    is_better = estimate.spread(known[0]) >= estimate.spread(ordered[0]) + GAIN
     return PASS_RATE if is_better and number % ORDERED_EVERY else ORDER
 
 
@@ -140,35 +152,43 @@ class TaskSelection(Part):
             return []
         gate = await self._collection(GATE).find_one({"_id": ADMISSION}, session=session) or {}
         first = int(gate.get("begun") or 0) + 1
-        ability = await self._ability(split, session)
+        estimate = await self._estimate(split, session)
         ordered = await self._ordered(split, min(capacity, SLOTS_AT_ONCE), session)
-        known, _ = await self._known(split, selection, -ability, min(capacity, SLOTS_AT_ONCE), session)
-        chosen = choose(ordered, known, ability, first, capacity)
+        known, _ = await self._known(
+            split, selection, -estimate.ability, min(capacity, SLOTS_AT_ONCE), session
+        )
+        chosen = choose(ordered, known, estimate, first, capacity)
         if not chosen:
             return []
         await self._insert_copies(split, [choice.option for choice in chosen], session)
         begins = {
-            choice.option.id: Begin(number=first + i, by=choice.by, ability=ability, ease=choice.option.ease)
+            choice.option.id: Begin(
+                number=first + i, by=choice.by, ability=estimate.ability, ease=choice.option.ease
+            )
             for i, choice in enumerate(chosen)
         }
         await self._write(begins, [choice.option.before for choice in chosen], session)
         return list(begins)
 
-    async def _ability(self, split: str, session: AsyncClientSession) -> float:
+    async def _estimate(self, split: str, session: AsyncClientSession) -> Estimate:
         """Of the policy whose groups were finalised last."""
-        recent = self._collection(TASK).find(
-            {"split": split, "begun.number": {"$gt": 0}, "group.finalised_at": {"$ne": None}},
+        recent = await self._recent({"split": split}, session)
+        first = await self._recent({"split": split, "epoch": 0}, session)
+        return Estimate(estimate_ability(recent), tuple(first))
+
+    async def _recent(self, query: Json, session: AsyncClientSession) -> list[Trials]:
+        """The groups of ``query`` that were finalised last and have a score."""
+        found = self._collection(TASK).find(
+            {**query, "begun.number": {"$gt": 0}, "group.finalised_at": {"$ne": None}},
             {"group.scored": 1, "group.pass_rate": 1, "begun.ease": 1},
             sort=[("group.finalised_at", DESCENDING)], limit=RECENT_GROUPS, session=session,
         )  # fmt: skip
-        return estimate_ability(
-            [
-                Trials(task["group"]["scored"], task["group"]["scored"] * task["group"]["pass_rate"],
-                       task["begun"]["ease"])
-                async for task in recent
-                if task["group"]["scored"]
-            ]
-        )  # fmt: skip
+        return [
+            Trials(task["group"]["scored"], task["group"]["scored"] * task["group"]["pass_rate"],
+                   task["begun"]["ease"])
+            async for task in found
+            if task["group"]["scored"]
+        ]  # fmt: skip
 
     async def _ordered(self, split: str, count: int, session: AsyncClientSession | None) -> list[Option]:
         """The next tasks in order that nobody has begun."""

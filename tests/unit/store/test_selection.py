@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from agentrl.documents.task import Begin
+from agentrl.scoring.difficulty import Trials
 from agentrl.store.selection import (
     ORDER,
     ORDERED_EVERY,
     PASS_RATE,
     SLOTS_AT_ONCE,
+    Estimate,
     Option,
     choose,
     ease_after_group,
     place_of,
 )
 
-ABLE = 3.0
+ABLE = Estimate(3.0)
 """A policy that passes 0.95 of the mean task."""
 
 
@@ -28,7 +30,7 @@ def option(name: str, ease: float = 0.0, *, epoch: int = 0, generations: int = 8
 
 def test_known_tasks_near_half_go_first_and_every_fourth_group_goes_by_order() -> None:
     ordered = [option(f"new{number}") for number in range(9)]
-    known = [option(f"known{number}", -ABLE, epoch=1) for number in range(9)]
+    known = [option(f"known{number}", -3.0, epoch=1) for number in range(9)]
     chosen = choose(ordered, known, ABLE, 1, 8)
     by = [choice.by for choice in chosen]
     assert by == [PASS_RATE, PASS_RATE, PASS_RATE, ORDER] * 2
@@ -40,7 +42,17 @@ def test_unknown_tasks_go_first_where_the_known_ones_are_no_likelier_to_have_spr
     ordered = [option("new")]
     assert choose(ordered, [option("mean", epoch=1)], ABLE, 1, 1)[0].by == ORDER
     assert choose(ordered, [option("easy", 2.0, epoch=1)], ABLE, 1, 1)[0].by == ORDER
-    assert choose(ordered, [option("near", -0.5, epoch=1)], 0.5, 1, 1)[0].by == ORDER, "too small a gain"
+    assert choose(ordered, [option("near", -0.5, epoch=1)], Estimate(0.5), 1, 1)[0].by == ORDER, (
+        "too small a gain"
+    )
+
+
+def test_unknown_tasks_are_expected_to_agree_as_often_as_other_first_groups_did() -> None:
+    """Half of the tasks are impossible, the others easy: the mean task has spread, and hardly any other."""
+    agreed = tuple(Trials(8, passed) for passed in [0, 8] * 8)
+    known = option("known", 1.5, epoch=1)
+    assert choose([option("new")], [known], Estimate(0.0), 1, 1)[0].by == ORDER
+    assert choose([option("new")], [known], Estimate(0.0, agreed), 1, 1)[0].by == PASS_RATE
 
 
 def test_what_is_left_is_begun_whatever_its_spread() -> None:
@@ -50,7 +62,7 @@ def test_what_is_left_is_begun_whatever_its_spread() -> None:
 
 
 def test_a_task_that_is_both_next_in_order_and_known_is_begun_once() -> None:
-    same = option("same", -ABLE, epoch=1)
+    same = option("same", -3.0, epoch=1)
     assert [c.option.id for c in choose([same, option("b", epoch=1)], [same], ABLE, 1, 4)] == [
         same.id,
         "train/1/b",
@@ -59,8 +71,8 @@ def test_a_task_that_is_both_next_in_order_and_known_is_begun_once() -> None:
 
 def test_an_admission_ends_with_its_capacity_or_its_slots() -> None:
     ordered = [option(f"new{number}") for number in range(20)]
-    assert len(choose(ordered, [], 0.0, 1, 3)) == 3
-    assert len(choose(ordered, [], 0.0, 1, 20)) == SLOTS_AT_ONCE // 8
+    assert len(choose(ordered, [], Estimate(0.0), 1, 3)) == 3
+    assert len(choose(ordered, [], Estimate(0.0), 1, 20)) == SLOTS_AT_ONCE // 8
 
 
 def test_a_group_corrects_the_ease_of_its_begin() -> None:
