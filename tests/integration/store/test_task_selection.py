@@ -68,18 +68,19 @@ async def violations(store: Store, *, is_final: bool = False) -> list[str]:
 
 async def test_a_task_with_spread_is_begun_again_before_the_next_unknown_one(store: Store) -> None:
     await load(store, 8)
-    begun = await admit_one_by_one(store, {"1": (0.0, 1.0)}, 6)
-    assert begun == ["0/0 order", "0/1 order", "1/1 pass_rate", "0/2 order", "2/1 pass_rate", "0/3 order"]
+    begun = await admit_one_by_one(store, {"1": (0.0, 1.0)}, 8)
+    first = ["0/0 order", "0/1 order", "0/2 order", "0/3 order"]
+    assert begun == [*first, "1/1 pass_rate", "2/1 pass_rate", "0/4 order", "0/5 order"]
     copy = await store.tasks.get("train/1/1")
     assert copy is not None
     assert (copy.query, len(copy.slots), copy.status) == ("What is 2 + 2?", 2, TaskStatus.COMPLETED)
     assert copy.ease is None, "its own copy was begun: it is no candidate"
     assert copy.begun is not None
     assert copy.begun.ease < 0
-    places = await store.tasks.places(["train/0/2", "train/1/1", "train/0/0"])
-    assert sorted(places, key=places.__getitem__) == ["train/0/0", "train/1/1", "train/0/2"]
+    places = await store.tasks.places(["train/0/4", "train/1/1", "train/0/0"])
+    assert sorted(places, key=places.__getitem__) == ["train/0/0", "train/1/1", "train/0/4"]
     assert await count_groups(store) == [
-        GroupCount(by="order", groups=4, abandoned_groups=3, trajectories=8, trained=2, pass_rate=0.875),
+        GroupCount(by="order", groups=6, abandoned_groups=5, trajectories=12, trained=2, pass_rate=11 / 12),
         GroupCount(by="pass_rate", groups=2, abandoned_groups=0, trajectories=4, trained=4, pass_rate=0.5),
     ]
     assert await violations(store) == []
@@ -87,7 +88,7 @@ async def test_a_task_with_spread_is_begun_again_before_the_next_unknown_one(sto
 
 async def test_an_epoch_begun_early_is_opened_with_what_is_missing(store: Store) -> None:
     await load(store, 4)
-    await admit_one_by_one(store, {"1": (0.0, 1.0)}, 3)
+    await admit_one_by_one(store, {"1": (0.0, 1.0)}, 5)
     assert await store.tasks.next_epoch("train", 3) == 1
     assert not [text for text in await violations(store, is_final=True) if "Epoch" in text]
     assert await store.tasks.open_epoch("train", 1, 0, 2) == 3
