@@ -13,7 +13,7 @@ import pytest
 from db_command import agentrl_db
 
 from agentrl.config.load import Configs
-from agentrl.config.schema import AgentConfig, RunConfig, TaskConfig
+from agentrl.config.schema import AgentConfig, GroupConfig, RunConfig, TaskConfig
 from agentrl.extensions import is_importable
 from agentrl.rollout.setup import allow_configured_imports, load_tasks
 from agentrl.rollout.tasks import main
@@ -37,7 +37,9 @@ def load(run: RunConfig, file: str) -> None:
 def allowed_by(run: RunConfig, *names: str, train_file: str | None = None, modules: str = "") -> list[bool]:
     """Which names a sampler with these flags may import."""
     tasks = TaskConfig(train_file=train_file, allowed_modules=modules)
-    configs: Configs = {TaskConfig: tasks, AgentConfig: AgentConfig(), RunConfig: run}
+    configs: Configs = {
+        TaskConfig: tasks, AgentConfig: AgentConfig(), GroupConfig: GroupConfig(), RunConfig: run,
+    }  # fmt: skip
 
     async def start() -> list[bool]:
         async with await open_existing(run) as store:
