@@ -10,8 +10,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from agentrl.documents.sampling import SamplingParams
 from agentrl.inference.engine import Generation
-from agentrl.inference.sampling import SamplingParams
 
 VOCAB = 512
 EOS = 1

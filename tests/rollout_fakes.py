@@ -9,8 +9,8 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from agentrl.documents.dispatch import VersionSpan
+from agentrl.documents.sampling import SamplingParams
 from agentrl.inference.engine import Generation
-from agentrl.inference.sampling import SamplingParams
 from agentrl.rollout.renderer import ChatRenderer
 from agentrl.tools.base import Schema, ToolResult, function_schema
 

@@ -20,12 +20,12 @@ from agentrl.config.schema import AgentConfig, EngineConfig, GroupConfig, ModelC
 from agentrl.conversion.outcome import GroupRules
 from agentrl.documents.dispatch import DispatchedSamplingTask
 from agentrl.documents.record import Record
+from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim, Slot, Task
 from agentrl.inference.engine import EngineClient, Generation
 from agentrl.inference.engines.launch import engine_client, engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
 from agentrl.inference.parsers import get_parser
-from agentrl.inference.sampling import SamplingParams
 from agentrl.losses.settings import LossSettings
 from agentrl.rollout.renderer import ChatRenderer
 from agentrl.rollout.session import Rollout

@@ -21,11 +21,11 @@ from engine_policy import (
 
 from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.documents.dispatch import VersionSpan
+from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ConfigError, EngineError
 from agentrl.inference.engine import EngineClient, EngineRefusedError, Generation
 from agentrl.inference.engines.launch import engine_client, engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
-from agentrl.inference.sampling import SamplingParams
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 

@@ -17,13 +17,13 @@ from typing import ClassVar
 import psutil
 import pytest
 
+from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.service import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError, EngineError
 from agentrl.inference.engine import EngineClient
 from agentrl.inference.engines.process import EngineCommand, EngineProcess, free_port, require_free_port
 from agentrl.inference.router import EngineRouter
-from agentrl.inference.sampling import SamplingParams
 
 pytestmark = pytest.mark.integration
 

@@ -19,11 +19,11 @@ from agentrl.config.schema import (
     SamplingConfig,
 )
 from agentrl.documents.record import Record
+from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import CallStatus, DataStatus, RecordStatus, SlotStatus, StopReason, TaskStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.errors import EngineError, ModelError, ToolServerError
 from agentrl.inference.parsers import get_parser
-from agentrl.inference.sampling import SamplingParams
 from agentrl.rollout import housekeeping
 from agentrl.rollout import sampler as sampler_module
 from agentrl.rollout.evaluate import EvalConfig, collect, served_version

@@ -17,11 +17,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents.policy import PolicyVersion
+from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.service import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.inference.engine import EngineClient
 from agentrl.inference.router import EngineRouter
-from agentrl.inference.sampling import SamplingParams
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded import EmbeddedMongo
 from agentrl.weights.manifest import write_manifest

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.load import Configs
-from agentrl.config.sampling import temperature
 from agentrl.config.schema import (
     AdapterConfig,
     AgentConfig,
@@ -20,6 +19,7 @@ from agentrl.config.schema import (
     TaskConfig,
     TrainConfig,
 )
+from agentrl.documents.sampling import SamplingParams
 from agentrl.losses.settings import LossSettings
 
 Facts = dict[str, dict[str, Any]]
@@ -35,9 +35,10 @@ _ARCHITECTURE = (
 def sampler_facts(configs: Configs) -> Facts:
     """Return what samplers decide: group size, order, prompts, and how groups become advantages."""
     agent = configs[AgentConfig]
+    sampled = SamplingParams.from_json(configs[SamplingConfig].preferred_sampling_params)
     return {
         "tasks": {"num_generations": configs[TaskConfig].num_generations},
-        "temperature": {"temperature": temperature(configs[SamplingConfig].preferred_sampling_params)},
+        "temperature": {"temperature": sampled.temperature},
         "sampling": {
             **{name: getattr(agent, name) for name in _SAMPLED},
             "seed": configs[RunConfig].seed,

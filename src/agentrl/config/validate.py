@@ -6,7 +6,6 @@ import dataclasses
 from typing import Protocol, TypeVar
 
 from agentrl.config.fields import require
-from agentrl.config.sampling import require_known_distribution
 from agentrl.config.schema import (
     AgentConfig,
     EngineConfig,
@@ -16,6 +15,7 @@ from agentrl.config.schema import (
     SamplingConfig,
     TrainConfig,
 )
+from agentrl.documents.sampling import COLDEST, SamplingParams, logprobs_of, shaping
 from agentrl.losses.inert import unclipped_flags
 from agentrl.losses.settings import LossSettings
 
@@ -37,9 +37,7 @@ def require_trainable(configs: Groups) -> None:
     _require_whitening(configs[GroupConfig], configs[TrainConfig])
     _require_fitting(configs[AgentConfig], configs[SamplingConfig], configs[TrainConfig])
     _require_acting(configs[LossConfig], configs[OptimConfig], configs[TrainConfig])
-    require_known_distribution(
-        configs[SamplingConfig].preferred_sampling_params, configs[EngineConfig].engine
-    )
+    _require_known_distribution(configs[SamplingConfig], configs[EngineConfig])
 
 
 def _require_progress(sampling: SamplingConfig, training: TrainConfig) -> None:
@@ -64,7 +62,7 @@ def _require_whitening(groups: GroupConfig, training: TrainConfig) -> None:
     if training.advantage_whitening == "none":
         return
     losing = {
-        "drop_zero_advantage": ("false", "an advantage of 0 is no longer 0 after whitening"),
+        "drop_zero_advantage": ("false", "whitening moves advantages away from 0"),
         "minimal_advantage": (0.0, "small advantages are part of the step's mean"),
         "clamp_advantage_by_score": ("false", "whitening changes the signs that it fixes"),
         "adv_scaling": (1.0, "whitening divides by the scale"),
@@ -113,4 +111,25 @@ def _require_acting(loss: LossConfig, optim: OptimConfig, training: TrainConfig)
         " could narrow",
         "give them, e.g. --strict_in_bound false --importance_weight_cap_ratio 4; or use --staleness_policy"
         " decay; or leave it out",
+    )
+
+
+def _require_known_distribution(sampling: SamplingConfig, serving: EngineConfig) -> None:
+    """The trainer divides by the engine's logprobs: they are of the distribution that is sampled from."""
+    params = SamplingParams.from_json(sampling.preferred_sampling_params)
+    require(
+        params.temperature >= COLDEST,
+        f"--preferred_sampling_params has temperature {params.temperature:g}: below {COLDEST:g} engines"
+        " sample greedily, and greedy calls cannot be trained",
+        "raise it, e.g. to 1; `agentrl eval` may sample at any temperature",
+    )
+    given, engine = params.to_request(), serving.engine
+    names = shaping(given)
+    named = ", ".join(f"{name} {given[name]}" for name in names)
+    require(
+        not names or logprobs_of(engine, given) == "sampled",
+        f"--preferred_sampling_params has {named}, and the logprobs of --engine {engine} are then not of the"
+        " distribution that is sampled from: no call could be trained",
+        f"leave {' and '.join(names)} out; or use an engine that returns them, --engine local or vllm, with"
+        " the same flags for every process; `agentrl eval` may sample with them",
     )

@@ -17,9 +17,8 @@ from typing import Any, Literal, Self
 import httpx
 
 from agentrl.documents.dispatch import VersionSpan
-from agentrl.documents.sampling import LogprobsOf, logprobs_of
+from agentrl.documents.sampling import LogprobsOf, SamplingParams, logprobs_of
 from agentrl.errors import EngineError
-from agentrl.inference.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["abort", "retract", "in_place"]

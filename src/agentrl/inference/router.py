@@ -13,12 +13,12 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from agentrl.documents.dispatch import VersionSpan
+from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.service import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import EngineError, StoreError
 from agentrl.inference.engine import EngineRefusedError, FinishReason, Generation
 from agentrl.inference.engines.launch import engine_client
-from agentrl.inference.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
 

@@ -216,7 +216,7 @@ async def _engine(name: str, model: ModelConfig, flags: Any) -> AsyncIterator[En
 async def _sample(
     client: EngineClient, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, temperature: float
 ) -> list[Sample]:
-    from agentrl.inference.sampling import SamplingParams
+    from agentrl.documents.sampling import SamplingParams
 
     params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens)
     generations: list[Generation] = await asyncio.gather(

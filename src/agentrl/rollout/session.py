@@ -12,13 +12,13 @@ from agentrl.barrier import contain, contain_call
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, without_results
 from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import CallStatus
 from agentrl.documents.storable import clean, storable
 from agentrl.documents.task import Claim
 from agentrl.errors import ToolServerError, TrajectoryError
 from agentrl.inference.engine import Generation
 from agentrl.inference.parsers import ParsedMessage, ToolCall, ToolCallParser, typed_call, validate_call
-from agentrl.inference.sampling import SamplingParams
 from agentrl.rollout.context import get_context_manager
 from agentrl.rollout.conversation import Conversation
 from agentrl.rollout.outcome import Outcome as Outcome

@@ -22,13 +22,13 @@ from agentrl.config.schema import (
     SamplingConfig,
     TaskConfig,
 )
+from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.service import InferenceService
 from agentrl.documents.task_file import read_tasks
 from agentrl.errors import ModelError
 from agentrl.extensions import allow_imports, paths_among
 from agentrl.inference.parsers import get_parser
 from agentrl.inference.router import EngineRouter
-from agentrl.inference.sampling import SamplingParams
 from agentrl.observe.logging import describe_process_id
 from agentrl.rollout.agents import agent_names, get_agent
 from agentrl.rollout.renderer import ChatRenderer

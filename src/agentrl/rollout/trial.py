@@ -16,6 +16,7 @@ from agentrl.config.schema import AgentConfig, EngineConfig, ModelConfig, RunCon
 from agentrl.documents.base import now
 from agentrl.documents.dispatch import DispatchedSamplingTask
 from agentrl.documents.record import Failure, Record
+from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim, Task, task_key
 from agentrl.documents.task_fields import make_task
@@ -26,7 +27,6 @@ from agentrl.inference.engine import Generation
 from agentrl.inference.engines.launch import engine_client
 from agentrl.inference.parsers import get_parser
 from agentrl.inference.router import EngineRouter
-from agentrl.inference.sampling import SamplingParams
 from agentrl.observe.audit_record import render_record
 from agentrl.observe.tables import stdout_console
 from agentrl.rollout.agents import get_agent

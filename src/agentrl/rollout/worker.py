@@ -12,6 +12,7 @@ from agentrl.barrier import contain, contain_call
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig
 from agentrl.documents.dispatch import DispatchedSamplingTask
 from agentrl.documents.record import Failure
+from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim
 from agentrl.errors import (
@@ -27,7 +28,6 @@ from agentrl.errors import (
 )
 from agentrl.extensions import allow_imports, is_importable
 from agentrl.inference.parsers import ToolCallParser
-from agentrl.inference.sampling import SamplingParams
 from agentrl.rollout.agents import Agent, get_agent
 from agentrl.rollout.failures import failure_text
 from agentrl.rollout.outcome import checked_outcome

@@ -16,10 +16,10 @@ from agentrl.conversion.sampled import call_temperature, masked_because
 from agentrl.documents.dispatch import DispatchedSamplingTask, VersionSpan
 from agentrl.documents.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 from agentrl.documents.record import Record
+from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import CallStatus, RecordStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.documents.training import DBRecordData
-from agentrl.inference.sampling import SamplingParams
 
 TASK = Task(
     id="train/0/a", task_id="a", split="train", epoch=0, order=0, query="q",

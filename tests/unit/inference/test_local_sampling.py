@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.documents.sampling import SamplingParams
 from agentrl.inference.engines.local_sampling import RowSampler, sample
-from agentrl.inference.sampling import SamplingParams
 
 
 def sampler(seed: int = 0, **params: float) -> RowSampler:

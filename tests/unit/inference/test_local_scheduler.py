@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from agentrl.documents.sampling import SamplingParams
 from agentrl.inference.engines.local_cache import KVCache
 from agentrl.inference.engines.local_model import Chunk
 from agentrl.inference.engines.local_sampling import RowSampler
 from agentrl.inference.engines.local_scheduler import Request, Scheduler
-from agentrl.inference.sampling import SamplingParams
 
 VOCAB = 97
 STOP = 96

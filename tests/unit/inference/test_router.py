@@ -8,12 +8,12 @@ import pytest
 from rollout_fakes import END, END_OF_TEXT, renderer_of
 
 from agentrl.documents.dispatch import VersionSpan
+from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.service import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import EngineError
 from agentrl.inference.engine import EngineRefusedError, Generation
 from agentrl.inference.router import EngineRouter
-from agentrl.inference.sampling import SamplingParams
 from agentrl.rollout.renderer import ChatRenderer
 
 Answer = Generation | EngineError

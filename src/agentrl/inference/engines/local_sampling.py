@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from agentrl.inference.sampling import SamplingParams
+from agentrl.documents.sampling import SamplingParams
 
 _BLOCK = 256
 _WIDTHS = (64, 1024)

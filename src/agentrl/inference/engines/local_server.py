@@ -13,13 +13,12 @@ import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from agentrl.documents.sampling import logprobs_of
+from agentrl.documents.sampling import SamplingParams, logprobs_of
 from agentrl.errors import AgentRLError
 from agentrl.inference.engines.local_model import LocalModel
 from agentrl.inference.engines.local_sampling import RowSampler
 from agentrl.inference.engines.local_scheduler import Request as Generation
 from agentrl.inference.engines.local_worker import Worker
-from agentrl.inference.sampling import SamplingParams
 
 _PARAMS = {item.name for item in dataclasses.fields(SamplingParams)} - {"extra"}
 _PAUSE_MODES = ("abort", "retract", "in_place")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.documents.sampling import logprobs_of
+from agentrl.documents.sampling import SamplingParams, logprobs_of
 from agentrl.inference.engine import (
     CONTROL_SECONDS,
     EngineClient,
@@ -20,7 +20,6 @@ from agentrl.inference.engine import (
     instance_of,
     vocab_size_of,
 )
-from agentrl.inference.sampling import SamplingParams
 
 _FLUSH_TRIES, _FLUSH_SECONDS = 10, 0.2
 _REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} (\S+)$", re.MULTILINE)

@@ -2,8 +2,8 @@
 
 import pytest
 
+from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ConfigError
-from agentrl.inference.sampling import SamplingParams
 
 
 def test_the_original_scripts_parameters_are_read() -> None:
