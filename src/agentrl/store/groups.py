@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from agentrl.documents.record import Record
 from agentrl.documents.status import RECORD_EDGES, RecordStatus, SlotStatus, TaskStatus, sources
 from agentrl.documents.task import Begin, Task
 from agentrl.documents.training import DBRecordData
-from agentrl.errors import StoreError
+from agentrl.errors import GroupFilterError, StoreError
 from agentrl.scoring.groups import FAILED, summarise
 from agentrl.store import slots
 from agentrl.store.blobs import Blobs
@@ -24,6 +25,9 @@ from agentrl.store.dispatches import read_calls
 from agentrl.store.names import DATA, RECORD, TASK
 from agentrl.store.regroup import read_records
 from agentrl.store.selection import ease_after_group
+
+DECIDE_SECONDS = 120.0
+"""How long the decision on one group may take: a filter of the user's may hang."""
 
 _LONGEST_DOUBLING = 8
 
@@ -99,7 +103,7 @@ class Groups(Part):
             return False  # someone finalised the group between the two reads
         if (problem := slot_problem(group.task, group.records)) is not None:
             raise StoreError(problem, cure="agentrl db check lists what contradicts what")
-        outcome = decide(group.task, list(group.records), group.calls)
+        outcome = await _decided(group, decide)
         blobs = Blobs(self._connection, DATA)
         data = [await blobs.offload(item.to_document()) for item in outcome.data]
         unchanged = {
@@ -225,6 +229,18 @@ def slot_problem(task: Task, records: Sequence[Record]) -> str | None:
             return f"Record {record.id} has the score {record.score}, and its slot {slot.score}"
     missing = sorted(_live(task) - scored)
     return f"Record {missing[0]} has no score, and its slot has" if missing else None
+
+
+async def _decided(group: StoredGroup, decide: Decide) -> GroupOutcome:
+    """Run ``decide`` in a thread. Raises GroupFilterError after ``DECIDE_SECONDS``; the thread goes on."""
+    try:
+        async with asyncio.timeout(DECIDE_SECONDS):
+            return await asyncio.to_thread(decide, group.task, list(group.records), group.calls)
+    except TimeoutError as error:
+        raise GroupFilterError(
+            f"the decision on group {group.task.id} took longer than {DECIDE_SECONDS:g} s",
+            cure="see that the --group_filter returns; it must not wait for anything",
+        ) from error
 
 
 def _live(task: Task) -> set[str]:

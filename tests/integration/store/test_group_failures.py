@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from agentrl.observe.audit_run import read_state, render_state
 from agentrl.rollout import finalise as finalise_module
 from agentrl.rollout.finalise import ATTEMPTS, Finaliser
 from agentrl.scoring.group_filters import ScoredGroup, group_filter
-from agentrl.store import blobs
+from agentrl.store import blobs, groups
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -179,3 +180,27 @@ async def test_a_filter_that_raises_fails_its_group_alone(store: Store) -> None:
     assert await violations(store) == []
     ready = await store.training.fetch([second.id])
     assert await verifier(store)(ready) == {}
+
+
+async def test_a_filter_that_hangs_fails_its_group_and_the_sampler_goes_on(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(groups, "DECIDE_SECONDS", 0.2)
+    released = threading.Event()
+
+    @group_filter("hangs")
+    def hangs(view: ScoredGroup) -> list[str]:
+        if view.task == BAD:
+            assert released.wait(60)
+        return [item.id for item in view.trajectories]
+
+    for order, key in enumerate([BAD, GOOD[0]]):
+        await group(store, key, order)
+    finaliser = Finaliser(store, GroupConfig(group_filter="hangs"), split="train", seed=0)
+    try:
+        assert sum([await finaliser.run_waiting() for _ in range(ATTEMPTS)]) == 1
+    finally:
+        released.set()
+    bad = await task_of(store, BAD)
+    assert bad.group is not None
+    assert "took longer than 0.2 s" in bad.group["problem"]
