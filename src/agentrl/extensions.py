@@ -107,7 +107,7 @@ class Extensions(Generic[F]):
         found = self._imported(path, lambda: getattr(importlib.import_module(module), attribute))
         if not callable(found):
             raise ConfigError(
-                f"the {self._kind} {path!r} is no function", cure="name a function of the module"
+                f"the {self._kind} {path!r} is not a function", cure="name a function of the module"
             )
         return found
 

@@ -68,7 +68,7 @@ def flags_key(role: str) -> str:
 class Gate(Root):
     """Every opening of a group writes it, so that openings come one after another.
 
-    It orders transactions; nobody reads ``opened``.
+    Writing ``opened`` makes concurrent admissions conflict.
     """
 
     id: str = ADMISSION

@@ -1,4 +1,4 @@
-"""How a model call is sampled: its parameters, and of which distribution the engine's logprobs then are."""
+"""Sampling parameters of a model call, and which distribution an engine's logprobs belong to."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LogprobsOf = Literal["policy", "sampled", "other"]
 """
 
 COLDEST = 0.01
-"""Lower temperatures are not sampled alike everywhere: greedily at 0, and vLLM raises them to this."""
+"""Lowest temperature that every engine samples at: 0 is greedy, and vLLM raises lower ones to this."""
 
 _TRUNCATING = frozenset({"top_k", "top_p", "min_p"})
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -57,8 +57,7 @@ class SamplingParams:
     """Parameters of one generation. ``extra`` goes to the engine as it is (``sampling_seed``, ``regex``, …).
 
     The defaults sample from the policy itself, softmax(logits / temperature); ``top_p``, ``top_k``, ``min_p``
-    and penalties make another distribution of it. Of which one an engine's logprobs are, its generations say
-    (``logprobs_of``).
+    and penalties change that distribution. ``logprobs_of`` says which one an engine's logprobs belong to.
     """
 
     temperature: float = 1.0
@@ -121,7 +120,7 @@ class SamplingParams:
 
 
 def shaping(params: Mapping[str, Any]) -> tuple[str, ...]:
-    """The parameters, by name, with which a call samples from something else than softmax(logits / T).
+    """Return the names of the parameters that change the distribution from softmax(logits / T).
 
     ``params`` are a call's as its engine got them (``DispatchedSamplingTask.sampling_params``). A temperature
     below ``COLDEST`` is one of them; so is any parameter that is not known here, unless it is empty.
@@ -130,7 +129,7 @@ def shaping(params: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def logprobs_of(engine: str, params: Mapping[str, Any]) -> LogprobsOf:
-    """What the logprobs are of that ``engine`` (``local``, ``sglang``, ``vllm``) returns for ``params``.
+    """Return which distribution the logprobs of ``engine`` belong to (``local``, ``sglang``, ``vllm``).
 
     At temperature 0 each takes the likeliest token and returns logprobs as at temperature 1; those of vLLM
     are truncated only where another request of the batch is sampled.

@@ -29,7 +29,7 @@ class LossSpec:
     sapo_tau_pos: float = 1.0
     sapo_tau_neg: float = 1.05
     own_flags: frozenset[str] = frozenset()
-    """Flags that this loss reads, of those that not every loss reads."""
+    """Flags that only some losses read, and this one does."""
     clips: bool = True
     """False where ``epsilon`` and ``epsilon_higher`` belong to the bounds on staleness alone."""
     from_policy: bool = True

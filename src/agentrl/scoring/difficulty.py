@@ -21,7 +21,7 @@ LIMIT = 8.0
 """Bound of the absolute value of ability and ease, in logits."""
 
 FIRST_WEIGHT = 4.0
-"""Groups that the model's expectation counts as, beside the first groups of other tasks."""
+"""Weight of the model's expectation, in groups."""
 
 _HALVINGS = 40
 
@@ -46,10 +46,10 @@ def spread_probability(rate: float, generations: int) -> float:
 
 
 def first_spread_probability(first: Sequence[Trials], ability: float, generations: int) -> float:
-    """Return how likely a task's first group has spread: as often as those of other tasks had, ``first``.
+    """Return the probability that a new task's group has spread, estimated from ``first``.
 
-    The task of mean difficulty says little where most tasks are easy and the rest impossible; its spread is
-    what counts where few groups are known.
+    ``first`` are first groups of other tasks. Their share with spread is shrunk towards the value of a task
+    of mean difficulty, which is far off where most tasks are easy and the rest impossible.
     """
     expected = spread_probability(pass_probability(ability, 0.0), generations)
     had = sum(0 < group.passed < group.scored for group in first)

@@ -62,15 +62,15 @@ def group_filter(*names: str) -> Callable[[GroupFilter], GroupFilter]:
 
 
 def get_group_filter(name: str) -> GroupFilter:
-    """The filter of a name or of a path ``module:function``; ConfigError if there is none."""
+    """Return the filter with this name or path ``module:function``. Raises ConfigError if there is none."""
     return _filters.get(name)
 
 
 def dropped_by_filter(name: str, task: Task, records: Sequence[Record]) -> dict[str, str]:
     """Return which of the scored ``records`` of a group the filter ``name`` drops: {id: reason}.
 
-    What goes wrong in the filter, and a result of another form, is a GroupFilterError. ConfigError: there is
-    no such filter, or this process may not import it.
+    Raises GroupFilterError for an exception in the filter and for a malformed result, ConfigError for a
+    filter that does not exist or that this process may not import.
     """
     function = get_group_filter(name)
     what = f"group filter {name}"
@@ -107,7 +107,7 @@ def _reasons(what: str, result: Any, ids: Sequence[str]) -> dict[str, str]:
     for key in result:
         if not isinstance(key, str) or key not in ids:
             raise GroupFilterError(
-                f"{what} names {describe(key)}, which is no trajectory of the group", cure=_CURE
+                f"{what} names {describe(key)}, which is not a trajectory of the group", cure=_CURE
             )
     if not isinstance(result, Mapping):
         return {key: "not kept" for key in ids if key not in result}

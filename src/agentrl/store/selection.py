@@ -191,7 +191,7 @@ class TaskSelection(Part):
         ]  # fmt: skip
 
     async def _ordered(self, split: str, count: int, session: AsyncClientSession | None) -> list[Option]:
-        """The next tasks in order that nobody has begun."""
+        """Return the next tasks in order that are not begun."""
         created = await self._collection(TASK).find(
             {"split": split, "status": TaskStatus.CREATED.value}, _SHOWN, sort=BY_ORDER, limit=count,
             session=session,
@@ -236,7 +236,7 @@ class TaskSelection(Part):
     async def _insert_copies(
         self, split: str, options: Sequence[Option], session: AsyncClientSession
     ) -> None:
-        """Insert what is missing of ``options``, and the documents of epochs that nobody has opened yet."""
+        """Insert the missing Tasks of ``options``, and a document for each epoch that is not opened yet."""
         tasks = self._collection(TASK)
         ids = [option.id for option in options]
         stored = {
@@ -288,7 +288,7 @@ def _option(task: Json, key: str, epoch: int, before: str | None, eases: Mapping
 
 
 def _copy(split: str, option: Option) -> Task:
-    """A task that nobody has begun; what its file says of it is filled in from the epoch before."""
+    """Make a Task that is not begun; the caller copies its content from the epoch before."""
     return Task(
         id=option.id, task_id=option.task_id, split=split, epoch=option.epoch, order=0, query="",
         slots=tuple(Slot(traj_id=number) for number in range(option.generations)),

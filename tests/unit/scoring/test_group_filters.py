@@ -97,7 +97,7 @@ async def _async() -> dict[str, str]:
         (None, "returned None"),
         ("r0", "returned 'r0'"),
         (7, "returned 7"),
-        (["r9"], "names 'r9', which is no trajectory of the group"),
+        (["r9"], "names 'r9', which is not a trajectory of the group"),
         ({"r9": "no"}, "names 'r9'"),
         ([3], "names 3"),
         ({"r0": None}, "drops r0 for the reason None"),

@@ -42,7 +42,7 @@ class _Epoch:
 
     @property
     def is_begun_early(self) -> bool:
-        """Whether nobody has opened it: it holds single tasks that were selected (``--task_selection``)."""
+        """Whether it is not opened yet and holds single tasks that were selected (``--task_selection``)."""
         return self.opening is not None and self.number > 0 and not self.opening["attempt"]
 
     def _has_all(self, loaded: Json) -> bool:
