@@ -120,6 +120,6 @@ class TrajectoryError(FailureError):
 
 
 class GroupFilterError(FailureError):
-    """A group filter raised, or returned what names no trajectories: its group is not trained."""
+    """A group filter raised, hung or returned a malformed result; its group is not trained."""
 
     kind = "group"

@@ -1,4 +1,4 @@
-"""Ages of policy versions: how many optimizer steps the weights that train are past those that sampled."""
+"""Ages of policy versions: optimizer steps between the weights that sampled and the weights that train."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class VersionSteps:
-    """The step that each version was published at. An age counts from it, also that of a withdrawn version.
+    """Map each policy version to the step it was published at; ages count from it, also if it is withdrawn.
 
     Version numbers jump where a trainer resumes, and the steps behind them go back; ages do neither. Reads
     each version once.
@@ -19,17 +19,17 @@ class VersionSteps:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._steps: dict[int, int] = {}
-        """By version, ascending."""
+        """{version: step}, ascending."""
 
     async def ages(self, versions: Iterable[int], step: int) -> dict[int, int]:
-        """{version: age} of those ``versions`` that were published, for weights of ``step`` steps."""
+        """Return {version: age} for weights after ``step`` steps. Versions never published are left out."""
         wanted = set(versions)
         if not wanted <= self._steps.keys():
             await self._read()
         return {version: max(0, step - self._steps[version]) for version in wanted & self._steps.keys()}
 
     async def published_before(self, step: int) -> tuple[tuple[int, int], ...]:
-        """Inclusive ranges of the versions that were published before ``step``, ascending."""
+        """Return inclusive ranges of the versions published before ``step``, ascending."""
         await self._read()
         ranges: list[tuple[int, int]] = []
         is_open = False

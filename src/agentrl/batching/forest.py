@@ -46,7 +46,7 @@ class TokenForest:
     age: Ints
     """int64[T], optimizer steps between the weights that sampled the token and those that train it, ≥ 0."""
     temperature: Floats
-    """float32[T], by which the call that sampled the token divided its logits; logprobs are of the same."""
+    """float32[T], temperature of the token's model call; its logprobs are of logits / temperature."""
     owner: Ints
     """int64[N], the trajectory that generated the token or one before it; −1 at context to share."""
     trajectory: Ints

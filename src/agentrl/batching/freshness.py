@@ -1,4 +1,4 @@
-"""Which ready groups a step may train, and what their older tokens weigh: pure decisions on ages."""
+"""Choose the groups of a step, and drop, mask or decay their old tokens: pure functions of ages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentrl.errors import ConfigError
 
 StalenessPolicy = Literal["drop", "decay", "mask"]
 Place = tuple[int, ...]
-"""Of a Task among the groups of a run, in the order in which they are begun: its number, epoch and order."""
+"""Sort key of a Task: the order in which groups are begun (number, epoch, order)."""
 
 
 class GroupMember(Protocol):
@@ -58,16 +58,16 @@ class Freshness:
 
     @property
     def stale_spans(self) -> Literal["any", "all"] | None:
-        """How many spans of data must be too old for them to be stale; None: they never are."""
+        """Whether data are stale when any span is too old, or when all are; None: never."""
         stale: dict[StalenessPolicy, Literal["any", "all"]] = {"drop": "any", "mask": "all"}
         return stale.get(self.policy)
 
     def oldest(self, step: int) -> int:
-        """The first step whose weights sample tokens that are fresh for weights of ``step`` steps."""
+        """Return the earliest step whose tokens are fresh for weights after ``step`` steps."""
         return max(0, step - self.max_staleness)
 
     def weigh(self, data: DBRecordData, ages: Mapping[int, int]) -> DBRecordData:
-        """``data`` as a step trains them in which versions have these ``ages``; the same if none is old."""
+        """Return ``data`` with old tokens masked or decayed; the same object if no token is old."""
         beyond = [max(0, ages[span.version] - self.max_staleness) for span in data.spans]
         if self.policy == "drop" or not any(beyond):
             return data
@@ -83,7 +83,7 @@ class Freshness:
 
 
 def _masked(data: DBRecordData, beyond: Sequence[int]) -> DBRecordData:
-    """``data`` whose spans that are too old are context: in no loss and in no denominator."""
+    """Turn spans that are too old into context: they are in no loss and in no denominator."""
     ends = np.cumsum([span.end - span.start for span in data.spans])[:-1]
     logprobs = np.split(unpack_floats(data.behavior_logprobs), ends)
     spans = zip(data.spans, logprobs, beyond, strict=True)

@@ -43,7 +43,7 @@ class StepData:
     groups: tuple[str, ...]
     data: tuple[DBRecordData, ...]
     ages: Mapping[int, int]
-    """Of every policy version in ``data``, in optimizer steps."""
+    """{version: age in optimizer steps}, for every policy version in ``data``."""
     is_rest: bool
 
 
@@ -188,7 +188,7 @@ class DataStream:
             logger.info("%d trajectories are older than %d steps: stale", stale, max_staleness)
 
     async def _too_old(self, step: int) -> OldVersions | None:
-        """The versions whose tokens are too old in ``step``; None where that makes no data stale."""
+        """Return the versions that are too old in ``step``; None if the policy makes no data stale."""
         freshness = self._settings.freshness
         if freshness.stale_spans is None:
             return None
@@ -260,7 +260,7 @@ class DataStream:
         return None if await self._quarantine_unproven(data) else data
 
     async def _read(self, ids: Sequence[str], step: int) -> tuple[dict[str, DBRecordData], dict[str, str]]:
-        """Data by id, and why some of them cannot be trained in ``step``."""
+        """Return data by id, and the problem of each that ``step`` cannot train."""
         found, problems = await self._store.training.fetch_readable(ids)
         ready = [item for item in found.values() if item.status is DataStatus.READY]
         problems |= await asyncio.to_thread(self._problems, ready)
@@ -272,7 +272,7 @@ class DataStream:
         return found, problems
 
     async def _ages(self, data: Sequence[DBRecordData], step: int) -> dict[int, int]:
-        """{version: age} of the versions in ``data`` that were published."""
+        """Return {version: age} of the published versions in ``data``."""
         return await self._versions.ages({span.version for item in data for span in item.spans}, step - 1)
 
     def _problems(self, data: Sequence[DBRecordData]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Batch-whitened advantages: those of a step's spans, whitened over all of its trainable tokens."""
+"""Whiten the advantages of a step over all of its trainable tokens (REINFORCE++)."""
 
 from __future__ import annotations
 

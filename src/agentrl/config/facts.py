@@ -61,7 +61,7 @@ def trainer_facts(configs: Configs) -> Facts:
 
 
 def loss_facts(loss: LossConfig) -> dict[str, Any]:
-    """Return every setting of the loss, its own defaults filled in; ConfigError as LossSettings raises it."""
+    """Return every setting of the loss with its defaults filled in. Raises ConfigError."""
     return dataclasses.asdict(LossSettings(**dataclasses.asdict(loss)))
 
 

@@ -1,4 +1,4 @@
-"""Flags of the way from a finished group to advantages."""
+"""Flags that turn the scores of a group into advantages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RIGHT_THRESHOLD = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class GroupConfig:
-    """From a finished group to advantages."""
+    """How the scores of a group become advantages."""
 
     advantage: Literal["leave_one_out", "grpo", "dr_grpo", "reward"] = flag(
         "leave_one_out", "advantage estimator; reward: the score itself, without a baseline"

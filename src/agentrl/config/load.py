@@ -86,7 +86,7 @@ def _parser(base: Any, groups: Sequence[type], command: str) -> Any:
 
 
 def _add_bare_switches(parser: Any, groups: Sequence[type]) -> None:
-    """Let a flag of type ``bool | None`` be given as ``--name`` or ``--no_name``, as one of type bool."""
+    """Accept ``--name`` and ``--no_name`` for flags of type ``bool | None``, as for flags of type bool."""
     optional = {
         name for group in groups for name, hint in get_type_hints(group).items() if hint == (bool | None)
     }

@@ -58,7 +58,7 @@ def _require_progress(sampling: SamplingConfig, training: TrainConfig) -> None:
 
 
 def _require_whitening(groups: GroupConfig, training: TrainConfig) -> None:
-    """Batch whitening moves every advantage, so what groups do with zero, sign or scale before it is lost."""
+    """Refuse group flags that batch whitening undoes: it changes zero, sign and scale of every advantage."""
     if training.advantage_whitening == "none":
         return
     losing = {
@@ -93,7 +93,7 @@ def _require_fitting(agent: AgentConfig, sampling: SamplingConfig, training: Tra
 
 
 def _require_acting(loss: LossConfig, optim: OptimConfig, training: TrainConfig) -> None:
-    """Flags of the loss that could do nothing with the others are refused; see ``losses.inert`` too."""
+    """Refuse flags of the loss that cannot act with the other flags; see also ``losses.inert``."""
     settings = LossSettings(**dataclasses.asdict(loss))
     given = frozenset(name for name, value in dataclasses.asdict(loss).items() if value is not None)
     updates = optim.num_epochs_per_batch * min(optim.mini_batches, training.groups_per_step)
@@ -115,7 +115,7 @@ def _require_acting(loss: LossConfig, optim: OptimConfig, training: TrainConfig)
 
 
 def _require_known_distribution(sampling: SamplingConfig, serving: EngineConfig) -> None:
-    """The trainer divides by the engine's logprobs: they are of the distribution that is sampled from."""
+    """Refuse sampling parameters if the engine's logprobs are not of the sampled distribution."""
     params = SamplingParams.from_json(sampling.preferred_sampling_params)
     require(
         params.temperature >= COLDEST,

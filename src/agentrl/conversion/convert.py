@@ -91,7 +91,7 @@ def call_advantage(status: CallStatus, advantage: float) -> float | None:
 
 
 def masked_calls(calls: Sequence[DispatchedSamplingTask], advantage: float, config: GroupConfig) -> list[str]:
-    """Return what shaped each call that is context for that reason alone, as ``top_p 0.9``."""
+    """Return, for each call masked only because of a sampling parameter, that parameter: ``top_p 0.9``."""
     return [
         shaped
         for call in calls
@@ -115,7 +115,7 @@ def _trainable_calls(
 
 
 def _own_advantage(call: DispatchedSamplingTask, advantage: float, config: GroupConfig) -> float | None:
-    """The advantage of a call with tokens to train; None for every other."""
+    """Return the advantage of a call that has tokens to train, else None."""
     own = call_advantage(call.status, advantage)
     if own is None or not call.output_ids:
         return None

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 TRAIN_SPLIT: Final = "train"
 
 _LISTED: Final = 8
-"""Parameters that a group's summary and a reason name."""
+"""Most parameters listed in a summary or a reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +36,11 @@ class GroupRules:
     config: GroupConfig
     seed: int
     filtered: Mapping[str, str] | None = None
-    """What ``--group_filter`` dropped, {id: reason}, where that is known. None: the filter is asked."""
+    """Recorded drops of ``--group_filter``, {id: reason}. None: call the filter."""
 
     @classmethod
     def of_group(cls, group: Mapping[str, Any]) -> GroupRules:
-        """The rules of ``Task.group``, with what the filter dropped then: it is not imported."""
+        """Return the rules of ``Task.group`` with its recorded drops, so that no filter is imported."""
         rules = cls.stored(group["rules"])
         return replace(rules, filtered=filtered_of(group) or {})
 
@@ -63,7 +63,7 @@ class GroupRules:
     ) -> GroupOutcome:
         """What becomes of a group; the same whoever computes it, and however often.
 
-        Only a group filter may answer otherwise the next time: its answer is kept (``Task.group.filtered``).
+        A group filter may not be deterministic: its drops are stored (``Task.group.filtered``).
         Groups of ``TRAIN_SPLIT`` become training data; those of any other split are only summed up.
         """
         scored = [record for record in records if record.score is not None]
@@ -103,7 +103,7 @@ class GroupRules:
         return dropped_by_filter(self.config.group_filter, task, scored)
 
     def _masked(self, calls: Sequence[DispatchedSamplingTask], decision: Decision) -> list[str]:
-        """What shaped each call that is not trained for that reason alone."""
+        """Return ``masked_calls`` of a Record that is trained, else nothing."""
         return [] if decision.advantage is None else masked_calls(calls, decision.advantage, self.config)
 
     def _convert(
@@ -139,7 +139,7 @@ def _listed(shaped: Sequence[str]) -> str:
 
 
 def _counts(masked: Counter[str]) -> list[dict[str, Any]]:
-    """``Task.group.masked_calls``: how many model calls of the group each parameter keeps out of training."""
+    """Return ``Task.group.masked_calls``: the number of masked model calls for each parameter."""
     return [{"because": what, "calls": count} for what, count in masked.most_common(_LISTED)]
 
 

@@ -1,4 +1,4 @@
-"""How a model call was sampled: the temperature to train it with, and whether it can be trained at all."""
+"""Read a call's sampling parameters: its temperature, and whether its tokens can be trained."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHOWN: Final = 60
 
 
 def call_temperature(call: DispatchedSamplingTask) -> float | None:
-    """Return the temperature to train ``call`` with; None for one that divides no logits.
+    """Return the temperature to train ``call`` with; None if it is too low or not a number.
 
     It is 1 where the document names none.
     """
@@ -25,7 +25,7 @@ def call_temperature(call: DispatchedSamplingTask) -> float | None:
 
 
 def masked_because(call: DispatchedSamplingTask) -> str | None:
-    """Return the parameter, with its value, that keeps the tokens of ``call`` out of training; None if none.
+    """Return the parameter and value that mask the tokens of ``call``; None if they can be trained.
 
     The trainer computes softmax(logits/temperature). A call that a parameter shaped further (top-p, a
     penalty, a grammar) was drawn from another distribution: its importance ratios are right only where its

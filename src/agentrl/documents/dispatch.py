@@ -78,7 +78,7 @@ class DispatchedSamplingTask(Root):
     output_ids: bytes
     """int32 ids that the engine generated."""
     logprobs: bytes
-    """float32 logprob of each output id under the policy that sampled it, of what ``logprobs_of`` says."""
+    """float32 logprob of each output id; ``logprobs_of`` names the distribution."""
     logprobs_of: LogprobsOf = "policy"
 
 

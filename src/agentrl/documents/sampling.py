@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from agentrl.errors import ConfigError
 
 LogprobsOf = Literal["policy", "sampled", "other"]
-"""What logprobs are of.
+"""Which distribution logprobs belong to.
 
 ``policy``: log_softmax(logits / T), before penalties and truncation; of logits alone where T is 0.
 ``sampled``: the distribution that the token was drawn from.
@@ -32,13 +32,13 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0.0,),
     "repetition_penalty": (1.0,),
 }
-"""Values that leave the distribution as it is."""
+"""Values that do not change the distribution."""
 _ELSEWHERE = frozenset({
     "max_new_tokens", "max_tokens", "stop", "stop_token_ids", "stop_regex", "no_stop_trim",
     "include_stop_str_in_output", "ignore_eos", "sampling_seed", "seed", "n", "skip_special_tokens",
     "spaces_between_special_tokens", "detokenize", "logprobs", "stream_interval",
 })  # fmt: skip
-"""Parameters that say where to stop, at which seed to sample or what to return."""
+"""Parameters that do not change the distribution: stops, seeds, output format."""
 
 _SEED = "sampling_seed"
 _LIMITS: tuple[tuple[str, float, float], ...] = (

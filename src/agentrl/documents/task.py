@@ -53,7 +53,7 @@ class Begin(Document):
     ability: float
     """Of the policy, in logits, from the groups that were finalised last (``scoring.difficulty``)."""
     ease: float
-    """Of the task, in logits, from its group in the epoch before; 0 where nothing is known of it."""
+    """Of the task, in logits, from its group in the previous epoch; 0 for a new task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ class TrainableSpan(Document):
     version: int
     advantage: float
     temperature: float
-    """Of the call: the engine sampled from softmax(logits/temperature)."""
+    """Of the model call: it sampled from softmax(logits / temperature)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

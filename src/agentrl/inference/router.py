@@ -41,12 +41,12 @@ class Client(Protocol):
 
 
 class Tokens(Protocol):
-    """What the router needs of a renderer, to see where a generation ends."""
+    """The part of a renderer that the router needs to detect the end of a generation."""
 
     eos_ids: frozenset[int]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of generated ids."""
+        """Return the text of generated ids."""
         ...
 
 
@@ -237,7 +237,7 @@ class EngineSession:
 def _reason(
     part: Generation, done: Sequence[int], params: SamplingParams, tokens: Tokens | None
 ) -> FinishReason:
-    """Why the generation of ``done`` ends with its last ``part``; ``abort`` where it has to go on."""
+    """Return the finish reason after the last ``part``; ``abort`` if the generation has to be resumed."""
     if part.finish_reason != "abort":
         return part.finish_reason
     if part.output_ids and _stops(done, params, tokens):
@@ -246,7 +246,7 @@ def _reason(
 
 
 def _stops(done: Sequence[int], params: SamplingParams, tokens: Tokens | None) -> bool:
-    """Whether a call with ``params`` stops behind ``done``, as SGLang decides it.
+    """Return whether the ids ``done`` end in a stop token or contain a stop string, by SGLang's rules.
 
     The last token stops it unless ``ignore_eos`` is set; a string of ``stop``, or a match of ``stop_regex``,
     does so wherever it is, since an earlier part that had it would have ended.
@@ -263,7 +263,7 @@ def _stops(done: Sequence[int], params: SamplingParams, tokens: Tokens | None) -
 
 
 def _strings(value: Any) -> list[str]:
-    """A parameter that is a string or a list of them."""
+    """Return a parameter that is a string, or a list of strings, as a list."""
     return [value] if isinstance(value, str) else list(value or ())
 
 

@@ -36,7 +36,7 @@ class TrajectoryMeans:
     log_weight: Tensor
     """float32[R], of log π_old − log μ."""
     divergence: Tensor
-    """float32[R], of the k3 estimate of KL(μ‖·) of what corrections look at."""
+    """float32[R], of the k3 estimate that ``losses.correction.divergence`` gives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +71,7 @@ class TokenBatch:
     means: TrajectoryMeans | None = None
     """None: those of what the micro-batch holds."""
     entropy: Tensor | None = None
-    """float32[T], entropy in nats of the distribution that each token comes from; with gradient where the
-    loss has a bonus on it."""
+    """float32[T], entropy in nats of each token's distribution; with gradient if ``entropy_coef`` is set."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -110,13 +109,13 @@ class TokenBatch:
 
     @property
     def trajectory_tokens(self) -> Tensor:
-        """How many tokens of the loss mask each token's trajectory has, float32[T]."""
+        """The number of tokens in the loss mask of each token's trajectory, float32[T]."""
         if self.lengths is not None:
             return self.lengths.float()[self.row]
         return torch.bincount(self.row[self.mask], minlength=self.trajectories).float()[self.row]
 
     def trajectory_mean(self, values: Tensor) -> Tensor:
-        """The mean of ``values[T]`` over what the micro-batch holds of each token's trajectory, [T]."""
+        """Return the mean of ``values[T]`` over each token's trajectory within the micro-batch, [T]."""
         return trajectory_mean(values, self.mask, self.row, self.trajectories)
 
 

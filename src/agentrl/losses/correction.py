@@ -1,4 +1,4 @@
-"""Importance corrections for a sampler that is not the trainer, and bounds for tokens that went stale."""
+"""Importance corrections for the sampler–trainer mismatch, and bounds on staleness."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentrl.losses.settings import LossSettings
 
 @dataclass(frozen=True, slots=True)
 class Weighting:
-    """What the corrections make of a micro-batch, each [T]."""
+    """Weights and masks of a micro-batch, each [T]."""
 
     weight: Tensor
     """float32, at least 0: a factor of the loss."""
@@ -46,12 +46,12 @@ def weigh(batch: TokenBatch, settings: LossSettings) -> Weighting:
 
 
 def log_mismatch(batch: TokenBatch, settings: LossSettings) -> Tensor:
-    """What corrections look at, float32[T], detached: log w, or log ρ where π_old is μ."""
+    """Return the log-ratio that corrections use, float32[T], detached: log w, or log ρ if π_old is μ."""
     return batch.log_rho if settings.ratio_is_rho else batch.log_weight
 
 
 def divergence(batch: TokenBatch, settings: LossSettings) -> Tensor:
-    """The k3 estimate of KL(μ‖πθ), or of KL(μ‖π_old), from each token, float32[T], never negative."""
+    """Return the k3 estimate of KL(μ‖π_old), or of KL(μ‖πθ) if π_old is μ, per token, float32[T] ≥ 0."""
     log = log_mismatch(batch, settings).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return torch.exp(log) - 1 - log
 
@@ -61,7 +61,7 @@ def _mean_log_mismatch(batch: TokenBatch, settings: LossSettings) -> Tensor:
 
 
 def _product(batch: TokenBatch, settings: LossSettings) -> Tensor:
-    """The product of the mismatch over each token's trajectory, float32[T]."""
+    """Return the product of the ratios over each token's trajectory, float32[T]."""
     return bounded_exp(_mean_log_mismatch(batch, settings) * batch.trajectory_tokens)
 
 
@@ -88,7 +88,7 @@ _MASKS: dict[str, Callable[[TokenBatch, LossSettings, Correction], Tensor]] = {
 
 
 def out_of_bound(batch: TokenBatch, settings: LossSettings) -> Tensor:
-    """bool[T]: tokens whose ρ = πθ/μ has moved too far in the direction of their advantage.
+    """Return bool[T]: tokens whose ρ = πθ/μ is out of bounds in the direction of their advantage.
 
     The bound is [1−ε, 1+ε+ε_h] with ``strict_in_bound``; otherwise [1 − ε·cap·d, 1 + (ε+ε_h)·cap·d], where
     cap is ``importance_weight_cap_ratio`` and d = exp(−age·``out_of_date_decay``), or 1 without a decay. A

@@ -1,4 +1,4 @@
-"""Refuses settings of a loss that could not act, or would act twice, and says how to fix it."""
+"""Validate loss settings: refuse flags that cannot act or would count a ratio twice."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _require_reduction(settings: LossSettings) -> None:
     flag = "skip_length_normalization"
     _require(
         not (settings.token_level_loss and settings.skip_length_normalization) or _is_own(settings, flag),
-        settings, flag, "the mean over tokens knows no lengths", "add --token_level_loss false",
+        settings, flag, "a mean over tokens has no trajectory lengths", "add --token_level_loss false",
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""RECIPES: flags that reproduce each paper, other systems, and the original; docs/losses.md shows them."""
+"""RECIPES: flags that reproduce each paper, each peer and the original; the table of docs/losses.md."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from agentrl.losses.settings import LossSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A row of the table: whose loss it is, and the flags that give it."""
+    """A row of the table: the flags that reproduce a published loss."""
 
     name: str
     flags: Mapping[str, Any] = field(default_factory=dict)
-    """Of the loss, by name."""
+    """Flags of ``LossSettings``, by name."""
     others: str = ""
-    """Flags that are not the loss's."""
+    """All other flags."""
     source: str
     expected: float
     """The loss of ``golden.STEP``."""

@@ -8,11 +8,11 @@ from torch import Tensor
 from agentrl.losses.batch import LOG_RATIO_LIMIT, TokenBatch, bounded_exp
 
 WEIGHT_CAP = 10.0
-"""Of ρ = πθ/μ in ``weighted_k3``: bounds its variance, at the price of a bias for tokens beyond it."""
+"""Cap of ρ = πθ/μ in ``weighted_k3``: it bounds the variance and biases tokens above it."""
 
 
 def reference_kl(batch: TokenBatch, estimator: str) -> Tensor:
-    """An estimate in nats from each sampled token, float32[T], with gradient. Below, d = log πθ/π_ref.
+    """Return a KL estimate per token in nats, float32[T], with gradient. Below, d = log πθ/π_ref.
 
     ``weighted_k3``: ρ·(e^−d − 1 + d), ρ = πθ/μ capped at ``WEIGHT_CAP``, with the gradient through ρ, which
     is ρ·d·∇log πθ: under μ, its expectation is the gradient of KL(πθ‖π_ref) (DeepSeek-V3.2, arXiv

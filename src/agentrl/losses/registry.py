@@ -1,4 +1,4 @@
-"""LOSSES: every loss function by the name that ``--loss_calculater`` takes, and the one way to call it."""
+"""LOSSES: every loss function by its ``--loss_calculater`` name; ``token_losses`` calls it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOSSES: dict[str, LossFunction] = {
     "SAPO": sapo,
     "CrossEntropy": cross_entropy,
 }
-"""The functions; ``losses.spec`` says under the same names what each loss is by its paper."""
+"""``losses.spec.SPECS`` has the paper's defaults under the same names."""
 
 
 def reads_trajectory(settings: LossSettings) -> bool:

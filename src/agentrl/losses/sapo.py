@@ -1,4 +1,4 @@
-"""SAPO: a soft gate in place of a clip, which closes sooner for tokens to be made less likely."""
+"""SAPO: a sigmoid gate in place of a clip; it closes faster for negative advantages."""
 
 from __future__ import annotations
 

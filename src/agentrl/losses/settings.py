@@ -16,7 +16,7 @@ KL_ESTIMATORS = ("weighted_k3", "k1", "k2", "k3")
 
 
 OWN: Any = None
-"""Stands for the loss's own default; reading a field of LossSettings never gives it."""
+"""Placeholder for the loss's own default; ``__post_init__`` replaces it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class LossSettings:
     skip_length_normalization: bool = OWN
     """With ``token_level_loss`` False: a trajectory counts with its sum instead of its mean."""
     loss_length_divisor: int | None = None
-    """Tokens that a trajectory's sum is divided by, whatever its own length is (Dr. GRPO)."""
+    """Constant that divides a trajectory's sum, in tokens (Dr. GRPO)."""
     strict_in_bound: bool = OWN
     epsilon: float = OWN
     epsilon_higher: float = OWN
@@ -96,7 +96,7 @@ class LossSettings:
 
     @property
     def spec(self) -> LossSpec:
-        """What the loss is by its paper."""
+        """Defaults of the loss's paper."""
         return get_spec(self.loss_calculater)
 
     @property
@@ -106,24 +106,24 @@ class LossSettings:
 
     @property
     def ratio_is_rho(self) -> bool:
-        """True where π_old is μ: then w = π_old/μ is 1, and r = πθ/π_old is ρ = πθ/μ."""
+        """True if π_old is μ: then w = π_old/μ is 1 and r = πθ/π_old is ρ = πθ/μ."""
         return self.old_logprobs == "behavior"
 
     @property
     def weighs(self) -> bool:
-        """True where corrections give the loss a factor; else they only drop tokens."""
+        """True if corrections weight the loss; else they only mask tokens."""
         if self.spec.contains_weight:
             return True
         return not self.ratio_is_rho and any(found.name in WEIGHS for found in self.corrections)
 
     @property
     def bounds_staleness(self) -> bool:
-        """True where tokens are masked by ρ = πθ/μ and their advantage."""
+        """True if bounds on staleness mask tokens by ρ = πθ/μ."""
         return self.strict_in_bound or math.isfinite(self.importance_weight_cap_ratio)
 
     @property
     def narrows_bounds(self) -> bool:
-        """True where the bounds on staleness are of the kind that ``out_of_date_decay`` narrows."""
+        """True if ``out_of_date_decay`` narrows the bounds on staleness."""
         return self.bounds_staleness and not self.strict_in_bound
 
     @property

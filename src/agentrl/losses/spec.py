@@ -1,4 +1,4 @@
-"""SPECS: what each loss is by its paper, for everything that reads settings without torch."""
+"""SPECS: the paper's defaults of each loss; free of torch, so that configuration can read them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from agentrl.errors import ConfigError
 
 CLIPPED_SURROGATE = frozenset({"dual_clip", "ce_grpo_beta_1", "ce_grpo_beta_2"})
-"""Flags of GRPO's form."""
+"""Flags of the clipped surrogate, which GRPO and GSPO share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpec:
-    """The values that a loss takes where no flag says otherwise, and which flags it reads.
+    """The defaults of a loss, and the flags that it reads.
 
     The first fields carry the names of their flags (``OWN_DEFAULTS``).
     """
@@ -31,13 +31,13 @@ class LossSpec:
     own_flags: frozenset[str] = frozenset()
     """Flags that only some losses read, and this one does."""
     clips: bool = True
-    """False where ``epsilon`` and ``epsilon_higher`` belong to the bounds on staleness alone."""
+    """False if only the bounds on staleness read ``epsilon`` and ``epsilon_higher``."""
     from_policy: bool = True
-    """True where a policy sampled the tokens, so that bounds, corrections and a KL apply."""
+    """True if a policy sampled the tokens: bounds, corrections and a KL apply."""
     contains_weight: bool = False
-    """True where w = π_old/μ is a factor of the loss itself."""
+    """True if w = π_old/μ is a factor of the loss."""
     reads_trajectory: bool = False
-    """True where a token's loss depends on the other tokens of its trajectory."""
+    """True if a token's loss depends on the other tokens of its trajectory."""
 
 
 OWN_DEFAULTS = (

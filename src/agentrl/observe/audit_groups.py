@@ -1,4 +1,4 @@
-"""The finished training groups as a table: how many were abandoned, and how many of their trajectories."""
+"""Count the finished training groups and their abandoned trajectories, as a table."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class GroupCount:
     by: str
     groups: int
     abandoned_groups: int
-    """Of which nothing is trained: their scores agree, or nothing else was left."""
+    """Groups without a trained trajectory."""
     trajectories: int
     """With a score."""
     trained: int
-    """That became training data."""
+    """Trajectories that became training data."""
     pass_rate: float | None
     """Mean over the groups."""
 
 
 async def count_groups(store: Store) -> list[GroupCount]:
-    """Count them in the database, by order first."""
+    """Return one count for groups begun by order and one for those begun by pass rate."""
     abandoned = {"$cond": [{"$eq": ["$group.trained", 0]}, 1, 0]}
     pipeline: list[dict[str, Any]] = [
         {"$match": {"split": TRAIN_SPLIT, "status": TaskStatus.COMPLETED.value}},
@@ -55,7 +55,7 @@ async def count_groups(store: Store) -> list[GroupCount]:
 
 
 def group_table(counts: Sequence[GroupCount]) -> RenderableType:
-    """One row for each way in which groups are begun."""
+    """Return the counts as a table, a row each."""
     rows = [
         [
             item.by,

@@ -129,7 +129,7 @@ async def evaluation_rules(store: Store, configs: Configs) -> GroupConfig:
 async def collect(
     store: Store, split: str, default_agent: str, right_threshold: float = RIGHT_THRESHOLD
 ) -> list[EvaluatedTask]:
-    """The scores of every task of a split, in its order; those above ``right_threshold`` pass."""
+    """Return the scores of every task of a split, in order; scores above ``right_threshold`` pass."""
     from agentrl.rollout.report import EvaluatedTask
 
     evaluated = []

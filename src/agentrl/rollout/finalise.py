@@ -84,7 +84,7 @@ class Finaliser:
         records: Sequence[Record],
         calls: Mapping[str, Sequence[DispatchedSamplingTask]],
     ) -> GroupOutcome:
-        """The group's outcome; the first calls that a parameter masks are logged."""
+        """Decide the group, and log each parameter that masks calls once."""
         outcome = self._rules.decide(task, records, calls)
         for masked in outcome.summary.get("masked_calls", ()):
             name = masked["because"].partition(" ")[0]

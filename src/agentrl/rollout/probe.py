@@ -31,7 +31,7 @@ _SHOWN = 10
 
 
 def require_groups(groups: GroupConfig, num_generations: int) -> None:
-    """Refuse groups of one trajectory where scores are compared: nothing would be trained."""
+    """Refuse groups of one trajectory if advantages compare trajectories: nothing would be trained."""
     if num_generations == 1 and groups.min_score_spread > 0:
         raise ConfigError(
             "--num_generations is 1, so no group's scores can differ by --min_score_spread"

@@ -1,4 +1,4 @@
-"""Rewards of one group → advantages, without the noise of rounding."""
+"""Advantage estimators of a group; values within rounding error of the baseline are 0."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 _NOISE_OF_RANGE = 1e-6
-"""A reward this share of the group's range away from its baseline is at the baseline."""
+"""Advantages below this share of the group's range are 0."""
 
 _NOISE_OF_SIZE = 1e-9
-"""Rewards that differ by this share of the largest of them are equal: sums of floats round at 1e-16."""
+"""Rewards that differ by less than this share of the largest are equal."""
 
 _STD_FLOOR = 1e-6
 
 
 def spread(rewards: Sequence[float]) -> float:
-    """Return max − min of ``rewards``, and exactly 0 where they differ by rounding only."""
+    """Return max − min of ``rewards``; 0 if they differ only by rounding."""
     width = max(rewards) - min(rewards)
     return width if width > _rounding(rewards) else 0.0
 
@@ -71,7 +71,7 @@ def needs_others(advantage: str) -> bool:
 
 
 def _without_noise(differences: Sequence[float], rewards: Sequence[float]) -> list[float]:
-    """``differences`` from a baseline, exactly 0.0 below 1e-6 of the range of ``rewards`` or at rounding."""
+    """Return ``differences`` with those below 1e-6 of the range of ``rewards`` set to 0.0."""
     limit = max(_NOISE_OF_RANGE * spread(rewards), _rounding(rewards))
     return [value if abs(value) > limit else 0.0 for value in differences]
 

@@ -1,4 +1,4 @@
-"""How hard a task is for the policy, from the pass rates of its groups: a Rasch model, pure numbers.
+"""Estimate how hard a task is for the policy from pass rates, by a Rasch model.
 
 A trajectory passes with probability σ(ability + ease) (Rasch, 1960). ``ability`` is the policy's, in logits,
 and moves as it learns; ``ease`` is the task's, 0 for a task of mean difficulty, and hardly moves. So an old
@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 ABILITY_VARIANCE = 4.0
-"""Of the normal prior of the ability, around a pass rate of ½."""
+"""Variance of the normal prior of the ability; its mean is a pass rate of ½."""
 
 EASE_VARIANCE = 1.0
-"""Of the normal prior of an ease, around the estimate before: one group of 8 near ½ outweighs it 2 to 1."""
+"""Variance of the normal prior of an ease; its mean is the previous estimate."""
 
 LIMIT = 8.0
-"""Bound of the absolute value of ability and ease, in logits."""
+"""Largest absolute value of ability and ease, in logits."""
 
 FIRST_WEIGHT = 4.0
 """Weight of the model's expectation, in groups."""
@@ -57,7 +57,7 @@ def first_spread_probability(first: Sequence[Trials], ability: float, generation
 
 
 def estimate_ability(groups: Sequence[Trials]) -> float:
-    """Return the ability, in logits, that explains these groups best; 0 without any."""
+    """Return the maximum a posteriori ability, in logits; 0 without groups."""
 
     def slope(ability: float) -> float:
         surprise = sum(g.passed - g.scored * pass_probability(ability, g.ease) for g in groups)

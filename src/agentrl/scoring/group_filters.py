@@ -20,7 +20,7 @@ _REASON_CHARS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredTrajectory:
-    """What a filter sees of one scored trajectory."""
+    """One scored trajectory, as a filter gets it."""
 
     id: str
     score: float
@@ -36,7 +36,7 @@ class ScoredTrajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
-    """What a filter sees of a group: its task, and the trajectories that have a score. A copy, to be read."""
+    """A group as a filter gets it: a copy of its task and of its scored trajectories."""
 
     task: str
     task_id: str
@@ -98,7 +98,7 @@ def _view(task: Task, records: Sequence[Record]) -> ScoredGroup:
 
 
 def _reasons(what: str, result: Any, ids: Sequence[str]) -> dict[str, str]:
-    """Why each dropped trajectory is dropped; GroupFilterError for a result of another form."""
+    """Return {id: reason} of a filter's result. Raises GroupFilterError for a malformed one."""
     if inspect.iscoroutine(result):
         result.close()
         raise GroupFilterError(f"{what} is async", cure="write a plain function: def, not async def")

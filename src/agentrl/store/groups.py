@@ -27,7 +27,7 @@ from agentrl.store.regroup import read_records
 from agentrl.store.selection import ease_after_group
 
 DECIDE_SECONDS = 120.0
-"""How long the decision on one group may take: a filter of the user's may hang."""
+"""Time limit of deciding one group: a user's filter may hang."""
 
 _LONGEST_DOUBLING = 8
 

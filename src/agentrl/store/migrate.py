@@ -20,7 +20,7 @@ from agentrl.store.names import CALL, DATA, GATE, IMPORTS, LEASE, RECORD, RUN, S
 from agentrl.store.slots import LIVE
 
 _PAGE = 256
-"""Documents that a migration changes at a time."""
+"""Documents changed in one batch of a migration."""
 _STOP = "stop its processes and wait until the leases have run out (--lease_seconds)"
 
 
@@ -73,7 +73,7 @@ async def moved_gate_and_lease(database: AsyncDatabase[Json]) -> int:
 
 
 async def span_temperatures(database: AsyncDatabase[Json]) -> int:
-    """3 → 4: every trainable span has the temperature of its model call: 1 where that names none above 0.
+    """3 → 4: copy the temperature of each model call to its spans, 1 if the call has none above 0.
 
     Data are changed a page at a time, by ``_id``; those that have temperatures stay as they are.
     """

@@ -1,4 +1,4 @@
-"""Policy versions whose tokens are too old to train, and the training data that this makes stale."""
+"""Query the training data that are stale because their policy versions are too old."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Spans = Literal["any", "all"]
 
 @dataclass(frozen=True, slots=True)
 class OldVersions:
-    """Versions that are too old, and how many old ``spans`` make training data stale: any, or only all.
+    """Versions that are too old; data are stale if ``any`` or ``all`` of their ``spans`` are.
 
     ``ranges`` are inclusive and ascending. A run that was never resumed has one, from version 0: then the
     bounds of a document decide, which an index holds. After a resume the versions of the line of history that
@@ -24,12 +24,12 @@ class OldVersions:
 
     @classmethod
     def below(cls, version: int, spans: Spans = "any") -> Self:
-        """Every version below ``version``."""
+        """Return the range of all versions below ``version``."""
         return cls(((0, version - 1),) if version > 0 else (), spans)
 
     @property
     def query(self) -> Json:
-        """A filter for stale data; there must be a range."""
+        """Return a filter for stale data. Needs at least one range."""
         bound: Json = {self._bound: {"$lte": self.ranges[-1][1]}}
         if self._is_prefix:
             return bound
@@ -39,7 +39,7 @@ class OldVersions:
 
     @property
     def expression(self) -> Json:
-        """``query`` as an aggregation expression on one document."""
+        """Return ``query`` as an aggregation expression."""
         bound: Json = {"$lte": [f"${self._bound}", self.ranges[-1][1]]}
         if self._is_prefix:
             return bound
@@ -51,10 +51,10 @@ class OldVersions:
 
     @property
     def _bound(self) -> str:
-        """The field that is at most the newest old version in all stale data."""
+        """The indexed field that bounds stale data by the newest old version."""
         return "min_version" if self.spans == "any" else "max_version"
 
     @property
     def _is_prefix(self) -> bool:
-        """Every version up to the newest old one is old."""
+        """True if all versions up to the newest old one are old: the run was never resumed."""
         return len(self.ranges) == 1 and self.ranges[0][0] <= 0

@@ -117,7 +117,7 @@ class Policies(Part):
 
     @database_call
     async def steps_above(self, version: int) -> dict[int, int]:
-        """{version: the step that it was published at} of all above ``version``, withdrawn ones included.
+        """Return {version: step it was published at} for versions above ``version``, also withdrawn ones.
 
         Ascending. Neither ever changes, and every version to come has a higher number than those published:
         what has been read up to a number need not be read again.

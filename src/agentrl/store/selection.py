@@ -1,4 +1,4 @@
-"""``--task_selection pass_rate``: begins tasks whose groups are likely to have spread, exactly once each.
+"""``--task_selection pass_rate``: select tasks whose groups are likely to have spread.
 
 A task that has been sampled may be begun again before its next epoch is opened: its copy of that epoch is
 made when it is begun. ``Task.ease`` marks such a task; its copy takes it over as ``Task.begun.ease``.
@@ -32,23 +32,23 @@ from agentrl.store.names import EPOCH, GATE, TASK
 BY_ORDER = [("epoch", ASCENDING), ("order", ASCENDING)]
 BY_BEGIN = [("begun.number", ASCENDING), *BY_ORDER]
 SLOTS_AT_ONCE = 64
-"""An admission takes groups until they have so many slots together."""
+"""Most slots of one admission; the last group may exceed it."""
 
 ORDERED_EVERY = 4
-"""Every so many-th group is the next in order, whatever is known: every task is sampled."""
+"""Every N-th group is the next in order, so that every task is sampled."""
 
 GAIN = 0.05
-"""A copy goes before the next task in order where its group is likelier to have spread by this much."""
+"""Least gain in the probability of spread for which a known task goes before the next in order."""
 
 RECENT_GROUPS = 16
-"""Groups, finalised last, from which the policy's ability is estimated; and as many first groups of tasks."""
+"""Window of the estimates: the groups finalised last, and the first groups of tasks finalised last."""
 
 ORDER, PASS_RATE = "order", "pass_rate"
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Begin groups by what is known of their tasks. No task is sampled more than ``epochs`` times."""
+    """Select tasks by pass rate. No task is sampled more than ``epochs`` times."""
 
     epochs: int
 
@@ -68,11 +68,11 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What the groups that were finalised last say of the policy and of new tasks."""
+    """Estimates from the groups that were finalised last."""
 
     ability: float
     first: tuple[Trials, ...] = ()
-    """Groups of tasks that were sampled for the first time."""
+    """First groups of tasks."""
 
     def spread(self, option: Option) -> float:
         """Return how likely the scores of a group differ."""
@@ -92,7 +92,7 @@ class Choice:
 def choose(
     ordered: Sequence[Option], known: Sequence[Option], estimate: Estimate, first: int, capacity: int
 ) -> list[Choice]:
-    """Choose up to ``capacity`` groups, or ``SLOTS_AT_ONCE`` slots; ``first`` is the first one's number.
+    """Choose up to ``capacity`` groups or ``SLOTS_AT_ONCE`` slots. Numbers start at ``first``.
 
     ``ordered`` are the next tasks in order; ``known`` are tasks to begin again, the likeliest to have spread
     first.
@@ -118,7 +118,7 @@ def _next_by(waiting: Mapping[str, Sequence[Option]], estimate: Estimate, number
 
 
 def ease_after_group(begun: Begin, summary: Mapping[str, Any]) -> float:
-    """Return the ease of a task after its group: that of its begin, corrected by the group's pass rate."""
+    """Return the ease of a task, updated by the pass rate of its group."""
     scored, rate = summary.get("scored") or 0, summary.get("pass_rate") or 0.0
     return update_ease(Trials(scored, rate * scored, begun.ease), begun.ability)
 
@@ -129,10 +129,10 @@ def place_of(task: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 class TaskSelection(Part):
-    """Chooses and begins groups inside the transaction of an admission, which holds the gate."""
+    """Select and begin groups within the transaction of an admission."""
 
     async def any_left(self, split: str, selection: Selection) -> bool:
-        """Return whether a group may be begun. Unmarks tasks whose next copy has been begun by order."""
+        """Return whether a group may be begun. Clears ``ease`` of tasks whose next copy has been begun."""
         if await self._ordered(split, 1, None):
             return True
         known, begun = await self._known(split, selection, 0.0, 1, None)
@@ -144,7 +144,7 @@ class TaskSelection(Part):
     async def begin(
         self, split: str, selection: Selection, capacity: int, session: AsyncClientSession
     ) -> list[str]:
-        """Choose up to ``capacity`` groups, make the copies that are missing, number all; return the ids.
+        """Choose up to ``capacity`` groups, insert missing copies, number the groups; return their ids.
 
         They are left in the state ``created``: the admission moves them on.
         """
@@ -171,13 +171,13 @@ class TaskSelection(Part):
         return list(begins)
 
     async def _estimate(self, split: str, session: AsyncClientSession) -> Estimate:
-        """Of the policy whose groups were finalised last."""
+        """Estimate the policy's ability and the spread of new tasks."""
         recent = await self._recent({"split": split}, session)
         first = await self._recent({"split": split, "epoch": 0}, session)
         return Estimate(estimate_ability(recent), tuple(first))
 
     async def _recent(self, query: Json, session: AsyncClientSession) -> list[Trials]:
-        """The groups of ``query`` that were finalised last and have a score."""
+        """Return the scored groups of ``query`` that were finalised last."""
         found = self._collection(TASK).find(
             {**query, "begun.number": {"$gt": 0}, "group.finalised_at": {"$ne": None}},
             {"group.scored": 1, "group.pass_rate": 1, "begun.ease": 1},
@@ -206,7 +206,7 @@ class TaskSelection(Part):
     async def _known(
         self, split: str, selection: Selection, target: float, count: int, session: AsyncClientSession | None
     ) -> tuple[list[Option], list[str]]:
-        """The marked tasks whose ease is nearest to ``target``, and those whose next copy has been begun."""
+        """Return the known tasks with ease nearest to ``target``, and the ids of those begun again."""
         query: Json = {
             "split": split, "status": TaskStatus.COMPLETED.value, "epoch": {"$lt": selection.epochs - 1},
         }  # fmt: skip
@@ -276,7 +276,7 @@ _SHOWN: Json = {"task_id": 1, "epoch": 1, "generations": {"$size": "$slots"}}
 
 
 def _key(split: str, task: Json, offset: int) -> str:
-    """``_id`` of the same task in another epoch."""
+    """Return the ``_id`` of the same task in another epoch."""
     return task_key(split, task["epoch"] + offset, task["task_id"])
 
 

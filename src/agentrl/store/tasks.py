@@ -114,7 +114,7 @@ class Tasks(Epochs):
 
     @database_call
     async def places(self, ids: Collection[str]) -> dict[str, tuple[int, int, int]]:
-        """(number of its begin or 0, epoch, order) of each Task: the order in which samplers begin them."""
+        """Return the sort key of each Task in the order of begin: (begin number or 0, epoch, order)."""
         if not ids:
             return {}
         cursor = self._collection(TASK).find(

@@ -129,7 +129,7 @@ class Training(Groups, Steps):
 
     @database_call
     async def mark_stale(self, split: str, old: OldVersions, *, attempt: int | None = None) -> int:
-        """Set aside ready data that ``old`` makes stale; returns how many.
+        """Mark the ready data that ``old`` makes stale; return how many.
 
         Where any old span does, that is every group with such a member: its advantages compare all of its
         trajectories, so that it is trained whole or not at all. Where only all spans do, single data are set

@@ -77,7 +77,7 @@ def token_logprobs(
 
 
 def _divisor(temperature: Tensor | float, target_ids: Tensor) -> Tensor | float:
-    """The temperature as logits are divided by it: one number where all are equal, else float32[T, 1]."""
+    """Return the divisor of the logits: one number if all temperatures are equal, else float32[T, 1]."""
     if isinstance(temperature, Tensor):
         if temperature.shape != target_ids.shape:
             shape = list(temperature.shape)
@@ -215,7 +215,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _Upstream:
-    """Of n tokens: the gradients that arrived, times scale / temperature, and what the forward kept."""
+    """Upstream gradients of n tokens times scale / temperature, and saved forward values."""
 
     logprob: Tensor
     entropy: Tensor | None

@@ -1,4 +1,4 @@
-"""The last layer of a causal LM, and its float32 logits a block of the vocabulary at a time."""
+"""The last layer of a causal LM; it computes float32 logits in blocks of the vocabulary."""
 
 from __future__ import annotations
 
@@ -82,5 +82,5 @@ class Projection:
 
 
 def rows_of(divisor: Tensor | float, rows: slice) -> Tensor | float:
-    """The temperatures of some rows: ``divisor`` is one number for all, or float32[n, 1]."""
+    """Return the divisor of ``rows``; ``divisor`` is one number or float32[n, 1]."""
     return divisor[rows] if isinstance(divisor, Tensor) else divisor

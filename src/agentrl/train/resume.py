@@ -51,7 +51,7 @@ async def begin(
     attempt: int,
     replays: bool = True,
 ) -> Progress:
-    """Withdraw what later steps published, re-open what they consumed, and say where to go on.
+    """Undo the steps after the checkpoint: withdraw their versions, re-open their data.
 
     In this order, so that a published version never belongs to a step that has been undone.
     Publishes the base model as version 0 on a new run. ``steps`` are all TrainSteps of the run, as they were

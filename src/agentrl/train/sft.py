@@ -188,7 +188,7 @@ def _build(configs: Configs, team: Team | None, steps: int, max_tokens: int) -> 
 
 
 def _loss(shared: LossConfig) -> LossConfig:
-    """Return cross-entropy with the run's reduction; a policy's bounds and corrections are not for it."""
+    """Return cross-entropy with the run's reduction, without bounds or corrections."""
     return LossConfig(
         loss_calculater="CrossEntropy",
         token_level_loss=shared.token_level_loss,

@@ -27,11 +27,11 @@ class TrajectorySums:
     log_weight: Tensor
     """Σ log π_old/μ."""
     divergence: Tensor
-    """Σ of the k3 estimate of KL(μ‖·) of what corrections look at."""
+    """Σ of ``losses.correction.divergence``."""
 
     @staticmethod
     def of_tokens(batch: TokenBatch, settings: LossSettings) -> Tensor:
-        """What is summed, float64[3, T], a row per field."""
+        """Return the summands, float64[3, T], a row per field."""
         rows = [batch.log_ratio.detach(), batch.log_weight, divergence(batch, settings)]
         return torch.stack(rows).double()
 

@@ -12,7 +12,7 @@ from agentrl.machine import ROOT, engine_python, has_gpu
 
 _CPU_LAUNCHER = ROOT / "deploy" / "sglang" / "launch_cpu.py"
 _ENV = {"HF_HUB_OFFLINE": "1", "SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
-"""The second keeps logprobs those of logits divided by the temperature."""
+"""``SGLANG_RETURN_ORIGINAL_LOGPROB`` 0: logprobs are of logits / temperature."""
 
 
 def sglang_command(

@@ -21,7 +21,9 @@ EXECUTORS = ("sdpa", "varlen", "paths")
 
 
 def largest_deviation(loss: str, model_name: str, executor: str, device: str) -> float:
-    """Over corrections under every π_old, each with a step, a reduction, a merging mode and a budget.
+    """Return the largest deviation over all corrections under every π_old.
+
+    Each has a step, a reduction, a merging mode and a budget of its own.
 
     The budget is one micro-batch, or as many as there can be.
     """

@@ -1,4 +1,4 @@
-"""Which corrections a loss takes under each π_old, with bounds that act on the steps of this package."""
+"""List the corrections of each loss under each π_old, with bounds that act on the test steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _WEIGHTS = ("tis:1.5", "seq_tis:1.5", "tis:1.5,seq_mask:0.7:1.5", "seq_tis:1.5,t
 
 
 def corrections_of(loss: str, old_logprobs: str) -> tuple[str, ...]:
-    """Return values of ``--importance_correction`` that ``loss`` takes with ``old_logprobs``, none first."""
+    """Return the valid values of ``--importance_correction`` for a loss and π_old; the first is none."""
     spec = get_spec(loss)
     if not spec.from_policy:
         return ("",)

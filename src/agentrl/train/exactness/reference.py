@@ -21,7 +21,7 @@ from agentrl.losses.settings import LossSettings
 from agentrl.train.step import ForwardOptions, forward_backward
 
 AGES = {0: 3, 2: 1}
-"""Of the policy versions that ``make_step`` samples from."""
+"""{version: age} of the versions in ``make_step``."""
 
 
 @dataclass(frozen=True, slots=True)
