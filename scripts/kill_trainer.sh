@@ -9,4 +9,5 @@ set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"
 cd "$(dirname "$0")/.."
 step bash scripts/setup.sh
-exec "${AGENTRL_VENV:-.venv}/bin/python" -m agentrl.chaos.trainer_kills "$@"
+export PYTHONPATH="$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
+exec "${AGENTRL_VENV:-.venv}/bin/python" -m chaos.trainer_kills "$@"

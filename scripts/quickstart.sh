@@ -14,4 +14,4 @@ step bash scripts/setup.sh
 for engine in sglang vllm; do
   case " $* " in *" $engine "* | *"=$engine "*) step bash "scripts/setup_$engine.sh" ;; esac
 done
-exec "${AGENTRL_VENV:-.venv}/bin/python" -m agentrl.cli quickstart "$@"
+exec "${AGENTRL_VENV:-.venv}/bin/python" -m agentrl quickstart "$@"

@@ -23,4 +23,5 @@ fi
 step "$bin/ruff" check .
 step "$bin/ruff" format --check .
 step "$bin/mypy"
+step "$bin/lint-imports" --no-logo
 exec "$bin/python" -m pytest "$@"

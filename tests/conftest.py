@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.config.schema import RunConfig
 from agentrl.store.client import Store, open_store
-from agentrl.store.embedded import EmbeddedMongo
+from agentrl.store.embedded.server import EmbeddedMongo
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from agentrl.commands import db
-from agentrl.commands.db_check import options_of
+from agentrl.cli import db
+from agentrl.cli.db.check import options_of
 from agentrl.config.schema import RunConfig
-from agentrl.store.check.run import Checks
+from agentrl.store.admin.check.run import Checks
 from agentrl.store.client import Store
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 import small_run as run
 
 from agentrl.config.schema import GroupConfig
-from agentrl.conversion.outcome import GroupRules
+from agentrl.data.finalize_group import GroupRules
 from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.record import Failure
 from agentrl.documents.status import RecordStatus, StopReason, TaskStatus
@@ -21,13 +21,13 @@ from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError
 from agentrl.rollout.finalise import Finaliser
-from agentrl.store.check.reading import Checkpoint
+from agentrl.store.admin.check.reading import Checkpoint
+from agentrl.store.admin.reopen import Reopening
+from agentrl.store.admin.rescore import NewScore, Rescoring
+from agentrl.store.admin.retention import Limits, Retention
 from agentrl.store.client import Store
 from agentrl.store.groups import Decide
 from agentrl.store.old_versions import OldVersions
-from agentrl.store.reopen import Reopening
-from agentrl.store.rescoring import NewScore, Rescoring
-from agentrl.store.retention import Limits, Retention
 from agentrl.store.selection import Selection
 from agentrl.weights.manifest import checksums
 

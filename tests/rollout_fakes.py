@@ -8,10 +8,10 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from agentrl.chat.renderer import ChatRenderer
 from agentrl.documents.dispatch import VersionSpan
 from agentrl.documents.sampling import SamplingParams
-from agentrl.inference.engine import Generation
-from agentrl.rollout.renderer import ChatRenderer
+from agentrl.inference.client import Generation
 from agentrl.tools.base import Schema, ToolResult, function_schema
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "</s>"]

@@ -30,10 +30,10 @@ from agentrl.config.schema import OptimConfig
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 from agentrl.losses.settings import LossSettings
+from agentrl.model.load import Policy
 from agentrl.scoring.advantages import ESTIMATORS
 from agentrl.train.compute import StepComputer
-from agentrl.train.model import Policy
-from agentrl.train.optim import build_optimizer
+from agentrl.train.optimizer import build_optimizer
 from agentrl.train.schedules import build_scheduler
 from agentrl.train.step import ForwardOptions
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from rows import Row, print_rows
 
-from agentrl.train.logprobs import token_logprobs
-from agentrl.train.output_head import OutputHead
+from agentrl.model.logprobs import token_logprobs
+from agentrl.model.output_head import OutputHead
 
 BASELINE = "one number"
 LIMITS = {"a tensor, all equal": 1.05, "a tensor, uneven": 1.1, "gradient of the entropy": 1.2}

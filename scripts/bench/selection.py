@@ -33,15 +33,15 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
+from agentrl.chat.conversation import Conversation
+from agentrl.chat.parsers import get_parser
+from agentrl.chat.renderer import ChatRenderer
 from agentrl.config.schema import GroupConfig
 from agentrl.documents.record import Record
 from agentrl.documents.task import Begin
-from agentrl.inference.parsers import get_parser
 from agentrl.quickstart.servers.arithmetic import ArithmeticTextError, evaluate
 from agentrl.quickstart.tasks import CALCULATOR_TOOLS, QUESTION, expressions, tiny_expressions
 from agentrl.quickstart.warmup import prepare_tiny_model
-from agentrl.rollout.conversation import Conversation
-from agentrl.rollout.renderer import ChatRenderer
 from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.difficulty import LIMIT, Trials, estimate_ability, pass_probability
 from agentrl.scoring.groups import decide_group, summarise

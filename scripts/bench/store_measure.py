@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 from agentrl.config.schema import RunConfig
 from agentrl.store.client import Store, open_store
-from agentrl.store.embedded import EmbeddedMongo
+from agentrl.store.embedded.server import EmbeddedMongo
 
 Timed = Callable[[], Awaitable[float]]
 """Does a round of work and returns its cost: seconds, or seconds for each thing done."""

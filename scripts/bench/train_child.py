@@ -45,7 +45,7 @@ def _ours(way: str, wanted: dict[str, Any]) -> dict[str, Any]:
     from agentrl.config.schema import OptimConfig
     from agentrl.losses.settings import LossSettings
     from agentrl.train.memory import enable_checkpointing
-    from agentrl.train.optim import build_optimizer
+    from agentrl.train.optimizer import build_optimizer
     from agentrl.train.step import count_step, forward_backward
 
     model = load_model(wanted["model"])
@@ -90,7 +90,7 @@ def _ours(way: str, wanted: dict[str, Any]) -> dict[str, Any]:
 
 def _micro_batches(model: Any, data: Any, way: str, max_tokens: int) -> list[Any]:
     """As the trainer packs them."""
-    from agentrl.batching.planner import CPU_FILL, build_micro_batches
+    from agentrl.data.planner import CPU_FILL, build_micro_batches
 
     return build_micro_batches(
         data, max_tokens, vocab_size=_vocabulary(model), merging=way,
@@ -162,9 +162,9 @@ def _logprobs(tokens: int, vocabulary: int, hidden: int, chunk: int, vocab_chunk
     """The most that torch holds at once in forward and backward of the projection, inputs apart."""
     import torch
 
+    from agentrl.model.logprobs import token_logprobs
+    from agentrl.model.output_head import OutputHead
     from agentrl.train.allocations import peak_allocated
-    from agentrl.train.logprobs import token_logprobs
-    from agentrl.train.output_head import OutputHead
 
     torch.manual_seed(0)
     states = torch.randn(tokens, hidden, requires_grad=True)

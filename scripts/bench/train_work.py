@@ -89,7 +89,7 @@ def load_model(name: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    from agentrl.train.model import disable_dropout
+    from agentrl.model.load import disable_dropout
 
     torch.manual_seed(0)
     if name in SHAPES:

@@ -1,4 +1,4 @@
-# Sourced by the run scripts: prepares the flags of a run; agentrl.commands.launch starts and watches its processes.
+# Sourced by the run scripts: prepares the flags of a run; agentrl.cli.launch starts and watches its processes.
 #
 # MODEL_PATH        Hugging Face folder of the policy          (default: the quickstart's SmolLM2-135M)
 # TRAIN_FILE        JSONL tasks (eval.sh: EVAL_FILE)           (default: the quickstart's calculator tasks)
@@ -65,6 +65,6 @@ training_flags() {
 # launch train|eval: this script becomes the process that watches the others.
 launch() {
   step bash scripts/setup.sh
-  exec "$bin/python" -m agentrl.commands.launch "$1" \
+  exec "$bin/python" -m agentrl.cli.launch "$1" \
     --run_name "$RUN_NAME" --log_dir "logs/$RUN_NAME" --output_dir "output/$RUN_NAME" "${flags[@]}"
 }

@@ -22,7 +22,7 @@ class Quickstart:
         self.log = folder / f"terminal-{time.monotonic_ns()}.txt"
         with self.log.open("wb") as sink:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "agentrl.cli", "quickstart", "--tiny", *flags],
+                [sys.executable, "-m", "agentrl", "quickstart", "--tiny", *flags],
                 cwd=folder,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,

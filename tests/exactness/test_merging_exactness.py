@@ -12,22 +12,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from agentrl.batching.planner import PrefixMerging
+from agentrl.data.planner import PrefixMerging
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError
 from agentrl.losses.registry import LOSSES
 from agentrl.losses.settings import LossSettings
 from agentrl.losses.spec import get_spec
-from agentrl.train.exactness.corrections import cases_of
-from agentrl.train.exactness.models import MODELS, tiny_model
-from agentrl.train.exactness.reference import (
+from agentrl.train.step import ForwardOptions
+from exactness.corrections import cases_of
+from exactness.models import MODELS, tiny_model
+from exactness.reference import (
     Computed,
     longest_sequence,
     plain_step,
     trainer_step,
 )
-from agentrl.train.exactness.steps import Shape, Turn, make_step
-from agentrl.train.step import ForwardOptions
+from exactness.steps import Shape, Turn, make_step
 
 pytestmark = [pytest.mark.exactness, pytest.mark.timeout(300)]
 

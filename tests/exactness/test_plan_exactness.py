@@ -13,16 +13,16 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from agentrl.batching.forest import TokenForest
-from agentrl.batching.planner import build_micro_batches
+from agentrl.data.forest import TokenForest
+from agentrl.data.planner import build_micro_batches
 from agentrl.losses.metrics import TokenMetrics
 from agentrl.losses.reduce import Denominators
 from agentrl.losses.registry import LOSSES
 from agentrl.losses.settings import LossSettings
-from agentrl.train.exactness.models import VOCABULARY, tiny_model
-from agentrl.train.exactness.reference import AGES, Computed, longest_sequence, plain_step
-from agentrl.train.exactness.steps import make_step, random_shape
 from agentrl.train.step import Ranks, count_step, forest_logprobs, forward_backward
+from exactness.models import VOCABULARY, tiny_model
+from exactness.reference import AGES, Computed, longest_sequence, plain_step
+from exactness.steps import make_step, random_shape
 
 pytestmark = [pytest.mark.exactness, pytest.mark.timeout(300)]
 
@@ -102,7 +102,7 @@ def test_ranks_add_up_to_the_plain_step(
     )
     parameters = [dict(each.named_parameters()) for each in models]
     gradients = {
-        name: sum(each[name].grad for each in parameters if each[name].grad is not None)
+        name: torch.stack([grad for each in parameters if (grad := each[name].grad) is not None]).sum(0)
         for name in parameters[0]
     }
     assert len({report["loss"] for report in reports}) == 1

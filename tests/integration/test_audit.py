@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl import cli
+from agentrl.cli import main as cli
 from agentrl.config.schema import RunConfig
 from agentrl.documents.base import Root, now
 from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, VersionSpan
@@ -31,9 +31,9 @@ from agentrl.documents.status import (
 from agentrl.documents.task import Task, record_key, task_key
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan, TrainStep
 from agentrl.errors import StoreError
-from agentrl.observe.audit_run import read_state
+from agentrl.observe.audit.run import read_state
 from agentrl.store.client import open_existing, open_store
-from agentrl.store.embedded import EmbeddedMongo
+from agentrl.store.embedded.server import EmbeddedMongo
 
 pytestmark = pytest.mark.integration
 
@@ -199,7 +199,7 @@ async def test_a_server_that_ends_meanwhile_is_an_error(tmp_path: Path) -> None:
 
 def test_a_database_that_is_gone_is_an_error() -> None:
     flags = ["--db_connection_string", "mongodb://user:hidden@127.0.0.1:1/", "--db_timeout_seconds", "0.5"]
-    command = [sys.executable, "-m", "agentrl.cli", "audit", "run", *flags]
+    command = [sys.executable, "-m", "agentrl", "audit", "run", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "did not answer" in done.stderr

@@ -22,7 +22,7 @@ def start(run: RunConfig, command: str, *words: str) -> subprocess.Popen[str]:
     where = ("--run_name", run.run_name, "--db_connection_string", str(run.db_connection_string))
     folders = ("--log_dir", run.log_dir, "--output_dir", str(run.output_dir))
     return subprocess.Popen(
-        [sys.executable, "-m", "agentrl.cli", command, *where, *folders, *words],
+        [sys.executable, "-m", "agentrl", command, *where, *folders, *words],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip

@@ -15,22 +15,22 @@ from rollout_fakes import FakeTools
 from tiny_policy import write_tiny_policy
 from transformers import Qwen3ForCausalLM
 
-from agentrl.batching.planner import build_micro_batches
+from agentrl.chat.parsers import get_parser
+from agentrl.chat.renderer import ChatRenderer
 from agentrl.config.schema import AgentConfig, EngineConfig, GroupConfig, ModelConfig
-from agentrl.conversion.outcome import GroupRules
+from agentrl.data.finalize_group import GroupRules
+from agentrl.data.planner import build_micro_batches
 from agentrl.documents.dispatch import DispatchedSamplingTask
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim, Slot, Task
-from agentrl.inference.engine import EngineClient, Generation
+from agentrl.inference.client import EngineClient, Generation
 from agentrl.inference.engines.launch import engine_client, engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
-from agentrl.inference.parsers import get_parser
 from agentrl.losses.settings import LossSettings
-from agentrl.rollout.renderer import ChatRenderer
+from agentrl.model.load import load_policy
 from agentrl.rollout.session import Rollout
 from agentrl.store.groups import GroupOutcome
-from agentrl.train.model import load_policy
 from agentrl.train.step import forward_backward
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]

@@ -31,7 +31,7 @@ for seed in range(3):
 @pytest.mark.integration
 @pytest.mark.timeout(600)
 def test_compiled_layers_agree() -> None:
-    models = Path(__file__).parents[1] / "unit" / "train"
+    models = Path(__file__).parents[1]
     ran = subprocess.run(
         [sys.executable, "-c", _STEPS, str(models)], capture_output=True, text=True, timeout=500, check=False
     )

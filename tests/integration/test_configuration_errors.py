@@ -110,7 +110,7 @@ async def test_a_host_without_pythonpath_leaves_the_tasks_to_the_others(
     await store.tasks.load([task("a", scorer="own_scorer:score")])
     await store.imports.add(["own_scorer:score"])
     command = [
-        sys.executable, "-m", "agentrl.cli", "sample", "--run_name", run_config.run_name,
+        sys.executable, "-m", "agentrl", "sample", "--run_name", run_config.run_name,
         "--db_connection_string", str(run_config.db_connection_string), "--log_dir", run_config.log_dir,
         "--model_name_or_path", str(model), "--num_generations", "2",
     ]  # fmt: skip

@@ -23,7 +23,7 @@ from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.documents.dispatch import VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ConfigError, EngineError
-from agentrl.inference.engine import EngineClient, EngineRefusedError, Generation
+from agentrl.inference.client import EngineClient, EngineRefusedError, Generation
 from agentrl.inference.engines.launch import engine_client, engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
 

@@ -21,7 +21,7 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.service import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError, EngineError
-from agentrl.inference.engine import EngineClient
+from agentrl.inference.client import EngineClient
 from agentrl.inference.engines.process import EngineCommand, EngineProcess, free_port, require_free_port
 from agentrl.inference.router import EngineRouter
 

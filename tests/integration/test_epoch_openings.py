@@ -17,7 +17,7 @@ from agentrl.documents.status import TaskStatus
 from agentrl.errors import StoreAwayError
 from agentrl.store import epochs
 from agentrl.store.client import Store, open_store
-from agentrl.store.embedded import EmbeddedMongo
+from agentrl.store.embedded.server import EmbeddedMongo
 
 pytestmark = pytest.mark.integration
 __all__ = ["quick"]

@@ -19,7 +19,7 @@ from tiny_policy import write_tiny_policy
 from agentrl.config.schema import RunConfig
 from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.store.client import Store, open_store
-from agentrl.store.embedded import EmbeddedMongo
+from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.store.outage import patient
 
 pytestmark = pytest.mark.integration
@@ -60,7 +60,7 @@ def start_sampler(store: Store, mongo: EmbeddedMongo, folder: Path, *flags: str)
     """A sampler process whose trajectories wait for an engine that never comes."""
     model = write_tiny_policy(folder / "model")
     command = [
-        sys.executable, "-m", "agentrl.cli", "sample", "--run_name", store.run_name,
+        sys.executable, "-m", "agentrl", "sample", "--run_name", store.run_name,
         "--db_connection_string", mongo.status().uri, "--model_name_or_path", str(model),
         "--log_dir", str(folder / "logs"), "--db_timeout_seconds", "1",
         "--max_concurrent_samples_per_process", str(SAMPLER_CLAIMS), *flags,

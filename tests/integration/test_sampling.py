@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rollout_fakes import FakeTools, ScriptedEngine, renderer_of
 
+from agentrl.chat.parsers import get_parser
 from agentrl.config.load import parse
 from agentrl.config.schema import (
     AgentConfig,
@@ -23,7 +24,6 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import CallStatus, DataStatus, RecordStatus, SlotStatus, StopReason, TaskStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.errors import EngineError, ModelError, ToolServerError
-from agentrl.inference.parsers import get_parser
 from agentrl.rollout import housekeeping
 from agentrl.rollout import sampler as sampler_module
 from agentrl.rollout.evaluate import EvalConfig, collect, served_version

@@ -20,13 +20,13 @@ from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.service import InferenceService
 from agentrl.documents.status import ServiceStatus
-from agentrl.inference.engine import EngineClient
+from agentrl.inference.client import EngineClient
 from agentrl.inference.router import EngineRouter
 from agentrl.store.client import Store, open_store
-from agentrl.store.embedded import EmbeddedMongo
+from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.weights.manifest import write_manifest
 
-AGENTRL = (sys.executable, "-c", "import sys; from agentrl.cli import main; sys.exit(main())")
+AGENTRL = (sys.executable, "-c", "import sys; from agentrl.cli.main import main; sys.exit(main())")
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 

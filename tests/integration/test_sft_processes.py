@@ -24,7 +24,7 @@ def fine_tune(folder: Path, output: str, *launcher: str, more: tuple[str, ...] =
         "--output_dir", output, *more,
     )  # fmt: skip
     finished = subprocess.run(
-        [sys.executable, *launcher, "-m", "agentrl.cli", "sft", *flags],
+        [sys.executable, *launcher, "-m", "agentrl", "sft", *flags],
         env=os.environ | {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"},
         cwd=folder, capture_output=True, text=True, timeout=110, check=False,
     )  # fmt: skip

@@ -40,7 +40,7 @@ ACCELERATE = (
 GROUPS = ("a", "b", "c", "d", "e", "f")
 KILLED_IN_STEP = """
 import os, signal, sys
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.train.compute import StepComputer
 train = StepComputer.train
 def train_and_die(self, data, ages):
@@ -53,7 +53,7 @@ sys.exit(main(["train", *sys.argv[1:]]))
 """
 KILLED_BETWEEN_PARTS = """
 import os, signal, sys
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.store import step_parts
 step_parts.PART = 1
 count = step_parts.StepParts._train
@@ -69,7 +69,7 @@ sys.exit(main(["train", *sys.argv[1:]]))
 OUT_OF_MEMORY_IN_STEP_2 = """
 import sys
 import torch
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.train import step
 from agentrl.train.compute import StepComputer
 train = StepComputer.train
@@ -90,7 +90,7 @@ def pause_and_replace(temporary, target):
         os.kill(os.getpid(), signal.SIGSTOP)
     replace(temporary, target)
 folder._replace = pause_and_replace
-from agentrl.cli import main
+from agentrl.cli.main import main
 sys.exit(main(["train", *sys.argv[1:]]))
 """
 """The fourth one: they are checkpoint 1, version 1, checkpoint 2, version 2."""

@@ -89,7 +89,7 @@ async def test_a_task_is_tried_and_nothing_is_stored(
 
 
 def test_errors_of_the_command_have_exit_codes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "agentrl.cli", "try"]
+    command = [sys.executable, "-m", "agentrl", "try"]
     url = ("--engine_url", "http://127.0.0.1:9", "--model_name_or_path", str(tmp_path))
     wrong = json.dumps({**QUESTION, "scorer": "exakt"})
     done = subprocess.run([*command, wrong, *url], capture_output=True, text=True, timeout=100)

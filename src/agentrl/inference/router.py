@@ -17,7 +17,7 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.service import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import EngineError, StoreError
-from agentrl.inference.engine import EngineRefusedError, FinishReason, Generation
+from agentrl.inference.client import EngineRefusedError, FinishReason, Generation
 from agentrl.inference.engines.launch import engine_client
 
 log = logging.getLogger(__name__)

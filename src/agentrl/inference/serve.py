@@ -18,7 +18,7 @@ from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.service import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError, EngineError, PublishError, StoreAwayError, StoreError
-from agentrl.inference.engine import EngineClient
+from agentrl.inference.client import EngineClient
 from agentrl.inference.engines.launch import engine_client, engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port, require_free_port
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import RenderableType
 
-from agentrl import cli
+from agentrl.cli import main as cli
 from agentrl.config.load import CommandParser
 from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.errors import ConfigError, EngineError
@@ -32,8 +32,8 @@ from agentrl.observe.logging import quiet_transformers
 from agentrl.observe.tables import stdout_console, table
 
 if TYPE_CHECKING:
-    from agentrl.inference.engine import EngineClient, Generation
-    from agentrl.train.model import Policy
+    from agentrl.inference.client import EngineClient, Generation
+    from agentrl.model.load import Policy
 
 MEAN_LIMIT = 1e-3
 _GENERATE_SECONDS = 600.0
@@ -127,7 +127,7 @@ def _parser() -> CommandParser:
 
 
 async def _compare(model: ModelConfig, flags: Any) -> list[Difference]:
-    from agentrl.train.model import load_policy
+    from agentrl.model.load import load_policy
 
     quiet_transformers()
     policy = load_policy(model)
@@ -158,8 +158,8 @@ def compare_samples(
     engine: str, policy: Policy, samples: Sequence[Sample], temperature: float
 ) -> list[Difference]:
     """One Difference per executor: the trainer scores every sample in one forest of chains."""
-    from agentrl.batching.forest import forest_from_sequences
-    from agentrl.train.attention import EXECUTORS
+    from agentrl.data.forest import forest_from_sequences
+    from agentrl.model.attention import EXECUTORS
     from agentrl.train.step import ForwardOptions, forest_logprobs
 
     forest = forest_from_sequences(

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.observe.untrusted import clean
+from agentrl.observe.sanitize_terminal import clean
 
 MISSING = "–"
 _PIPE_WIDTH = 160

@@ -16,7 +16,7 @@ from agentrl.observe import logging as run_logging
 from agentrl.quickstart import runs
 from agentrl.quickstart.report import print_report, read_outcome
 from agentrl.quickstart.runs import QuickstartRun
-from agentrl.store.embedded import EmbeddedMongo
+from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.supervise import Member, StoppedBySignalError, Supervisor, stop_on_signals
 
 MONGO_DIR = ".agentrl/mongo"
@@ -166,7 +166,7 @@ def _member(
 
 
 def _agentrl(command: str, flags: list[str]) -> list[str]:
-    return [sys.executable, "-m", "agentrl.cli", command, *flags]
+    return [sys.executable, "-m", "agentrl", command, *flags]
 
 
 def _environment(*, threads: int) -> dict[str, str]:

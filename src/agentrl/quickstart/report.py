@@ -45,8 +45,8 @@ class Outcome:
 
 async def read_outcome(run: QuickstartRun, mongo_dir: str) -> Outcome:
     """Read the rewards from the database and draw the curve. Raises AgentRLError with no step at all."""
-    from agentrl.observe.audit_curve import plot_curve
-    from agentrl.observe.audit_groups import count_groups
+    from agentrl.observe.audit.curve import plot_curve
+    from agentrl.observe.audit.groups import count_groups
     from agentrl.store.client import open_store
 
     async with await open_store(RunConfig(run_name=run.name, mongo_dir=mongo_dir)) as store:

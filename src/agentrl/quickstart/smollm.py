@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from agentrl.cli import run
+from agentrl.cli.main import run
 from agentrl.errors import ModelError
 from agentrl.processes import start_child, stop_child
 

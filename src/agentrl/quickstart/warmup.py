@@ -73,7 +73,7 @@ def write_conversations(file: Path, seed: int, phase: Phase) -> None:
 
 def _sft_command(phase: Phase, seed: int) -> list[str]:
     return [
-        "-m", "agentrl.cli", "sft", "--run_name", "quickstart-tiny-sft", "--seed", str(seed),
+        "-m", "agentrl", "sft", "--run_name", "quickstart-tiny-sft", "--seed", str(seed),
         "--max_steps", str(phase.steps), "--batch_size", str(BATCH_SIZE), "--max_tokens", "2048",
         "--learning_rate", str(phase.learning_rate), "--lr_scheduler_type", "linear", "--warmup_steps", "5",
     ]  # fmt: skip

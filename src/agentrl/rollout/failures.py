@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from agentrl.barrier import describe
 from agentrl.errors import AgentRLError
 from agentrl.observe.redact import redact_and_cut
+from agentrl.user_code import describe
 
 MESSAGE_CHARS = 8 * 1024
 """Characters of a message that are stored; a notice says how many are left out."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from agentrl.config.schema import GroupConfig
-from agentrl.conversion.outcome import TRAIN_SPLIT, GroupRules
+from agentrl.data.finalize_group import TRAIN_SPLIT, GroupRules
 from agentrl.errors import StoreAwayError
 from agentrl.rollout.failures import failure_text
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 
-from agentrl.barrier import describe
+from agentrl.chat.renderer import Message
+from agentrl.documents.sanitize_bson import clean
 from agentrl.documents.status import StopReason
-from agentrl.documents.storable import clean
 from agentrl.errors import TrajectoryError
-from agentrl.rollout.renderer import Message
+from agentrl.user_code import describe
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,8 @@ async def _sample(configs: Configs) -> None:
 
 async def _sample_until(stop: asyncio.Event, configs: Configs) -> None:
     from agentrl.config.facts import sampler_facts
-    from agentrl.extensions import paths_among
     from agentrl.observe.begin_run import begin_model, begin_run
+    from agentrl.registry import paths_among
     from agentrl.rollout.admission import Admission
     from agentrl.rollout.finalise import TRAIN_SPLIT, Finaliser
     from agentrl.rollout.probe import probe, require_groups

@@ -8,24 +8,24 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from agentrl.barrier import contain, contain_call
+from agentrl.chat.conversation import Conversation
+from agentrl.chat.parsers import ParsedMessage, ToolCall, ToolCallParser, typed_call, validate_call
+from agentrl.chat.renderer import ChatRenderer, Message
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, without_results
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.sampling import SamplingParams
+from agentrl.documents.sanitize_bson import clean, storable
 from agentrl.documents.status import CallStatus
-from agentrl.documents.storable import clean, storable
 from agentrl.documents.task import Claim
 from agentrl.errors import ToolServerError, TrajectoryError
-from agentrl.inference.engine import Generation
-from agentrl.inference.parsers import ParsedMessage, ToolCall, ToolCallParser, typed_call, validate_call
+from agentrl.inference.client import Generation
 from agentrl.rollout.context import get_context_manager
-from agentrl.rollout.conversation import Conversation
 from agentrl.rollout.outcome import Outcome as Outcome
 from agentrl.rollout.outcome import checked_messages
-from agentrl.rollout.renderer import ChatRenderer, Message
 from agentrl.scoring.answers import extract_answer
 from agentrl.tools.base import Schema, ToolResult
+from agentrl.user_code import contain, contain_call
 
 
 class Engine(Protocol):

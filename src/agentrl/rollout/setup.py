@@ -11,6 +11,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.chat.parsers import get_parser
+from agentrl.chat.renderer import ChatRenderer
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AgentConfig,
@@ -26,12 +28,10 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.service import InferenceService
 from agentrl.documents.task_file import read_tasks
 from agentrl.errors import ModelError
-from agentrl.extensions import allow_imports, paths_among
-from agentrl.inference.parsers import get_parser
 from agentrl.inference.router import EngineRouter
 from agentrl.observe.logging import describe_process_id
+from agentrl.registry import allow_imports, paths_among
 from agentrl.rollout.agents import agent_names, get_agent
-from agentrl.rollout.renderer import ChatRenderer
 from agentrl.rollout.worker import Worker
 from agentrl.scoring.registry import scorer_names
 from agentrl.tools.pool import ToolPool

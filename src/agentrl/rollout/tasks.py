@@ -10,8 +10,8 @@ from agentrl.config.load import CommandParser
 from agentrl.config.schema import RunConfig
 from agentrl.documents.task_file import read_tasks
 from agentrl.errors import ConfigError
-from agentrl.extensions import paths_among
-from agentrl.observe.untrusted import clean
+from agentrl.observe.sanitize_terminal import clean
+from agentrl.registry import paths_among
 from agentrl.rollout.finalise import TRAIN_SPLIT
 
 

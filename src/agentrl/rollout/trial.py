@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from agentrl.barrier import contain
+from agentrl.chat.parsers import get_parser
+from agentrl.chat.renderer import ChatRenderer
 from agentrl.config.load import Configs
 from agentrl.config.schema import AgentConfig, EngineConfig, ModelConfig, RunConfig, SamplingConfig
 from agentrl.documents.base import now
@@ -23,15 +24,13 @@ from agentrl.documents.task_fields import make_task
 from agentrl.documents.task_json import BadTaskError, parse
 from agentrl.documents.task_source import TaskSource
 from agentrl.errors import ConfigError, FailureError, ScorerError, TaskFileError, TrajectoryError
-from agentrl.inference.engine import Generation
+from agentrl.inference.client import Generation
 from agentrl.inference.engines.launch import engine_client
-from agentrl.inference.parsers import get_parser
 from agentrl.inference.router import EngineRouter
-from agentrl.observe.audit_record import render_record
+from agentrl.observe.audit.record import render_record
 from agentrl.observe.tables import stdout_console
 from agentrl.rollout.agents import get_agent
 from agentrl.rollout.probe import JUDGES
-from agentrl.rollout.renderer import ChatRenderer
 from agentrl.rollout.session import Engine, Outcome, Rollout
 from agentrl.rollout.setup import allow_configured_imports, live_engines, open_renderer, sampling_params
 from agentrl.scoring.agent_config import load_section
@@ -39,6 +38,7 @@ from agentrl.scoring.answers import check_schema
 from agentrl.scoring.registry import ScorerContext, ScoreResult, get_scorer, run_scorer
 from agentrl.store.client import Store, open_existing
 from agentrl.tools.pool import ToolPool
+from agentrl.user_code import contain
 
 _ID = "try"
 

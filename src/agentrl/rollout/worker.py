@@ -8,7 +8,8 @@ from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from agentrl.barrier import contain, contain_call
+from agentrl.chat.parsers import ToolCallParser
+from agentrl.chat.renderer import ChatRenderer
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig
 from agentrl.documents.dispatch import DispatchedSamplingTask
 from agentrl.documents.record import Failure
@@ -26,15 +27,14 @@ from agentrl.errors import (
     ToolServerError,
     TrajectoryError,
 )
-from agentrl.extensions import allow_imports, is_importable
-from agentrl.inference.parsers import ToolCallParser
+from agentrl.registry import allow_imports, is_importable
 from agentrl.rollout.agents import Agent, get_agent
 from agentrl.rollout.failures import failure_text
 from agentrl.rollout.outcome import checked_outcome
-from agentrl.rollout.renderer import ChatRenderer
 from agentrl.rollout.session import Engine, Outcome, Rollout, Tools
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.registry import ScorerContext, ScoreResult, get_scorer, run_scorer
+from agentrl.user_code import contain, contain_call
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

@@ -8,12 +8,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.barrier import contain_call, describe
 from agentrl.documents.record import Record
-from agentrl.documents.storable import clean
+from agentrl.documents.sanitize_bson import clean
 from agentrl.documents.task import Task
 from agentrl.errors import GroupFilterError
-from agentrl.extensions import Extensions
+from agentrl.registry import Extensions
+from agentrl.user_code import contain_call, describe
 
 _REASON_CHARS = 300
 

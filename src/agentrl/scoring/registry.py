@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.barrier import contain, describe
-from agentrl.documents.storable import storable
+from agentrl.documents.sanitize_bson import storable
 from agentrl.errors import ConfigError, FailureError, ScorerError
-from agentrl.extensions import Extensions
+from agentrl.registry import Extensions
+from agentrl.user_code import contain, describe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,13 +20,13 @@ from agentrl.documents.task import Claim, Task
 from agentrl.store import slots
 from agentrl.store.admission import AdmissionRacedError, GroupAdmission, GroupLimit
 from agentrl.store.attempts import end_record
-from agentrl.store.combining import Combiner
 from agentrl.store.connection import Connection, Json, database_call
 from agentrl.store.leases import lease_lost, lost_claims
 from agentrl.store.names import TASK
 from agentrl.store.releases import FREE, Releases
 from agentrl.store.scores import Scores
 from agentrl.store.selection import BY_BEGIN, BY_ORDER, Selection
+from agentrl.store.write_coalescer import Combiner
 
 _MAX_ATTEMPTS = 3
 _LONGEST_DOUBLING = 9

@@ -15,13 +15,13 @@ from pymongo.errors import PyMongoError
 
 from agentrl.config.schema import SYSTEM_DATABASES, RunConfig
 from agentrl.errors import ConfigError, StoreError
+from agentrl.store.admin.migrate import check_version, open_schema
 from agentrl.store.claims import Claims
 from agentrl.store.connection import Connection
 from agentrl.store.dispatches import Dispatches
-from agentrl.store.embedded import EmbeddedMongo
+from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.store.imports import Imports
 from agentrl.store.liveness import Presence
-from agentrl.store.migrate import check_version, open_schema
 from agentrl.store.names import TASK
 from agentrl.store.policies import Policies
 from agentrl.store.records import Records

@@ -16,10 +16,10 @@ from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim
 from agentrl.store import slots
 from agentrl.store.blobs import Blobs
-from agentrl.store.combining import Combiner
 from agentrl.store.connection import Connection, Json, Part, database_call
 from agentrl.store.leases import lease_lost, lost_claims
 from agentrl.store.names import CALL, RECORD
+from agentrl.store.write_coalescer import Combiner
 
 _LARGE = 256 * 1024
 """Bytes from which on a call has a transaction to itself."""

@@ -19,11 +19,11 @@ from agentrl.documents.training import DBRecordData
 from agentrl.errors import GroupFilterError, StoreError
 from agentrl.scoring.groups import FAILED, summarise
 from agentrl.store import slots
+from agentrl.store.admin.regroup import read_records
 from agentrl.store.blobs import Blobs
 from agentrl.store.connection import Json, Part, database_call
 from agentrl.store.dispatches import read_calls
 from agentrl.store.names import DATA, RECORD, TASK
-from agentrl.store.regroup import read_records
 from agentrl.store.selection import ease_after_group
 
 DECIDE_SECONDS = 120.0

@@ -15,10 +15,10 @@ from agentrl.documents.status import RECORD_EDGES, RecordStatus, sources
 from agentrl.documents.task import Claim
 from agentrl.errors import StoreError
 from agentrl.store.attempts import record_of
-from agentrl.store.combining import Combiner
 from agentrl.store.connection import Connection, Json, Part, database_call
 from agentrl.store.leases import lease_lost, lost_claims
 from agentrl.store.names import RECORD
+from agentrl.store.write_coalescer import Combiner
 
 _PASSED_ON = (RecordStatus.FAILED, RecordStatus.RELEASED)
 """States of a Record whose slot is no longer its owner's."""

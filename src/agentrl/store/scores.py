@@ -14,11 +14,11 @@ from agentrl.documents.status import RECORD_EDGES, RecordStatus, SlotStatus, Tas
 from agentrl.documents.task import Claim
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store import slots
-from agentrl.store.combining import Combiner
 from agentrl.store.completed import CompletedGroups
 from agentrl.store.connection import Connection, Json, Part, database_call
 from agentrl.store.leases import lease_lost
 from agentrl.store.names import RECORD, TASK
+from agentrl.store.write_coalescer import Combiner
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 
 sys.exit(main(["train", *sys.argv[1:]]))

@@ -19,22 +19,22 @@ from agentrl.config.schema import (
     OptimConfig,
     TrainConfig,
 )
+from agentrl.distributed.gradients import split_by_mesh
+from agentrl.distributed.mesh import Layout, build_mesh, parallelize, plan_layout
 from agentrl.errors import ConfigError
 from agentrl.losses.settings import LossSettings
+from agentrl.model.load import load_policy
+from agentrl.model.logprobs import DEFAULT_CHUNK, DEFAULT_VOCAB_CHUNK
 from agentrl.train.compute import StepComputer
-from agentrl.train.logprobs import DEFAULT_CHUNK, DEFAULT_VOCAB_CHUNK
 from agentrl.train.memory import checkpointing_mode, compile_layers, enable_checkpointing
-from agentrl.train.model import load_policy
-from agentrl.train.optim import build_optimizer, freeze
-from agentrl.train.parallel.gradients import split_by_mesh
-from agentrl.train.parallel.mesh import Layout, build_mesh, parallelize, plan_layout
+from agentrl.train.optimizer import build_optimizer, freeze
 from agentrl.train.reference import Anchors, build_reference
 from agentrl.train.schedules import build_scheduler
 from agentrl.train.step import ForwardOptions, check_model
 
 if TYPE_CHECKING:
-    from agentrl.train.parallel.data import Parallel
-    from agentrl.train.parallel.team import Team
+    from agentrl.distributed.fsdp import Parallel
+    from agentrl.distributed.world import Team
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ def _own_device() -> torch.device:
 
 
 def _spread(model: Any, layout: Layout, device: torch.device, recipe: Recipe) -> Parallel:
-    from agentrl.train.parallel.data import Parallel, RankedModel
+    from agentrl.distributed.fsdp import Parallel, RankedModel
 
     mesh = build_mesh(layout, device.type)
     parallelize(model, mesh, recipe.train)

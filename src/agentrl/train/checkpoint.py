@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from agentrl.documents.status import StepStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, ModelError
-from agentrl.train.model import Policy, architecture
+from agentrl.model.load import Policy, architecture
 from agentrl.train.shards import load_optimizer
 from agentrl.weights.folder import SavableModel, atomic_folder, save_model_files, weight_bytes
 from agentrl.weights.links import share_files

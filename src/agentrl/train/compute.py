@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from agentrl.batching.forest import TokenForest
-from agentrl.batching.planner import CPU_FILL, PrefixMerging, build_micro_batches
 from agentrl.config.memory import MemoryConfig
+from agentrl.data.forest import TokenForest
+from agentrl.data.planner import CPU_FILL, PrefixMerging, build_micro_batches
 from agentrl.documents.training import DBRecordData
 from agentrl.losses.settings import LossSettings
+from agentrl.model.load import Policy
 from agentrl.train.clock import Stopwatch, peak_flops
 from agentrl.train.memory import naming_the_knobs
-from agentrl.train.model import Policy
 from agentrl.train.reference import Anchors
 from agentrl.train.shards import save_optimizer
 from agentrl.train.step import ForwardOptions, each_logprobs, forward_backward
@@ -30,7 +30,7 @@ from agentrl.train.updates import join_metrics, split_updates
 from agentrl.weights.folder import SavableModel
 
 if TYPE_CHECKING:
-    from agentrl.train.parallel.data import Parallel
+    from agentrl.distributed.fsdp import Parallel
 
 logger = logging.getLogger(__name__)
 

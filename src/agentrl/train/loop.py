@@ -9,22 +9,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from agentrl.batching.stream import DataStream, StepData
 from agentrl.config.schema import TrainConfig
+from agentrl.data.stream import DataStream, StepData
 from agentrl.documents.training import TrainStep
 from agentrl.errors import PublishError, TrainingError
 from agentrl.observe.live import StepView
+from agentrl.observe.sanitize_terminal import excerpt
 from agentrl.observe.trackers import Tracker
-from agentrl.observe.untrusted import excerpt
 from agentrl.train.lease import TrainerLease
 from agentrl.train.resume import Progress
 from agentrl.train.rewards import step_window, window_metrics
 from agentrl.train.saving import Saver
 
 if TYPE_CHECKING:
+    from agentrl.distributed.controller import Leader
     from agentrl.store.client import Store
     from agentrl.train.compute import StepComputer
-    from agentrl.train.parallel.together import Leader
 
 logger = logging.getLogger(__name__)
 

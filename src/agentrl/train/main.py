@@ -33,13 +33,13 @@ from agentrl.config.schema import (
 from agentrl.config.validate import require_trainable
 
 if TYPE_CHECKING:
-    from agentrl.batching.stream import DataStream
+    from agentrl.data.stream import DataStream
+    from agentrl.distributed.controller import Leader
+    from agentrl.distributed.world import Team
     from agentrl.documents.training import TrainStep
     from agentrl.store.client import Store
     from agentrl.train.checkpoint import Checkpoint
     from agentrl.train.compute import StepComputer
-    from agentrl.train.parallel.team import Team
-    from agentrl.train.parallel.together import Leader
     from agentrl.train.resume import Progress
 
 logger = logging.getLogger(__name__)
@@ -59,9 +59,9 @@ def main(argv: list[str]) -> int:
         shown=_SHOWN,
         validate=require_trainable,
     )
+    from agentrl.distributed.world import launched_team
+    from agentrl.model.load import base_folder
     from agentrl.observe.logging import setup
-    from agentrl.train.model import base_folder
-    from agentrl.train.parallel.team import launched_team
 
     setup(configs[RunConfig], "train")
     base_folder(configs[ModelConfig])
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
 
 def _follow(configs: Configs, team: Team) -> None:
     """What every rank but 0 does: set up what rank 0 says, and compute what it says until it ends."""
-    from agentrl.train.parallel.together import follow
+    from agentrl.distributed.controller import follow
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -191,8 +191,8 @@ def _prepare(
     team: Team | None,
 ) -> tuple[StepComputer | Leader, Checkpoint | None]:
     """What computes, as the checkpoint to resume from left it; on rank 0 of several, what leads them."""
+    from agentrl.model.load import base_folder
     from agentrl.train import checkpoint
-    from agentrl.train.model import base_folder
 
     candidates = [
         checkpoint.find(
@@ -209,7 +209,7 @@ def _prepare(
     found = max(complete, key=lambda candidate: candidate.state.step, default=None)
     if team is None:
         return _build(configs, None, found, total_steps), found
-    from agentrl.train.parallel.together import lead
+    from agentrl.distributed.controller import lead
 
     team.tell("build", found, total_steps)
     return lead(_build(configs, team, found, total_steps), team), found
@@ -243,10 +243,10 @@ def _build(
 def _stream(
     store: Store, configs: Configs, computer: StepComputer | Leader, progress: Progress
 ) -> DataStream:
-    from agentrl.batching.freshness import Freshness
-    from agentrl.batching.stream import DataStream, StreamSettings
-    from agentrl.batching.usable import problem_of
-    from agentrl.conversion.verify import verifier
+    from agentrl.data.freshness import Freshness
+    from agentrl.data.stream import DataStream, StreamSettings
+    from agentrl.data.usable import problem_of
+    from agentrl.data.verify import verifier
 
     sampling, tasks, train = configs[SamplingConfig], configs[TaskConfig], configs[TrainConfig]
     settings = StreamSettings(
@@ -271,7 +271,7 @@ def _stream(
 
 
 def _check_space(configs: Configs, output: Path, others: Sequence[Path]) -> None:
-    from agentrl.train.model import base_folder
+    from agentrl.model.load import base_folder
     from agentrl.train.space import check_output, retention
 
     model = configs[ModelConfig]

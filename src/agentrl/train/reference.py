@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from agentrl.batching.forest import TokenForest
 from agentrl.config.schema import LossConfig, ModelConfig
+from agentrl.data.forest import TokenForest
 from agentrl.errors import ModelError
-from agentrl.train.lora import Adapter
-from agentrl.train.model import Policy, base_folder, disable_dropout, load_model
+from agentrl.model.load import Policy, base_folder, disable_dropout, load_model
+from agentrl.model.lora import Adapter
 from agentrl.train.step import ForwardOptions, each_logprobs
 
 if TYPE_CHECKING:

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 from agentrl.config.schema import TrainConfig
 from agentrl.errors import PublishError
+from agentrl.model.load import architecture
 from agentrl.train import checkpoint
 from agentrl.train.lease import TrainerLease
-from agentrl.train.model import architecture
 from agentrl.train.resume import Progress
 from agentrl.weights.publish import Shelf, publish
 
 if TYPE_CHECKING:
+    from agentrl.distributed.controller import Leader
     from agentrl.store.client import Store
     from agentrl.train.compute import StepComputer
-    from agentrl.train.parallel.together import Leader
 
 logger = logging.getLogger(__name__)
 

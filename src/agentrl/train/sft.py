@@ -2,7 +2,7 @@
 
     agentrl sft --model_name_or_path BASE --train_file conversations.jsonl --output_dir OUT \\
         --max_steps 240 --batch_size 64 --learning_rate 2e-3
-    torchrun --nproc_per_node 8 -m agentrl.cli sft …
+    torchrun --nproc_per_node 8 -m agentrl sft …
     agentrl sft --model_name_or_path BASE --sft_from_records RUN --sft_min_score 1 --output_dir OUT
 """
 
@@ -34,10 +34,10 @@ from agentrl.config.schema import (
 from agentrl.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
+    from agentrl.distributed.controller import Leader
+    from agentrl.distributed.world import Team
     from agentrl.documents.training import DBRecordData
     from agentrl.train.compute import StepComputer
-    from agentrl.train.parallel.team import Team
-    from agentrl.train.parallel.together import Leader
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +73,9 @@ def main(argv: list[str]) -> int:
         shown=(RunConfig, ModelConfig, TaskConfig, OptimConfig, AdapterConfig, TrainConfig, MemoryConfig),
         extra=(SFTConfig,),
     )
+    from agentrl.distributed.world import launched_team
+    from agentrl.model.load import base_folder
     from agentrl.observe.logging import setup
-    from agentrl.train.model import base_folder
-    from agentrl.train.parallel.team import launched_team
 
     setup(configs[RunConfig], "sft")
     base_folder(configs[ModelConfig])
@@ -101,7 +101,7 @@ def _check_output(configs: Configs) -> None:
 
     The output folder is replaced as a whole, so it must be new, empty or a model's.
     """
-    from agentrl.train.model import base_folder
+    from agentrl.model.load import base_folder
 
     output = Path(configs[RunConfig].output).resolve()
     inputs = {"the model": base_folder(configs[ModelConfig])}
@@ -128,7 +128,7 @@ def _check_output(configs: Configs) -> None:
 
 def _follow(configs: Configs, team: Team) -> None:
     """What every rank but 0 does: build what rank 0 builds, and compute what it says until it ends."""
-    from agentrl.train.parallel.together import follow
+    from agentrl.distributed.controller import follow
 
     order = team.hear()
     if order.name == "build":
@@ -166,7 +166,7 @@ def _lead(configs: Configs, team: Team | None, steps: int, max_tokens: int) -> S
     """What computes; on rank 0 of several, what leads them."""
     if team is None:
         return _build(configs, None, steps, max_tokens)
-    from agentrl.train.parallel.together import lead
+    from agentrl.distributed.controller import lead
 
     team.tell("build", steps, max_tokens)
     return lead(_build(configs, team, steps, max_tokens), team)
@@ -197,7 +197,7 @@ def _loss(shared: LossConfig) -> LossConfig:
 
 
 def _read(configs: Configs) -> list[DBRecordData]:
-    from agentrl.train.model import base_folder, load_tokenizer
+    from agentrl.model.load import base_folder, load_tokenizer
     from agentrl.train.sft_data import from_conversations, from_records
 
     run, settings, base = configs[RunConfig], configs[SFTConfig], base_folder(configs[ModelConfig])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from agentrl.config.schema import GroupConfig, RunConfig
-from agentrl.conversion.convert import to_training_data
+from agentrl.data.convert import to_training_data
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.task import Task

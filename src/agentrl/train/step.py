@@ -9,23 +9,23 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from agentrl.batching.forest import TokenForest, forest_from_sequences
-from agentrl.batching.sharing import share_prefixes
+from agentrl.data.forest import TokenForest, forest_from_sequences
+from agentrl.data.prefix_merging import share_prefixes
 from agentrl.errors import ForestError
 from agentrl.losses.metrics import TokenMetrics
 from agentrl.losses.reduce import Denominators
 from agentrl.losses.registry import reads_trajectory
 from agentrl.losses.settings import LossSettings
-from agentrl.train.attention import run_forest, usable_executors
-from agentrl.train.attention.implementation import use_attention
-from agentrl.train.clock import Stopwatch
-from agentrl.train.logprobs import (
+from agentrl.model.attention import run_forest, usable_executors
+from agentrl.model.attention.implementation import use_attention
+from agentrl.model.logprobs import (
     DEFAULT_CHUNK,
     DEFAULT_VOCAB_CHUNK,
     check_output_head,
     token_logprobs,
 )
-from agentrl.train.output_head import output_head
+from agentrl.model.output_head import output_head
+from agentrl.train.clock import Stopwatch
 from agentrl.train.step_loss import StepLoss, TrajectorySums, token_batch
 
 

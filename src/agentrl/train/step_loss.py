@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.batching.forest import TokenForest
+from agentrl.data.forest import TokenForest
 from agentrl.losses.batch import TokenBatch, TrajectoryMeans
 from agentrl.losses.correction import divergence
 from agentrl.losses.metrics import TokenMetrics

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.batching.forest import TokenForest
+from agentrl.data.forest import TokenForest
 from agentrl.documents.training import DBRecordData
 
 _DENSE_BF16_TFLOPS: dict[str, float] = {

@@ -19,9 +19,9 @@ from tiny_models import AGES, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentrl.config.schema import MemoryConfig, TrainConfig
+from agentrl.distributed.accumulation import Reduction
+from agentrl.distributed.world import leave_processes
 from agentrl.train.compute import StepComputer
-from agentrl.train.parallel.accumulation import Reduction
-from agentrl.train.parallel.team import leave_processes
 
 REDUCED = torch.ops.c10d._reduce_scatter_base_.default
 MODULES = 3

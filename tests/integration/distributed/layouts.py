@@ -25,24 +25,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "train"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from steps import MAX_TOKENS, step_data
 from tiny_models import AGES, tiny_model
 from transformers import AutoModelForCausalLM
 
-from agentrl.batching.planner import PrefixMerging, build_micro_batches
 from agentrl.config.schema import AdapterConfig, MemoryConfig, OptimConfig, TrainConfig
-from agentrl.losses.settings import LossSettings
-from agentrl.train.compute import StepComputer
-from agentrl.train.lora import Adapter, add_adapter
-from agentrl.train.memory import checkpointing_mode, compile_layers, enable_checkpointing
-from agentrl.train.model import Policy
-from agentrl.train.optim import build_optimizer
-from agentrl.train.parallel.data import Parallel, RankedModel
-from agentrl.train.parallel.gradients import split_by_mesh
-from agentrl.train.parallel.mesh import build_mesh, parallelize, plan_layout
-from agentrl.train.parallel.stages import tied_weight
-from agentrl.train.parallel.state import (
+from agentrl.data.planner import PrefixMerging, build_micro_batches
+from agentrl.distributed.fsdp import Parallel, RankedModel
+from agentrl.distributed.gradients import split_by_mesh
+from agentrl.distributed.mesh import build_mesh, parallelize, plan_layout
+from agentrl.distributed.pipeline_parallel.stages import tied_weight
+from agentrl.distributed.state import (
     GatheredAdapter,
     StreamedModel,
     gather_adapter,
@@ -50,7 +44,13 @@ from agentrl.train.parallel.state import (
     published_parts,
     take_inventory,
 )
-from agentrl.train.parallel.team import leave_processes
+from agentrl.distributed.world import leave_processes
+from agentrl.losses.settings import LossSettings
+from agentrl.model.load import Policy
+from agentrl.model.lora import Adapter, add_adapter
+from agentrl.train.compute import StepComputer
+from agentrl.train.memory import checkpointing_mode, compile_layers, enable_checkpointing
+from agentrl.train.optimizer import build_optimizer
 from agentrl.train.reference import Anchors
 from agentrl.train.shards import load_optimizer
 from agentrl.train.step import ForwardOptions

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from tiny_models import tiny_model
 
 from agentrl.config.schema import TrainConfig
+from agentrl.distributed.state import published_parts
+from agentrl.distributed.world import leave_processes
 from agentrl.train.allocations import peak_allocated
 from agentrl.train.compute import StepComputer
-from agentrl.train.parallel.state import published_parts
-from agentrl.train.parallel.team import leave_processes
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 64}
 

@@ -35,13 +35,13 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "train"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from tiny_models import tiny_model
 
+from agentrl.distributed.expert_parallel import share_experts
+from agentrl.distributed.mesh import Layout, Mesh, build_mesh
+from agentrl.distributed.world import leave_processes
 from agentrl.train.memory import enable_checkpointing
-from agentrl.train.parallel.experts import share_experts
-from agentrl.train.parallel.mesh import Layout, Mesh, build_mesh
-from agentrl.train.parallel.team import leave_processes
 
 LIMIT = 1e-5
 EXPERTS, CHOICES, WIDTH = 4, 2, 16

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from training_data import group, sampled_by
 
-from agentrl.batching.forest import forest_from_data
-from agentrl.batching.freshness import Freshness
-from agentrl.batching.stream import DataStream, StreamSettings
 from agentrl.config.schema import RunConfig
+from agentrl.data.forest import forest_from_data
+from agentrl.data.freshness import Freshness
+from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.service import InferenceService
 from agentrl.documents.status import DataStatus, StepStatus

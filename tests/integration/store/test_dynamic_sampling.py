@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import small_run as run
 
-from agentrl.commands import db
-from agentrl.commands.db_check import options_of
+from agentrl.cli import db
+from agentrl.cli.db.check import options_of
 from agentrl.config.schema import GroupConfig
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim, task_key
 from agentrl.rollout.finalise import Finaliser
-from agentrl.store.check.run import Checks
+from agentrl.store.admin.check.run import Checks
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

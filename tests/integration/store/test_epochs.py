@@ -18,9 +18,9 @@ import pytest
 from test_store_check import OPTIONS, check
 from test_store_claims import make_tasks
 
-from agentrl.batching.freshness import Freshness
-from agentrl.batching.stream import DataStream, StreamSettings
 from agentrl.config.schema import RunConfig
+from agentrl.data.freshness import Freshness
+from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.documents.status import EpochStatus
 from agentrl.store import epochs, task_loading
 from agentrl.store.client import Store, open_store

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import small_run as run
 
-from agentrl.batching.freshness import Freshness
-from agentrl.batching.stream import DataStream, StreamSettings
 from agentrl.config.schema import GroupConfig
-from agentrl.conversion.verify import verifier
+from agentrl.data.freshness import Freshness
+from agentrl.data.stream import DataStream, StreamSettings
+from agentrl.data.verify import verifier
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.status import TaskStatus
 from agentrl.errors import StoreError

@@ -12,13 +12,13 @@ import small_run as run
 from db_command import agentrl_db, violations
 
 from agentrl.config.schema import GroupConfig, RunConfig
-from agentrl.conversion.outcome import GroupRules
-from agentrl.conversion.verify import verifier
+from agentrl.data.finalize_group import GroupRules
+from agentrl.data.verify import verifier
 from agentrl.documents.base import now
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.task import Task, task_key
-from agentrl.observe.audit_run import read_state, render_state
+from agentrl.observe.audit.run import read_state, render_state
 from agentrl.rollout import finalise as finalise_module
 from agentrl.rollout.finalise import ATTEMPTS, Finaliser
 from agentrl.scoring.group_filters import ScoredGroup, group_filter

@@ -14,7 +14,7 @@ from db_command import agentrl_db
 
 from agentrl.config.load import Configs
 from agentrl.config.schema import AgentConfig, GroupConfig, RunConfig, TaskConfig
-from agentrl.extensions import is_importable
+from agentrl.registry import is_importable
 from agentrl.rollout.setup import allow_configured_imports, load_tasks
 from agentrl.rollout.tasks import main
 from agentrl.store.client import open_existing, open_store

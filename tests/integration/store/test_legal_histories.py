@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from legal_history import History
 
-from agentrl.commands import db
-from agentrl.commands.db_check import options_of
+from agentrl.cli import db
+from agentrl.cli.db.check import options_of
 from agentrl.config.schema import GroupConfig
 from agentrl.store import step_parts
-from agentrl.store.check.run import Checks
+from agentrl.store.admin.check.run import Checks
 from agentrl.store.client import Store
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]

@@ -7,13 +7,13 @@ import logging
 
 import pytest
 
-from agentrl.batching import stream as stream_module
-from agentrl.batching.freshness import Freshness
-from agentrl.batching.stream import DataStream, StreamSettings
+from agentrl.data import stream as stream_module
+from agentrl.data.freshness import Freshness
+from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.documents.service import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.documents.task import Slot, Task
-from agentrl.observe.audit_run import read_state
+from agentrl.observe.audit.run import read_state
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

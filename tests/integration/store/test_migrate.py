@@ -14,9 +14,9 @@ from db_command import agentrl_db, violations
 from agentrl.config.schema import RunConfig
 from agentrl.documents.status import RecordStatus
 from agentrl.errors import StoreError
-from agentrl.store import migrate
+from agentrl.store.admin import migrate
+from agentrl.store.admin.migrate import MIGRATIONS, Migrations
 from agentrl.store.client import Store, open_existing, open_store
-from agentrl.store.migrate import MIGRATIONS, Migrations
 from agentrl.store.names import SCHEMA_VERSION
 
 pytestmark = pytest.mark.integration

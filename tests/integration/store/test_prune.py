@@ -14,9 +14,9 @@ from agentrl.config.schema import RunConfig
 from agentrl.documents.status import DataStatus
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store import blobs
+from agentrl.store.admin.retention import Pruned, Retention
 from agentrl.store.client import Store
 from agentrl.store.old_versions import OldVersions
-from agentrl.store.retention import Pruned, Retention
 
 pytestmark = pytest.mark.integration
 

@@ -13,17 +13,17 @@ import pytest
 import small_run as run
 from rich.console import Console
 
-from agentrl.batching.freshness import Freshness
-from agentrl.batching.stream import DataStream, StreamSettings
-from agentrl.batching.usable import problem_of
-from agentrl.commands import db
-from agentrl.commands.db_check import options_of
+from agentrl.cli import db
+from agentrl.cli.db.check import options_of
+from agentrl.data.freshness import Freshness
+from agentrl.data.stream import DataStream, StreamSettings
+from agentrl.data.usable import problem_of
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.status import DataStatus
-from agentrl.observe.audit_list import quarantined, read_records, render_records
-from agentrl.observe.audit_run import read_state, render_state
+from agentrl.observe.audit.list import quarantined, read_records, render_records
+from agentrl.observe.audit.run import read_state, render_state
 from agentrl.store import blobs
-from agentrl.store.check.run import Checks
+from agentrl.store.admin.check.run import Checks
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

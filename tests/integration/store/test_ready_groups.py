@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from training_data import group, sampled_by
 
-from agentrl.batching.freshness import Freshness
-from agentrl.batching.stream import DataStream, StepData, StreamSettings
+from agentrl.data.freshness import Freshness
+from agentrl.data.stream import DataStream, StepData, StreamSettings
 from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.status import DataStatus
 from agentrl.documents.task import Slot, Task, task_key

@@ -14,9 +14,9 @@ from agentrl.documents.status import DataStatus, RecordStatus, SlotStatus, TaskS
 from agentrl.documents.task import Task, task_key
 from agentrl.documents.training import TrainStep
 from agentrl.rollout.finalise import Finaliser
+from agentrl.store.admin.regroup import Hindrance
+from agentrl.store.admin.reopen import Reopening
 from agentrl.store.client import Store
-from agentrl.store.regroup import Hindrance
-from agentrl.store.reopen import Reopening
 
 pytestmark = pytest.mark.integration
 

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.errors import StoreAwayError
 from agentrl.store.connection import Connection
-from agentrl.store.replica_set import ReplicaSet
+from agentrl.store.embedded.replica_set import ReplicaSet
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 

@@ -10,7 +10,7 @@ import small_run as run
 from db_command import agentrl_db, violations
 
 from agentrl.config.schema import GroupConfig, RunConfig
-from agentrl.conversion.outcome import GroupRules
+from agentrl.data.finalize_group import GroupRules
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.status import DataStatus, RecordStatus, TaskStatus
@@ -20,9 +20,9 @@ from agentrl.rollout.finalise import Finaliser
 from agentrl.scoring.group_filters import ScoredGroup
 from agentrl.scoring.registry import ScorerContext
 from agentrl.store import blobs
+from agentrl.store.admin.regroup import Hindrance
+from agentrl.store.admin.rescore import NewScore, Rescored, Rescoring
 from agentrl.store.client import Store
-from agentrl.store.regroup import Hindrance
-from agentrl.store.rescoring import NewScore, Rescored, Rescoring
 
 pytestmark = pytest.mark.integration
 

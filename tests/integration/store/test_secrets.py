@@ -59,7 +59,7 @@ def test_a_configuration_does_not_show_it() -> None:
 def test_a_server_that_does_not_answer_is_named_without_the_password(
     words: tuple[str, ...], dead_uri: str, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "agentrl.cli", *words, "--run_name", "r"]
+    command = [sys.executable, "-m", "agentrl", *words, "--run_name", "r"]
     command += ["--db_connection_string", dead_uri, "--db_timeout_seconds", "0.5"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
     said = done.stdout + done.stderr

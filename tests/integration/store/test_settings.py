@@ -13,7 +13,7 @@ from agentrl.config.facts import sampler_facts, trainer_facts
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.observe.audit_run import read_state, render_state
+from agentrl.observe.audit.run import read_state, render_state
 from agentrl.observe.begin_run import begin_run
 from agentrl.rollout.evaluate import evaluation_rules
 from agentrl.store.client import Store

@@ -14,8 +14,8 @@ import pytest
 import small_run as run
 from training_data import group
 
-from agentrl.commands import db
-from agentrl.commands.db_check import options_of
+from agentrl.cli import db
+from agentrl.cli.db.check import options_of
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.documents.base import now
 from agentrl.documents.record import Record
@@ -25,7 +25,7 @@ from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.rollout.finalise import Finaliser
 from agentrl.store import step_parts
-from agentrl.store.check.run import Checks
+from agentrl.store.admin.check.run import Checks
 from agentrl.store.client import Store, open_store
 from agentrl.store.connection import Connection
 from agentrl.store.old_versions import OldVersions

@@ -16,11 +16,11 @@ from pymongo.asynchronous.database import AsyncDatabase
 
 import agentrl
 from agentrl.config.schema import GroupConfig, RunConfig
-from agentrl.conversion.outcome import GroupRules
-from agentrl.conversion.verify import verifier
+from agentrl.data.finalize_group import GroupRules
+from agentrl.data.verify import verifier
 from agentrl.documents.task import task_key
 from agentrl.errors import ConfigError, StoreError
-from agentrl.extensions import allow_imports
+from agentrl.registry import allow_imports
 from agentrl.scoring.registry import get_scorer
 from agentrl.store.client import Store, open_existing
 

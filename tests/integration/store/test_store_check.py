@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import small_run as run
 
-from agentrl.cli import main
-from agentrl.commands import db
-from agentrl.commands.db_check import last_checkpoint, options_of
+from agentrl.cli import db
+from agentrl.cli.db.check import last_checkpoint, options_of
+from agentrl.cli.main import main
 from agentrl.config.schema import RunConfig
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError
-from agentrl.store.check.findings import Invariant, Report
-from agentrl.store.check.reading import CheckOptions, Checkpoint
-from agentrl.store.check.run import Checks
+from agentrl.store.admin.check.findings import Invariant, Report
+from agentrl.store.admin.check.reading import CheckOptions, Checkpoint
+from agentrl.store.admin.check.run import Checks
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

@@ -12,9 +12,9 @@ import pytest
 from test_store_claims import make_tasks, take_one
 from test_store_training import complete, decide, make_call, make_step
 
-from agentrl.batching.freshness import Freshness
-from agentrl.batching.stream import DataStream, StreamSettings
 from agentrl.config.schema import ClaimConfig, GroupConfig, RunConfig, SamplingConfig, TrainConfig
+from agentrl.data.freshness import Freshness
+from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.documents.record import Failure
 from agentrl.documents.service import InferenceService
 from agentrl.documents.status import RecordStatus, ServiceStatus, TaskStatus

@@ -15,11 +15,11 @@ import pytest
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure
 
-from agentrl.commands.mongo import main
+from agentrl.cli.mongo import main
 from agentrl.errors import ConfigError, StoreError
-from agentrl.store import embedded
-from agentrl.store.daemon import find_binary, free_port, start_ticks
-from agentrl.store.embedded import EmbeddedMongo, EmbeddedStatus
+from agentrl.store.embedded import server as embedded
+from agentrl.store.embedded.daemon import find_binary, free_port, start_ticks
+from agentrl.store.embedded.server import EmbeddedMongo, EmbeddedStatus
 
 pytestmark = pytest.mark.integration
 
@@ -151,7 +151,7 @@ def test_eight_callers_start_one_server(tmp_path: Path) -> None:
 
 def test_it_outlives_the_process_that_started_it(tmp_path: Path) -> None:
     mongo = EmbeddedMongo(tmp_path / "m")
-    command = [sys.executable, "-m", "agentrl.cli", "mongo", "up", "--dir", str(mongo.directory)]
+    command = [sys.executable, "-m", "agentrl", "mongo", "up", "--dir", str(mongo.directory)]
     try:
         subprocess.run(command, check=True, capture_output=True, timeout=60)
         assert mongo.status().running

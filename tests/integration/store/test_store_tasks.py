@@ -16,7 +16,7 @@ from agentrl.documents.status import ServiceStatus, TaskStatus
 from agentrl.documents.task import Slot, Task, task_key
 from agentrl.errors import StoreError, TaskFileError
 from agentrl.store.client import Store, open_store
-from agentrl.store.embedded import EmbeddedMongo
+from agentrl.store.embedded.server import EmbeddedMongo
 
 pytestmark = pytest.mark.integration
 

@@ -11,19 +11,19 @@ from dataclasses import replace
 import pytest
 import small_run as run
 
-from agentrl.commands import db
-from agentrl.commands.db_check import options_of
+from agentrl.cli import db
+from agentrl.cli.db.check import options_of
 from agentrl.config.schema import GroupConfig, RunConfig
-from agentrl.conversion.outcome import GroupRules
+from agentrl.data.finalize_group import GroupRules
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.task import Claim, task_key
-from agentrl.observe.audit_groups import GroupCount, count_groups
+from agentrl.observe.audit.groups import GroupCount, count_groups
 from agentrl.rollout.finalise import Finaliser
+from agentrl.store.admin.check.run import Checks
+from agentrl.store.admin.reopen import Reopening
+from agentrl.store.admin.rescore import NewScore, Rescoring
 from agentrl.store.admission import GroupAdmission
-from agentrl.store.check.run import Checks
 from agentrl.store.client import Store, open_store
-from agentrl.store.reopen import Reopening
-from agentrl.store.rescoring import NewScore, Rescoring
 from agentrl.store.selection import PASS_RATE, Selection
 
 pytestmark = pytest.mark.integration

@@ -19,11 +19,11 @@ from agentrl.config.schema import RunConfig
 from agentrl.documents.packing import pack_ids
 from agentrl.documents.task import Task, task_key
 from agentrl.errors import StoreError
-from agentrl.store.archive import MANIFEST, decode_line, encode_line, read_manifest
+from agentrl.store.admin.archive import MANIFEST, decode_line, encode_line, read_manifest
+from agentrl.store.admin.transfer import Transfer
 from agentrl.store.client import Store, open_connection, open_existing, open_store
 from agentrl.store.indexes import INDEXES
 from agentrl.store.names import SCHEMA_VERSION
-from agentrl.store.transfer import Transfer
 from agentrl.store.views import VIEWS
 
 pytestmark = pytest.mark.integration

@@ -24,13 +24,13 @@ from agentrl.documents.status import ServiceStatus
 from agentrl.documents.task import task_key
 from agentrl.documents.training import TrainStep
 from agentrl.errors import StoreError
-from agentrl.observe.audit_run import read_state
+from agentrl.observe.audit.run import read_state
 from agentrl.rollout.finalise import Finaliser
 from agentrl.store import blobs
+from agentrl.store.admin.transfer import Transfer
 from agentrl.store.client import Store, open_existing, open_store
-from agentrl.store.daemon import find_binary, stop_daemon
+from agentrl.store.embedded.daemon import find_binary, stop_daemon
 from agentrl.store.old_versions import OldVersions
-from agentrl.store.transfer import Transfer
 
 pytestmark = pytest.mark.integration
 

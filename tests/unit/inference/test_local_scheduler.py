@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from agentrl.documents.sampling import SamplingParams
-from agentrl.inference.engines.local_cache import KVCache
-from agentrl.inference.engines.local_model import Chunk
-from agentrl.inference.engines.local_sampling import RowSampler
-from agentrl.inference.engines.local_scheduler import Request, Scheduler
+from agentrl.inference.engines.local.cache import KVCache
+from agentrl.inference.engines.local.model import Chunk
+from agentrl.inference.engines.local.sampling import RowSampler
+from agentrl.inference.engines.local.scheduler import Request, Scheduler
 
 VOCAB = 97
 STOP = 96

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 from rollout_fakes import END, END_OF_TEXT, renderer_of
 
+from agentrl.chat.renderer import ChatRenderer
 from agentrl.documents.dispatch import VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.service import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import EngineError
-from agentrl.inference.engine import EngineRefusedError, Generation
+from agentrl.inference.client import EngineRefusedError, Generation
 from agentrl.inference.router import EngineRouter
-from agentrl.rollout.renderer import ChatRenderer
 
 Answer = Generation | EngineError
 

@@ -13,7 +13,7 @@ from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.service import InferenceService
 from agentrl.documents.status import ServiceStatus, VersionStatus
 from agentrl.errors import EngineError, PublishError, StoreAwayError, StoreError
-from agentrl.inference.engine import EngineRefusedError
+from agentrl.inference.client import EngineRefusedError
 from agentrl.inference.serve import ServedEngine, _starting_weights
 from agentrl.weights.manifest import write_manifest
 

@@ -17,12 +17,12 @@ from agentrl.documents.service import InferenceService
 from agentrl.documents.status import CallStatus, RecordStatus, ServiceStatus, StepStatus, StopReason
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.observe import audit
-from agentrl.observe.audit_curve import plot_curve, running_mean
-from agentrl.observe.audit_groups import GroupCount
-from agentrl.observe.audit_list import render_records
-from agentrl.observe.audit_record import render_record
-from agentrl.observe.audit_run import DataCount, FailureCount, LengthBias, RunState, render_state
-from agentrl.observe.untrusted import clean, excerpt
+from agentrl.observe.audit.curve import plot_curve, running_mean
+from agentrl.observe.audit.groups import GroupCount
+from agentrl.observe.audit.list import render_records
+from agentrl.observe.audit.record import render_record
+from agentrl.observe.audit.run import DataCount, FailureCount, LengthBias, RunState, render_state
+from agentrl.observe.sanitize_terminal import clean, excerpt
 
 
 def printed(page: RenderableType, width: int = 160) -> str:

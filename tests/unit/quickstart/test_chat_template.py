@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from agentrl.chat.renderer import ChatRenderer
 from agentrl.quickstart.smollm import MODEL_FOLDER
 from agentrl.quickstart.tasks import CALCULATOR_TOOLS, call_text, worked_examples
 from agentrl.quickstart.tiny import build_tiny_model
-from agentrl.rollout.renderer import ChatRenderer
 
 ROOT = Path(__file__).parents[3]
 TEMPLATE = ROOT / "assets/chat_templates/smollm2_tools.jinja"

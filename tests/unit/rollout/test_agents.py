@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from rollout_fakes import FakeTools, ScriptedEngine, renderer_of
 
+from agentrl.chat.parsers import get_parser
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.dispatch import DispatchedSamplingTask, whole_messages
 from agentrl.documents.packing import unpack_ids
@@ -14,7 +15,6 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import CallStatus, StopReason
 from agentrl.documents.task import Claim, Task
 from agentrl.errors import ConfigError, ToolServerError
-from agentrl.inference.parsers import get_parser
 from agentrl.rollout.agents import agent_names, get_agent
 from agentrl.rollout.context.discard_all import HEADING
 from agentrl.rollout.context.discard_tools import without_tools

@@ -15,7 +15,7 @@ from agentrl.documents.record import Record
 from agentrl.documents.status import StopReason
 from agentrl.documents.task import Task
 from agentrl.errors import ConfigError, GroupFilterError
-from agentrl.extensions import allow_imports
+from agentrl.registry import allow_imports
 from agentrl.scoring.group_filters import (
     ScoredGroup,
     ScoredTrajectory,

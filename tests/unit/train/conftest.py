@@ -14,9 +14,9 @@ from rich.console import Console
 from tiny_policy import write_tiny_policy
 from training_data import group
 
-from agentrl.batching.freshness import Freshness
-from agentrl.batching.stream import DataStream, StreamSettings
 from agentrl.config.schema import LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from agentrl.data.freshness import Freshness
+from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.observe.live import StepView
 from agentrl.observe.trackers import open_trackers
 from agentrl.train import checkpoint, resume

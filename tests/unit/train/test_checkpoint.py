@@ -17,10 +17,10 @@ from agentrl.config.schema import ModelConfig, OptimConfig
 from agentrl.documents.status import StepStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, LeaseLostError, ModelError, PublishError
+from agentrl.model.load import Policy, architecture, load_policy
 from agentrl.train import checkpoint
 from agentrl.train.checkpoint import Checkpoint, CheckpointState
-from agentrl.train.model import Policy, architecture, load_policy
-from agentrl.train.optim import build_optimizer
+from agentrl.train.optimizer import build_optimizer
 from agentrl.train.schedules import build_scheduler
 from agentrl.train.shards import save_optimizer
 from agentrl.weights.folder import SavableModel

@@ -11,11 +11,11 @@ from training_data import group
 
 from agentrl.config.schema import AdapterConfig, LossConfig, ModelConfig, OptimConfig, TrainConfig
 from agentrl.errors import ModelError
+from agentrl.model.load import architecture, load_policy
 from agentrl.train import checkpoint
 from agentrl.train.build import Recipe, build_computer
 from agentrl.train.checkpoint import CheckpointState
 from agentrl.train.compute import StepComputer
-from agentrl.train.model import architecture, load_policy
 from agentrl.train.step import forest_logprobs
 from agentrl.weights.folder import save_model_files
 

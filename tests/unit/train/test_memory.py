@@ -20,7 +20,7 @@ from agentrl.train.memory import (
     enable_checkpointing,
     naming_the_knobs,
 )
-from agentrl.train.optim import build_optimizer
+from agentrl.train.optimizer import build_optimizer
 from agentrl.train.step import forward_backward
 
 

@@ -10,7 +10,7 @@ import pytest
 from fake_store import FakeStore
 from training_data import group, sampled_by
 
-from agentrl.batching.freshness import Freshness
+from agentrl.data.freshness import Freshness
 from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.status import DataStatus, StepStatus, VersionStatus
 from agentrl.train.compute import StepComputer

@@ -9,7 +9,7 @@ from tiny_policy import write_tiny_policy
 
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.train.model import load_policy
+from agentrl.model.load import load_policy
 from agentrl.train.sft import main
 
 

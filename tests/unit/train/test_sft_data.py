@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny_policy import MARKED_TEMPLATE, TEMPLATE, tiny_tokenizer
 
-from agentrl.batching.forest import forest_from_data
+from agentrl.data.forest import forest_from_data
 from agentrl.train.conversations import read_conversations
 from agentrl.train.sft_data import from_conversations
 

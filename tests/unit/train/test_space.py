@@ -10,7 +10,7 @@ from tiny_policy import write_tiny_policy
 
 from agentrl.config.schema import ModelConfig, TrainConfig
 from agentrl.errors import ConfigError
-from agentrl.train.model import load_policy
+from agentrl.model.load import load_policy
 from agentrl.train.space import Retention, amount, check_output, model_bytes, retention
 from agentrl.weights.folder import weight_bytes
 

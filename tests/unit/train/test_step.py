@@ -10,7 +10,7 @@ import torch
 from tiny_models import chains, packed, plain_logprobs, tiny_model, tree
 from transformers import PreTrainedModel
 
-from agentrl.batching.forest import TokenForest, forest_from_sequences
+from agentrl.data.forest import TokenForest, forest_from_sequences
 from agentrl.errors import ForestError
 from agentrl.losses.reduce import Denominators
 from agentrl.losses.registry import LOSSES

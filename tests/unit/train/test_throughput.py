@@ -11,8 +11,8 @@ from tiny_models import chains, packed, tiny_model, trajectory, tree
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, Qwen3MoeConfig
 
-from agentrl.batching.sharing import share_prefixes
-from agentrl.train.attention import run_forest
+from agentrl.data.prefix_merging import share_prefixes
+from agentrl.model.attention import run_forest
 from agentrl.train.clock import Stopwatch, peak_flops
 from agentrl.train.throughput import (
     ModelShape,

@@ -11,7 +11,7 @@ from agentrl.config.schema import ModelConfig
 from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.service import InferenceService
 from agentrl.errors import PublishError
-from agentrl.train.model import Policy, load_policy
+from agentrl.model.load import Policy, load_policy
 from agentrl.weights.follow import versions
 from agentrl.weights.manifest import verify
 from agentrl.weights.publish import Shelf, publish, publish_base

@@ -6,8 +6,8 @@ import secrets
 
 from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.errors import ConfigError
-from agentrl.inference.engine import EngineClient
-from agentrl.inference.engines.local_command import local_command
+from agentrl.inference.client import EngineClient
+from agentrl.inference.engines.local.command import local_command
 from agentrl.inference.engines.process import EngineCommand
 from agentrl.inference.engines.sglang import sglang_command
 from agentrl.inference.engines.vllm import vllm_command

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from agentrl.errors import ConfigError, EngineError
-from agentrl.inference.engine import EngineClient
+from agentrl.inference.client import EngineClient
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)

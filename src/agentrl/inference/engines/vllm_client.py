@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.documents.sampling import SamplingParams, logprobs_of
-from agentrl.inference.engine import (
+from agentrl.inference.client import (
     CONTROL_SECONDS,
     EngineClient,
     EngineRefusedError,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from agentrl.extensions import Extensions
+from agentrl.registry import Extensions
 from agentrl.rollout.session import Outcome, Rollout
 
 Agent = Callable[[Rollout], Awaitable[Outcome]]

@@ -11,7 +11,7 @@ from agentrl.rollout.context.discard_tools import discard_tools
 from agentrl.rollout.context.keep import keep
 
 if TYPE_CHECKING:
-    from agentrl.rollout.renderer import Message
+    from agentrl.chat.renderer import Message
     from agentrl.rollout.session import Rollout
 
 ContextManager = Callable[["Rollout"], Awaitable["list[Message] | None"]]

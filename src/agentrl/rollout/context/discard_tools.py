@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from agentrl.rollout.renderer import Message
+    from agentrl.chat.renderer import Message
     from agentrl.rollout.session import Rollout
 
 LATEST, KEPT = 15, 10

@@ -1,0 +1,7 @@
+"""``python -m agentrl COMMAND``: the same as the ``agentrl`` command."""
+
+import sys
+
+from agentrl.cli.main import main
+
+sys.exit(main())

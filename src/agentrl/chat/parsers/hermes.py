@@ -1,0 +1,70 @@
+"""Hermes form: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, code of code tools in ``<code>``."""
+
+from __future__ import annotations
+
+import re
+
+from agentrl.chat.parsers.base import (
+    CallSyntaxError,
+    ParsedMessage,
+    ToolCall,
+    call_of,
+    load_json,
+    shown,
+    split_thought,
+)
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+CODE_TOOLS = frozenset({"PythonInterpreter", "execute_code"})
+"""Tools whose ``code`` argument may follow the JSON inside ``<code>…</code>``, unescaped."""
+
+_CODE = re.compile(r"<code>\n?(.*?)\n?</code>", re.DOTALL)
+
+
+class HermesParser:
+    """Calls between ``<tool_call>`` tags, anywhere behind the thought."""
+
+    def parse(self, text: str) -> ParsedMessage:
+        """Read every tagged block; an unclosed tag is an error."""
+        thought, rest = split_thought(text)
+        outside, blocks, error = tagged_blocks(rest)
+        calls: list[ToolCall] = []
+        for block in blocks:
+            try:
+                calls.append(self.read_block(block))
+            except CallSyntaxError as problem:
+                error = error or str(problem)
+        return ParsedMessage((thought + outside).strip(), tuple(calls), error)
+
+    def read_block(self, block: str) -> ToolCall:
+        """The call inside one pair of tags; raises CallSyntaxError."""
+        code = _CODE.search(block)
+        if code is None:
+            return call_of(load_json(block.strip()))
+        head = block[: code.start()].strip()
+        try:
+            call = call_of(load_json(head))
+        except CallSyntaxError:
+            return call_of(load_json(block.strip()))
+        if call.name not in CODE_TOOLS:
+            raise CallSyntaxError(f"<code> is only for {', '.join(sorted(CODE_TOOLS))}, not for {call.name}")
+        return ToolCall(call.name, {**call.arguments, "code": code.group(1)})
+
+
+def tagged_blocks(text: str) -> tuple[str, list[str], str | None]:
+    """``(text outside the tags, what is inside each pair, error)``."""
+    outside: list[str] = []
+    blocks: list[str] = []
+    at = 0
+    while (start := text.find(OPEN, at)) >= 0:
+        outside.append(text[at:start])
+        inner = start + len(OPEN)
+        end = text.find(CLOSE, inner)
+        if end < 0:
+            return "".join(outside), blocks, f"{OPEN} is not closed by {CLOSE}: {shown(text[inner:])}"
+        blocks.append(text[inner:end])
+        at = end + len(CLOSE)
+    rest = text[at:]
+    error = f"{CLOSE} without {OPEN}: {shown(rest)}" if CLOSE in rest else None
+    outside.append(rest)
+    return "".join(outside), blocks, error

@@ -1,0 +1,63 @@
+"""Llama 3: ``{"name": …, "parameters": {…}}``, several joined by ``;``, perhaps behind ``<|python_tag|>``."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from agentrl.chat.parsers.base import (
+    CallSyntaxError,
+    ParsedMessage,
+    ToolCall,
+    call_of,
+    shown,
+    split_thought,
+)
+
+PYTHON_TAG = "<|python_tag|>"
+
+
+class LlamaParser:
+    """JSON calls that make up the whole message, or everything behind the python tag."""
+
+    def parse(self, text: str) -> ParsedMessage:
+        """Text that neither has the tag nor opens with ``{"name"`` is plain content."""
+        thought, rest = split_thought(text)
+        content, tag, body = rest.partition(PYTHON_TAG)
+        if not tag:
+            if not _looks_like_call(rest):
+                return ParsedMessage(text.strip())
+            content, body = "", rest
+        calls, error = _read_calls(body.strip())
+        return ParsedMessage((thought + content).strip(), tuple(calls), error)
+
+
+def _looks_like_call(text: str) -> bool:
+    head = text.lstrip()
+    return head.startswith("{") and head[1:].lstrip().startswith(('"name"', '"type"'))
+
+
+def _read_calls(body: str) -> tuple[list[ToolCall], str | None]:
+    calls: list[ToolCall] = []
+    decoder = json.JSONDecoder(strict=False)
+    while body:
+        try:
+            value, end = decoder.raw_decode(body)
+        except (json.JSONDecodeError, RecursionError) as error:
+            return calls, f"the tool call is not JSON ({error}): {shown(body)}"
+        try:
+            calls.append(_call(value))
+        except CallSyntaxError as problem:
+            return calls, str(problem)
+        body = body[end:].lstrip()
+        if body and not body.startswith(";"):
+            return calls, f"text behind the tool call: {shown(body)}"
+        body = body[1:].lstrip()
+    return calls, None if calls else f"no tool call behind {PYTHON_TAG}"
+
+
+def _call(value: Any) -> ToolCall:
+    function = value.get("function") if isinstance(value, dict) else None
+    inner = function if isinstance(function, dict) else value
+    key = "parameters" if not isinstance(inner, dict) or "parameters" in inner else "arguments"
+    return call_of(inner, key)

@@ -1,0 +1,48 @@
+"""Mistral: ``[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]``, or ``[TOOL_CALLS]NAME[ARGS]{…}`` a call."""
+
+from __future__ import annotations
+
+from agentrl.chat.parsers.base import (
+    CallSyntaxError,
+    ParsedMessage,
+    ToolCall,
+    arguments_of,
+    call_of,
+    load_json,
+    shown,
+    split_thought,
+)
+
+MARK, ARGS = "[TOOL_CALLS]", "[ARGS]"
+
+
+class MistralParser:
+    """Both generations of the form; which one is seen in each part behind the mark."""
+
+    def parse(self, text: str) -> ParsedMessage:
+        """What stands before the first mark is content."""
+        thought, rest = split_thought(text)
+        content, *parts = rest.split(MARK)
+        calls: list[ToolCall] = []
+        error = None
+        for part in parts:
+            try:
+                calls.extend(_read_part(part.strip()))
+            except CallSyntaxError as problem:
+                error = error or str(problem)
+        return ParsedMessage((thought + content).strip(), tuple(calls), error)
+
+
+def _read_part(part: str) -> list[ToolCall]:
+    if part.startswith(("[", "{")):
+        value = load_json(part)
+        return [call_of(item) for item in (value if isinstance(value, list) else [value])]
+    name, separator, arguments = part.partition(ARGS)
+    if not separator:
+        brace = part.find("{")
+        if brace < 0:
+            raise CallSyntaxError(f"the tool call has no arguments: {shown(part)}")
+        name, arguments = part[:brace], part[brace:]
+    if not name.strip():
+        raise CallSyntaxError(f"the tool call has no name: {shown(part)}")
+    return [ToolCall(name.strip(), arguments_of(load_json(arguments.strip()), name.strip()))]

@@ -1,0 +1,46 @@
+"""Qwen: the Hermes form, and Qwen3-Coder's ``<function=…><parameter=…>`` inside the same tags."""
+
+from __future__ import annotations
+
+import re
+
+from agentrl.chat.parsers.base import CallSyntaxError, ToolCall, shown
+from agentrl.chat.parsers.hermes import HermesParser
+
+_FUNCTION = re.compile(r"\s*<function=([^>\n]*)>(.*?)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
+
+
+class QwenCoderParser(HermesParser):
+    """``<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>``."""
+
+    def read_block(self, block: str) -> ToolCall:
+        """Values are text: ``typed_call`` gives them the types of the tool's schema."""
+        function = _FUNCTION.fullmatch(block)
+        if function is None:
+            raise CallSyntaxError(
+                f"the tool call is not of the form <function=NAME>…</function>: {shown(block)}"
+            )
+        name, body = function.group(1).strip(), function.group(2)
+        if not name:
+            raise CallSyntaxError("the tool call has no name: write <function=NAME>")
+        left = _PARAMETER.sub("", body).strip()
+        if left:
+            raise CallSyntaxError(f"{name}: text outside <parameter=KEY>…</parameter>: {shown(left)}")
+        arguments = {key.strip(): _unframed(value) for key, value in _PARAMETER.findall(body)}
+        return ToolCall(name, arguments, typed=False)
+
+
+class QwenParser(HermesParser):
+    """Qwen2.5 and Qwen3 write JSON; a block that opens with ``<function=`` is read as Qwen3-Coder's."""
+
+    def read_block(self, block: str) -> ToolCall:
+        """One block of either form."""
+        if block.lstrip().startswith("<function="):
+            return QwenCoderParser.read_block(QwenCoderParser(), block)
+        return super().read_block(block)
+
+
+def _unframed(value: str) -> str:
+    """A value without the one newline that the form puts on either side."""
+    return value.removeprefix("\n").removesuffix("\n")

@@ -1,0 +1,67 @@
+"""The ``agentrl`` command: finds the subcommand, imports it alone, and turns errors into exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+
+from agentrl import __version__
+from agentrl.errors import AgentRLError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "mongo": ("agentrl.cli.mongo", "the embedded MongoDB: up, status, down"),
+    "tasks": ("agentrl.rollout.tasks", "load a JSONL file of tasks; list what is loaded"),
+    "db": ("agentrl.cli.db", "the database of a run: check, copy, prune, rescore, reopen, migrate"),
+    "serve": ("agentrl.inference.serve", "run one inference engine that follows the published weights"),
+    "sample": ("agentrl.rollout.sample", "a sampler: claims, runs and scores trajectories"),
+    "train": ("agentrl.train.main", "the trainer"),
+    "try": ("agentrl.rollout.try_task", "run one task's trajectory, print it, store nothing"),
+    "eval": ("agentrl.rollout.evaluate", "sample an evaluation file at one policy version and report"),
+    "sft": ("agentrl.train.sft", "supervised fine-tuning on conversations"),
+    "audit": ("agentrl.observe.audit", "look at a run: its state, a trajectory, its curve"),
+    "doctor": (
+        "agentrl.cli.doctor",
+        "what is missing on this machine, and what mends it",
+    ),
+    "quickstart": ("agentrl.quickstart.main", "the whole loop on this machine"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``agentrl COMMAND …``; the exit code is 0, or the error's."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(f"agentrl {__version__}")
+        return 0
+    name = words[0]
+    if name not in COMMANDS:
+        print(f"agentrl: error: unknown command {name!r}\n{_usage()}", file=sys.stderr)
+        return 2
+    return run(lambda: importlib.import_module(COMMANDS[name][0]).main(words[1:]), f"agentrl {name}")
+
+
+def run(command: Callable[[], int | None], name: str) -> int:
+    """Call ``command``; an AgentRLError becomes its message on stderr and its exit code."""
+    try:
+        return command() or 0
+    except AgentRLError as error:
+        print(f"{name}: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _usage() -> str:
+    rows = "\n".join(f"  {name:<11} {help_line}" for name, (_, help_line) in COMMANDS.items())
+    return (
+        f"usage: agentrl COMMAND [--flag VALUE …]\n\n{rows}\n\n"
+        "agentrl COMMAND --help lists the flags of a command."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""A finished group → its outcome: which Records train, with which advantages, and the data made from them."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Final
+
+from agentrl.config.schema import GroupConfig
+from agentrl.data.convert import masked_calls, to_training_data
+from agentrl.documents.dispatch import DispatchedSamplingTask
+from agentrl.documents.record import Record
+from agentrl.documents.status import RecordStatus, SlotStatus
+from agentrl.documents.task import Task
+from agentrl.documents.training import DBRecordData
+from agentrl.errors import StoreError
+from agentrl.scoring.group_filters import dropped_by_filter
+from agentrl.scoring.groups import Decision, decide_group, filtered_of, summarise
+from agentrl.store.groups import GroupOutcome, RecordOutcome
+
+logger = logging.getLogger(__name__)
+
+TRAIN_SPLIT: Final = "train"
+
+_LISTED: Final = 8
+"""Most parameters listed in a summary or a reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRules:
+    """The flags and the seed by which a group is decided. They are stored in it, as ``Task.group.rules``."""
+
+    config: GroupConfig
+    seed: int
+    filtered: Mapping[str, str] | None = None
+    """Recorded drops of ``--group_filter``, {id: reason}. None: call the filter."""
+
+    @classmethod
+    def of_group(cls, group: Mapping[str, Any]) -> GroupRules:
+        """Return the rules of ``Task.group`` with its recorded drops, so that no filter is imported."""
+        rules = cls.stored(group["rules"])
+        return replace(rules, filtered=filtered_of(group) or {})
+
+    @classmethod
+    def stored(cls, rules: Mapping[str, Any]) -> GroupRules:
+        """The rules of a finalised group; flags that it does not name have their defaults."""
+        known = {field.name for field in fields(GroupConfig)}
+        config = GroupConfig(**{key: value for key, value in rules.items() if key in known})
+        return cls(config=config, seed=int(rules.get("seed", 0)))
+
+    def to_store(self) -> dict[str, Any]:
+        """``Task.group.rules``."""
+        return {**asdict(self.config), "seed": self.seed}
+
+    def decide(
+        self,
+        task: Task,
+        records: Sequence[Record],
+        calls: Mapping[str, Sequence[DispatchedSamplingTask]],
+    ) -> GroupOutcome:
+        """What becomes of a group; the same whoever computes it, and however often.
+
+        A group filter may not be deterministic: its drops are stored (``Task.group.filtered``).
+        Groups of ``TRAIN_SPLIT`` become training data; those of any other split are only summed up.
+        """
+        scored = [record for record in records if record.score is not None]
+        failed = sum(slot.status is SlotStatus.FAILED for slot in task.slots)
+        rules = self.to_store()
+        if task.split != TRAIN_SPLIT:
+            outcomes = [_outcome(record.id, RecordStatus.READY) for record in scored]
+            summed = {**summarise(scored, failed, 0, rules), "right_threshold": self.config.right_threshold}
+            return GroupOutcome(records=tuple(outcomes), summary=summed)
+        filtered = self._filtered(task, scored)
+        rng = random.Random(f"{self.seed}/{task.id}")
+        decisions = decide_group(scored, self.config, rng, filtered)
+        by_id = {record.id: record for record in scored}
+        data: list[DBRecordData] = []
+        outcomes = []
+        masked: Counter[str] = Counter()
+        for decision in decisions:
+            shaped = self._masked(calls.get(decision.record_id, ()), decision)
+            masked.update(shaped)
+            converted = self._convert(task, by_id[decision.record_id], calls, decision, shaped)
+            if isinstance(converted, DBRecordData):
+                data.append(converted)
+                outcomes.append(_outcome(decision.record_id, RecordStatus.READY, decision.advantage))
+            else:
+                outcomes.append(_outcome(decision.record_id, RecordStatus.ABANDONED, None, converted))
+        summary = {
+            **summarise(scored, failed, len(data), rules),
+            "masked_calls": _counts(masked),
+            "filtered": [{"record": key, "because": because} for key, because in filtered.items()],
+            "rules": rules,
+        }
+        return GroupOutcome(data=tuple(data), records=tuple(outcomes), summary=summary)
+
+    def _filtered(self, task: Task, scored: Sequence[Record]) -> Mapping[str, str]:
+        if self.filtered is not None or self.config.group_filter is None or not scored:
+            return self.filtered or {}
+        return dropped_by_filter(self.config.group_filter, task, scored)
+
+    def _masked(self, calls: Sequence[DispatchedSamplingTask], decision: Decision) -> list[str]:
+        """Return ``masked_calls`` of a Record that is trained, else nothing."""
+        return [] if decision.advantage is None else masked_calls(calls, decision.advantage, self.config)
+
+    def _convert(
+        self,
+        task: Task,
+        record: Record,
+        calls: Mapping[str, Sequence[DispatchedSamplingTask]],
+        decision: Decision,
+        shaped: Sequence[str],
+    ) -> DBRecordData | str:
+        """Training data, or why there is none."""
+        if decision.advantage is None:
+            return decision.abandoned_because or "abandoned"
+        try:
+            data = to_training_data(task, record, calls.get(record.id, ()), decision.advantage, self.config)
+        except StoreError as error:
+            logger.error("a trajectory cannot be trained", extra={"record": record.id, "why": error.message})
+            return error.message
+        if data is not None:
+            return data
+        if decision.advantage == 0 and self.config.drop_zero_advantage:
+            return "its advantage is 0, and drop_zero_advantage leaves it out"
+        if shaped:
+            return f"no model call to train: {_listed(shaped)}, which the engine's logprobs leave out"
+        return "no model call has an advantage to train with"
+
+
+def _listed(shaped: Sequence[str]) -> str:
+    counts = Counter(shaped)
+    listed = [f"{count} sampled with {what}" for what, count in counts.most_common(_LISTED)]
+    rest = counts.total() - sum(count for _, count in counts.most_common(_LISTED))
+    return ", ".join([*listed, f"{rest} with others"] if rest else listed)
+
+
+def _counts(masked: Counter[str]) -> list[dict[str, Any]]:
+    """Return ``Task.group.masked_calls``: the number of masked model calls for each parameter."""
+    return [{"because": what, "calls": count} for what, count in masked.most_common(_LISTED)]
+
+
+def _outcome(
+    record_id: str, status: RecordStatus, advantage: float | None = None, because: str | None = None
+) -> RecordOutcome:
+    return RecordOutcome(record_id=record_id, status=status, advantage=advantage, because=because)

@@ -1,0 +1,79 @@
+"""Shares equal prefixes: context that several paths of a forest have in common is kept once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from agentrl.data.forest import Ints, TokenForest, at_or_below
+from agentrl.data.split import segment_starts
+
+
+def share_prefixes(forest: TokenForest) -> TokenForest:
+    """The same trajectories as a prefix tree over token ids; losses and gradients stay what they were.
+
+    Paths from a root that begin with the same ids share those tokens: within a trajectory all of them, so
+    that a context reset branches where it leaves the old context; across trajectories the context up to the
+    first generated token (``owner``). Labels move with their tokens and keep their order; the result has at
+    most as many tokens, and at most as many as there are different prefixes.
+    """
+    keys = _keys(forest)
+    paths = sorted(_paths(forest), key=lambda path: keys[path].astype(">u8").tobytes())
+    new_index = np.zeros(forest.tokens, np.int64)
+    subtree_end = np.zeros(forest.tokens, np.int64)
+    kept: list[Ints] = []
+    parents: list[Ints] = []
+    count = 0
+    before, before_new = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    for path in paths:
+        shared = common_prefix(keys[path], keys[before])
+        subtree_end[before_new[shared:]] = count
+        added = np.arange(count, count + len(path) - shared)
+        path_new = np.concatenate([before_new[:shared], added])
+        new_index[path] = path_new
+        kept.append(path[shared:])
+        parents.append(np.concatenate([[-1], path_new[:-1]])[shared:])
+        count += len(added)
+        before, before_new = path, path_new
+    subtree_end[before_new] = count
+    source = np.concatenate(kept)
+    target, subtree_end = new_index[forest.target], subtree_end[:count]
+    owner = forest.owner[source]
+    if forest.trajectories == 1:
+        generated = np.unique(new_index[forest.owner >= 0])
+        owner = np.where(at_or_below(generated, subtree_end), forest.trajectory[0], -1)
+    return replace(
+        forest,
+        input_ids=forest.input_ids[source],
+        position_ids=forest.position_ids[source],
+        parent=np.concatenate(parents),
+        subtree_end=subtree_end,
+        target=target,
+        owner=owner,
+    )
+
+
+def _keys(forest: TokenForest) -> Ints:
+    """int64[N], equal for tokens that may be one: the id, and whose it is where there are several."""
+    if forest.trajectories == 1:
+        return forest.input_ids
+    return forest.input_ids + (forest.owner + 1) * (int(forest.input_ids.max(initial=0)) + 1)
+
+
+def _paths(forest: TokenForest) -> list[Ints]:
+    """Token indices from root to leaf, one int64 array per leaf."""
+    starts = segment_starts(forest)
+    made: list[Ints] = []
+    for start, end in zip(starts, np.append(starts[1:], forest.tokens), strict=True):
+        shared = forest.position_ids[start]
+        above = made[-1][:shared] if shared else np.zeros(0, np.int64)
+        made.append(np.concatenate([above, np.arange(start, end)]))
+    return made
+
+
+def common_prefix(ids: Ints, others: Ints) -> int:
+    """How many leading ids are equal."""
+    length = min(len(ids), len(others))
+    different = np.flatnonzero(ids[:length] != others[:length])
+    return int(different[0]) if different.size else length

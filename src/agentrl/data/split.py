@@ -1,0 +1,124 @@
+"""Takes forests apart and puts them together: a part keeps the whole path of each of its trainable tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.data.forest import Ints, TokenForest, concatenate
+from agentrl.errors import ConfigError
+
+
+def restrict(forest: TokenForest, labels: NDArray[np.bool_]) -> TokenForest:
+    """The labels chosen by ``labels`` bool[T], with the tokens that they and their ancestors are.
+
+    Rows without a chosen label are left out; ``row_tokens`` still counts whole trajectories.
+    """
+    target = forest.target[labels]
+    before = np.zeros(forest.tokens + 1, np.int64)
+    np.add.at(before, target + 1, 1)
+    before = np.cumsum(before)
+    kept = before[forest.subtree_end] > before[:-1]
+    place = np.append(0, np.cumsum(kept))
+    parent = forest.parent[kept]
+    rows, row = np.unique(forest.row[labels], return_inverse=True)
+    return TokenForest(
+        input_ids=forest.input_ids[kept],
+        position_ids=forest.position_ids[kept],
+        parent=np.where(parent < 0, -1, place[parent]),
+        subtree_end=place[forest.subtree_end[kept]],
+        row=row,
+        target=place[target],
+        advantage=forest.advantage[labels],
+        behavior_logprob=forest.behavior_logprob[labels],
+        version=forest.version[labels],
+        temperature=forest.temperature[labels],
+        age=forest.age[labels],
+        owner=forest.owner[kept],
+        trajectory=forest.trajectory[rows],
+        row_tokens=forest.row_tokens[rows],
+    )
+
+
+def join(parts: Sequence[TokenForest]) -> TokenForest:
+    """One forest of parts of one step: parts of the same trajectory get one row. At least one part."""
+    forest = concatenate(parts)
+    numbers, first, place = np.unique(
+        np.concatenate([part.trajectory for part in parts]), return_index=True, return_inverse=True
+    )
+    return replace(
+        forest,
+        row=place[forest.row],
+        owner=np.concatenate([part.owner for part in parts]),
+        trajectory=numbers,
+        row_tokens=forest.row_tokens[first],
+    )
+
+
+def segment_starts(forest: TokenForest) -> Ints:
+    """int64[leaves], where each run of tokens begins of which each is the parent of the next."""
+    return np.flatnonzero((forest.parent < 0) | (forest.parent != np.arange(forest.tokens) - 1))
+
+
+def cut(forest: TokenForest, budget: int, names: Sequence[str]) -> list[TokenForest]:
+    """``forest`` in parts of at most ``budget`` tokens, cut at branch points.
+
+    Each part repeats the path to where it begins, as context; every label is in exactly one part, and as few
+    tokens as possible are repeated. Every leaf must be trainable (``restrict`` leaves no other). Raises
+    ConfigError, with the name that ``names`` has for the trajectory, for a path above ``budget``.
+    """
+    if forest.tokens <= budget:
+        return [forest]
+    starts = segment_starts(forest)
+    own = np.diff(np.append(starts, forest.tokens))
+    above = forest.position_ids[starts]
+    _require_paths_fit(forest, starts, above + own, budget, names)
+    firsts = _cheapest_cuts(above.tolist(), own.tolist(), budget)
+    part = np.searchsorted(firsts, np.searchsorted(starts, forest.target, side="right") - 1, side="right")
+    return [restrict(forest, part == index + 1) for index in range(len(firsts))]
+
+
+def _require_paths_fit(
+    forest: TokenForest, starts: Ints, lengths: Ints, budget: int, names: Sequence[str]
+) -> None:
+    worst = int(np.argmax(lengths))
+    if lengths[worst] <= budget:
+        return
+    end = starts[worst + 1] if worst + 1 < len(starts) else forest.tokens
+    row = int(forest.row[np.flatnonzero(forest.target == end - 1)[0]])
+    raise ConfigError(
+        f"trajectory {names[int(forest.trajectory[row])]} has a sequence of {lengths[worst]} tokens,"
+        f" longer than a micro-batch of --max_tokens {budget}",
+        cure=f"raise --max_tokens to {lengths[worst]} or more, or lower --max_prompt_tokens when sampling",
+    )
+
+
+def _cheapest_cuts(above: Sequence[int], own: Sequence[int], budget: int) -> list[int]:
+    """The first segment of each part, such that parts fit and repeat as few tokens as possible.
+
+    A part of segments [a, b] holds ``above[a]`` tokens of the path before it and the segments' ``own``.
+    """
+    count = len(own)
+    best: list[tuple[int, int]] = [(0, 0)] + [(0, 0)] * count
+    chosen = [0] * (count + 1)
+    for end in range(1, count + 1):
+        options = []
+        size = 0
+        for first in range(end - 1, -1, -1):
+            size += own[first]
+            if size > budget:
+                break
+            if size + above[first] <= budget:
+                repeated, parts = best[first]
+                options.append((repeated + above[first], parts + 1, first))
+        repeated, parts, chosen[end] = min(options)
+        best[end] = (repeated, parts)
+    firsts = []
+    end = count
+    while end > 0:
+        end = chosen[end]
+        firsts.append(end)
+    return firsts[::-1]

@@ -1,0 +1,322 @@
+"""The trainer's data: waits for a step's worth of fresh groups, and fetches the next while one computes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from agentrl.data.ages import VersionSteps
+from agentrl.data.freshness import Freshness, choose_groups
+from agentrl.data.whitening import whiten
+from agentrl.documents.status import DataStatus
+from agentrl.documents.training import DBRecordData
+from agentrl.errors import AgentRLError, TrainingError
+from agentrl.store.old_versions import OldVersions
+
+if TYPE_CHECKING:
+    from agentrl.data.verify import Verify
+    from agentrl.store.client import Store
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 10.0
+"""How often the data are looked for when no change tells of any."""
+
+LOG_EVERY_SECONDS = 30.0
+_LOOKAHEAD_STEPS = 8
+_LONGEST_PROBLEM = 500
+"""Characters of a problem that are kept."""
+
+_UNUSABLE_GROUPS = 8
+"""After so many groups in a row whose data are all bad, training stops: the model or the limits are wrong."""
+
+
+@dataclass(frozen=True)
+class StepData:
+    """One step's groups. ``is_rest``: sampling has ended, and fewer groups than a step's were left."""
+
+    groups: tuple[str, ...]
+    data: tuple[DBRecordData, ...]
+    ages: Mapping[int, int]
+    """{version: age in optimizer steps}, for every policy version in ``data``."""
+    is_rest: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamSettings:
+    """How data are chosen, and how long they are waited for."""
+
+    split: str = "train"
+    groups_per_step: int
+    num_epochs: int
+    freshness: Freshness
+    whitening: Literal["none", "batch"] = "none"
+    """``batch``: the advantages of a step are whitened, once, over all of its data."""
+    wait_seconds: float
+    problem_of: Callable[[DBRecordData], str | None] = lambda _: None
+    """Why data cannot be trained; called in a worker thread for all data before a step is planned."""
+    engine_alive_seconds: float = 10.0
+
+
+class DataStream:
+    """Chooses whole groups, those begun first, that are fresh enough for the weights a step starts from.
+
+    Step n starts from weights of n − 1 steps, published or not: ages count from them. A step that has been
+    undone takes what it took before, whatever else is ready: those data were fresh.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        settings: StreamSettings,
+        replay: Mapping[int, tuple[str, ...]] | None = None,
+        *,
+        verify: Verify | None = None,
+        attempt: int | None = None,
+    ) -> None:
+        """``replay`` names what undone steps had planned: {step: (data id, …)}.
+
+        ``verify`` checks groups that a step would train first; those that it finds a problem with are
+        quarantined. None trusts whoever wrote them. ``attempt`` is the trainer's, whose writes it guards.
+        """
+        self._verify = verify
+        self._attempt = attempt
+        self._store = store
+        self._versions = VersionSteps(store)
+        self._settings = settings
+        self._replay = dict(replay or {})
+        self._stale = 0
+        self._prefetched: tuple[int, asyncio.Task[StepData | None]] | None = None
+        self._avoid: frozenset[str] = frozenset()
+        self._quarantined = 0
+        self._unusable_groups = 0
+        """Groups in a row of which nothing can be trained."""
+
+    def prefetch(self, step: int) -> None:
+        """Begin to wait for the data of ``step``."""
+        self._prefetched = (step, asyncio.create_task(self._wait(step)))
+
+    async def take(self, step: int) -> StepData | None:
+        """The data of ``step``; None when all is sampled and trained.
+
+        Marks data that are too old as stale. Raises TrainingError after ``wait_seconds``.
+        """
+        if not any(undone >= step for undone in self._replay):
+            await self._mark_stale(step)
+        try:
+            async with asyncio.timeout(self._settings.wait_seconds):
+                return await self._take(step)
+        except TimeoutError as error:
+            raise await self._no_data() from error
+
+    def avoid(self, data_ids: frozenset[str]) -> None:
+        """Prefer other groups than those of ``data_ids``, whose last step was skipped."""
+        self._avoid = data_ids
+        self._replay = {step: ids for step, ids in self._replay.items() if data_ids.isdisjoint(ids)}
+
+    def count_stale(self) -> int:
+        """Trajectories that were set aside as stale since the last call."""
+        stale, self._stale = self._stale, 0
+        return stale
+
+    def count_quarantined(self) -> int:
+        """Trajectories that were set aside since the last call because they cannot be trained."""
+        quarantined, self._quarantined = self._quarantined, 0
+        return quarantined
+
+    async def close(self) -> None:
+        """Stop prefetching."""
+        if self._prefetched is not None:
+            task = self._prefetched[1]
+            self._prefetched = None
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, AgentRLError):
+                await task
+
+    async def ready_groups(self, step: int) -> int:
+        """Groups that ``step`` could train now, counted up to a few steps' worth."""
+        return len(await self._choose(step, _LOOKAHEAD_STEPS * self._settings.groups_per_step))
+
+    async def _take(self, step: int) -> StepData | None:
+        if self._prefetched is not None and self._prefetched[0] == step:
+            result = await self._prefetched[1]
+            self._prefetched = None
+            if result is not None and not result.is_rest:
+                return result
+        await self.close()
+        return await self._wait(step)
+
+    async def _wait(self, step: int) -> StepData | None:
+        count = self._settings.groups_per_step
+        log_at = time.monotonic() + LOG_EVERY_SECONDS
+        while True:
+            planned = await self._replayed(step)
+            if planned is not None:
+                return planned
+            finished = await self._sampling_finished()
+            groups = await self._choose(step, count)
+            if not groups and finished:
+                return None
+            if len(groups) == count or finished:
+                data = await self._usable(groups, step)
+                if data is None:
+                    continue
+                return await self._step_data(data, step, is_rest=len(groups) < count)
+            if time.monotonic() >= log_at:
+                await self._log_wait(len(groups), count)
+                log_at += LOG_EVERY_SECONDS
+            await self._store.wait_for_change("DBRecordData", "Task", timeout=POLL_SECONDS)
+
+    async def _log_wait(self, ready: int, count: int) -> None:
+        """Log how many groups are ready, and which samplers and engines are alive."""
+        found = await self._store.presence.look(self._settings.split, self._settings.engine_alive_seconds)
+        logger.info("waiting for groups: %d of %d are ready; %s", ready, count, found.describe())
+
+    async def _mark_stale(self, step: int) -> None:
+        old = await self._too_old(step)
+        if old is None:
+            return
+        split, max_staleness = self._settings.split, self._settings.freshness.max_staleness
+        stale = await self._store.training.mark_stale(split, old, attempt=self._attempt)
+        if stale:
+            self._stale += stale
+            logger.info("%d trajectories are older than %d steps: stale", stale, max_staleness)
+
+    async def _too_old(self, step: int) -> OldVersions | None:
+        """Return the versions that are too old in ``step``; None if the policy makes no data stale."""
+        freshness = self._settings.freshness
+        if freshness.stale_spans is None:
+            return None
+        ranges = await self._versions.published_before(freshness.oldest(step - 1))
+        return OldVersions(ranges, freshness.stale_spans)
+
+    async def _choose(self, step: int, count: int) -> dict[str, list[str]]:
+        """At most ``count`` whole groups; trained ones are read only where there are too few others."""
+        settings = self._settings
+        old = await self._too_old(step)
+        groups: dict[str, list[str]] = {}
+        for untrained in (True, False):
+            members = await self._store.training.ready_members(
+                settings.split, step=step, old=old, untrained=untrained
+            )
+            places = await self._store.tasks.places({member.task for member in members})
+            groups = choose_groups(members, count, places, self._avoid)
+            if len(groups) == count and self._avoid.isdisjoint(id for ids in groups.values() for id in ids):
+                break
+        return groups
+
+    async def _replayed(self, step: int) -> StepData | None:
+        """What ``step`` took when it was last done; None where it was not, or some of it is not ready now.
+
+        Data that cannot be trained any more are left out.
+        """
+        ids = self._replay.get(step)
+        if not ids:
+            return None
+        found, problems = await self._read(ids, step)
+        await self._quarantine(problems)
+        data = [found[id] for id in ids if id in found and id not in problems]
+        data = [item for item in data if item.status is not DataStatus.QUARANTINED]
+        if len(found.keys() | problems.keys()) < len(ids) or any(
+            item.status is not DataStatus.READY for item in data
+        ):
+            logger.info("step %d cannot train what it trained before: some of it is taken", step)
+            return None
+        return await self._step_data(data, step, is_rest=False) if data else None
+
+    async def _quarantine_unproven(self, data: Sequence[DBRecordData]) -> bool:
+        """Set aside the groups that ``verify`` finds a problem with; True if there are any."""
+        problems = {} if self._verify is None else await self._verify(data)
+        for task, problem in problems.items():
+            count = await self._store.training.quarantine({"task": task}, problem, attempt=self._attempt)
+            self._quarantined += count
+            logger.error(
+                "%d trajectories of group %s are not trained: %s (agentrl db check)", count, task, problem
+            )
+        return bool(problems)
+
+    async def _usable(self, groups: Mapping[str, Sequence[str]], step: int) -> list[DBRecordData] | None:
+        """The data of ``groups``; None where some were set aside or have changed: the choice is made anew."""
+        ids = [id for members in groups.values() for id in members]
+        found, problems = await self._read(ids, step)
+        for members in groups.values():
+            unusable = all(id in problems for id in members)
+            self._unusable_groups = self._unusable_groups + 1 if unusable else 0
+        if self._unusable_groups >= max(_UNUSABLE_GROUPS, self._settings.groups_per_step):
+            key, why = next(iter(problems.items()))
+            raise TrainingError(
+                f"no trajectory of the last {self._unusable_groups} groups can be trained; {key}: {why}",
+                cure="see that engines and the trainer have the same model (--model_name_or_path) and limits",
+            )
+        await self._quarantine(problems)
+        if problems or len(found) < len(ids):
+            return None
+        data = [found[id] for id in ids]
+        return None if await self._quarantine_unproven(data) else data
+
+    async def _read(self, ids: Sequence[str], step: int) -> tuple[dict[str, DBRecordData], dict[str, str]]:
+        """Return data by id, and the problem of each that ``step`` cannot train."""
+        found, problems = await self._store.training.fetch_readable(ids)
+        ready = [item for item in found.values() if item.status is DataStatus.READY]
+        problems |= await asyncio.to_thread(self._problems, ready)
+        ages = await self._ages(ready, step)
+        for item in ready:
+            unknown = {span.version for span in item.spans} - ages.keys()
+            if unknown:
+                problems.setdefault(item.id, f"no policy version {min(unknown)} was published: it has no age")
+        return found, problems
+
+    async def _ages(self, data: Sequence[DBRecordData], step: int) -> dict[int, int]:
+        """Return {version: age} of the published versions in ``data``."""
+        return await self._versions.ages({span.version for item in data for span in item.spans}, step - 1)
+
+    def _problems(self, data: Sequence[DBRecordData]) -> dict[str, str]:
+        why = {item.id: self._settings.problem_of(item) for item in data}
+        return {id: problem for id, problem in why.items() if problem is not None}
+
+    async def _quarantine(self, problems: Mapping[str, str]) -> None:
+        for id, why in problems.items():
+            logger.error("trajectory %s is set aside, and its group is trained without it: %s", id, why)
+            self._quarantined += await self._store.training.quarantine(
+                {"_id": id}, why[:_LONGEST_PROBLEM], attempt=self._attempt
+            )
+
+    async def _step_data(self, data: Sequence[DBRecordData], step: int, *, is_rest: bool) -> StepData:
+        groups = tuple(dict.fromkeys(item.task for item in data))
+        ages = await self._ages(data, step)
+        return StepData(groups, self._weighed(data, ages), ages, is_rest)
+
+    def _weighed(self, data: Sequence[DBRecordData], ages: Mapping[int, int]) -> tuple[DBRecordData, ...]:
+        """Mask old tokens, whiten the advantages, decay those of old tokens, as far as the flags say.
+
+        A masked token is in no mean. Decay comes last: whitening after it would give a token that has lost
+        its weight the advantage −mean / std.
+        """
+        freshness = self._settings.freshness
+        whitens = self._settings.whitening == "batch"
+        if whitens and freshness.policy == "decay":
+            data = whiten(data)
+        weighed = tuple(freshness.weigh(item, ages) for item in data)
+        return whiten(weighed) if whitens and freshness.policy != "decay" else weighed
+
+    async def _sampling_finished(self) -> bool:
+        """True when every epoch holds every task and each of its groups is finalised."""
+        split = self._settings.split
+        if await self._store.tasks.next_epoch(split, self._settings.num_epochs) is not None:
+            return False
+        return await self._store.tasks.unfinished(split) == 0
+
+    async def _no_data(self) -> TrainingError:
+        counts = await self._store.tasks.counts(self._settings.split)
+        told = ", ".join(f"{number} {status}" for status, number in counts.items()) or "none"
+        return TrainingError(
+            f"fewer than {self._settings.groups_per_step} groups became ready within"
+            f" {self._settings.wait_seconds:g} s; tasks: {told}",
+            cure="see that `agentrl serve` and `agentrl sample` run (`agentrl audit run` shows them), then"
+            " start the trainer again: it resumes; or raise --data_wait_seconds",
+        )

@@ -1,0 +1,1 @@
+"""Context parallelism: a group of ranks shares the tokens of the same forests."""

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: each rank of a group holds some of the model's layers."""

@@ -1,0 +1,1 @@
+"""The local engine: a small inference server on transformers, for machines without SGLang."""

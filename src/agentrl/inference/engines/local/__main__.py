@@ -1,0 +1,87 @@
+"""The local engine: a small inference server on transformers, for machines without SGLang.
+
+    python -m agentrl.inference.engines.local --model_path DIR --port 30000
+
+It batches continuously, reuses the KV cache of common prefixes, and speaks SGLang's HTTP API.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from agentrl.errors import AgentRLError, ConfigError
+
+
+def run_local_server(
+    model_path: str,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 30000,
+    dtype: str = "float32",
+    device: str = "cpu",
+    weight_version: str = "default",
+    max_running_requests: int = 32,
+    max_total_tokens: int = 65536,
+    chunk_tokens: int = 256,
+    instance: str | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT. ModelError where the model cannot be served; ConfigError on a bad flag.
+
+    ``max_total_tokens`` is the size of the KV cache and so the longest context; ``chunk_tokens`` the prompt
+    tokens of one forward pass: more is faster, fewer keeps decoding requests moving.
+    """
+    import torch
+    import uvicorn
+
+    from agentrl.inference.engines.local.model import LocalModel
+    from agentrl.inference.engines.local.scheduler import Scheduler
+    from agentrl.inference.engines.local.server import LocalServer
+    from agentrl.inference.engines.local.worker import Worker
+
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in kinds:
+        raise ConfigError(f"--dtype {dtype} is none of {', '.join(kinds)}")
+
+    def load(folder: str) -> LocalModel:
+        return LocalModel(folder, dtype=kinds[dtype], device=torch.device(device))
+
+    model = load(model_path)
+    cache = model.new_cache(max_total_tokens)
+    scheduler = Scheduler(
+        model, cache, version=weight_version, max_running=max_running_requests, chunk_tokens=chunk_tokens
+    )
+    context_length = min(model.max_position, max_total_tokens)
+    server = LocalServer(Worker(scheduler), model, load, context_length, instance)
+    uvicorn.run(
+        server.app(), host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=3
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line of the server."""
+    parser = argparse.ArgumentParser(prog="python -m agentrl.inference.engines.local")
+    parser.add_argument("--model_path", required=True, help="folder of a Hugging Face model")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16")
+    parser.add_argument("--device", default="cpu", help="cpu, or a torch device such as cuda:0")
+    parser.add_argument("--weight_version", default="default", help="name of the weights served at the start")
+    parser.add_argument("--max_running_requests", type=int, default=32, help="sequences decoded at a time")
+    parser.add_argument("--max_total_tokens", type=int, default=65536, help="tokens of KV cache")
+    parser.add_argument("--chunk_tokens", type=int, default=256, help="prompt tokens of one forward pass")
+    parser.add_argument("--instance", help="name that /server_info answers: it identifies this process")
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s  %(message)s")
+    try:
+        run_local_server(**vars(arguments))
+    except AgentRLError as error:
+        print(f"local engine: error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

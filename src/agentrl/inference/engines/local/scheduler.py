@@ -1,0 +1,226 @@
+"""The local engine's continuous batching: which tokens of which request run in the next forward pass."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agentrl.inference.engines.local.cache import KVCache, Slot
+from agentrl.inference.engines.local.model import Chunk
+from agentrl.inference.engines.local.sampling import RowSampler, sample
+
+log = logging.getLogger(__name__)
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+_FIRST_ROOM = 256
+
+
+class Model(Protocol):
+    """What the scheduler needs of a model."""
+
+    vocab_size: int
+    eos_ids: frozenset[int]
+
+    def forward(self, chunks: Sequence[Chunk], cache: KVCache) -> Tensor:
+        """Logits [chunks that want them, vocab] at each such chunk's last token."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One generation. ``finish`` is called once, from the scheduler's thread, after its last token."""
+
+    rid: str
+    tokens: NDArray[np.int32]
+    """int32[prompt + max_new_tokens]: the prompt, then what was generated; ``length`` of them are valid."""
+    prompt_tokens: int
+    sampler: RowSampler
+    stop_ids: frozenset[int]
+    finish: Callable[[Request], None]
+    length: int = 0
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[dict[str, Any]] = field(default_factory=list)
+    cached_tokens: int | None = None
+    slot: Slot | None = None
+    retractions: int = 0
+    finish_reason: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.length = self.prompt_tokens
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The generated ids."""
+        return [int(item) for item in self.tokens[self.prompt_tokens : self.length]]
+
+    def append(self, token: int, logprob: float, version: str) -> None:
+        """Add a generated token; set ``finish_reason`` where it is the last."""
+        index = self.length - self.prompt_tokens
+        self.tokens[self.length] = token
+        self.length += 1
+        self.logprobs.append(logprob)
+        self.sampler.record(token)
+        if not self.spans or self.spans[-1]["version"] != version:
+            self.spans.append({"version": version, "start": index, "end": index})
+        self.spans[-1]["end"] = index + 1
+        if token in self.stop_ids:
+            self.finish_reason = {"type": "stop", "matched": token}
+        elif self.length == len(self.tokens):
+            self.finish_reason = {"type": "length", "length": index + 1}
+
+
+class Scheduler:
+    """Runs requests over one model and one KV cache. Not thread-safe: one thread owns it.
+
+    Every step runs one token of each decoding request and up to ``chunk_tokens`` of prompts. A request whose
+    prompt's beginning is just being computed for another one waits for it and then copies it.
+    """
+
+    def __init__(
+        self, model: Model, cache: KVCache, *, version: str, max_running: int, chunk_tokens: int = 256
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.version = version
+        self.paused = False
+        self.draining = False
+        self._max_running = max_running
+        self._chunk_tokens = chunk_tokens
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+
+    def submit(self, request: Request) -> None:
+        """Queue a request."""
+        self.waiting.append(request)
+
+    def abort(self, rid: str | None) -> int:
+        """End the request ``rid`` (None: all) with what it has; returns how many were ended."""
+        chosen = [r for r in (*self.running, *self.waiting) if rid is None or r.rid == rid]
+        for request in chosen:
+            request.finish_reason = {"type": "abort", "message": "aborted by request"}
+            self._end(request)
+        return len(chosen)
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stop stepping; ``retract`` sends running requests back to the queue, ``abort`` ends all."""
+        self.paused = True
+        if mode == "abort":
+            self.abort(None)
+        elif mode == "retract":
+            for request in reversed(self.running.copy()):
+                self._retract(request)
+
+    def replace_model(self, model: Model, version: str) -> None:
+        """Serve other weights from the next step on; the KV of running requests stays as it is."""
+        self.model = model
+        self.version = version
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` would run something."""
+        return not self.paused and bool(self.running or (self.waiting and not self.draining))
+
+    def step(self) -> None:
+        """Admit what fits, run one forward pass, append the sampled tokens, end what is finished."""
+        if not self.draining:
+            self._admit()
+        chunks, samplers = self._plan()
+        if not chunks:
+            return
+        with torch.inference_mode():
+            logits = self.model.forward([chunk for _, chunk in chunks], self.cache)
+            ready = [request for request, chunk in chunks if chunk.wants_logits]
+            tokens, logprobs = sample(logits, samplers) if ready else ([], [])
+        for _, chunk in chunks:
+            chunk.slot.computed = chunk.start + len(chunk.token_ids)
+        for request, token, logprob in zip(ready, tokens, logprobs, strict=True):
+            request.append(token, logprob, self.version)
+            if request.finish_reason is not None:
+                self._end(request)
+
+    def fail_all(self, error: BaseException) -> None:
+        """End every request after a forward pass that raised; the caches of running ones are dropped."""
+        for request in (*self.running, *self.waiting):
+            request.finish_reason = {"type": "abort", "message": f"engine error: {error}", "status_code": 500}
+            if request.slot is not None:
+                request.slot.computed = 0
+            self._end(request)
+
+    def _admit(self) -> None:
+        for request in self.waiting.copy():
+            if len(self.running) >= self._max_running:
+                return
+            prompt = request.tokens[: request.length]
+            found = self.cache.match(prompt)
+            if found.promised > found.length:
+                continue
+            room = min(request.length + _FIRST_ROOM, len(request.tokens))
+            slot = self.cache.acquire(prompt, found, room)
+            if slot is None:
+                return
+            request.slot = slot
+            if request.cached_tokens is None:
+                request.cached_tokens = slot.computed
+            self.waiting.remove(request)
+            self.running.append(request)
+
+    def _plan(self) -> tuple[list[tuple[Request, Chunk]], list[RowSampler]]:
+        """The next chunk of each running request: decoding ones first, then prompts as the budget allows."""
+        planned: list[tuple[Request, Chunk]] = []
+        budget = self._chunk_tokens
+        for request in sorted(self.running, key=lambda r: r.length - _slot(r).computed > 1):
+            slot = request.slot
+            if slot is None or not self._make_room(request):
+                continue
+            missing = request.length - slot.computed
+            count = missing if missing == 1 else min(missing, budget)
+            if count == 0:
+                continue
+            if missing > 1:
+                budget -= count
+            ids = request.tokens[slot.computed : slot.computed + count]
+            planned.append((request, Chunk(slot, slot.computed, ids, count == missing)))
+        kept = [(request, chunk) for request, chunk in planned if request.slot is chunk.slot]
+        return kept, [request.sampler for request, chunk in kept if chunk.wants_logits]
+
+    def _make_room(self, request: Request) -> bool:
+        """Rows for the request's tokens, by retracting later requests where the cache is full."""
+        while not self.cache.grow(_slot(request), request.length):
+            victim = self.running[-1]
+            log.warning("KV cache full: request %s waits and is recomputed", victim.rid)
+            self._retract(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _retract(self, request: Request) -> None:
+        """Send a running request back to the head of the queue; its KV stays only as a reusable prefix."""
+        slot = _slot(request)
+        self.cache.release(slot, request.tokens)
+        request.slot = None
+        request.retractions += 1
+        self.running.remove(request)
+        self.waiting.insert(0, request)
+
+    def _end(self, request: Request) -> None:
+        if request.slot is not None:
+            self.cache.release(request.slot, request.tokens)
+            request.slot = None
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        request.finish(request)
+
+
+def _slot(request: Request) -> Slot:
+    if request.slot is None:
+        raise RuntimeError(f"request {request.rid} is not running")
+    return request.slot

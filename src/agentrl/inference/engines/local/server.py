@@ -1,0 +1,263 @@
+"""The local engine's HTTP face: the part of SGLang's API that AgentRL uses."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from agentrl.documents.sampling import SamplingParams, logprobs_of
+from agentrl.errors import AgentRLError
+from agentrl.inference.engines.local.model import LocalModel
+from agentrl.inference.engines.local.sampling import RowSampler
+from agentrl.inference.engines.local.scheduler import Request as Generation
+from agentrl.inference.engines.local.worker import Worker
+
+_PARAMS = {item.name for item in dataclasses.fields(SamplingParams)} - {"extra"}
+_PAUSE_MODES = ("abort", "retract", "in_place")
+
+
+class LocalServer:
+    """Translates between HTTP and the worker."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        model: LocalModel,
+        load: Callable[[str], LocalModel],
+        context_length: int,
+        instance: str | None = None,
+    ) -> None:
+        self._worker = worker
+        self._model = model
+        self._load = load
+        self._context_length = context_length
+        self._instance = instance
+        self._updating = asyncio.Lock()
+
+    def app(self) -> FastAPI:
+        """The application; its life is the worker's."""
+        app = FastAPI(title="AgentRL local engine", lifespan=self._lifespan)
+        app.post("/generate")(self.generate)
+        app.get("/health")(self.health)
+        app.get("/health_generate")(self.health)
+        app.get("/model_info")(self.model_info)
+        app.get("/server_info")(self.server_info)
+        app.get("/v1/loads")(self.loads)
+        app.api_route("/flush_cache", methods=["GET", "POST"])(self.flush_cache)
+        app.post("/pause_generation")(self.pause)
+        app.post("/continue_generation")(self.resume)
+        app.post("/abort_request")(self.abort)
+        app.post("/update_weights_from_disk")(self.update_weights)
+        app.post("/update_weight_version")(self.update_weight_version)
+        app.add_exception_handler(_BadRequestError, _bad_request)
+        return app
+
+    @asynccontextmanager
+    async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        self._worker.start()
+        yield
+        await asyncio.to_thread(self._worker.stop)
+
+    async def generate(self, request: Request) -> Response:
+        """Generate; a client that hangs up aborts its request."""
+        body = await _json(request)
+        loop = asyncio.get_running_loop()
+        done = asyncio.Event()
+        generation = self._generation(body, lambda _: loop.call_soon_threadsafe(done.set))
+        await asyncio.wrap_future(self._worker.submit(generation))
+        finished = asyncio.create_task(done.wait())
+        gone = asyncio.create_task(_disconnected(request))
+        try:
+            await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not finished.done():
+                self._worker.abort(generation.rid)
+                await finished
+        finally:
+            gone.cancel()
+            finished.cancel()
+        reason = generation.finish_reason or {}
+        if "status_code" in reason:
+            return JSONResponse({"error": {"message": reason["message"]}}, status_code=reason["status_code"])
+        return JSONResponse(self._answer(generation, with_logprobs=bool(body.get("return_logprob"))))
+
+    async def health(self) -> Response:
+        """200 while requests are run, 503 while paused."""
+        return Response(status_code=503 if self._worker.paused else 200)
+
+    async def model_info(self) -> dict[str, Any]:
+        """The model served."""
+        return {
+            "model_path": self._model.folder,
+            "is_generation": True,
+            "weight_version": self._worker.version,
+            "vocab_size": self._model.vocab_size,
+        }
+
+    async def server_info(self) -> dict[str, Any]:
+        """The engine's settings and load."""
+        running, waiting = self._worker.loads
+        return {
+            "engine": "local",
+            "instance": self._instance,
+            "model_path": self._model.folder,
+            "weight_version": self._worker.version,
+            "dtype": str(self._model.dtype).removeprefix("torch."),
+            "device": str(self._model.device),
+            "context_length": self._context_length,
+            "paused": self._worker.paused,
+            "running_requests": running,
+            "waiting_requests": waiting,
+        }
+
+    async def loads(self) -> dict[str, Any]:
+        """Running and waiting requests."""
+        running, waiting = self._worker.loads
+        return {"loads": [{"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting}]}
+
+    async def flush_cache(self) -> Response:
+        """Forget cached prefixes; 400 while requests run."""
+        flushed = await asyncio.wrap_future(self._worker.flush())
+        text = "Cache flushed." if flushed else "Requests are running: the cache was not flushed."
+        return Response(text, status_code=200 if flushed else 400, media_type="text/plain")
+
+    async def pause(self, request: Request) -> dict[str, str]:
+        """Pause in one of the three modes."""
+        mode = (await _json(request)).get("mode", "abort")
+        if mode not in _PAUSE_MODES:
+            raise _BadRequestError(f"pause mode {mode!r} is none of {', '.join(_PAUSE_MODES)}")
+        await asyncio.wrap_future(self._worker.pause(mode))
+        return {"status": "ok", "message": "Generation is paused."}
+
+    async def resume(self) -> dict[str, str]:
+        """Go on after a pause."""
+        await asyncio.wrap_future(self._worker.resume())
+        return {"status": "ok", "message": "Generation continues."}
+
+    async def abort(self, request: Request) -> Response:
+        """End one request or all."""
+        body = await _json(request)
+        rid = body.get("rid")
+        if not body.get("abort_all") and not rid:
+            raise _BadRequestError("abort_request needs rid, or abort_all true")
+        await asyncio.wrap_future(self._worker.abort(None if body.get("abort_all") else str(rid)))
+        return Response(status_code=200)
+
+    async def update_weights(self, request: Request) -> JSONResponse:
+        """Load other weights of the same shape; 400, and the old ones stay, where they cannot be used."""
+        body = await _json(request)
+        path, version = body.get("model_path"), body.get("weight_version")
+        if not isinstance(path, str):
+            raise _BadRequestError("update_weights_from_disk needs model_path")
+        flush = bool(body.get("flush_cache", True))
+        async with self._updating:
+            try:
+                model = await asyncio.to_thread(self._load, path)
+                self._model.check_same_shape(model)
+                if body.get("abort_all_requests"):
+                    await asyncio.wrap_future(self._worker.abort(None))
+                name = self._worker.version if version is None else str(version)
+                await asyncio.wrap_future(self._worker.swap(model, name, flush=flush))
+            except AgentRLError as error:
+                answer = {"success": False, "message": str(error), "num_paused_requests": 0}
+                return JSONResponse(answer, status_code=400)
+            self._model = model
+        paused = sum(self._worker.loads) if self._worker.paused else 0
+        return JSONResponse({"success": True, "message": "Weights loaded.", "num_paused_requests": paused})
+
+    async def update_weight_version(self, request: Request) -> dict[str, Any]:
+        """Rename the weights served."""
+        version = (await _json(request)).get("new_version")
+        if not isinstance(version, str):
+            raise _BadRequestError("update_weight_version needs new_version, a string")
+        await asyncio.wrap_future(self._worker.rename(version))
+        return {"success": True, "message": f"Weight version is {version}.", "new_version": version}
+
+    def _generation(self, body: Mapping[str, Any], finish: Callable[[Generation], Any]) -> Generation:
+        ids = body.get("input_ids")
+        if not isinstance(ids, list) or not ids or any(type(item) is not int for item in ids):
+            raise _BadRequestError("generate needs input_ids: a list of at least one integer")
+        if min(ids) < 0 or max(ids) >= self._model.vocab_size:
+            raise _BadRequestError(f"input_ids reach outside the vocabulary of {self._model.vocab_size} ids")
+        if len(ids) >= self._context_length:
+            raise _BadRequestError(
+                f"a prompt of {len(ids)} tokens and one more do not fit the context of {self._context_length}"
+            )
+        params, options = _sampling_params(body.get("sampling_params") or {})
+        room = min(params.max_new_tokens, self._context_length - len(ids))
+        tokens = np.zeros(len(ids) + room, dtype=np.int32)
+        tokens[: len(ids)] = ids
+        stop_ids = frozenset() if options["ignore_eos"] else self._model.eos_ids | set(params.stop_token_ids)
+        return Generation(
+            rid=str(body.get("rid") or uuid.uuid4().hex),
+            tokens=tokens,
+            prompt_tokens=len(ids),
+            sampler=RowSampler(params, np.random.default_rng(options["sampling_seed"])),
+            stop_ids=stop_ids,
+            finish=finish,
+        )
+
+    def _answer(self, generation: Generation, *, with_logprobs: bool) -> dict[str, Any]:
+        ids = generation.output_ids
+        meta: dict[str, Any] = {
+            "id": generation.rid,
+            "finish_reason": generation.finish_reason,
+            "prompt_tokens": generation.prompt_tokens,
+            "completion_tokens": len(ids),
+            "cached_tokens": generation.cached_tokens or 0,
+            "weight_version": generation.spans[-1]["version"] if generation.spans else self._worker.version,
+            "weight_versions": generation.spans,
+            "num_retractions": generation.retractions,
+        }
+        if with_logprobs:
+            rows = zip(generation.logprobs, ids, strict=True)
+            meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in rows]
+            meta["logprobs_of"] = logprobs_of("local", generation.sampler.params.to_request())
+        return {"output_ids": ids, "meta_info": meta}
+
+
+class _BadRequestError(Exception):
+    """The request cannot be understood; answered with 400."""
+
+
+async def _bad_request(_: Request, error: Exception) -> JSONResponse:
+    return JSONResponse({"error": {"message": str(error)}}, status_code=400)
+
+
+async def _json(request: Request) -> dict[str, Any]:
+    try:
+        body = await request.json()
+    except ValueError as error:
+        raise _BadRequestError(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise _BadRequestError("the body must be a JSON object")
+    return body
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _sampling_params(values: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
+    """The parameters, and the options ``ignore_eos`` and ``sampling_seed``."""
+    options: dict[str, Any] = {"ignore_eos": False, "sampling_seed": None}
+    unknown = [name for name in values if name not in _PARAMS and name not in options]
+    if unknown:
+        raise _BadRequestError(f"the local engine does not know sampling parameter {unknown[0]!r}")
+    options |= {name: values[name] for name in options if values.get(name) is not None}
+    known = {name: values[name] for name in _PARAMS if values.get(name) is not None}
+    if "stop_token_ids" in known:
+        known["stop_token_ids"] = tuple(known["stop_token_ids"])
+    known.setdefault("max_new_tokens", 128)
+    try:
+        return SamplingParams(**known), options
+    except (AgentRLError, TypeError) as error:
+        raise _BadRequestError(str(error)) from error

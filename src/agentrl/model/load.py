@@ -1,0 +1,184 @@
+"""A Hugging Face folder → model and tokenizer, checked first so that what is missing is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from agentrl.config.schema import AdapterConfig, ModelConfig
+from agentrl.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from agentrl.model.lora import Adapter
+    from agentrl.weights.folder import SavableModel
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_ARCHITECTURE_KEYS = (
+    "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "intermediate_size", "head_dim", "tie_word_embeddings", "num_experts",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The model being trained, its tokenizer, and the folder that its configuration came from."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    base: Path
+    chat_template: str | None
+    """The run's own template, where ``--chat_template`` names one."""
+    adapter: Adapter | None = None
+    """What is trained in place of the model's own weights, with ``--lora_rank``."""
+
+    @property
+    def kept(self) -> SavableModel:
+        """What a checkpoint holds: the adapter alone, where there is one."""
+        return self.adapter or self.model
+
+    @property
+    def published(self) -> SavableModel:
+        """What engines load: whole weights, with the adapter in them."""
+        return self.adapter.merged if self.adapter else self.model
+
+
+def base_folder(config: ModelConfig) -> Path:
+    """The folder of ``--model_name_or_path``; ModelError where it is none or lacks a model's files."""
+    if config.model_name_or_path is None:
+        raise ModelError("no model is given", cure="give --model_name_or_path FOLDER")
+    folder = Path(config.model_name_or_path)
+    if not folder.is_dir():
+        raise ModelError(
+            f"--model_name_or_path {folder} is no folder",
+            cure="give a local Hugging Face folder; `hf download NAME --local-dir FOLDER` fetches one",
+        )
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} has no config.json", cure="give a folder that save_pretrained wrote")
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelError(
+            f"{folder} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})",
+            cure="copy the tokenizer's files into the folder",
+        )
+    if (folder / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{folder} holds an adapter, not a model",
+            cure="give the folder of published weights, …/weights/v…",
+        )
+    return folder
+
+
+def load_policy(
+    config: ModelConfig, weights: Path | None = None, adapter: AdapterConfig | None = None
+) -> Policy:
+    """Load the policy for training: weights from ``weights`` (a checkpoint's) or from the base folder.
+
+    With ``adapter`` of a rank above 0, ``weights`` are the adapter's. Dropout is off, so that the trainer's
+    logprobs are those of an engine. Raises ModelError where the folder has no tokenizer, chat template or
+    known architecture.
+    """
+    base = base_folder(config)
+    tokenizer, template = load_tokenizer(config, base)
+    is_adapted = adapter is not None and adapter.lora_rank > 0
+    if weights is not None and not is_adapted and (weights / "adapter_config.json").is_file():
+        raise ModelError(f"{weights} holds an adapter", cure="give the --lora_rank that it was made with")
+    model = load_model(base if is_adapted else weights or base, config)
+    embedded = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
+    if len(tokenizer) > embedded:
+        raise ModelError(
+            f"the tokenizer of {base} knows {len(tokenizer)} ids, and the model embeds {embedded}",
+            cure="resize the model's embeddings, or use the tokenizer that belongs to it",
+        )
+    disable_dropout(model)
+    if adapter is None or not is_adapted:
+        return Policy(model, tokenizer, base, template)
+    from agentrl.model.lora import add_adapter
+
+    return Policy(model, tokenizer, base, template, add_adapter(model, adapter, base, weights))
+
+
+def load_tokenizer(config: ModelConfig, folder: Path) -> tuple[PreTrainedTokenizerBase, str | None]:
+    """The tokenizer with a chat template, and the run's own template where one is given."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"the tokenizer of {folder} cannot be loaded: {_first_line(error)}",
+            cure="check its tokenizer.json and tokenizer_config.json",
+        ) from error
+    template = _own_template(config)
+    if template is not None:
+        tokenizer.chat_template = template
+    if not tokenizer.chat_template:
+        raise ModelError(
+            f"the tokenizer of {folder} has no chat template",
+            cure="give --chat_template FILE.jinja, or add chat_template.jinja to the folder",
+        )
+    return tokenizer, template
+
+
+def architecture(folder: Path) -> dict[str, Any]:
+    """What of config.json decides whether weights fit: type, sizes, tying."""
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder}/config.json cannot be read: {error}", cure="restore the file") from error
+    return {key: content[key] for key in _ARCHITECTURE_KEYS if content.get(key) is not None}
+
+
+def disable_dropout(model: PreTrainedModel) -> None:
+    """Zero every dropout probability, in modules and in the configuration that attention reads."""
+    from torch import nn
+
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "attn_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def load_model(folder: Path, config: ModelConfig) -> PreTrainedModel:
+    """The model in ``folder`` by the dtype of ``config``; ModelError where it cannot be loaded."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    disable_progress_bar: Callable[[], None] = transformers_logging.disable_progress_bar
+    disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            dtype=getattr(torch, config.dtype),
+            attn_implementation="sdpa",
+            trust_remote_code=config.trust_remote_code,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, AssertionError) as error:
+        raise ModelError(
+            f"the model in {folder} cannot be loaded: {_first_line(error)}",
+            cure="check its config.json and weights; code of its own needs --trust_remote_code true",
+        ) from error
+    return cast("PreTrainedModel", model)
+
+
+def _own_template(config: ModelConfig) -> str | None:
+    if config.chat_template is None:
+        return None
+    try:
+        return Path(config.chat_template).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelError(
+            f"--chat_template {config.chat_template} cannot be read: {error.strerror}",
+            cure="give an existing file",
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

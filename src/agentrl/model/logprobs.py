@@ -1,0 +1,294 @@
+"""Logprobs of chosen tokens from hidden states, a block at a time; the [T, V] logits are never held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from agentrl.errors import ModelError
+from agentrl.model.output_head import OutputHead, Projection, output_head, rows_of
+
+DEFAULT_CHUNK = 1024
+"""Tokens per chunk of the projection."""
+DEFAULT_VOCAB_CHUNK = 8192
+"""Vocabulary entries per chunk."""
+
+_LOWEST = -1e30
+_STRIPES = 8
+
+
+@torch.no_grad()
+def check_output_head(model: nn.Module, hidden: Tensor, logits: Tensor, *, tolerance: float = 1e-2) -> None:
+    """Refuse a model whose own ``logits`` [n, V] are not ``output_head`` of its ``hidden`` [n, H].
+
+    Raises ModelError: its head does something that its config does not declare.
+    """
+    head = output_head(model)
+    blocks = Projection(head, DEFAULT_VOCAB_CHUNK).blocks(hidden, 1.0)  # all in one buffer
+    ours = torch.cat([block.clone() for _, block in blocks], -1)
+    error = float((ours - logits.float()).abs().max())
+    if not error <= tolerance * max(1.0, float(logits.abs().max())):
+        raise ModelError(
+            f"the logits of {type(model).__name__} differ by {error:.3g} from its linear head's",
+            cure="use a model whose logits are a linear layer of the last hidden state",
+        )
+
+
+def token_logprobs(
+    hidden: Tensor,
+    head: OutputHead,
+    parent: Tensor,
+    target_ids: Tensor,
+    *,
+    temperature: Tensor | float = 1.0,
+    entropy_gradient: bool = False,
+    chunk_size: int = DEFAULT_CHUNK,
+    vocab_chunk_size: int = DEFAULT_VOCAB_CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """log softmax(logits/temperature) of each target, and the entropy of that softmax, in nats.
+
+    hidden [N, H] with gradient; parent int64[T], the position whose logits predict each target; target_ids
+    int64[T]; temperature one for all targets or float32[T], one per target, all above 0 (on the CPU, a tensor
+    is checked without waiting for the accelerator). Returns (logprobs float32[T] with gradient to hidden,
+    weight and bias; entropy float32[T], with gradient only where ``entropy_gradient``). Logits are float32
+    whatever the weights and any autocast are. Only the T positions are projected, a block of
+    [chunk_size, vocab_chunk_size] logits at a time with a running log-sum-exp (as in arXiv 1805.02867), and
+    again in the backward: beside the gradients of hidden, weight and bias, memory holds one such block, an
+    eighth of one (with softcap and with the gradient of the entropy, another eighth each), and a few numbers
+    per token.
+
+    With ``head.group``, every rank gives the same arguments but the head's and gets the same results; the
+    gradient of hidden is summed over the ranks, that of weight is the rank's own. Raises ValueError for a
+    temperature or a size that is not above 0.
+    """
+    divisor = _divisor(temperature, target_ids)
+    for name, size in (("chunk_size", chunk_size), ("vocab_chunk_size", vocab_chunk_size)):
+        if size < 1:
+            raise ValueError(f"{name} is {size}")
+    logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, head.weight, head.bias, parent, target_ids,
+        head, divisor, entropy_gradient, (chunk_size, vocab_chunk_size),
+    )  # fmt: skip
+    return logprobs, entropy
+
+
+def _divisor(temperature: Tensor | float, target_ids: Tensor) -> Tensor | float:
+    """Return the divisor of the logits: one number if all temperatures are equal, else float32[T, 1]."""
+    if isinstance(temperature, Tensor):
+        if temperature.shape != target_ids.shape:
+            shape = list(temperature.shape)
+            raise ValueError(f"temperature has shape {shape}, and there are {len(target_ids)} targets")
+        if not len(temperature):
+            return 1.0
+        ends = torch.stack(temperature.aminmax()).tolist()
+        lowest, highest = float(ends[0]), float(ends[1])
+    else:
+        lowest = highest = temperature
+    if not lowest > 0:
+        raise ValueError(f"temperature is {lowest}, and logprobs need one above 0")
+    if isinstance(temperature, Tensor) and lowest != highest:
+        return temperature.to(target_ids.device, torch.float32)[:, None]
+    return lowest
+
+
+@dataclass(slots=True)
+class _RunningSoftmax:
+    """Of n rows seen a block at a time: the largest logit, Σ eˣ and Σ x·eˣ with x = logit − largest."""
+
+    largest: Tensor
+    total: Tensor
+    weighted: Tensor
+    chosen: Tensor
+    """The target's logit."""
+
+    @classmethod
+    def start(cls, like: Tensor) -> _RunningSoftmax:
+        zeros = [like.new_zeros(len(like), dtype=torch.float32) for _ in range(3)]
+        return cls(torch.full_like(zeros[0], _LOWEST), *zeros)
+
+    def add(self, logits: Tensor, target: Tensor) -> None:
+        """Take in a block, overwriting it; ``target`` counts from its first column, and may lie outside."""
+        column, is_here = _column(target, logits.shape[1])
+        self.chosen += torch.where(is_here, logits.gather(1, column[:, None])[:, 0], 0.0)
+        self._raise_to(torch.maximum(self.largest, logits.amax(1)))
+        logits.sub_(self.largest[:, None])
+        for rows in _stripes(len(logits)):
+            weights = logits[rows].exp()
+            self.total[rows] += weights.sum(1)
+            self.weighted[rows] += weights.mul_(logits[rows]).sum(1)
+
+    def join(self, group: distributed.ProcessGroup) -> None:
+        """Make it that of all the ranks' columns."""
+        largest = self.largest.clone()
+        distributed.all_reduce(largest, distributed.ReduceOp.MAX, group)
+        self._raise_to(largest)
+        for part in (self.total, self.weighted, self.chosen):
+            distributed.all_reduce(part, distributed.ReduceOp.SUM, group)
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(logprob, entropy, log-normaliser), float32[n] each."""
+        log_total = self.total.log()
+        normaliser = self.largest + log_total
+        return self.chosen - normaliser, log_total - self.weighted / self.total, normaliser
+
+    def _raise_to(self, largest: Tensor) -> None:
+        shift = self.largest - largest
+        decay = shift.exp()
+        self.weighted.add_(self.total * shift).mul_(decay)
+        self.total.mul_(decay)
+        self.largest = largest
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Forward keeps the inputs and each token's log-normaliser; backward makes the logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        parent: Tensor,
+        target_ids: Tensor,
+        head: OutputHead,
+        divisor: Tensor | float,
+        entropy_gradient: bool,
+        sizes: tuple[int, int],
+    ) -> tuple[Tensor, Tensor]:
+        logprobs = hidden.new_empty(len(target_ids), dtype=torch.float32)
+        entropy, normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        with torch.autocast(hidden.device.type, enabled=False):
+            projection = Projection(head, sizes[1])
+            for here in _chunks(len(target_ids), sizes[0]):
+                softmax = _RunningSoftmax.start(target_ids[here])
+                for columns, logits in projection.blocks(hidden[parent[here]], rows_of(divisor, here)):
+                    softmax.add(logits, target_ids[here] - head.first - columns.start)
+                if head.group is not None:
+                    softmax.join(head.group)
+                logprobs[here], entropy[here], normaliser[here] = softmax.results()
+        ctx.save_for_backward(hidden, weight, bias, parent, target_ids, normaliser, entropy)
+        ctx.others = (head.scale, head.softcap, head.group, head.first, divisor, sizes)
+        ctx.set_materialize_grads(False)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, parent, target_ids, normaliser, entropy = ctx.saved_tensors
+        scale, softcap, group, first, divisor, sizes = ctx.others
+        head = OutputHead(weight, bias, scale, softcap, group, first)
+        upstream = _Upstream.of(grads, scale / divisor, divisor, normaliser, entropy)
+        needs = ctx.needs_input_grad
+        grad_hidden = torch.zeros_like(hidden) if needs[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs[2] else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            projection = Projection(head, sizes[1])
+            for here in _chunks(len(target_ids), sizes[0]):
+                states = hidden[parent[here]]
+                grad_states = torch.zeros_like(states, dtype=torch.float32)
+                for columns, logits in projection.blocks(states, rows_of(divisor, here)):
+                    target = target_ids[here] - first - columns.start
+                    _to_gradient(logits, head, upstream.rows(here), target)
+                    if grad_hidden is not None:
+                        _add_product(grad_states, logits, weight[columns])
+                    if grad_weight is not None:
+                        _add_product(grad_weight[columns], logits.T, states)
+                    if grad_bias is not None:
+                        grad_bias[columns] += logits.sum(0)
+                if grad_hidden is not None:
+                    grad_hidden.index_put_((parent[here],), grad_states.to(hidden.dtype), accumulate=True)
+        if grad_hidden is not None and group is not None:
+            distributed.all_reduce(grad_hidden, distributed.ReduceOp.SUM, group)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None, None, None, None, None, None,
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Upstream:
+    """Upstream gradients of n tokens times scale / temperature, and saved forward values."""
+
+    logprob: Tensor
+    entropy: Tensor | None
+    divisor: Tensor | float
+    normaliser: Tensor
+    value: Tensor
+    """The entropy itself."""
+
+    @classmethod
+    def of(
+        cls,
+        grads: tuple[Tensor | None, ...],
+        factor: Tensor | float,
+        divisor: Tensor | float,
+        normaliser: Tensor,
+        value: Tensor,
+    ) -> _Upstream:
+        """``grads`` of logprobs and entropy are None where the loss does not read them."""
+        factors = factor[:, 0] if isinstance(factor, Tensor) else factor
+        logprob, entropy = (None if grad is None else grad * factors for grad in grads)
+        return cls(
+            torch.zeros_like(normaliser) if logprob is None else logprob, entropy, divisor, normaliser, value
+        )
+
+    def rows(self, rows: slice) -> _Upstream:
+        entropy = None if self.entropy is None else self.entropy[rows]
+        return _Upstream(
+            self.logprob[rows], entropy, rows_of(self.divisor, rows), self.normaliser[rows], self.value[rows]
+        )
+
+
+def _to_gradient(logits: Tensor, head: OutputHead, upstream: _Upstream, target: Tensor) -> None:
+    """Turn a block of logits / temperature, in place, into the gradient of the linear layer's output.
+
+    With z = logits / temperature and p = softmax(z): d logprob/dz = 1[target] − p, and
+    d entropy/dz = −p·(log p + entropy).
+    """
+    column, is_here = _column(target, logits.shape[1])
+    for rows in _stripes(len(logits)):
+        stripe, here = logits[rows], upstream.rows(rows)
+        capped = None
+        if head.softcap is not None:
+            capped = 1 - (stripe * (here.divisor / head.softcap)).square()
+        stripe.sub_(here.normaliser[:, None])
+        if here.entropy is None:
+            stripe.exp_().mul_(-here.logprob[:, None])
+        else:
+            probabilities = stripe.exp()
+            stripe.add_(here.value[:, None]).mul_(-here.entropy[:, None]).sub_(here.logprob[:, None])
+            stripe.mul_(probabilities)
+        stripe.scatter_add_(1, column[rows, None], torch.where(is_here[rows], here.logprob, 0.0)[:, None])
+        if capped is not None:
+            stripe.mul_(capped)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right; on an accelerator in the dtype of 16-bit operands, else in float32."""
+    if right.is_cuda and right.dtype != torch.float32:
+        total += torch.mm(left.to(right.dtype), right, out_dtype=torch.float32)
+    else:
+        total.addmm_(left, right.float())
+
+
+def _column(target: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """A column for each target within a block of ``width``, and whether the target really is there."""
+    return target.clamp(0, width - 1), (target >= 0) & (target < width)
+
+
+def _chunks(count: int, size: int) -> Iterator[slice]:
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
+
+
+def _stripes(rows: int) -> Iterator[slice]:
+    """Slices of an eighth of the rows: what a block needs beside itself is made a stripe at a time."""
+    return _chunks(rows, max(1, -(-rows // _STRIPES)))

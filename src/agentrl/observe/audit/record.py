@@ -1,0 +1,216 @@
+"""One trajectory as a person reads it: turn by turn, with tool calls, versions, answer and score."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, cast
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.text import Text
+
+from agentrl.data.sampled import masked_because
+from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, without_results
+from agentrl.documents.record import Record
+from agentrl.documents.status import CallStatus
+from agentrl.errors import ConfigError
+from agentrl.observe.sanitize_terminal import clean, excerpt, plain
+from agentrl.observe.tables import fixed, versions
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
+
+_MATCHES_SHOWN = 10
+_ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
+
+
+async def find_record(store: Store, wanted: str) -> Record:
+    """The Record whose id is ``wanted``, or the only one whose id begins or ends with it.
+
+    Raises ConfigError when there is none, and when there are several.
+    """
+    collection = store.database["Record"]
+    document = await collection.find_one({"_id": wanted})
+    if document is None:
+        part = re.escape(wanted)
+        query = {"$or": [{"_id": {"$regex": f"^{part}"}}, {"_id": {"$regex": f"{part}$"}}]}
+        found = await collection.find(query).sort("_id").to_list(_MATCHES_SHOWN + 1)
+        if not found:
+            raise ConfigError(
+                f"run {store.run_name!r} has no Record whose id begins or ends with {wanted!r}",
+                cure="`agentrl audit records` lists them",
+            )
+        if len(found) > 1:
+            ids = ", ".join(clean(item["_id"]) for item in found[:_MATCHES_SHOWN])
+            more = ", …" if len(found) > _MATCHES_SHOWN else ""
+            raise ConfigError(f"{wanted!r} fits several Records: {ids}{more}", cure="give more of the id")
+        document = found[0]
+    return Record.from_document(document)
+
+
+async def trained_at(store: Store, record_id: str) -> tuple[int, ...]:
+    """The optimizer steps that trained the Record."""
+    document = await store.database["DBRecordData"].find_one({"_id": record_id}, {"trained_at_steps": 1})
+    return tuple(document.get("trained_at_steps", ())) if document else ()
+
+
+def render_record(
+    record: Record,
+    calls: Sequence[DispatchedSamplingTask],
+    trained_at_steps: Sequence[int],
+    failures: Sequence[Record] = (),
+) -> RenderableType:
+    """The whole page. Everything that a model or a tool wrote is cleaned of control characters.
+
+    ``failures`` are the failed attempts at the same trajectory, this Record among them or not.
+    """
+    by_id = {call.id: call for call in calls}
+    parts: list[RenderableType] = [_header(record, calls, trained_at_steps)]
+    for call in calls:
+        parts += _turn(call, by_id.get(call.parent) if call.parent else None)
+    parts += _ending(record)
+    parts += _history(failures)
+    return Group(*parts)
+
+
+def _header(record: Record, calls: Sequence[DispatchedSamplingTask], trained_at_steps: Sequence[int]) -> Text:
+    steps = ", ".join(map(str, trained_at_steps))
+    lines = [
+        f"task {record.task} · trajectory {record.traj_id} · attempt {record.attempt} · epoch {record.epoch}"
+        f" · by {record.owner or 'nobody'} · {record.created_at:%Y-%m-%d %H:%M:%S} UTC"
+        f" · {fixed(_seconds(record.created_at, _ended_at(record)), 1)} s",
+        f"{record.turns} turns · {record.tool_calls} tool calls · {record.context_resets} context resets"
+        f" · {record.generated_tokens} generated tokens · last prompt {record.prompt_tokens} tokens"
+        f" · policy version {versions(record.min_version, record.max_version)}",
+        f"model calls {sum(call.generate_seconds for call in calls):.2f} s"
+        f" · tools {sum(call.tool_seconds for call in calls):.2f} s"
+        f" · scoring {fixed(_seconds(record.completed_at, _scored_at(record)), 2)} s",
+        f"advantage {fixed(record.advantage, sign=True)} · "
+        + (f"trained at step {steps}" if steps else "not trained"),
+    ]
+    header = plain(record.id, "bold")
+    header.append(f"  {record.status.upper()}", style="bold")
+    header.append(f"  score {fixed(record.score)}\n", style="bold")
+    return header.append(clean("\n".join(lines)))
+
+
+def _scored_at(record: Record) -> datetime | None:
+    """When the first score was written; a later rescoring says nothing of the trajectory's time."""
+    if record.score_history:
+        return cast("datetime | None", record.score_history[0].get("scored_at"))
+    return record.scored_at
+
+
+def _ended_at(record: Record) -> datetime | None:
+    if record.failure is not None:
+        return record.failure.at
+    return _scored_at(record) or record.completed_at
+
+
+def _seconds(begin: datetime | None, end: datetime | None) -> float | None:
+    """Between two times, which may be of two clocks; None where one is not known."""
+    return None if begin is None or end is None else max(0.0, (end - begin).total_seconds())
+
+
+def _turn(call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None) -> Iterator[RenderableType]:
+    spans = ", ".join(
+        str(span.version) if len(call.versions) == 1 else f"{span.version} [{span.start}, {span.end})"
+        for span in call.versions
+    )
+    title = (
+        f"turn {call.index + 1} · version {spans or '–'} · {call.prompt_tokens} prompt tokens"
+        f" ({call.cached_tokens} cached) + {call.generated_tokens} generated in {call.generate_seconds:.2f} s"
+        f" · {call.finish_reason}"
+    )
+    if call.status is not CallStatus.COMPLETED:
+        title += f" · {call.status}"
+    yield Rule(plain(title), align="left", style="dim")
+    if call.parent is None and call.index > 0:
+        yield Text("the context was reset: this is the whole new prompt", style="dim italic")
+    for message in without_results(call.messages, parent.tool_executions if parent else ()):
+        if "execution" not in message:
+            yield from _message(message)
+    yield from _message({"role": "assistant", **call.response}, skip_calls=bool(call.tool_executions))
+    for execution in call.tool_executions:
+        yield from _execution(execution)
+    if call.error:
+        yield plain(f"  {call.error}", "red")
+    if (parameter := masked_because(call)) is not None:
+        yield plain(f"  cannot be trained: sampled with {parameter}", "yellow")
+
+
+def _message(message: Mapping[str, Any], *, skip_calls: bool = False) -> Iterator[RenderableType]:
+    role = clean(message.get("role", "?"))
+    yield Text(role, style=f"bold {_ROLE_STYLES.get(role, '')}".strip())
+    content = _content(message.get("content"))
+    if content.strip():
+        yield _indented(plain(content.strip("\n")))
+    for call in () if skip_calls else message.get("tool_calls") or ():
+        function = call.get("function", call)
+        yield _indented(
+            plain(f"→ {function.get('name', '?')}({_arguments(function.get('arguments'))})", "yellow")
+        )
+
+
+def _execution(execution: ToolExecution) -> Iterator[RenderableType]:
+    yield _indented(plain(f"→ {execution.name}({_arguments(execution.arguments)})", "yellow"))
+    where = f" from {execution.server}" if execution.server else ""
+    what = "error" if execution.error else "result"
+    style = "red" if execution.error else "dim"
+    yield _indented(plain(f"← {what}{where} in {execution.seconds:.3f} s", style))
+    yield _indented(plain(execution.result), 4)
+
+
+def _ending(record: Record) -> Iterator[RenderableType]:
+    yield Rule(Text("end"), align="left", style="dim")
+    yield plain(f"stopped    {record.stop_reason or '–'}")
+    yield plain(f"answer     {'–' if record.final_answer is None else record.final_answer}", "bold")
+    yield plain(f"expected   {'–' if record.answer is None else record.answer}")
+    details = f"  {json.dumps(record.score_details, ensure_ascii=False, default=str)}"
+    yield plain(f"score      {fixed(record.score)}{details if record.score_details else ''}")
+    if record.abandoned_because:
+        yield plain(f"abandoned  {record.abandoned_because}", "yellow")
+    if record.failure:
+        yield plain(f"failed     {record.failure.kind}: {record.failure.message}", "red")
+
+
+def _history(failures: Sequence[Record]) -> Iterator[RenderableType]:
+    """Why each attempt at the trajectory failed."""
+    if not failures:
+        return
+    yield Rule(Text("failed attempts at this trajectory"), align="left", style="dim")
+    for record in failures:
+        if record.failure is None:
+            continue
+        when, who = f"{record.failure.at:%Y-%m-%d %H:%M:%S} UTC", record.owner or "nobody"
+        why = f"{record.failure.kind}: {record.failure.message}"
+        yield plain(f"attempt {record.attempt}  {when}  by {who}  {why}")
+
+
+def _content(content: object) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, list):
+        return "\n".join(
+            str(part["text"]) if isinstance(part, Mapping) and "text" in part else _json(part)
+            for part in content
+        )
+    return str(content)
+
+
+def _arguments(arguments: object) -> str:
+    if isinstance(arguments, Mapping):
+        return ", ".join(f"{excerpt(key, 80)}={_json(value)}" for key, value in arguments.items())
+    return "" if arguments is None else str(arguments)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _indented(text: Text, by: int = 2) -> Padding:
+    return Padding(text, (0, 0, 0, by), expand=False)

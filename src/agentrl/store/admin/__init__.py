@@ -1,0 +1,1 @@
+"""Maintenance of one run's database: check, migrate, prune, rescore, reopen, copy, users."""

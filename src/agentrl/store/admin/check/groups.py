@@ -1,0 +1,121 @@
+"""Invariant 3: a group's summary and advantages are those of its Records, and every score is a scorer's."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from agentrl.config.schema import GroupConfig
+from agentrl.documents.record import Record
+from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
+from agentrl.scoring.groups import FAILED, decide_group, filtered_of, summarise
+from agentrl.store.admin.check.findings import Problem
+from agentrl.store.admin.check.reading import differing
+from agentrl.store.admin.check.slots import DEAD, SETTLED
+from agentrl.store.connection import Json
+
+_TOLERANCE = 1e-9
+_DECIDING = (
+    "_id", "task", "traj_id", "attempt", "split", "epoch", "score", "stop_reason", "turns", "min_version",
+    "max_version", "generated_tokens",
+)  # fmt: skip
+
+
+def score_problems(record: Json) -> Iterator[Problem]:
+    """What is wrong with the score, failure and fate of one Record."""
+    name, status, score = f"Record {record['_id']}", record["status"], record.get("score")
+    if status in DEAD and score is not None:
+        yield Problem(name, f"no score, since it is {status}", None, score)
+    if status in SETTLED:
+        yield from _settled(name, record)
+    elif record.get("advantage") is not None:
+        yield Problem(name, f"no advantage, since it is {status}", None, record["advantage"])
+    if status not in SETTLED | DEAD and score is not None:
+        yield Problem(name, f"no score, since it is {status}", None, score)
+    if (status == RecordStatus.FAILED) != bool(record.get("failure")):
+        expected = "a failure" if status == RecordStatus.FAILED else None
+        yield Problem(
+            name, f"a failure exactly where it failed (it is {status})", expected, record.get("failure")
+        )
+    if (status == RecordStatus.ABANDONED) != bool(record.get("abandoned_because")):
+        expected = "a reason" if status == RecordStatus.ABANDONED else None
+        yield Problem(
+            name, "a reason exactly where it is abandoned", expected, record.get("abandoned_because")
+        )
+
+
+def _settled(name: str, record: Json) -> Iterator[Problem]:
+    score = record.get("score")
+    if not isinstance(score, (int, float)) or not math.isfinite(score):
+        yield Problem(name, "a finite score", "a number", score)
+    if not record.get("score_details", {}).get("scorer"):
+        yield Problem(name, f"the scorer that gave {score}", "score_details.scorer", None)
+    if record.get("scored_at") is None:
+        yield Problem(name, "when it was scored", "a time", None)
+
+
+def group_problems(task: Json, records: Sequence[Json], trained: int) -> Iterator[Problem]:
+    """What is wrong with the summary of a group; ``trained`` counts its training data."""
+    name, group = f"Task {task['_id']}", task.get("group")
+    is_final = task["status"] == TaskStatus.COMPLETED
+    if is_final != bool(group):
+        expected = "a summary" if is_final else None
+        yield Problem(name, f"a group summary exactly where it is completed (it is {task['status']})",
+                      expected, group)  # fmt: skip
+    if not is_final or not group:
+        return
+    scored = [_record(record) for record in records if record.get("score") is not None]
+    failed = sum(slot["status"] == SlotStatus.FAILED for slot in task["slots"])
+    expected_group = summarise(scored, failed, trained, group.get("rules") or group)
+    given_up = group.get("outcome") == FAILED
+    if given_up:
+        expected_group["outcome"] = FAILED
+        if not group.get("problem"):
+            yield Problem(name, "why it could not be finalised", "group.problem", None)
+    yield from (
+        Problem(name, f"group.{key} of its Records", value, group.get(key))
+        for key, value in expected_group.items()
+        if not _close(value, group.get(key))
+    )
+    rules = group.get("rules")
+    if rules is not None and not given_up:
+        yield from _advantages(task, records, scored, group)
+
+
+def _advantages(
+    task: Json, records: Sequence[Json], scored: Sequence[Record], group: Mapping[str, Any]
+) -> Iterator[Problem]:
+    rules = group["rules"]
+    rng = random.Random(f"{rules['seed']}/{task['_id']}")
+    decisions = decide_group(scored, rules_of(rules), rng, filtered_of(group))
+    by_id = {record["_id"]: record for record in records}
+    for decision in decisions:
+        record = by_id[decision.record_id]
+        name, found = f"Record {decision.record_id}", record.get("advantage")
+        if decision.advantage is None:
+            because = decision.abandoned_because
+            yield from differing(name, [("abandoned_because", because, record.get("abandoned_because"))])
+        elif record["status"] == RecordStatus.READY and not _close(decision.advantage, found):
+            yield Problem(name, "the advantage that its group gives it", decision.advantage, found)
+        elif record["status"] == RecordStatus.ABANDONED and found is not None:
+            yield Problem(name, "no advantage where it is abandoned", None, found)
+
+
+def rules_of(rules: Mapping[str, Any]) -> GroupConfig:
+    """``Task.group.rules`` as the flags that they are."""
+    known = {field.name for field in dataclasses.fields(GroupConfig)}
+    return GroupConfig(**{key: value for key, value in rules.items() if key in known})
+
+
+def _record(document: Json) -> Record:
+    """What deciding a group needs of a Record."""
+    return Record.from_document({"query": "", **{name: document.get(name) for name in _DECIDING}})
+
+
+def _close(expected: Any, found: Any) -> bool:
+    if isinstance(expected, float) and isinstance(found, (int, float)):
+        return math.isclose(expected, found, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+    return bool(expected == found)

@@ -1,0 +1,202 @@
+"""Reads of one moment, page by page: what a check sees is consistent although others write."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, ClassVar
+
+from pymongo import ASCENDING
+from pymongo.asynchronous.client_session import AsyncClientSession
+
+from agentrl.config.schema import GroupConfig
+from agentrl.documents.dispatch import DispatchedSamplingTask
+from agentrl.documents.training import DBRecordData
+from agentrl.errors import StoreError
+from agentrl.store.admin.check.findings import Findings, Invariant, Problem
+from agentrl.store.connection import Connection, Json
+
+Projection = Mapping[str, Any]
+
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, StoreError)
+"""What rules raise on documents whose fields are missing or of another type."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckOptions:
+    """What to check, and with what that lives above the store.
+
+    ``is_final``: the run is over, nothing may be unfinished. ``heartbeat_seconds`` is how much later than its
+    term a lease may be reaped. ``settle_seconds`` pass before what looks wrong is looked at again.
+    """
+
+    compare_tokens: Callable[[DBRecordData, Sequence[DispatchedSamplingTask], GroupConfig | None], str | None]
+    """What of the training data is not what its calls convert to under the rules of its group."""
+    verify_files: Callable[[str, Mapping[str, Any]], str | None] | None = None
+    """(folder, a file's name, bytes and sha256) → what differs; None: files are not read."""
+    checkpoint: Checkpoint | None = None
+    is_final: bool = False
+    max_trained_count: int = 1
+    heartbeat_seconds: float = 20.0
+    clock_skew_seconds: float = 5.0
+    settle_seconds: float = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What the last checkpoint says of itself: the ids of the TrainSteps in its weights, in order."""
+
+    name: str
+    step: int
+    train_steps: tuple[str, ...]
+
+
+class Snapshot:
+    """The database at one moment: every read of one snapshot sees the same."""
+
+    def __init__(self, connection: Connection, session: AsyncClientSession) -> None:
+        self.connection = connection
+        self._session = session
+
+    async def find(
+        self, collection: str, query: Json, fields: Projection | None = None, *, by: str = "_id",
+        limit: int = 0,
+    ) -> list[Json]:  # fmt: skip
+        """Documents in the order of ``by``."""
+        cursor = self.connection.collection(collection).find(
+            query, fields, sort=[(by, ASCENDING)], limit=limit, session=self._session
+        )
+        return await cursor.to_list()
+
+    async def each(self, collection: str, query: Json, fields: Projection) -> AsyncIterator[Json]:
+        """Yield documents in the order of ``_id``; memory holds one batch of them."""
+        cursor = self.connection.collection(collection).find(
+            query, fields, sort=[("_id", ASCENDING)], session=self._session
+        )
+        async for document in cursor:
+            yield document
+
+    async def ids(self, collection: str, ids: Collection[Any]) -> set[Any]:
+        """Which of ``ids`` exist."""
+        found = await self.find(collection, {"_id": {"$in": list(ids)}}, {"_id": 1})
+        return {document["_id"] for document in found}
+
+    async def by_id(self, collection: str, ids: Collection[Any], fields: Projection) -> dict[Any, Json]:
+        """Documents by ``_id``; those that do not exist are left out."""
+        found = await self.find(collection, {"_id": {"$in": list(ids)}}, fields)
+        return {document["_id"]: document for document in found}
+
+    async def aggregate(self, collection: str, pipeline: list[Json]) -> list[Json]:
+        """What a pipeline yields."""
+        cursor = await self.connection.collection(collection).aggregate(pipeline, session=self._session)
+        return await cursor.to_list()
+
+
+@asynccontextmanager
+async def snapshot(connection: Connection) -> AsyncIterator[Snapshot]:
+    """A snapshot of now. The server keeps its moment for five minutes: one is for one page."""
+    async with connection.client.start_session(snapshot=True) as session:
+        yield Snapshot(connection, session)
+
+
+async def server_time(connection: Connection) -> datetime:
+    """The server's clock."""
+    moment: datetime = (await connection.client.admin.command("hello"))["localTime"]
+    return moment.replace(tzinfo=UTC)
+
+
+class Section(ABC):
+    """Checks the documents of one collection, page by page; ``inspect`` says what is wrong with one."""
+
+    collection: str
+    fields: ClassVar[Projection]
+    page_size: ClassVar[int] = 500
+    order: ClassVar[str] = "_id"
+
+    def __init__(self, connection: Connection, options: CheckOptions) -> None:
+        self.connection = connection
+        self.options = options
+
+    @abstractmethod
+    async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
+        """Check the documents of ``page``, read at ``moment``."""
+
+    async def _inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
+        """As ``inspect``; a document that no rule can read is a violation and spoils no other's check."""
+        own = Findings()
+        try:
+            await self.inspect(moment, page, own)
+        except MALFORMED as error:
+            if len(page) > 1:
+                for document in page:
+                    await self._inspect(moment, [document], findings)
+                return
+            key = page[0].get(self.order)
+            own = Findings()
+            own.add(Invariant.STATES, key, [_unreadable(f"{self.collection} {key}", error)])
+        findings.merge(own)
+
+    async def scan(self, findings: Findings) -> None:
+        """Check every document."""
+        query: Json = {}
+        while True:
+            async with snapshot(self.connection) as moment:
+                page = await moment.find(
+                    self.collection, query, self.fields, by=self.order, limit=self.page_size
+                )
+                if not page:
+                    return
+                await self._inspect(moment, page, findings)
+            query = {self.order: {"$gt": page[-1][self.order]}}
+
+    async def look_again(self, keys: Collection[Any], findings: Findings) -> None:
+        """Check the documents of ``keys`` alone."""
+        ordered = list(keys)
+        for start in range(0, len(ordered), self.page_size):
+            some = ordered[start : start + self.page_size]
+            async with snapshot(self.connection) as moment:
+                page = await moment.find(
+                    self.collection, {self.order: {"$in": some}}, self.fields, by=self.order
+                )
+                if page:
+                    await self._inspect(moment, page, findings)
+
+
+class Whole(ABC):
+    """Checks what only the collection as a whole shows, in one snapshot; looked at again as a whole too."""
+
+    def __init__(self, connection: Connection, options: CheckOptions) -> None:
+        self.connection = connection
+        self.options = options
+
+    @abstractmethod
+    async def inspect(self, moment: Snapshot, findings: Findings) -> None:
+        """Check at ``moment``."""
+
+    async def scan(self, findings: Findings) -> None:
+        """Check everything."""
+        own = Findings()
+        try:
+            async with snapshot(self.connection) as moment:
+                await self.inspect(moment, own)
+        except MALFORMED as error:
+            own = Findings()
+            own.add(Invariant.STATES, None, [_unreadable(f"{type(self).__name__} as a whole", error)])
+        findings.merge(own)
+
+    async def look_again(self, keys: Collection[Any], findings: Findings) -> None:
+        """Check everything again."""
+        await self.scan(findings)
+
+
+def _unreadable(name: str, error: Exception) -> Problem:
+    found = f"{type(error).__name__}: {error}"
+    return Problem(name, "documents that can be read", "every field, of its type", found)
+
+
+def differing(document: str, rows: Sequence[tuple[str, Any, Any]]) -> list[Problem]:
+    """A problem for each (what, expected, found) whose values differ."""
+    return [Problem(document, what, expected, found) for what, expected, found in rows if expected != found]

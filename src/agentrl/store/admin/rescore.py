@@ -1,0 +1,249 @@
+"""Scores given again: Records, slots and, while it is untrained, all that follows in their group."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pymongo import ASCENDING, UpdateOne
+from pymongo.asynchronous.client_session import AsyncClientSession
+
+from agentrl.documents.base import plain
+from agentrl.documents.record import Record
+from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
+from agentrl.documents.task import Begin, Task
+from agentrl.errors import StoreError
+from agentrl.store import slots
+from agentrl.store.admin.regroup import Hindrance, drop_data, hindrance, insert_data, read_records
+from agentrl.store.connection import Json, Part, database_call
+from agentrl.store.dispatches import read_calls
+from agentrl.store.groups import Decide, GroupOutcome, StoredGroup
+from agentrl.store.names import RECORD, TASK
+from agentrl.store.selection import ease_after_group
+
+_SETTLED = (RecordStatus.READY, RecordStatus.ABANDONED)
+SCORED = (RecordStatus.SCORED, *_SETTLED)
+"""The states in which a Record has a score."""
+_TRIES = 5
+
+DecideBy = Callable[[Mapping[str, Any] | None], Decide | None]
+"""``Task.group.rules`` → how the group is decided; None where the rules do not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewScore:
+    """A score for a Record that had one."""
+
+    score: float
+    details: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rescored:
+    """What became of the new scores of one group.
+
+    ``kept_because``: the Records keep their scores, and the new ones stand beside them in ``rescored``.
+    ``decided_again``: the group was finalised, and its advantages and training data were made anew.
+    """
+
+    changed: int
+    decided_again: bool = False
+    kept_because: Hindrance | None = None
+
+
+class _ChangedError(Exception):
+    """The group was changed by someone else between reading and writing."""
+
+
+class Rescoring(Part):
+    """``agentrl db rescore``."""
+
+    @database_call
+    async def tasks(
+        self, *, split: str | None = None, tasks: Sequence[str] = (), records: Sequence[str] = (),
+        statuses: Sequence[RecordStatus] = SCORED,
+    ) -> list[str]:  # fmt: skip
+        """``_id`` of the Tasks that have Records to score; no filter given takes all."""
+        query = _query(split, tasks, records, statuses)
+        pipeline: list[Json] = [
+            {"$match": query}, {"$group": {"_id": "$task"}}, {"$sort": {"_id": ASCENDING}},
+        ]  # fmt: skip
+        return [item["_id"] async for item in await self._collection(RECORD).aggregate(pipeline)]
+
+    @database_call
+    async def group(
+        self, task_id: str, *, records: Sequence[str] = (), statuses: Sequence[RecordStatus] = SCORED
+    ) -> StoredGroup:
+        """The Records of one Task to score, with their model calls (none where they were pruned)."""
+        document = await self._collection(TASK).find_one({"_id": task_id})
+        if document is None:
+            raise StoreError(f"there is no Task {task_id}")
+        query = _query(None, [task_id], records, statuses)
+        found = [Record.from_document(item) async for item in self._collection(RECORD).find(query)]
+        calls = await read_calls(self._connection, [record.id for record in found])
+        return StoredGroup(task=Task.from_document(document), records=tuple(found), calls=calls)
+
+    @database_call
+    async def apply(
+        self, task_id: str, scores: Mapping[str, NewScore], decide_by: DecideBy, *, dry_run: bool = False
+    ) -> Rescored:
+        """Give the Records of one group their new scores, all in one transaction or none.
+
+        A group that is not finalised is decided by them later; one that is, and of which nothing has been
+        trained, is decided again at once. Otherwise the new scores are noted beside the old.
+        """
+        for _ in range(_TRIES):
+            try:
+                return await self._apply(task_id, scores, decide_by, dry_run)
+            except _ChangedError:
+                continue
+        raise StoreError(f"group {task_id} did not hold still", cure="rescore it when its samplers are done")
+
+    async def _apply(
+        self, task_id: str, scores: Mapping[str, NewScore], decide_by: DecideBy, dry_run: bool
+    ) -> Rescored:
+        document = await self._collection(TASK).find_one({"_id": task_id})
+        if document is None:
+            raise StoreError(f"there is no Task {task_id}")
+        records = await read_records(self._connection, task_id)
+        renewed = [_with_score(record, scores.get(record.id)) for record in records]
+        earlier = [old for old, new in zip(records, renewed, strict=True) if old is not new]
+        if not earlier:
+            return Rescored(changed=0)
+        if document["status"] != TaskStatus.COMPLETED.value:
+            if not dry_run:
+                await self._write(document, earlier, scores, None)
+            return Rescored(changed=len(earlier))
+        kept_because = await hindrance(self._connection, task_id)
+        decide = decide_by((document.get("group") or {}).get("rules"))
+        if kept_because is None and decide is None:
+            kept_because = Hindrance.NO_RULES
+        if kept_because is not None or decide is None:
+            if not dry_run:
+                await self._note(earlier, scores)
+            return Rescored(changed=len(earlier), kept_because=kept_because)
+        live = [record.id for record in renewed if record.score is not None]
+        task = Task.from_document(document)
+        outcome = decide(task, renewed, await read_calls(self._connection, live, readable=False))
+        if not dry_run:
+            await self._write(document, earlier, scores, outcome)
+        return Rescored(changed=len(earlier), decided_again=True)
+
+    async def _write(
+        self, task: Json, earlier: Sequence[Record], scores: Mapping[str, NewScore],
+        outcome: GroupOutcome | None,
+    ) -> None:  # fmt: skip
+        """The new scores; with ``outcome``, what the group becomes by them."""
+        unchanged = {key: task[key] for key in ("_id", "status", "updated_at")}
+
+        async def write(session: AsyncClientSession) -> None:
+            update = _new_task(earlier, scores, task, outcome)
+            result = await self._collection(TASK).update_one(unchanged, update, session=session)
+            if not result.matched_count:
+                raise _ChangedError
+            updates = [_new_record(record, scores[record.id]) for record in earlier]
+            written = await self._collection(RECORD).bulk_write(updates, session=session)
+            if written.matched_count != len(updates):
+                raise _ChangedError
+            if outcome is not None:
+                await self._decide_again(str(task["_id"]), outcome, session)
+
+        await self._connection.transaction(write)
+
+    async def _decide_again(self, task_id: str, outcome: GroupOutcome, session: AsyncClientSession) -> None:
+        if await hindrance(self._connection, task_id, session) is not None:
+            raise _ChangedError
+        await drop_data(self._connection, task_id, session)
+        await insert_data(self._connection, outcome.data, session)
+        settled = [
+            UpdateOne(
+                {"_id": item.record_id, "status": {"$in": [status.value for status in _SETTLED]}},
+                {
+                    "$set": {
+                        "status": item.status.value, "advantage": item.advantage,
+                        "abandoned_because": item.because,
+                    }
+                },
+            )
+            for item in outcome.records
+        ]  # fmt: skip
+        result = await self._collection(RECORD).bulk_write(settled, session=session)
+        if result.matched_count != len(settled):
+            raise _ChangedError
+
+    async def _note(self, records: Sequence[Record], scores: Mapping[str, NewScore]) -> None:
+        notes = [
+            UpdateOne(
+                {"_id": record.id},
+                [{"$set": {"rescored": slots.literal(_stored(scores[record.id]))}},
+                 {"$set": {"rescored.at": "$$NOW"}}],
+            )
+            for record in records
+        ]  # fmt: skip
+        await self._collection(RECORD).bulk_write(notes)
+
+
+def _query(
+    split: str | None, tasks: Sequence[str], records: Sequence[str], statuses: Sequence[RecordStatus]
+) -> Json:
+    query: Json = {"status": {"$in": [status.value for status in statuses]}, "score": {"$ne": None}}
+    if split is not None:
+        query["split"] = split
+    if tasks:
+        query["task"] = {"$in": list(tasks)}
+    if records:
+        query["_id"] = {"$in": list(records)}
+    return query
+
+
+def _with_score(record: Record, new: NewScore | None) -> Record:
+    """The Record with its new score; itself where the score and its scorer are what they were."""
+    if new is None or record.score is None:
+        return record
+    same_scorer = record.score_details.get("scorer") == new.details.get("scorer")
+    if record.score == new.score and same_scorer:
+        return record
+    return dataclasses.replace(record, score=new.score, score_details=new.details)
+
+
+def _new_record(record: Record, new: NewScore) -> UpdateOne:
+    earlier = {"score": record.score, "details": record.score_details, "scored_at": record.scored_at}
+    return UpdateOne(
+        {"_id": record.id, "status": record.status.value, "score": record.score},
+        {
+            "$set": {"score": new.score, "score_details": plain(new.details)},
+            "$push": {"score_history": plain(earlier)},
+            "$currentDate": {"scored_at": True},
+        },
+    )
+
+
+def _new_task(
+    earlier: Sequence[Record], scores: Mapping[str, NewScore], task: Json, outcome: GroupOutcome | None
+) -> list[Json]:
+    branches = [
+        {"case": {"$eq": ["$$slot.record_id", slots.literal(record.id)]}, "then": scores[record.id].score}
+        for record in earlier
+    ]
+    score = {"$switch": {"branches": branches, "default": "$$slot.score"}}
+    is_scored = {"$eq": ["$$slot.status", SlotStatus.SCORED.value]}
+    slot = {"$cond": [is_scored, {"$mergeObjects": ["$$slot", {"score": score}]}, "$$slot"]}
+    changes: Json = {
+        "slots": {"$map": {"input": "$slots", "as": "slot", "in": slot}}, "updated_at": "$$NOW",
+    }  # fmt: skip
+    if outcome is None:
+        return [{"$set": changes}]
+    if task.get("begun") and task.get("ease") is not None:
+        changes["ease"] = ease_after_group(Begin.from_document(task["begun"]), outcome.summary)
+    earlier_group = {key: value for key, value in (task["group"] or {}).items() if key != "problem"}
+    group = {**earlier_group, **plain(outcome.summary)}
+    return [
+        {"$set": {**changes, "group": slots.literal(group)}},
+        {"$set": {"group.rescored_at": "$$NOW"}},
+    ]
+
+
+def _stored(new: NewScore) -> Json:
+    return {"score": new.score, "details": plain(new.details)}

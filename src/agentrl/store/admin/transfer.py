@@ -1,0 +1,173 @@
+"""A run copied into a folder, as of one moment, and from a folder into an empty database."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import bson
+from bson.codec_options import CodecOptions
+from bson.raw_bson import RawBSONDocument
+from pymongo import ASCENDING, IndexModel
+from pymongo.asynchronous.client_session import AsyncClientSession
+from pymongo.errors import OperationFailure
+
+from agentrl.documents.run import SCHEMA
+from agentrl.errors import StoreError
+from agentrl.store.admin.archive import (
+    CODEC,
+    ExportedFile,
+    LineWriter,
+    Manifest,
+    atomic_folder,
+    decode_line,
+    encode_line,
+    file_name,
+    flush,
+    require_empty,
+    verify,
+    write_manifest,
+)
+from agentrl.store.admin.migrate import stored_version
+from agentrl.store.connection import Json, Part, database_call
+from agentrl.store.indexes import prepare
+from agentrl.store.names import GATE, RUN, SCHEMA_VERSION
+
+_PAGE = 500
+_BATCH_BYTES = 8 * 2**20
+_SNAPSHOT_GONE = 239
+_GRIDFS = {
+    ".files": IndexModel([("filename", ASCENDING), ("uploadDate", ASCENDING)]),
+    ".chunks": IndexModel([("files_id", ASCENDING), ("n", ASCENDING)], unique=True),
+}
+"""The driver makes these with the first file only."""
+
+
+class Transfer(Part):
+    """``agentrl db export`` and ``import``. Nothing larger than a page of documents is in memory."""
+
+    @database_call
+    async def export(self, folder: Path) -> Manifest:
+        """Write the run into ``folder``, which must not exist or be empty, as of one moment.
+
+        The folder appears when it is whole. StoreError where the server no longer holds that moment.
+        """
+        require_empty(folder)
+        version = await stored_version(self._connection.database)
+        if version is None:
+            raise StoreError(f"there is no run {self._connection.database.name!r} to export")
+        names = await self._stored_collections()
+        with atomic_folder(folder) as temporary:
+            async with self._connection.client.start_session(snapshot=True) as session:
+                try:
+                    files = [await self._export(name, temporary, session) for name in names]
+                except OperationFailure as error:
+                    if error.code != _SNAPSHOT_GONE:
+                        raise
+                    raise StoreError(
+                        "the export took longer than the server keeps the moment that it shows",
+                        cure="raise the server's minSnapshotHistoryWindowInSeconds (300 by default)",
+                    ) from error
+            manifest = Manifest(schema=version, collections=tuple(files))
+            write_manifest(temporary, manifest)
+        return manifest
+
+    @database_call
+    async def load(self, folder: Path) -> Manifest:
+        """Read the run in ``folder`` into this database, which must be empty.
+
+        Validators, indexes and views are this code's where the schema's version is; documents that do not
+        obey the validators are kept as they are, for ``agentrl db check`` to name.
+        Everything is verified before anything is written. An import that was interrupted is begun again.
+        """
+        manifest = verify(folder)
+        await self._require_vacant()
+        runs = self._collection(RUN)
+        await runs.replace_one({"_id": SCHEMA}, {"version": manifest.schema, "importing": True}, upsert=True)
+        if manifest.schema == SCHEMA_VERSION:
+            await prepare(self._connection.database)
+            await self._collection(GATE).delete_many({})  # the run brings its own
+        schema: Json | None = None
+        for item in manifest.collections:
+            found = await self._import(folder / item.file, item.collection)
+            schema = found if item.collection == RUN else schema
+        if schema is not None:
+            await runs.replace_one({"_id": SCHEMA}, schema)
+        elif any(item.collection == RUN for item in manifest.collections):
+            await runs.delete_one({"_id": SCHEMA})
+        else:
+            await runs.drop()
+        return manifest
+
+    async def _stored_collections(self) -> list[str]:
+        listed = await self._connection.database.list_collections(filter={"type": "collection"})
+        names = [entry["name"] async for entry in listed]
+        return sorted(name for name in names if not name.startswith("system."))
+
+    async def _export(self, name: str, folder: Path, session: AsyncClientSession) -> ExportedFile:
+        file = file_name(name)
+        with (folder / file).open("wb") as stream:
+            writer = LineWriter(stream)
+            async for document in self._pages(name, session):
+                writer.line(encode_line(bytes(document.raw)))
+            flush(stream)
+        return ExportedFile(
+            collection=name, file=file, documents=writer.lines, bytes=writer.bytes, sha256=writer.sha256
+        )
+
+    async def _pages(self, name: str, session: AsyncClientSession) -> AsyncIterator[RawBSONDocument]:
+        """Every document by ``_id``. A query a page: each has the whole time that an operation may take."""
+        raw: CodecOptions[RawBSONDocument] = CodecOptions(document_class=RawBSONDocument)
+        collection = self._collection(name).with_options(codec_options=raw)
+        last: Any = None
+        while True:
+            cursor = collection.find(sort=[("_id", 1)], limit=_PAGE, session=session)
+            if last is not None:
+                cursor = cursor.hint([("_id", 1)]).min([("_id", last)]).skip(1)
+            page: list[RawBSONDocument] = await cursor.to_list()
+            for document in page:
+                yield document
+            if len(page) < _PAGE:
+                return
+            last = page[-1]["_id"]
+
+    async def _require_vacant(self) -> None:
+        database = self._connection.database
+        schema = await self._collection(RUN).find_one({"_id": SCHEMA})
+        if schema is not None and schema.get("importing"):
+            await database.client.drop_database(database.name)
+            return
+        held = await self._stored_collections()
+        if held:
+            raise StoreError(
+                f"database {database.name!r} is not empty: it holds {', '.join(held[:5])}"
+                + (", …" if len(held) > 5 else ""),
+                cure="give --run_name a name that no run has",
+            )
+
+    async def _import(self, file: Path, name: str) -> Json | None:
+        """Insert a file's documents; returns the schema's, which is left out, where it is among them."""
+        if name not in await self._stored_collections():
+            await self._connection.database.create_collection(name, check_exists=False)
+        for ending, index in _GRIDFS.items():
+            if name.endswith(ending):
+                await self._collection(name).create_indexes([index])
+        collection = self._collection(name)
+        schema: Json | None = None
+        batch: list[Any] = []
+        size = 0
+        with file.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                raw = decode_line(line, file, number)
+                if name == RUN and (document := bson.decode(raw, CODEC))["_id"] == SCHEMA:
+                    schema = document
+                    continue
+                batch.append(RawBSONDocument(raw))
+                size += len(raw)
+                if size >= _BATCH_BYTES or len(batch) == _PAGE:
+                    await collection.insert_many(batch, bypass_document_validation=True)
+                    batch, size = [], 0
+        if batch:
+            await collection.insert_many(batch, bypass_document_validation=True)
+        return schema

@@ -1,0 +1,267 @@
+"""The embedded MongoDB: one real mongod as a single-node replica set on 127.0.0.1, in one folder."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pymongo import MongoClient
+from pymongo.errors import OperationFailure, PyMongoError
+
+from agentrl.errors import StoreError
+from agentrl.store.embedded.credentials import Credentials, uri
+from agentrl.store.embedded.daemon import (
+    REPLICA_SET,
+    PortTakenError,
+    demands_password,
+    free_port,
+    is_daemon,
+    last_messages,
+    start_daemon,
+    start_ticks,
+    stop_daemon,
+)  # fmt: skip
+
+_LOCK_SECONDS = 90.0
+_PRIMARY_SECONDS = 30.0
+_FREE_BYTES = 1024 * 2**20
+_NOT_INITIALISED = 94
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedStatus:
+    """The server of one folder. ``pid`` is None where it is down; ``port`` is None before the first start.
+
+    ``guarded`` is False for a server that an older version started: it asks nobody for a password until it is
+    stopped and started again.
+    """
+
+    directory: Path
+    pid: int | None
+    port: int | None
+    guarded: bool = True
+
+    @property
+    def running(self) -> bool:
+        """Whether the server is up."""
+        return self.pid is not None
+
+    @property
+    def password(self) -> str:
+        """The password of the server's user; StoreError where this process may not read it."""
+        return Credentials(self.directory).password
+
+    @property
+    def uri(self) -> str:
+        """Where clients, Compass among them, connect. It holds the password: it is not for logs."""
+        return self._uri(self.password if self.guarded else None)
+
+    @property
+    def shown_uri(self) -> str:
+        """``uri`` without the password."""
+        return self._uri(None)
+
+    def _uri(self, password: str | None) -> str:
+        host = f"127.0.0.1:{self.port}"
+        if not self.guarded:
+            return f"mongodb://{host}/?replicaSet={REPLICA_SET}"
+        return uri([host], password, replicaSet=REPLICA_SET)
+
+
+class EmbeddedMongo:
+    """The server under one folder: ``data/``, ``mongod.log``, ``server.json`` (pid, start, port), ``lock``,
+    and the ``Credentials`` without which nobody reads or writes.
+
+    The port is chosen once and kept, since the replica set knows itself by it. A process is signalled only
+    if its pid, its start time and the data folder on its command line are those that were written down.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory).resolve()
+        self.dbpath = self.directory / "data"
+        self.log = self.directory / "mongod.log"
+        self._credentials = Credentials(self.directory)
+        self._state_file = self.directory / "server.json"
+
+    def up(self, port: int | None = None) -> EmbeddedStatus:
+        """Start the server, or find it running; any number of processes may call this at once.
+
+        ``port`` moves the server to another port (0: any free one). Raises StoreError.
+        """
+        self._make_directories()
+        with self._locked():
+            status = self._settled_status()
+            if not status.running:
+                status = self._start(status.port, port)
+            elif port and port != status.port:
+                raise StoreError(
+                    f"the embedded MongoDB runs on port {status.port}, and --port is {port}",
+                    cure="stop it first: agentrl mongo down",
+                )
+            if status.guarded:
+                _make_primary(status, self.log, self._credentials)
+            return status
+
+    def status(self) -> EmbeddedStatus:
+        """What is running, by the operating system and not by what was written down alone."""
+        state = self._read_state()
+        pid = state.get("pid")
+        alive = pid is not None and start_ticks(pid) == state.get("started") and is_daemon(pid, self.dbpath)
+        return EmbeddedStatus(
+            directory=self.directory,
+            pid=pid if alive else None,
+            port=state.get("port"),
+            guarded=pid is None or not alive or demands_password(pid),
+        )
+
+    def down(self) -> bool:
+        """Stop the server; False if it was not running."""
+        if not self.directory.exists():
+            return False
+        with self._locked():
+            status = self.status()
+            if status.pid is not None:
+                stop_daemon(status.pid, self.dbpath)
+            (self.directory / "mongod.pid").unlink(missing_ok=True)
+            self._write_state(pid=None, port=status.port)
+            return status.running
+
+    def _settled_status(self) -> EmbeddedStatus:
+        """The status, with a server that is just ending waited for until it has ended or answers."""
+        deadline = time.monotonic() + _PRIMARY_SECONDS
+        while (status := self.status()).running and not _answers(status.port or 0):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        return status
+
+    def _start(self, known_port: int | None, wanted_port: int | None) -> EmbeddedStatus:
+        self._check_disk()
+        self._credentials.make()
+        for _ in range(5):
+            port = (wanted_port or free_port()) if wanted_port is not None else (known_port or free_port())
+            try:
+                pid = start_daemon(self.dbpath, self.log, port, key_file=self._credentials.key_file)
+            except PortTakenError:
+                if wanted_port or (known_port and wanted_port is None):
+                    raise
+                continue
+            self._write_state(pid=pid, port=port)
+            return EmbeddedStatus(directory=self.directory, pid=pid, port=port)
+        raise StoreError(
+            "no free port was found in five tries", cure="name one: agentrl mongo up --port PORT"
+        )
+
+    def _make_directories(self) -> None:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.dbpath.mkdir(exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise StoreError(
+                f"{self.dbpath} cannot be made: {error.strerror}", cure="set --mongo_dir to a folder of yours"
+            ) from error
+
+    def _check_disk(self) -> None:
+        free = shutil.disk_usage(self.directory).free
+        if free < _FREE_BYTES:
+            raise StoreError(
+                f"the disk of {self.directory} has {free / 2**20:.0f} MiB free,"
+                f" and the embedded MongoDB needs {_FREE_BYTES / 2**20:.0f}",
+                cure="free some space, or set --mongo_dir to another disk",
+            )
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with (self.directory / "lock").open("a") as lock:
+            deadline = time.monotonic() + _LOCK_SECONDS
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError as error:
+                    if time.monotonic() > deadline:
+                        raise StoreError(
+                            f"another process has been starting or stopping the server under"
+                            f" {self.directory} for {_LOCK_SECONDS:.0f} s",
+                            cure="look for a hanging agentrl process",
+                        ) from error
+                    time.sleep(0.02)
+            yield
+
+    def _read_state(self) -> dict[str, Any]:
+        try:
+            state = json.loads(self._state_file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            raise StoreError(
+                f"{self._state_file} is damaged", cure="delete it; the data are in other files"
+            ) from error
+        return state if isinstance(state, dict) else {}
+
+    def _write_state(self, *, pid: int | None, port: int | None) -> None:
+        state = {"pid": pid, "started": start_ticks(pid) if pid else None, "port": port}
+        temporary = self._state_file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(state), encoding="utf-8")
+        os.replace(temporary, self._state_file)
+
+
+def _answers(port: int) -> bool:
+    client: MongoClient[dict[str, Any]] = MongoClient(
+        f"127.0.0.1:{port}", directConnection=True, serverSelectionTimeoutMS=1000, timeoutMS=1000
+    )
+    try:
+        client.admin.command("ping")
+    except PyMongoError:
+        return False
+    finally:
+        client.close()
+    return True
+
+
+def _make_primary(status: EmbeddedStatus, log: Path, credentials: Credentials) -> None:
+    """Initiate a new replica set, move it to the present port, wait for the primary, make the user."""
+    member = f"127.0.0.1:{status.port}"
+    client = credentials.admin(member)
+    try:
+        _configure(client, member)
+        deadline = time.monotonic() + _PRIMARY_SECONDS
+        while not client.admin.command("hello").get("isWritablePrimary"):
+            if time.monotonic() > deadline:
+                raise StoreError(
+                    f"the embedded MongoDB did not become primary within {_PRIMARY_SECONDS:.0f} s\n"
+                    f"{last_messages(log)}",
+                    cure=f"see {log}",
+                )
+            time.sleep(0.02)
+        credentials.ensure_user(client)
+    except PyMongoError as error:
+        raise StoreError(
+            f"the embedded MongoDB on {member} does not answer: {error}\n{last_messages(log)}",
+            cure=f"see {log}",
+        ) from error
+    finally:
+        client.close()
+
+
+def _configure(client: MongoClient[dict[str, Any]], member: str) -> None:
+    try:
+        config = client.admin.command("replSetGetConfig")["config"]
+    except OperationFailure as error:
+        if error.code != _NOT_INITIALISED:
+            raise
+        members = [{"_id": 0, "host": member}]
+        client.admin.command("replSetInitiate", {"_id": REPLICA_SET, "members": members})
+        return
+    if config["members"][0]["host"] != member:
+        config["members"][0]["host"] = member
+        config["version"] += 1
+        client.admin.command("replSetReconfig", config, force=True)

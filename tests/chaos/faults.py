@@ -1,0 +1,257 @@
+"""Makes planned faults happen to a run, and undoes them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl.documents.status import EpochStatus
+from agentrl.errors import StoreError
+from chaos.actors import Actor
+from chaos.database import Database
+from chaos.plan import DATABASE, Fault, FaultKind
+from chaos.proxy import Proxy
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
+
+logger = logging.getLogger(__name__)
+
+FULL_BYTES = 1 << 20
+"""RLIMIT_FSIZE of a trainer whose disk is full: its log goes on, a file of weights does not."""
+
+_POLL_SECONDS = 0.01
+_REFUSE_SECONDS = 4.0
+_ACTIVE_SECONDS = 20.0
+"""How long a version is waited for that shows that training goes on, so that another comes soon."""
+
+_LOOK_SECONDS = 0.5
+_OPENING_SECONDS = 20.0
+_TAKEOVER_SECONDS = 90.0
+"""How long a trainer may take to start in the place of a frozen one."""
+
+_REFUSED_SECONDS = 90.0
+"""How long a superseded trainer may take to notice: it computes and writes a step at the most."""
+
+_FLIPPED = 0x40
+_BREATH_SECONDS = 5.0
+"""How long the database is there at least between two kills: it is away no longer than processes wait."""
+
+
+@dataclass
+class Injector:
+    """Applies faults; faults on the same process come one after another. ``done`` counts them."""
+
+    actors: Mapping[str, Actor]
+    proxies: Mapping[str, Proxy]
+    database: Database
+    weights: Path
+    store: Store
+    """The run, to see what goes on in it."""
+    done: Counter[str] = field(default_factory=Counter)
+    _ends: float = float("inf")
+    _database_busy: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _weights_busy: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def run(self, plan: list[Fault], seconds: float) -> None:
+        """Every fault of the plan at its time, each undone when its seconds are over.
+
+        One that has to wait for another is left out where that takes longer than ``seconds`` in all.
+        """
+        started = time.monotonic()
+        self._ends = started + seconds
+        async with asyncio.TaskGroup() as tasks:
+            for fault in plan:
+                await asyncio.sleep(max(0.0, started + fault.at - time.monotonic()))
+                tasks.create_task(self.inject(fault))
+
+    async def inject(self, fault: Fault) -> None:
+        """One fault, from its beginning to its end."""
+        logger.info("%s %s for %.1f s", fault.kind, fault.target, fault.seconds)
+        if fault.kind is FaultKind.CORRUPT:
+            await self._corrupt(fault)
+        elif fault.target == DATABASE:
+            async with self._database_busy:
+                if time.monotonic() > self._ends:
+                    return
+                if fault.kind is FaultKind.FREEZE:
+                    await self._freeze_database(fault.seconds)
+                else:
+                    await self.database.kill(fault.seconds)
+                self.done[f"{fault.kind} {DATABASE}"] += 1
+                await asyncio.sleep(_BREATH_SECONDS)
+        elif fault.kind in (FaultKind.CUT, FaultKind.STALL, FaultKind.DELAY):
+            await self._disturb(fault, self.proxies[fault.target])
+        else:
+            await self._strike(fault, self.actors[fault.target])
+
+    async def _strike(self, fault: Fault, actor: Actor) -> None:
+        async with actor.busy:
+            if time.monotonic() > self._ends:
+                return
+            if fault.kind is FaultKind.KILL:
+                hit = await actor.kill()
+                await asyncio.sleep(fault.seconds)
+                if actor.process is None:
+                    actor.start()
+            elif fault.kind is FaultKind.FREEZE:
+                hit = actor.freeze()
+                try:
+                    await asyncio.sleep(fault.seconds)
+                finally:
+                    actor.thaw()
+            elif fault.kind is FaultKind.SUPERSEDE:
+                hit = await self._supersede(actor, fault.seconds)
+            else:
+                hit = await self._fill(actor, fault.seconds)
+        if hit:
+            self.done[f"{fault.kind} {actor.role}"] += 1
+
+    async def _supersede(self, actor: Actor, seconds: float) -> bool:
+        """Freeze the trainer past its lease, start another, and let the first go on once it is replaced."""
+        attempt = await self._attempt()
+        frozen = actor.set_aside() if attempt is not None else None
+        if attempt is None or frozen is None:
+            return False
+        is_replaced = False
+        try:
+            await asyncio.sleep(seconds)
+            actor.start()
+            is_replaced = await self._is_replaced(attempt)
+        finally:
+            await actor.end_superseded(frozen, _REFUSED_SECONDS if is_replaced else 0.0)
+        return is_replaced
+
+    async def _is_replaced(self, attempt: int) -> bool:
+        """Wait for a trainer after ``attempt``; False where none comes in time."""
+        deadline = time.monotonic() + _TAKEOVER_SECONDS
+        while time.monotonic() < deadline:
+            if (await self._attempt() or 0) > attempt:
+                return True
+            await asyncio.sleep(_LOOK_SECONDS)
+        return False
+
+    async def _attempt(self) -> int | None:
+        """The attempt of the last trainer; None while the database is away."""
+        try:
+            return (await self.store.runs.trainer()).attempt
+        except StoreError:
+            return None
+
+    async def _freeze_database(self, seconds: float) -> None:
+        """Freeze it in the middle of an epoch's opening, if one begins within ``_OPENING_SECONDS``."""
+        deadline = time.monotonic() + _OPENING_SECONDS
+        while time.monotonic() < deadline:
+            if await self._is_opening():
+                break
+            await asyncio.sleep(_LOOK_SECONDS)
+        await self.database.freeze(seconds)
+
+    async def _is_opening(self) -> bool:
+        try:
+            with self.store.reading("openings"):
+                opening = await self.store.database["Epoch"].find_one({"status": EpochStatus.OPENING.value})
+        except StoreError:
+            return False
+        if opening is not None:
+            self.done["openings interrupted"] += 1
+        return opening is not None
+
+    async def _fill(self, actor: Actor, seconds: float) -> bool:
+        """Files of the process cannot grow beyond a MiB: its writes fail with EFBIG, as they would for want
+        of space, and no file system has to be filled or mounted for it."""
+        pid = actor.pid
+        if pid is None:
+            return False
+        soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (FULL_BYTES, hard))
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            if actor.pid == pid:
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
+        return True
+
+    async def _disturb(self, fault: Fault, proxy: Proxy) -> None:
+        if fault.kind is FaultKind.CUT:
+            proxy.cut()
+        elif fault.kind is FaultKind.STALL:
+            proxy.stall()
+        else:
+            proxy.latency = fault.latency
+        try:
+            await asyncio.sleep(fault.seconds)
+        finally:
+            proxy.mend()
+        self.done[f"{fault.kind} connections"] += 1
+
+    async def _corrupt(self, fault: Fault) -> None:
+        """Hold the engines back while a new version is published, damage it, let them look, and mend it."""
+        engines = [actor for actor in self.actors.values() if actor.role == "engine"]
+        async with self._weights_busy, _All(engines):
+            await self._next_version(_ACTIVE_SECONDS)
+            for engine in engines:
+                engine.freeze()
+            try:
+                version = await self._next_version(fault.seconds)
+                damaged = version is not None and _flip(version)
+            finally:
+                for engine in engines:
+                    engine.thaw()
+            if version is None or not damaged:
+                logger.info("no version was published to be damaged")
+                return
+            try:
+                await asyncio.sleep(_REFUSE_SECONDS)
+            finally:
+                _flip(version)
+        self.done["corrupt weights"] += 1
+
+    async def _next_version(self, seconds: float) -> Path | None:
+        """The file of the next version that is published; None where there is none within ``seconds``."""
+        known = self._newest()
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self._newest() > known:
+                return self.weights / self._newest() / "model.safetensors"
+            await asyncio.sleep(_POLL_SECONDS)
+        return None
+
+    def _newest(self) -> str:
+        return max((path.name for path in self.weights.glob("v[0-9]*")), default="")
+
+
+class _All:
+    """Every actor's ``busy``, in order."""
+
+    def __init__(self, actors: list[Actor]) -> None:
+        self._actors = actors
+
+    async def __aenter__(self) -> None:
+        for actor in self._actors:
+            await actor.busy.acquire()
+
+    async def __aexit__(self, *_: object) -> None:
+        for actor in self._actors:
+            actor.busy.release()
+
+
+def _flip(path: Path) -> bool:
+    """Flip a bit in the middle of a file, or flip it back; False where the file has been pruned."""
+    try:
+        with path.open("r+b") as file:
+            middle = path.stat().st_size // 2
+            file.seek(middle)
+            byte = file.read(1)[0]
+            file.seek(middle)
+            file.write(bytes([byte ^ _FLIPPED]))
+    except FileNotFoundError:
+        return False
+    return True

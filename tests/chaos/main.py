@@ -1,0 +1,210 @@
+"""Runs a whole system while things go wrong at random, then checks that nothing was lost or trained twice.
+
+    bash scripts/chaos.sh --minutes 10 --seed 7
+
+Four samplers, two engines, a trainer, two processes that open epochs of many tasks, and MongoDB run in a
+folder of their own. By a plan made from the seed, processes and the database are killed and started again, or
+frozen past leases and time-outs; a frozen trainer is replaced by another; connections are cut, stalled and
+delayed; the trainer's disk is full; and published weights are damaged. Samplers keep most token arrays in
+GridFS, so that uploads are interrupted too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.config.load import CommandParser
+from agentrl.config.schema import RunConfig
+from agentrl.errors import AgentRLError, ConfigError, StoreError
+from agentrl.store.client import Store, open_store
+from chaos.actors import Actor, watch
+from chaos.database import Database, SingleServer, ThreeServers
+from chaos.faults import Injector
+from chaos.opener import SPLIT
+from chaos.plan import Members, make_plan
+from chaos.report import Report, check_run, examine
+from chaos.scene import LEASE_SECONDS, OPENINGS, RUN, Scene
+
+logger = logging.getLogger(__name__)
+
+READY_SECONDS = 300.0
+"""How long the first optimizer step may take before anything goes wrong."""
+
+FINISH_SECONDS = 300.0
+"""How long the rest of the last epoch may take once nothing goes wrong any more."""
+
+_STOP_SECONDS = 60.0
+_INTERRUPTED_SECONDS = 15.0
+_PAGE = 1000
+_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The flags of ``python -m chaos``."""
+
+    minutes: float
+    seed: int
+    gap: float
+    replica_set: bool
+    keep: Path | None
+    tasks: int
+
+
+def main(argv: list[str]) -> int:
+    """Run, print the report, and return 0 where there is no violation."""
+    options = _parse(argv)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s chaos  %(message)s")
+    logging.getLogger("pymongo").setLevel(logging.WARNING)
+    folder = options.keep or Path(tempfile.mkdtemp(prefix="agentrl-chaos-"))
+    folder = folder.resolve()
+    if options.keep is not None and folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"--keep {folder} is not empty", cure="name a new folder")
+    report = asyncio.run(_interruptible(run(options, folder)))
+    for line in report.lines():
+        print(line)
+    if report.violations or options.keep:
+        print(f"logs and data: {folder}", file=sys.stderr)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 1 if report.violations else 0
+
+
+async def run(options: Options, folder: Path) -> Report:
+    """One run under fire in ``folder``, from nothing to its report; nothing is left running."""
+    scene = Scene(folder=folder, seed=options.seed, tasks=options.tasks, seconds=60 * options.minutes)
+    await asyncio.to_thread(scene.prepare)
+    single = SingleServer(folder / "mongo")
+    database: Database = ThreeServers(folder / "mongo") if options.replica_set else single
+    try:
+        await database.start()
+        async with await open_store(RunConfig(run_name=RUN, db_connection_string=database.uri)) as store:
+            members = Members.of(samplers=4, engines=2, openers=2)
+            actors = await scene.cast(members, database)
+            injector = Injector(actors, single.proxies, database, scene.output / "weights", store)
+            return await _run(options, scene, members, injector, store, database.uri)
+    finally:
+        await database.stop()
+
+
+async def _run(
+    options: Options, scene: Scene, members: Members, injector: Injector, store: Store, uri: str
+) -> Report:
+    actors = list(injector.actors.values())
+    watcher = asyncio.create_task(watch(actors))
+    plan = make_plan(
+        seed=options.seed, seconds=60 * options.minutes, gap=options.gap, lease_seconds=LEASE_SECONDS,
+        members=members, replica_set=options.replica_set,
+    )  # fmt: skip
+    try:
+        for actor in actors:
+            if actor.role != "opener":
+                actor.start()
+        await _reach(lambda: _has_trained(store), READY_SECONDS, "no step was trained")
+        for name in members.openers:
+            injector.actors[name].start()
+        logger.info("the first step is trained; %d faults in %g minutes", len(plan), options.minutes)
+        started = time.monotonic()
+        await injector.run(plan, 60 * options.minutes)
+        await asyncio.sleep(max(0.0, started + 60 * options.minutes - time.monotonic()))
+        seconds = time.monotonic() - started
+        watcher.cancel()
+        finished = await _finish(store, injector.actors)
+    finally:
+        watcher.cancel()
+        await asyncio.gather(*(actor.stop(_INTERRUPTED_SECONDS) for actor in actors))
+    exits = [exit for actor in actors for exit in actor.exits]
+    report = Report(faults=injector.done, exits=exits, seconds=seconds, finished=finished)
+    await examine(store, scene.logs, report)
+    check_run(scene.check_command(uri, is_final=False), report)
+    await _remove_openings(store)
+    check_run(scene.check_command(uri, is_final=True), report)
+    return report
+
+
+async def _finish(store: Store, actors: Mapping[str, Actor]) -> bool:
+    """Bring the run to its own end: stop samplers and trainer, and start them with the epochs begun so far.
+
+    They leave by themselves when every task is sampled and all that can be is trained; False if one does not,
+    or fails.
+    """
+    workers = [actor for actor in actors.values() if actor.role in ("sampler", "trainer")]
+    openers = [actor for actor in actors.values() if actor.role == "opener"]
+    await asyncio.gather(*(actor.stop(_STOP_SECONDS) for actor in (*workers, *openers)))
+    for opener in openers:
+        opener.command = [*opener.command, "--openings_pause", "0.5"]
+    epochs = max(await store.tasks.epochs("train"), default=0) + 1
+    logger.info("nothing goes wrong any more; the run goes on to the end of its %d epochs", epochs)
+    for actor in actors.values():
+        if actor in workers:
+            actor.command = [*actor.command, "--num_train_epochs", str(epochs)]
+        if actor.pid is None:
+            actor.start()
+    deadline = time.monotonic() + FINISH_SECONDS
+    while any(actor.pid is not None for actor in workers) or await _is_opening(store):
+        if time.monotonic() > deadline or any(actor.has_failed for actor in workers):
+            return False
+        await asyncio.sleep(_POLL_SECONDS)
+    return True
+
+
+async def _has_trained(store: Store) -> bool:
+    return bool(await store.training.steps())
+
+
+async def _remove_openings(store: Store) -> None:
+    """Delete the split that was only opened: a run that is over has no slot that nobody sampled."""
+    tasks = store.database["Task"]
+    while page := await tasks.find({"split": SPLIT}, {"_id": 1}, limit=_PAGE).to_list():
+        await tasks.delete_many({"_id": {"$in": [task["_id"] for task in page]}})
+    await store.database["Epoch"].delete_many({"_id": {"$regex": f"^{SPLIT}/"}})
+
+
+async def _is_opening(store: Store) -> bool:
+    return await store.tasks.next_epoch(SPLIT, OPENINGS) is not None
+
+
+async def _reach(condition: Callable[[], Awaitable[bool]], seconds: float, otherwise: str) -> None:
+    """Wait until ``condition``; AgentRLError after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with suppress(StoreError):
+            if await condition():
+                return
+        if time.monotonic() > deadline:
+            raise AgentRLError(f"{otherwise} within {seconds:g} s", cure="see the logs")
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+async def _interruptible(work: Coroutine[None, None, Report]) -> Report:
+    """``work``, cancelled by SIGTERM so that it stops what it has started."""
+    task = asyncio.ensure_future(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await task
+
+
+def _parse(argv: list[str]) -> Options:
+    parser = CommandParser(prog="bash scripts/chaos.sh", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long things go wrong (%(default)g)")
+    parser.add_argument("--seed", type=int, default=0, help="of the plan and of the run (%(default)s)")
+    parser.add_argument("--gap", type=float, default=6.0, help="mean seconds between faults (%(default)g)")
+    parser.add_argument(
+        "--tasks", type=int, default=2000, help="tasks whose epochs are opened under fire (%(default)s)"
+    )
+    parser.add_argument("--replica_set", action="store_true", help="three mongods, the primary killed often")
+    parser.add_argument("--keep", type=Path, help="run in this folder, and leave it there")
+    options = Options(**vars(parser.parse_args(argv)))
+    if options.minutes <= 0 or options.gap <= 0 or options.tasks <= 0:
+        given = f"--minutes is {options.minutes:g}, --gap is {options.gap:g}, --tasks is {options.tasks}"
+        raise ConfigError(given, cure="give values above 0")
+    return options

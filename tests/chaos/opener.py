@@ -1,0 +1,64 @@
+"""``python -m chaos.opener``: loads many tasks and opens epoch after epoch of them, and samples none.
+
+Several of them run at once under fire: an opening is interrupted, taken over and completed by another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from dataclasses import dataclass
+
+from agentrl.config.load import parse
+from agentrl.config.schema import RunConfig, flag
+from agentrl.documents.task_file import read_tasks
+
+logger = logging.getLogger(__name__)
+
+SPLIT = "openings"
+GENERATIONS = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenerConfig:
+    """What is opened."""
+
+    openings_file: str = flag("", "task file of the split that is opened")
+    openings: int = flag(6, "epochs to open in all")
+    openings_pause: float = flag(1.0, "seconds between two of them")
+
+
+def main(argv: list[str]) -> int:
+    """Open until every epoch is open, then wait for SIGTERM."""
+    configs = parse(
+        argv, command="opener", description="Opens epochs.", shown=[RunConfig], extra=[OpenerConfig]
+    )
+    from agentrl.observe.logging import setup
+
+    setup(configs[RunConfig], "opener")
+    asyncio.run(open_all(configs[RunConfig], configs[OpenerConfig]))
+    return 0
+
+
+async def open_all(run: RunConfig, config: OpenerConfig) -> None:
+    """Load the file, then open epoch after epoch as samplers do."""
+    from agentrl.store.client import open_store
+    from agentrl.store.outage import patient
+
+    result = read_tasks(config.openings_file, split=SPLIT, seed=run.seed, num_generations=GENERATIONS)
+    with patient(run.db_wait_seconds):
+        async with await open_store(run) as store:
+            await store.tasks.load(result.tasks)
+            while True:
+                epoch = await store.tasks.next_epoch(SPLIT, config.openings)
+                if epoch is not None:
+                    opened = await store.tasks.open_epoch(SPLIT, epoch, run.seed, GENERATIONS)
+                    logger.info("epoch %d: %d tasks were missing", epoch, opened)
+                await asyncio.sleep(config.openings_pause)
+
+
+if __name__ == "__main__":
+    from agentrl.cli.main import run as run_command
+
+    sys.exit(run_command(lambda: main(sys.argv[1:]), "opener"))

@@ -1,0 +1,132 @@
+"""What a run under fire came to: faults, figures, and everything that should not have happened."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl.documents.status import RecordStatus
+from chaos.actors import Exit
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
+
+_ACKNOWLEDGED = re.compile(r"  scored  record=(\S+) score=")
+_TRACEBACK = re.compile(r"^(\s*)Traceback \(most recent call last\)")
+_SEEN = {
+    "late results refused": re.compile(r"the claim was lost"),
+    "publications refused by a full disk": re.compile(r"the disk of .* is full"),
+    "damaged versions refused by an engine": re.compile(r"version \d+ refused"),
+    "superseded trainers refused": re.compile(r"this trainer .* has been replaced"),
+    "outages waited for": re.compile(r"the database is away"),
+}
+_KEPT = (RecordStatus.SCORED, RecordStatus.READY, RecordStatus.ABANDONED)
+_CHECK_SECONDS = 600.0
+_PAGE = 500
+_SHOWN = 20
+
+
+@dataclass(kw_only=True)
+class Report:
+    """Figures of one run. ``violations`` are lines; the run is sound where there is none."""
+
+    faults: Counter[str]
+    exits: Sequence[Exit]
+    seconds: float
+    finished: bool
+    scored: int = 0
+    steps: int = 0
+    versions: int = 0
+    acknowledged: int = 0
+    seen: Counter[str] = field(default_factory=Counter)
+    checks: list[str] = field(default_factory=list)
+    """What each ``agentrl db check`` printed."""
+    violations: list[str] = field(default_factory=list)
+
+    def lines(self) -> Iterator[str]:
+        """The report; its last line is ``N violations``."""
+        for check in self.checks:
+            yield from (line for line in check.splitlines() if line[:1].isdigit() and "checked" in line)
+            yield ""
+        yield f"{'faults':<46} {sum(self.faults.values()):>6}"
+        for name, count in sorted(self.faults.items()):
+            yield f"  {name:<44} {count:>6}"
+        for name in _SEEN:
+            yield f"{name:<46} {self.seen[name]:>6}"
+        yield f"{'trajectories scored':<46} {self.scored:>6}"
+        yield f"{'scores acknowledged to a sampler':<46} {self.acknowledged:>6}"
+        yield f"{'steps trained':<46} {self.steps:>6}"
+        yield f"{'policy versions':<46} {self.versions:>6}"
+        yield f"{'seconds under fire':<46} {self.seconds:>6.0f}"
+        yield from (f"violation: {line}" for line in self.violations[:_SHOWN])
+        if len(self.violations) > _SHOWN:
+            yield f"  … and {len(self.violations) - _SHOWN} more"
+        yield f"{len(self.violations)} violations"
+
+
+async def examine(store: Store, logs: Path, report: Report) -> None:
+    """Fill in the report: figures from the database and the logs.
+
+    Beyond what ``check_run`` finds, a violation is: a score that a sampler was told is stored and that
+    is not there; a process that ended by itself; a traceback; a run that does not come to its end.
+    """
+    records = await store.records.counts("train")
+    report.scored = sum(records[status] for status in _KEPT)
+    report.steps = len(await store.training.steps())
+    report.versions = len(await store.policies.all())
+    acknowledged = _read_logs(logs, report)
+    report.acknowledged = len(acknowledged)
+    report.violations += [
+        f"{exit.actor} ended by itself with exit code {exit.code}:\n{exit.last_lines}"
+        for exit in report.exits
+    ]
+    report.violations += [f"{key} was acknowledged, and is lost" for key in await _lost(store, acknowledged)]
+    if not report.finished:
+        left = {str(status): count for status, count in (await store.tasks.counts("train")).items() if count}
+        report.violations.append(f"samplers and trainer did not come to their end in time; tasks: {left}")
+
+
+async def _lost(store: Store, acknowledged: Sequence[str]) -> list[str]:
+    lost: list[str] = []
+    kept = [status.value for status in _KEPT]
+    for start in range(0, len(acknowledged), _PAGE):
+        page = acknowledged[start : start + _PAGE]
+        query = {"_id": {"$in": page}, "status": {"$in": kept}, "score": {"$ne": None}}
+        there = {document["_id"] async for document in store.database["Record"].find(query, {"_id": 1})}
+        lost += [key for key in page if key not in there]
+    return lost
+
+
+def _read_logs(logs: Path, report: Report) -> list[str]:
+    """Ids of the Records whose score was acknowledged; counts and tracebacks go into the report."""
+    acknowledged: dict[str, None] = {}
+    for log in sorted(logs.glob("*.out")):
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+            if found := _ACKNOWLEDGED.search(line):
+                acknowledged[found[1]] = None
+            if _TRACEBACK.match(line):
+                report.violations.append(f"{log.name} holds a traceback")
+            report.seen.update(name for name, pattern in _SEEN.items() if pattern.search(line))
+    return list(acknowledged)
+
+
+def check_run(command: Sequence[str], report: Report) -> None:
+    """Run ``agentrl db check``; what it finds is added to the report."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_CHECK_SECONDS, check=False)
+    report.checks.append(done.stdout)
+    if done.returncode == 0:
+        return
+    counted = re.findall(r"(\d+) violations?", done.stdout)
+    if not counted:
+        report.violations.append(
+            f"agentrl db check did not run (exit code {done.returncode}): {done.stderr[-500:]}"
+        )
+        return
+    found = [line for line in done.stdout.splitlines() if line.startswith("invariant ")]
+    more = [f"violation no. {number}" for number in range(len(found) + 1, int(counted[-1]) + 1)]
+    report.violations += [f"agentrl db check: {line}" for line in (*found, *more)]

@@ -1,0 +1,145 @@
+"""The run that is put under fire: a tiny model, short tasks with a score for any text, its processes."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from agentrl.errors import AgentRLError
+from chaos.actors import Actor, environment
+from chaos.database import Database
+from chaos.plan import TRAINER, Members
+
+RUN = "chaos"
+LEASE_SECONDS = 12.0
+MANY_EPOCHS = 100_000
+"""More than are ever begun; the run is ended by starting its processes again with fewer."""
+
+OPENINGS = 6
+"""Epochs of the split that is only opened."""
+
+_TASKS = 24
+_BUILD_SECONDS = 300.0
+_SCORER = "chaos.scoring:slow_score"
+
+_FLAGS = {
+    "num_train_epochs": MANY_EPOCHS,
+    "num_generations": 4,
+    "groups_per_step": 2,
+    "agent_name": "react",
+    "max_turns": 2,
+    "max_prompt_tokens": 256,
+    "prompt_reserve_tokens": 32,
+    "max_new_tokens": 12,
+    "preferred_sampling_params": '{"temperature": 1.0, "top_p": 1.0}',
+    "max_concurrent_samples_per_process": 4,
+    "max_staleness": 2,
+    "lease_seconds": LEASE_SECONDS,
+    "retry_backoff_seconds": 0.5,
+    "heartbeat_seconds": 1.0,
+    "learning_rate": 1.0e-5,
+    "save_steps": 3,
+    "published_versions_kept": 4,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """One run's files under ``folder``, and the commands of its processes."""
+
+    folder: Path
+    seed: int
+    tasks: int
+    """Of the split whose epochs are opened under fire, and never sampled."""
+    seconds: float
+    """How long things go wrong: the openings are spread over them."""
+
+    @property
+    def output(self) -> Path:
+        """Checkpoints and published weights."""
+        return self.folder / "output"
+
+    @property
+    def logs(self) -> Path:
+        """A file for each process, ``NAME.out``, and those that the processes write themselves."""
+        return self.folder / "logs"
+
+    def prepare(self) -> None:
+        """Make the model, the tasks and the configuration. AgentRLError where the model cannot be made."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "agentrl.quickstart.tiny", str(self._model), str(self.seed)]
+        try:
+            subprocess.run(command, check=True, timeout=_BUILD_SECONDS, env=environment())
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            raise AgentRLError(f"the tiny model could not be made: {error}") from error
+        rng = random.Random(self.seed)
+        tasks = (
+            {"id": f"chaos-{number:03d}", "query": f"What is {rng.randint(50, 99)} + {rng.randint(50, 99)}?",
+             "answer": "0", "scorer": _SCORER, "agent_name": "react"}
+            for number in range(_TASKS)
+        )  # fmt: skip
+        _write(self.folder / "tasks.jsonl", tasks)
+        _write(self._openings, ({"id": f"{number:06d}", "query": "?"} for number in range(self.tasks)))
+        flags = {
+            **_FLAGS, "run_name": RUN, "seed": self.seed, "output_dir": str(self.output),
+            "log_dir": str(self.logs), "model_name_or_path": str(self._model),
+            "train_file": str(self.folder / "tasks.jsonl"),
+        }  # fmt: skip
+        self._config.write_text(yaml.safe_dump(flags), encoding="utf-8")
+
+    async def cast(self, members: Members, database: Database) -> dict[str, Actor]:
+        """Every process of the run by name, none of them started."""
+        openings = (
+            "--openings_file", str(self._openings), "--openings", str(OPENINGS),
+            "--openings_pause", str(self.seconds / (2 * OPENINGS)),
+        )  # fmt: skip
+        commands = {
+            **dict.fromkeys(members.openers, ("chaos.opener", *openings)),
+            **dict.fromkeys(members.engines, ("agentrl", "serve", "--engine", "local")),
+            **dict.fromkeys(members.samplers, ("chaos.sampler", "sample")),
+            TRAINER: ("agentrl", "train"),
+        }
+        return {
+            name: Actor(
+                name=name,
+                command=[
+                    sys.executable, "-m", *words, "--config", str(self._config),
+                    "--db_connection_string", await database.uri_for(name),
+                ],
+                log=self.logs / f"{name}.out",
+                env=environment(),
+            )
+            for name, words in commands.items()
+        }  # fmt: skip
+
+    def check_command(self, uri: str, *, is_final: bool) -> list[str]:
+        """``agentrl db check`` on the finished run; ``is_final``: every slot is terminal."""
+        return [
+            sys.executable, "-m", "agentrl", "db", "check", "--run_name", RUN,
+            "--db_connection_string", uri, "--output_dir", str(self.output),
+            "--lease_seconds", str(LEASE_SECONDS), *(["--final"] if is_final else []),
+        ]  # fmt: skip
+
+    @property
+    def _model(self) -> Path:
+        return self.folder / "model"
+
+    @property
+    def _config(self) -> Path:
+        return self.folder / "run.yml"
+
+    @property
+    def _openings(self) -> Path:
+        return self.folder / "openings.jsonl"
+
+
+def _write(path: Path, tasks: Iterable[Mapping[str, str]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(f"{json.dumps(task)}\n" for task in tasks)

@@ -1,0 +1,49 @@
+"""A minute of everything that goes wrong, on real processes: nothing is lost or trained twice."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from chaos.actors import environment
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+FIGURE = re.compile(r"^(?P<name>\S.*\S)  +(?P<value>\d+)$", re.MULTILINE)
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines of living processes that name ``folder``."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        words = " ".join(process.info["cmdline"] or ())
+        if str(folder) in words and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(words)
+    return found
+
+
+def test_a_minute_under_fire_ends_without_a_violation(tmp_path: Path) -> None:
+    folder = tmp_path / "fire"
+    flags = ["--minutes", "1", "--seed", "15", "--gap", "5", "--keep", str(folder)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "chaos", *flags], env=environment(),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        try:
+            output, log = process.communicate(timeout=280)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)
+            output, log = process.communicate(timeout=15)
+    assert process.returncode == 0, log[-3000:] + output[-6000:]
+    assert output.splitlines()[-1] == "0 violations"
+    figures = {match["name"]: int(match["value"]) for match in FIGURE.finditer(output)}
+    assert figures["faults"] >= 9
+    assert figures["trajectories scored"] >= 50
+    assert figures["steps trained"] >= 5
+    assert processes_of(folder) == []

@@ -1,0 +1,144 @@
+"""The plain computation of a step, and how far another one is from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentrl.data.planner import PrefixMerging, build_micro_batches
+from agentrl.documents.packing import unpack_floats, unpack_ids
+from agentrl.documents.training import DBRecordData, Node
+from agentrl.losses.batch import TokenBatch
+from agentrl.losses.old_policy import old_logprobs
+from agentrl.losses.reduce import Denominators, reduce_losses
+from agentrl.losses.registry import token_losses
+from agentrl.losses.settings import LossSettings
+from agentrl.train.step import ForwardOptions, forward_backward
+
+AGES = {0: 3, 2: 1}
+"""{version: age} of the versions in ``make_step``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The loss of a step and the gradient of every parameter that has one."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+
+    def deviation(self, expected: Computed) -> float:
+        """The larger of the loss's and any gradient's distance, relative to ``expected``.
+
+        A gradient's is ‖g − e‖ / ‖e‖, but relative to a hundredth of the largest gradient's norm where ‖e‖ is
+        below it: 1e-5 of less is what float32 does not resolve. It is 1 where one has a gradient that the
+        other has not. The loss's is relative to max(1, |loss|).
+        """
+        if self.gradients.keys() != expected.gradients.keys():
+            return 1.0
+        norms = {name: float(gradient.norm()) for name, gradient in expected.gradients.items()}
+        floor = max(max(norms.values(), default=0.0) * 1e-2, 1e-12)
+        worst = abs(self.loss - expected.loss) / max(1.0, abs(expected.loss))
+        for name, gradient in self.gradients.items():
+            distance = float((gradient - expected.gradients[name]).norm())
+            worst = max(worst, distance / max(norms[name], floor))
+        return worst
+
+
+def plain_step(model: Any, data: Sequence[DBRecordData], settings: LossSettings) -> Computed:
+    """Loss and gradients from ``model`` itself: one call at a time, whole logits, one batch of losses."""
+    model.set_attn_implementation("sdpa")
+    model.zero_grad(set_to_none=True)
+    device = model.device
+    pieces: list[Tensor] = []
+    entropies: list[Tensor] = []
+    columns: list[tuple[int, float, float, int]] = []
+    for row, item in enumerate(data):
+        ids, behavior = unpack_ids(item.input_ids), unpack_floats(item.behavior_logprobs)
+        place = 0
+        for span in item.spans:
+            path = _path(item.nodes, span.end)
+            logits = model(input_ids=torch.from_numpy(ids[path].astype(np.int64)).to(device)[None]).logits[0]
+            logprobs = torch.log_softmax(logits.float() / span.temperature, -1)
+            for index in range(span.start, span.end):
+                at = path.index(index)
+                pieces.append(logprobs[at - 1, int(ids[index])])
+                entropies.append(-(logprobs[at - 1].exp() * logprobs[at - 1]).sum())
+                columns.append((row, span.advantage, float(behavior[place]), span.version))
+                place += 1
+    loss = _loss(torch.stack(pieces), torch.stack(entropies), columns, len(data), settings)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return _taken(model, float(loss.detach()))
+
+
+def trainer_step(
+    model: Any,
+    data: Sequence[DBRecordData],
+    settings: LossSettings,
+    *,
+    merging: PrefixMerging,
+    max_tokens: int,
+    options: ForwardOptions | None = None,
+) -> Computed:
+    """Loss and gradients as training computes them."""
+    model.zero_grad(set_to_none=True)
+    vocabulary = model.config.get_text_config().vocab_size
+    forests = build_micro_batches(data, max_tokens, vocab_size=vocabulary, merging=merging, ages=AGES)
+    report = forward_backward(model, forests, settings, options=options)
+    return _taken(model, report["loss"])
+
+
+def longest_sequence(data: Sequence[DBRecordData]) -> int:
+    """Tokens on the longest way from a root to a leaf: the smallest ``max_tokens`` that a step may have."""
+    return max(len(_path(item.nodes, node.end)) for item in data for node in item.nodes)
+
+
+def _path(nodes: Sequence[Node], end: int) -> list[int]:
+    """Stored indices from the root to token ``end`` − 1."""
+    number = next(i for i, node in enumerate(nodes) if node.start < end <= node.end)
+    path: list[int] = []
+    while number >= 0:
+        node = nodes[number]
+        path = [*range(node.start, end), *path]
+        number = node.parent
+        end = nodes[number].end
+    return path
+
+
+def _loss(
+    logprobs: Tensor,
+    entropy: Tensor,
+    columns: Sequence[tuple[int, float, float, int]],
+    rows: int,
+    settings: LossSettings,
+) -> Tensor:
+    device = logprobs.device
+    row, version = (torch.tensor([c[i] for c in columns], device=device) for i in (0, 3))
+    advantages, behavior = (torch.tensor([c[i] for c in columns], device=device) for i in (1, 2))
+    age = torch.tensor([AGES[column[3]] for column in columns], device=device)
+    if not settings.spec.from_policy:
+        behavior = logprobs.detach()
+    batch = TokenBatch(
+        logprobs=logprobs,
+        entropy=entropy,
+        old_logprobs=old_logprobs(settings.old_logprobs, logprobs, behavior, age),
+        behavior_logprobs=behavior,
+        advantages=advantages,
+        row=row,
+        version=version,
+        age=age,
+        mask=torch.ones_like(row, dtype=torch.bool),
+        trajectories=rows,
+    )
+    whole = Denominators.of(batch.mask, row)
+    return reduce_losses(token_losses(batch, settings).losses, batch.mask, row, rows, whole, settings)
+
+
+def _taken(model: Any, loss: float) -> Computed:
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return Computed(loss, gradients)

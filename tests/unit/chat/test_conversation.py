@@ -1,0 +1,227 @@
+"""Tokens in, tokens out: what the model generated is never touched, whatever the template does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollout_fakes import END, END_OF_TEXT, byte_tokenizer, renderer_of
+
+from agentrl.chat.conversation import Conversation
+from agentrl.chat.renderer import ChatRenderer
+from agentrl.errors import ModelError, TrajectoryError
+
+PLAIN = """\
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+DROPS_THOUGHTS = """\
+{%- for m in messages %}
+{%- set text = m.content.split('</think>')[-1] if m.role == 'assistant' and not loop.last else m.content %}
+{{- '<|im_start|>' + m.role + '\\n' + text + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+ADDS_EMPTY_THOUGHT = """\
+{%- for m in messages %}
+{%- set thought = '<think>\\n\\n</think>\\n\\n' if m.role == 'assistant' and loop.last else '' %}
+{{- '<|im_start|>' + m.role + '\\n' + thought + m.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' }}{% endif %}"""
+
+CALLS_BEFORE_RESULTS = """\
+{%- for m in messages %}
+{%- if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}
+{{- raise_exception('a result needs a call') }}
+{%- endif %}
+{%- set calls = '[CALLS]' + (m.tool_calls | tojson) if m.tool_calls else '' %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content + calls + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+TEMPLATES = {
+    "plain": PLAIN,
+    "drops thoughts": DROPS_THOUGHTS,
+    "adds an empty thought": ADDS_EMPTY_THOUGHT,
+    "calls before results": CALLS_BEFORE_RESULTS,
+}
+
+
+def start(template: str) -> tuple[ChatRenderer, Conversation]:
+    renderer = renderer_of(template)
+    return renderer, Conversation(renderer, [{"role": "user", "content": "1+1?"}])
+
+
+def written(renderer: ChatRenderer, ids: Sequence[int]) -> str:
+    return str(renderer._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+@settings(max_examples=25, deadline=None)
+@given(
+    turns=st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 255), max_size=12),
+            st.sampled_from([(), (END,), (END_OF_TEXT,)]),
+            st.sampled_from(["", "4", "<|im_end|>x", "é\n"]),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_a_prompt_extends_the_one_before(template: str, turns: list[Any]) -> None:
+    renderer, conversation = start(template)
+    call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
+    for body, closing, result in turns:
+        before = conversation.prompt_ids()
+        generated = [*body, *closing]
+        message = {"role": "assistant", "content": renderer.decode(generated), "tool_calls": [call]}
+        conversation.append_generation(generated, message)
+        conversation.append_messages([{"role": "tool", "content": result}])
+        after = conversation.prompt_ids()
+        assert after[: len(before)] == before
+        assert after[len(before) : len(before) + len(generated)] == generated
+        context = conversation.context_ids()
+        assert after == [*before, *generated, *context]
+        assert (context[0] == END) is not bool(closing)
+        opening = [] if closing else [END]
+        assert written(renderer, context[len(opening) :]).startswith("\n<|im_start|>tool\n" + result)
+
+
+def test_without_rewriting_the_prompt_is_the_rendering() -> None:
+    renderer, conversation = start(PLAIN)
+    message = {"role": "assistant", "content": "let me"}
+    conversation.append_generation(renderer.encode("let me<|im_end|>"), message)
+    conversation.append_messages([{"role": "tool", "content": "2"}, {"role": "user", "content": "go on"}])
+    whole = renderer.render(conversation.messages, None, add_generation_prompt=True)
+    assert conversation.prompt_ids() == renderer.encode(whole)
+
+
+def test_a_turn_may_follow_a_turn() -> None:
+    renderer, conversation = start(PLAIN)
+    conversation.append_generation(renderer.encode("hm"), {"role": "assistant", "content": "hm"})
+    assert written(renderer, conversation.context_ids()) == "<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_thoughts_stay_in_the_prompt_although_the_template_drops_them() -> None:
+    renderer, conversation = start(DROPS_THOUGHTS)
+    generated = renderer.encode("<think>two</think>I ask<|im_end|>")
+    conversation.append_generation(generated, {"role": "assistant", "content": "<think>two</think>I ask"})
+    conversation.append_messages([{"role": "tool", "content": "2"}])
+    assert "<think>two</think>I ask<|im_end|>\n<|im_start|>tool\n2" in written(
+        renderer, conversation.prompt_ids()
+    )
+
+
+def test_new_messages_are_those_since_the_last_generation() -> None:
+    renderer, conversation = start(PLAIN)
+    assert [m["content"] for m in conversation.new_messages] == ["1+1?"]
+    conversation.append_generation(renderer.encode("2"), {"role": "assistant", "content": "2"})
+    assert conversation.new_messages == ()
+    conversation.append_messages([{"role": "user", "content": "and?"}])
+    assert [m["content"] for m in conversation.new_messages] == ["and?"]
+
+
+def test_a_template_that_refuses_or_repeats_is_a_trajectory_error() -> None:
+    refusing = (
+        "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endfor %}x"
+    )
+    _, conversation = start(refusing)
+    conversation.append_generation([1], {"role": "assistant", "content": "a"})
+    conversation.append_messages([{"role": "tool", "content": "2"}])
+    with pytest.raises(TrajectoryError, match=r"\[user assistant tool\]: no tools here"):
+        conversation.prompt_ids()
+    _, twice = start("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}")
+    twice.append_generation([1], {"role": "assistant", "content": "a"})
+    with pytest.raises(TrajectoryError, match="2 times"):
+        twice.prompt_ids()
+
+
+def test_tools_reach_the_template() -> None:
+    renderer = renderer_of(
+        "{% for t in tools %}{{ t | tojson }}{% endfor %}{% generation %}g{% endgeneration %}"
+    )
+    tool = {"type": "function", "function": {"name": "é<b>"}}
+    conversation = Conversation(renderer, [{"role": "user", "content": "q"}], [tool])
+    assert written(renderer, conversation.prompt_ids()).startswith(
+        '{"type": "function", "function": {"name": "é<b>"}}g'
+    )
+
+
+def test_decoding_drops_what_closes_the_turn_and_nothing_else() -> None:
+    renderer = renderer_of(PLAIN)
+    ids = renderer.encode("a<|im_start|>b<|im_end|><|endoftext|>")
+    assert renderer.decode(ids) == "a<|im_start|>b"
+
+
+def test_a_folder_without_tokenizer_or_template_says_what_mends_it(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no folder"):
+        ChatRenderer.open(tmp_path / "none")
+    with pytest.raises(ModelError, match=r"no tokenizer \(tokenizer.json\)"):
+        ChatRenderer.open(tmp_path)
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ModelError, match="no chat template") as caught:
+        ChatRenderer.open(tmp_path)
+    assert caught.value.cure is not None
+    assert "--chat_template FILE" in caught.value.cure
+    broken = tmp_path / "broken.jinja"
+    broken.write_text("{% for %}")
+    with pytest.raises(ModelError, match="no valid Jinja"):
+        ChatRenderer.open(tmp_path, broken)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match="is no tokenizer"):
+        ChatRenderer.open(tmp_path, broken)
+
+
+def test_a_folder_gives_template_special_tokens_and_stops(tmp_path: Path) -> None:
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"eos_token": {"content": "<|im_end|>"}, "chat_template": [{"name": "default", "template": "d"},'
+        ' {"name": "tool_use", "template": "{{ eos_token }}"}]}'
+    )
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [258]}')
+    renderer = ChatRenderer.open(tmp_path)
+    assert renderer.eos_ids == {END, END_OF_TEXT}
+    assert renderer.render([], None, add_generation_prompt=True) == "<|im_end|>"
+
+
+def test_the_renderer_agrees_with_transformers(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    template = Path("assets/chat_templates/smollm2_tools.jinja").read_text(encoding="utf-8")
+    (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds.",
+            "parameters": {"properties": {"a": {"type": "integer"}}},
+        },
+    }
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "é <b>"}]
+    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        messages, tools=[tool], add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    assert Conversation(ChatRenderer.open(tmp_path), messages, [tool]).prompt_ids() == theirs
+
+
+def test_a_sampler_needs_no_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None\n"
+        "import agentrl.rollout.worker, agentrl.rollout.sampler, agentrl.rollout.agents.react\n"
+        "import agentrl.rollout.setup, agentrl.rollout.admission, agentrl.rollout.report"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,171 @@
+"""Tool calls as models write them, well and badly."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.chat.parsers import ToolCall, get_parser, parser_names, typed_call, validate_call
+from agentrl.errors import ConfigError
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}, "note": {"type": "string"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+
+GOOD = {
+    "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>',
+    "qwen": '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
+    "<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>",
+    "llama": '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}',
+    "minicpm": "<|tool_call_start|>\n```python\nadd(a=1, b=2)\n```\n<|tool_call_end|>",
+    "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}, "id": "abc"}]',
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_one_call_behind_text(name: str) -> None:
+    parsed = get_parser(name).parse("<think>I call <tool_call></think>Let me see. " + GOOD[name])
+    assert parsed.error is None
+    (call,) = (typed_call(call, [ADD]) for call in parsed.tool_calls)
+    assert (call.name, call.arguments) == ("add", {"a": 1, "b": 2})
+    assert parsed.content == "<think>I call <tool_call></think>Let me see."
+    assert validate_call(call, [ADD]) is None
+
+
+@pytest.mark.parametrize("name", parser_names())
+def test_plain_text_is_content(name: str) -> None:
+    parsed = get_parser(name).parse("  The answer is 3.  ")
+    assert (parsed.content, parsed.tool_calls, parsed.error) == ("The answer is 3.", (), None)
+
+
+@pytest.mark.parametrize("name", parser_names())
+@given(text=st.text(alphabet=st.sampled_from('<tool_call>/{}[]"name:,|python_tag\n ;=()1')))
+def test_any_text_is_read_without_raising(name: str, text: str) -> None:
+    for opening in ("", "<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<|tool_call_start|>"):
+        get_parser(name).parse(opening + text)
+        get_parser(name).parse(opening + text + "</tool_call><|tool_call_end|>")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("hermes", "<tool_call>{name: add}</tool_call>", "not JSON"),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', 'no "name"'),
+        ("hermes", '<tool_call>{"name": 3}</tool_call>', 'no "name"'),
+        ("hermes", '<tool_call>["add"]</tool_call>', "no JSON object but list"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "no JSON object but list"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {}}', "not closed"),
+        ("hermes", 'so {"name": "add"}</tool_call>', "without <tool_call>"),
+        ("hermes", '<tool_call>{"name": "add"}<code>1</code></tool_call>', "only for PythonInterpreter"),
+        ("qwen3_coder", "<tool_call><function=add>1</function></tool_call>", "outside <parameter"),
+        ("qwen3_coder", "<tool_call><function=></function></tool_call>", "no name"),
+        ("qwen3_coder", '<tool_call>{"name": "add"}</tool_call>', "not of the form"),
+        ("llama", "<|python_tag|>add(1)", "not JSON"),
+        ("llama", "<|python_tag|>", "no tool call behind"),
+        ("llama", '{"name": "add", "parameters": 3}', "no JSON object but int"),
+        ("llama", '{"name": "add", "parameters": {}} and then', "text behind"),
+        ("minicpm", "<|tool_call_start|>add(", "not closed"),
+        ("minicpm", "<|tool_call_start|>add(<|tool_call_end|>", "no Python call"),
+        ("minicpm", "<|tool_call_start|>add(1, 2)<|tool_call_end|>", "key=value"),
+        ("minicpm", "<|tool_call_start|>add(a=b)<|tool_call_end|>", "no literal"),
+        ("minicpm", "<|tool_call_start|>x = 1<|tool_call_end|>", "no function call"),
+        ("mistral", "[TOOL_CALLS] [{]", "not JSON"),
+        ("mistral", "[TOOL_CALLS]add", "no arguments"),
+        ("mistral", '[TOOL_CALLS] {"a": 1}', 'no "name"'),
+    ],
+)
+def test_a_malformed_call_is_named(name: str, text: str, problem: str) -> None:
+    parsed = get_parser(name).parse(text)
+    assert parsed.error is not None
+    assert problem in parsed.error
+
+
+def test_several_calls_keep_their_order_and_a_bad_one_is_told() -> None:
+    parsed = get_parser("hermes").parse(
+        '<tool_call>{"name": "a"}</tool_call>\n<tool_call>x</tool_call>\n<tool_call>{"name": "b"}</tool_call>'
+    )
+    assert [call.name for call in parsed.tool_calls] == ["a", "b"]
+    assert parsed.error is not None
+
+
+def test_llama_calls_are_joined_by_semicolons() -> None:
+    parsed = get_parser("llama").parse(
+        '{"name": "a", "parameters": {}};'
+        ' {"type": "function", "function": {"name": "b", "arguments": {"x": 1}}}'
+    )
+    assert parsed.tool_calls == (ToolCall("a", {}), ToolCall("b", {"x": 1}))
+
+
+def test_mistral_names_stand_before_arguments_in_its_later_form() -> None:
+    parsed = get_parser("mistral").parse('Well.[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]sub{"b": 2}')
+    assert parsed.tool_calls == (ToolCall("add", {"a": 1}), ToolCall("sub", {"b": 2}))
+    assert parsed.content == "Well."
+
+
+def test_code_is_taken_as_it_stands() -> None:
+    parsed = get_parser("hermes").parse(
+        '<tool_call>{"name": "execute_code", "arguments": {"timeout": 3}}\n'
+        '<code>\nprint("</a>\\n")\n</code></tool_call>'
+    )
+    assert parsed.tool_calls == (ToolCall("execute_code", {"timeout": 3, "code": 'print("</a>\\n")'}),)
+
+
+def test_code_tags_inside_json_are_text() -> None:
+    parsed = get_parser("hermes").parse(
+        '<tool_call>{"name": "write", "arguments": {"html": "<code>x</code>"}}</tool_call>'
+    )
+    assert parsed.tool_calls == (ToolCall("write", {"html": "<code>x</code>"}),)
+
+
+def test_an_unknown_parser_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean hermes"):
+        get_parser("hermess")
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (ToolCall("ad", {}), "did you mean 'add'"),
+        (ToolCall("zzz", {}), "The tools are: add"),
+        (
+            ToolCall("add", {"a": 1}),
+            "'b' is a required property. Arguments: a (integer), b (integer), note?",
+        ),
+        (ToolCall("add", {"a": 1, "b": "2"}), "argument b: '2' is not of type 'integer'"),
+    ],
+)
+def test_a_call_that_does_not_fit_is_explained(call: ToolCall, problem: str) -> None:
+    told = validate_call(call, [ADD])
+    assert told is not None
+    assert problem in told
+
+
+def test_no_tools_are_offered() -> None:
+    assert validate_call(ToolCall("add", {}), []) == "there is no tool named 'add'; no tools are offered"
+
+
+def test_untyped_values_take_the_schema_type_and_text_stays_text() -> None:
+    call = typed_call(ToolCall("add", {"a": "1", "b": "two", "note": "3"}, typed=False), [ADD])
+    assert call.arguments == {"a": 1, "b": "two", "note": "3"}
+    typed = ToolCall("add", {"a": "1"})
+    assert typed_call(typed, [ADD]) is typed
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"type": "nonsense"}, {"$ref": "http://127.0.0.1:1/x"}, {"properties": {"a": {"pattern": "("}}}],
+)
+def test_a_wrong_schema_is_not_the_models_fault(parameters: dict[str, object]) -> None:
+    schema = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    assert validate_call(ToolCall("f", {"a": "b"}), [schema]) is None

@@ -1,0 +1,103 @@
+"""The ``agentrl`` command: help without heavy imports, exit codes, and errors as a person reads them."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from agentrl import __version__
+from agentrl.cli import main as cli
+from agentrl.errors import AgentRLError, ConfigError, LeaseLostError
+
+HEAVY = ("torch", "matplotlib", "fastapi", "transformers.models.auto")
+
+_PROBE = f"""
+import sys
+from agentrl.cli.main import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as stop:
+    code = stop.code
+print("heavy:", [name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def _probe(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", _PROBE, *words], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("command", [None, *cli.COMMANDS])
+def test_help_ends_well_and_imports_nothing_heavy(command: str | None) -> None:
+    words = ["--help"] if command is None else [command, "--help"]
+    result = _probe(*words)
+    assert result.returncode == 0, result.stderr
+    assert "usage: agentrl" in result.stdout
+    assert result.stderr.splitlines()[-1] == "heavy: []"
+
+
+@pytest.mark.parametrize("words", [["train", "--no_such_flag", "1"], ["sample", "--seed", "many"]])
+def test_a_wrong_flag_ends_with_2_and_imports_nothing_heavy(words: list[str]) -> None:
+    result = _probe(*words)
+    assert result.returncode == 2, result.stderr
+    assert f"agentrl {words[0]}: error:" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stderr.splitlines()[-1] == "heavy: []"
+
+
+def test_every_command_has_a_main() -> None:
+    for module, _ in cli.COMMANDS.values():
+        assert callable(importlib.import_module(module).main)
+
+
+def test_no_words_print_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in cli.COMMANDS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"agentrl {__version__}"
+
+
+def test_an_unknown_command_is_named_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trian"]) == 2
+    err = capsys.readouterr().err
+    assert "'trian'" in err
+    assert "  train " in err
+
+
+def _raise(error: BaseException) -> int:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("--seed is wrong", cure="give a number"), 2),
+        (LeaseLostError("the lease ran out"), 1),
+        (AgentRLError("it broke"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_errors_become_exit_codes(
+    error: BaseException, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(lambda: _raise(error), "agentrl x") == code
+    if isinstance(error, AgentRLError):
+        assert capsys.readouterr().err == f"agentrl x: error: {error}\n"
+
+
+def test_an_unforeseen_error_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        cli.run(lambda: _raise(ZeroDivisionError("a bug")), "agentrl x")
+
+
+def test_nothing_returned_is_success() -> None:
+    assert cli.run(lambda: None, "agentrl x") == 0

@@ -1,0 +1,128 @@
+"""What the sampling parameters of a call make of its tokens: a temperature, or context."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from agentrl.config.schema import GroupConfig
+from agentrl.data.compare import explain_difference
+from agentrl.data.convert import masked_calls, to_training_data
+from agentrl.data.finalize_group import GroupRules
+from agentrl.data.sampled import call_temperature, masked_because
+from agentrl.documents.dispatch import DispatchedSamplingTask, VersionSpan
+from agentrl.documents.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
+from agentrl.documents.record import Record
+from agentrl.documents.sampling import SamplingParams
+from agentrl.documents.status import CallStatus, RecordStatus
+from agentrl.documents.task import Slot, Task
+from agentrl.documents.training import DBRecordData
+
+TASK = Task(
+    id="train/0/a", task_id="a", split="train", epoch=0, order=0, query="q",
+    slots=(Slot(traj_id=0), Slot(traj_id=1)),
+)  # fmt: skip
+CONFIG = GroupConfig()
+
+
+def record(traj: int = 0, score: float = 1.0) -> Record:
+    return Record(
+        id=f"{TASK.id}/{traj}/1", task=TASK.id, traj_id=traj, attempt=1, split="train", epoch=0, query="q",
+        score=score, turns=3,
+    )  # fmt: skip
+
+
+def call(index: int, *, traj: int = 0, **changes: Any) -> DispatchedSamplingTask:
+    """One of three turns, with the parameters of a request and ``changes``."""
+    name = record(traj).id
+    params = SamplingParams(max_new_tokens=9).to_request() | {"sampling_seed": 5} | changes
+    return DispatchedSamplingTask(
+        id=f"{name}/{index}", record=name, index=index, parent=f"{name}/{index - 1}" if index else None,
+        status=CallStatus.COMPLETED, messages=(), response={}, finish_reason="stop",
+        versions=(VersionSpan(version=0, start=0, end=2),), prompt_tokens=0, generated_tokens=2, engine="e",
+        sampling_params=params, generate_seconds=0.1, context_ids=pack_ids([5, 6]),
+        output_ids=pack_ids([10 * index, 10 * index + 1]), logprobs=pack_floats([-0.5 - index, -1.0 - index]),
+    )  # fmt: skip
+
+
+def convert(*calls: DispatchedSamplingTask, advantage: float = 0.5, **options: Any) -> DBRecordData | None:
+    return to_training_data(TASK, record(), calls, advantage, CONFIG, **options)
+
+
+def test_spans_have_the_temperature_of_their_call() -> None:
+    calls = (call(0, temperature=0.5), call(1), replace(call(2), sampling_params={}))
+    data = convert(*calls)
+    assert data is not None
+    assert [span.temperature for span in data.spans] == [0.5, 1.0, 1.0]
+    assert explain_difference(data, calls, CONFIG) is None
+    colder = replace(data, spans=(replace(data.spans[0], temperature=0.4), *data.spans[1:]))
+    assert "spans" in str(explain_difference(colder, calls, CONFIG))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"top_p": 0.9}, "top_p 0.9"),
+        ({"top_k": 20}, "top_k 20"),
+        ({"min_p": 0.05}, "min_p 0.05"),
+        ({"presence_penalty": 1.0}, "presence_penalty 1.0"),
+        ({"frequency_penalty": -0.5}, "frequency_penalty -0.5"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty 1.1"),
+        ({"logit_bias": {"5": 2.0}}, "logit_bias {'5': 2.0}"),
+        ({"regex": "[a-z]+"}, "regex [a-z]+"),
+        ({"json_schema": "x" * 99}, f"json_schema {'x' * 60}…"),
+        ({"temperature": 0.0}, "temperature 0.0"),
+        ({"temperature": 1e-5}, "temperature 1e-05"),
+        ({"temperature": math.nan}, "temperature nan"),
+        ({"temperature": "cold"}, "temperature cold"),
+    ],
+)  # fmt: skip
+def test_what_shapes_the_distribution_masks_the_call(changes: dict[str, Any], reason: str) -> None:
+    shaped = call(1, **changes)
+    assert masked_because(shaped) == reason
+    data = convert(call(0), shaped, call(2))
+    assert data is not None
+    assert unpack_ids(data.input_ids).tolist() == [5, 6, 0, 1, 5, 6, 10, 11, 5, 6, 20, 21]
+    assert [span.call for span in data.spans] == [0, 2]
+    assert unpack_floats(data.behavior_logprobs).tolist() == [-0.5, -1.0, -2.5, -3.0]
+    assert masked_calls((call(0), shaped, call(2)), 0.5, CONFIG) == [reason]
+    assert convert(shaped_alone := replace(shaped, index=0, parent=None)) is None
+    assert explain_difference(data, (call(0), shaped, call(2)), CONFIG) is None
+    assert "no token to train" in str(explain_difference(data, (shaped_alone,), CONFIG))
+
+
+def test_logprobs_of_the_sampled_distribution_are_trained() -> None:
+    shaped = replace(call(0, top_p=0.9, temperature=0.7), logprobs_of="sampled")
+    data = convert(shaped)
+    assert data is not None
+    assert [span.temperature for span in data.spans] == [0.7]
+    assert masked_because(replace(shaped, logprobs_of="other")) == "top_p 0.9"
+    assert masked_because(replace(call(0), logprobs_of="other")) == "logprobs of several distributions"
+    greedy = replace(call(0, temperature=0.0), logprobs_of="sampled")
+    assert masked_because(greedy) == "temperature 0.0"
+    assert call_temperature(greedy) is None
+
+
+def test_supervised_data_take_every_call_at_temperature_1() -> None:
+    data = convert(call(0, temperature=0.0), call(1, top_p=0.9, temperature=0.6), supervised=True)
+    assert data is not None
+    assert [(span.call, span.temperature) for span in data.spans] == [(0, 1.0), (1, 1.0)]
+
+
+def test_a_trajectory_without_a_trainable_call_is_abandoned_with_the_parameter() -> None:
+    records = [record(0, score=1.0), record(1, score=0.0)]
+    calls = {
+        records[0].id: [call(0, temperature=0.5), call(1, presence_penalty=0.5)],
+        records[1].id: [call(index, traj=1, presence_penalty=0.5) for index in (0, 1)],
+    }
+    outcome = GroupRules(config=CONFIG, seed=0).decide(TASK, records, calls)
+    assert [item.id for item in outcome.data] == [records[0].id]
+    assert [item.status for item in outcome.records] == [RecordStatus.READY, RecordStatus.ABANDONED]
+    assert outcome.records[1].because == (
+        "no model call to train: 2 sampled with presence_penalty 0.5, which the engine's logprobs leave out"
+    )
+    assert outcome.summary["masked_calls"] == [{"because": "presence_penalty 0.5", "calls": 3}]
+    assert outcome.summary["trained"] == 1

@@ -1,0 +1,205 @@
+"""Executors against the plain model, one sequence at a time: logprobs, loss and every gradient."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import chains, packed, paths, plain_logprobs, tiny_model, tree
+from transformers import Lfm2Config, Lfm2ForCausalLM, PreTrainedModel
+
+from agentrl.data.forest import TokenForest, forest_from_sequences
+from agentrl.errors import ConfigError, ModelError
+from agentrl.model.attention import choose_executor, run_forest
+from agentrl.model.attention.sdpa import forest_mask
+from agentrl.model.attention.varlen import Segment, Ways, cut_ways, split_segments
+from agentrl.train.memory import enable_checkpointing
+from agentrl.train.step import ForwardOptions, check_model, forest_logprobs
+
+
+def loss_and_gradients(
+    model: PreTrainedModel, logprobs: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    weights = torch.linspace(-1, 1, len(logprobs))
+    loss = (weights * logprobs).sum()
+    model.zero_grad()
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(model: PreTrainedModel, forest: TokenForest, executor: str) -> None:
+    loss, gradients = loss_and_gradients(
+        model, forest_logprobs(model, forest, ForwardOptions(executor=executor, chunk_size=7))[0]
+    )
+    model.set_attn_implementation("sdpa")
+    expected_loss, expected = loss_and_gradients(model, plain_logprobs(model, forest))
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-5)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        error = (gradient - expected[name]).norm() / expected[name].norm()
+        assert error < 1e-5, f"{name}: {error}"
+
+
+@pytest.mark.exactness
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("executor", ["varlen", "sdpa"])
+def test_packed_chains_equal_each_chain_alone(kind: str, executor: str, tied: bool) -> None:
+    assert_same(tiny_model(kind, tied=tied), packed(chains()), executor)
+
+
+@pytest.mark.exactness
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("executor", ["varlen", "sdpa", "paths", "padded"])
+def test_a_tree_equals_each_of_its_branches_alone(kind: str, executor: str) -> None:
+    forest = packed([tree(0), *chains(1, 2), tree(2)])
+    assert len(paths(forest)) == 8
+    assert_same(tiny_model(kind), forest, executor)
+
+
+@pytest.mark.exactness
+@pytest.mark.parametrize("executor", ["varlen", "sdpa"])
+def test_recomputed_activations_change_nothing(executor: str) -> None:
+    model = tiny_model("llama")
+    enable_checkpointing(model)
+    assert_same(model, packed(chains()), executor)
+
+
+def test_the_mask_is_ancestry() -> None:
+    forest = packed([tree(0), *chains(1, 1)])
+    mask = forest_mask(torch.from_numpy(forest.subtree_end))[0, 0]
+    for query in range(forest.tokens):
+        way = [query]
+        while (parent := int(forest.parent[way[-1]])) >= 0:
+            way.append(parent)
+        assert torch.nonzero(mask[query])[:, 0].tolist() == sorted(way)
+
+
+def test_segments_follow_the_branches() -> None:
+    assert split_segments(packed([tree()])) == [
+        Segment(0, 15, ()),
+        Segment(15, 19, ((0, 10),)),
+        Segment(19, 26, ((0, 6),)),
+    ]
+    assert [segment.ancestors for segment in split_segments(packed(chains()))] == [()] * 5
+
+
+def test_segments_are_cut_where_others_branch_off() -> None:
+    assert cut_ways(split_segments(packed([tree()]))) == Ways(
+        segments=(15, 4, 7), pieces=(6, 4, 5, 4, 7), paths=((0, 1, 2), (0, 1, 3), (0, 4))
+    )
+    forest = packed([tree(0), *chains(1, 2), tree(2)])
+    segments = split_segments(forest)
+    ways = cut_ways(segments)
+    bounds = np.cumsum([0, *ways.pieces])
+    assert bounds[-1] == forest.tokens
+    for segment, path in zip(segments, ways.paths, strict=True):
+        seen = [token for piece in path for token in range(bounds[piece], bounds[piece + 1])]
+        way = [segment.end - 1]
+        while (parent := int(forest.parent[way[-1]])) >= 0:
+            way.append(parent)
+        assert seen == sorted(way)
+
+
+def test_a_model_called_around_the_executor_is_refused() -> None:
+    model = tiny_model("llama")
+    run_forest(model, packed(chains()))
+    with pytest.raises(ModelError, match="not told where sequences end"):
+        model(input_ids=torch.tensor([[1, 2]]))
+
+
+def test_the_choice_of_executor() -> None:
+    model = tiny_model("llama")
+    wide, narrow = (
+        SimpleNamespace(device=torch.device("cuda"), config=tiny_model("llama", hidden_size=4 * width).config)
+        for width in (16, 8)
+    )
+    many = [tree(seed) for seed in range(30)]
+    assert choose_executor(model, packed([tree()])) == "sdpa"
+    assert choose_executor(model, packed(many)) == "varlen"
+    assert choose_executor(model, packed(chains())) == "varlen"
+    assert choose_executor(wide, packed(chains())) == choose_executor(wide, packed(many)) == "flex"
+    assert choose_executor(narrow, packed(many)) == "varlen"
+    with pytest.raises(ConfigError, match="attention executor 'flash'"):
+        run_forest(tiny_model("llama"), packed([tree()]), "flash")
+
+
+def test_dropout_is_refused_in_training_only() -> None:
+    model = tiny_model("llama", attention_dropout=0.1)
+    with pytest.raises(ModelError, match=r"dropout 0\.1"):
+        run_forest(model, packed(chains()))
+    run_forest(model.eval(), packed(chains()))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "message"),
+    [
+        ("output_router_logits", True, "auxiliary loss of its router"),
+        ("router_jitter_noise", 0.1, r"router_jitter_noise 0\.1"),
+        ("expert_capacity", 64, "drops tokens beyond 64 per expert"),
+        ("attn_logit_softcapping", 50.0, r"caps its attention scores at 50\.0"),
+    ],
+)
+def test_what_depends_on_its_neighbours_is_refused(attribute: str, value: object, message: str) -> None:
+    model = tiny_model("llama")
+    setattr(model.config, attribute, value)
+    with pytest.raises(ModelError, match=message):
+        run_forest(model, packed(chains()))
+
+
+def test_a_window_shorter_than_a_trajectory_runs_each_path_alone(caplog: pytest.LogCaptureFixture) -> None:
+    windowed = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    model = tiny_model("qwen3", **windowed)
+    assert choose_executor(model, packed([tree()])) == "paths"
+    assert "layers that see 8 tokens back" in caplog.text
+    assert_same(model, packed([tree(), *chains()]), "auto")
+    with pytest.raises(ModelError, match="'varlen' would not be exact"):
+        run_forest(model, packed([tree()]), "varlen")
+    short = forest_from_sequences([list(range(8))], [[False] * 8])
+    packed_states = run_forest(model, short)
+    model.set_attn_implementation("sdpa")
+    alone = model.model(input_ids=torch.arange(8)[None], use_cache=False).last_hidden_state[0]
+    torch.testing.assert_close(packed_states, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_that_cannot_be_masked_run_each_path_alone() -> None:
+    model = tiny_model("qwen3")
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(ModelError, match="linear_attention"):
+        run_forest(model, packed(chains()), "sdpa")
+    recurrent = tiny_model("llama")
+    recurrent._is_stateful = True
+    with pytest.raises(ModelError, match="a recurrent state"):
+        run_forest(recurrent, packed(chains()), "sdpa")
+    assert_same(recurrent, packed([tree()]), "auto")
+
+
+def test_a_model_with_convolutions_runs_each_path_alone() -> None:
+    torch.manual_seed(0)
+    config = Lfm2Config(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, layer_types=["conv", "full_attention"], initializer_range=0.3,
+    )  # fmt: skip
+    model = Lfm2ForCausalLM(config).train()
+    check_model(model)
+    assert choose_executor(model, packed([tree()])) == "paths"
+    assert_same(model, packed([tree(), *chains()]), "auto")
+
+
+def test_check_model_accepts_a_plain_model_and_refuses_another_head() -> None:
+    model = tiny_model("llama")
+    check_model(model)
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: logits * 2)
+    with pytest.raises(ModelError, match="differ by"):
+        check_model(model)
+
+
+def test_padding_free_states_do_not_depend_on_neighbours() -> None:
+    model = tiny_model("llama").eval()
+    ids = np.arange(12).tolist()
+    with torch.no_grad():
+        alone = run_forest(model, forest_from_sequences([ids], [[False] * 12]))
+        beside = run_forest(model, forest_from_sequences([ids[::-1], ids], [[False] * 12] * 2))
+    torch.testing.assert_close(beside[12:], alone, rtol=0, atol=1e-6)

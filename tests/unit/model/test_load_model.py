@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_policy import write_tiny_policy
+from torch import nn
+
+from agentrl.config.schema import AdapterConfig, ModelConfig
+from agentrl.errors import ModelError
+from agentrl.model.load import architecture, base_folder, load_policy
+from agentrl.weights.folder import save_model_files, weight_bytes
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_tiny_policy(tmp_path / "model")
+
+
+def config(folder: Path | None, **more: object) -> ModelConfig:
+    return ModelConfig(model_name_or_path=None if folder is None else str(folder), **more)  # type: ignore[arg-type]
+
+
+def edit_config(folder: Path, **values: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_a_model_is_loaded_with_its_tokenizer_and_without_dropout(folder: Path) -> None:
+    edit_config(folder, attention_dropout=0.5)
+    policy = load_policy(config(folder))
+    assert policy.tokenizer.chat_template
+    assert all(module.p == 0.0 for module in policy.model.modules() if isinstance(module, nn.Dropout))
+    dropouts = [m.attention_dropout for m in policy.model.modules() if hasattr(m, "attention_dropout")]
+    assert dropouts == [0.0, 0.0]
+
+
+def test_the_runs_own_chat_template_wins(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("own")
+    policy = load_policy(config(folder, chat_template=str(tmp_path / "own.jinja")))
+    assert policy.tokenizer.chat_template == policy.chat_template == "own"
+
+
+def test_what_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no model is given"):
+        base_folder(config(None))
+    with pytest.raises(ModelError, match="nowhere is no folder"):
+        base_folder(config(tmp_path / "nowhere"))
+    with pytest.raises(ModelError, match=r"own\.jinja cannot be read"):
+        load_policy(config(folder, chat_template="own.jinja"))
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (("config.json",), r"has no config\.json"),
+        (("tokenizer.json", "tokenizer_config.json"), "has no tokenizer"),
+        (("chat_template.jinja",), "has no chat template"),
+        (("model.safetensors",), "cannot be loaded"),
+    ],
+)
+def test_a_folder_that_lacks_a_file_is_refused(folder: Path, files: tuple[str, ...], says: str) -> None:
+    for name in files:
+        (folder / name).unlink()
+    with pytest.raises(ModelError, match=says):
+        load_policy(config(folder))
+
+
+def test_an_unknown_architecture_is_refused(folder: Path) -> None:
+    edit_config(folder, model_type="unheard_of")
+    with pytest.raises(ModelError, match="unheard_of"):
+        load_policy(config(folder))
+
+
+def test_broken_files_are_refused(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match=r"tokenizer of .* cannot be loaded"):
+        load_policy(config(folder))
+
+
+def test_a_tokenizer_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    edit_config(folder, vocab_size=100)
+    with pytest.raises(ModelError):
+        load_policy(config(folder))
+
+
+def test_the_architecture_is_told_by_type_and_sizes(folder: Path) -> None:
+    told = architecture(folder)
+    assert told["model_type"] == "qwen3"
+    assert told["hidden_size"] == 32
+
+
+def test_an_adapter_folder_is_no_model_and_no_whole_weights(tmp_path: Path) -> None:
+    base = write_tiny_policy(tmp_path / "base")
+    config = ModelConfig(model_name_or_path=str(base))
+    policy = load_policy(config, adapter=AdapterConfig(lora_rank=2))
+    assert policy.adapter is not None
+    assert (
+        weight_bytes(policy.kept) < weight_bytes(policy.published) == weight_bytes(load_policy(config).kept)
+    )
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    save_model_files(policy.kept, base, saved)
+    assert load_policy(config, saved, AdapterConfig(lora_rank=2)).adapter is not None
+    with pytest.raises(ModelError, match="holds an adapter"):
+        load_policy(config, saved)
+    with pytest.raises(ModelError, match="holds an adapter, not a model"):
+        load_policy(ModelConfig(model_name_or_path=str(saved)))
