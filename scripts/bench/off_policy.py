@@ -4,7 +4,7 @@
 
 A two-layer model from random weights learns to count on from a digit, modulo six. Every step samples 8
 prompts × 8 trajectories from the weights of `staleness` optimizer steps ago and trains them once through the
-trainer's own step (StepComputer.train: packing, loss, corrections, AdamW). The reward is the share of right
+trainer's own step (PolicyTrainer.train: packing, loss, corrections, AdamW). The reward is the share of right
 tokens; it is measured on the newest weights, with other samples. The same seed gives the same numbers on the
 same machine. Prints a table in Markdown and writes the plot, and nothing else.
 """
@@ -32,7 +32,7 @@ from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import Policy
 from agentrl.scoring.advantages import ESTIMATORS
-from agentrl.train.compute import StepComputer
+from agentrl.train.compute import PolicyTrainer
 from agentrl.train.optimizer import build_optimizer
 from agentrl.train.schedules import build_scheduler
 from agentrl.train.step import ForwardOptions
@@ -86,11 +86,11 @@ def build_model(seed: int) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def build_computer(model: Qwen3ForCausalLM, variant: str) -> StepComputer:
+def build_computer(model: Qwen3ForCausalLM, variant: str) -> PolicyTrainer:
     """Return what trains ``model`` with the flags of ``variant``."""
     config = OptimConfig(learning_rate=LEARNING_RATE, max_grad_norm=1.0)
     optimizer = build_optimizer(model, config)
-    return StepComputer(
+    return PolicyTrainer(
         device=torch.device("cpu"),
         policy=Policy(model, cast("Any", None), Path(), None),
         optimizer=optimizer,

@@ -26,17 +26,17 @@ from typing import ClassVar
 
 
 class AgentRLError(Exception):
-    """An error whose message is meant for a person: what is wrong, and ``cure``, what mends it."""
+    """An error whose message is meant for a person: what is wrong, and ``hint``, what mends it."""
 
     exit_code: ClassVar[int] = 1
 
-    def __init__(self, message: str, *, cure: str | None = None) -> None:
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
         self.message = message
-        self.cure = cure
+        self.hint = hint
 
     def __str__(self) -> str:
-        return f"{self.message}\n  → {self.cure}" if self.cure else self.message
+        return f"{self.message}\n  → {self.hint}" if self.hint else self.message
 
 
 class ConfigError(AgentRLError):

@@ -25,10 +25,10 @@ def engine_python(name: str) -> str:
         return str(python)
     if not os.environ.get(_variable(name)) and importlib.util.find_spec(name) is not None:
         return sys.executable
-    raise ConfigError(f"{name} is not installed: there is no {python}", cure=install_cure(name))
+    raise ConfigError(f"{name} is not installed: there is no {python}", hint=install_hint(name))
 
 
-def install_cure(name: str) -> str:
+def install_hint(name: str) -> str:
     """What to do about an engine that is not installed."""
     return f"bash scripts/setup_{name}.sh, or set {_variable(name)} to a venv that has it"
 

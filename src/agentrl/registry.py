@@ -50,12 +50,12 @@ def check_importable(name: str, kind: str = "function") -> None:
     if not is_importable(name):
         raise ConfigError(
             f"the {kind} {name!r} is of a module that this process may not import",
-            cure=f"if you trust it: --allowed_modules {name.partition(':')[0]}, or load the task file that"
+            hint=f"if you trust it: --allowed_modules {name.partition(':')[0]}, or load the task file that"
             " names it with `agentrl tasks load` as a user who may write Imports",
         )
 
 
-class Extensions(Generic[F]):
+class Registry(Generic[F]):
     """One kind of extension point. Modules that register built-in functions are imported on first use."""
 
     def __init__(self, kind: str, *, group: str, built_in: Sequence[str]) -> None:
@@ -95,7 +95,7 @@ class Extensions(Generic[F]):
         hint = f"did you mean {nearest[0]}? " if nearest else ""
         raise ConfigError(
             f"there is no {self._kind} {name!r}",
-            cure=f"{hint}known: {', '.join(known)}; or give a Python path module:function",
+            hint=f"{hint}known: {', '.join(known)}; or give a Python path module:function",
         )
 
     def _load_built_in(self) -> None:
@@ -107,7 +107,7 @@ class Extensions(Generic[F]):
         found = self._imported(path, lambda: getattr(importlib.import_module(module), attribute))
         if not callable(found):
             raise ConfigError(
-                f"the {self._kind} {path!r} is not a function", cure="name a function of the module"
+                f"the {self._kind} {path!r} is not a function", hint="name a function of the module"
             )
         return found
 
@@ -118,5 +118,5 @@ class Extensions(Generic[F]):
         except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"the {self._kind} {name!r} cannot be imported: {type(error).__name__}: {error}",
-                cure="the path is module:function; the module's folder must be on PYTHONPATH",
+                hint="the path is module:function; the module's folder must be on PYTHONPATH",
             ) from error

@@ -143,7 +143,7 @@ class Supervisor:
             member.process = None
             return
         if code == ConfigError.exit_code:
-            raise ConfigError(f"{member.name} cannot run: {reason(member.log)}", cure=_see(member.log))
+            raise ConfigError(f"{member.name} cannot run: {reason(member.log)}", hint=_see(member.log))
         if time.monotonic() - member.started_at >= _STEADY_SECONDS:
             member.restarts = 0
         member.restarts += 1
@@ -151,7 +151,7 @@ class Supervisor:
             raise AgentRLError(
                 f"{member.name} has ended {member.restarts} times, the last time with exit code {code}:"
                 f" {reason(member.log)}",
-                cure=_see(member.log),
+                hint=_see(member.log),
             )
         delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** (member.restarts - 1))
         member.restart_at = time.monotonic() + delay

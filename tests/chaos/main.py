@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     folder = options.keep or Path(tempfile.mkdtemp(prefix="agentrl-chaos-"))
     folder = folder.resolve()
     if options.keep is not None and folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"--keep {folder} is not empty", cure="name a new folder")
+        raise ConfigError(f"--keep {folder} is not empty", hint="name a new folder")
     report = asyncio.run(_interruptible(run(options, folder)))
     for line in report.lines():
         print(line)
@@ -182,7 +182,7 @@ async def _reach(condition: Callable[[], Awaitable[bool]], seconds: float, other
             if await condition():
                 return
         if time.monotonic() > deadline:
-            raise AgentRLError(f"{otherwise} within {seconds:g} s", cure="see the logs")
+            raise AgentRLError(f"{otherwise} within {seconds:g} s", hint="see the logs")
         await asyncio.sleep(_POLL_SECONDS)
 
 
@@ -206,5 +206,5 @@ def _parse(argv: list[str]) -> Options:
     options = Options(**vars(parser.parse_args(argv)))
     if options.minutes <= 0 or options.gap <= 0 or options.tasks <= 0:
         given = f"--minutes is {options.minutes:g}, --gap is {options.gap:g}, --tasks is {options.tasks}"
-        raise ConfigError(given, cure="give values above 0")
+        raise ConfigError(given, hint="give values above 0")
     return options

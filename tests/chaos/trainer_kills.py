@@ -155,7 +155,7 @@ async def _reach_end(store: Store, trainer: subprocess.Popen[bytes], plan: Plan,
         log = _log(plan, run, "train")
         raise AgentRLError(
             f"the trainer of {run} ended at step {reached} with exit code {trainer.returncode}:\n{tail(log)}",
-            cure=f"read {log} and the logs beside it",
+            hint=f"read {log} and the logs beside it",
         )
 
 

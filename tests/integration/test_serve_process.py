@@ -194,7 +194,7 @@ def test_a_folder_that_is_no_model_ends_with_the_reason(mongo: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
-def test_an_engine_that_is_not_installed_ends_with_the_cure(
+def test_an_engine_that_is_not_installed_ends_with_the_hint(
     engine: str, mongo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"AGENTRL_{engine.upper()}_VENV", str(tmp_path))

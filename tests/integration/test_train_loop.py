@@ -41,14 +41,14 @@ GROUPS = ("a", "b", "c", "d", "e", "f")
 KILLED_IN_STEP = """
 import os, signal, sys
 from agentrl.cli.main import main
-from agentrl.train.compute import StepComputer
-train = StepComputer.train
+from agentrl.train.compute import PolicyTrainer
+train = PolicyTrainer.train
 def train_and_die(self, data, ages):
     result = train(self, data, ages)
     if self.scheduler.last_epoch == STEP:
         os.kill(os.getpid(), signal.SIGKILL)
     return result
-StepComputer.train = train_and_die
+PolicyTrainer.train = train_and_die
 sys.exit(main(["train", *sys.argv[1:]]))
 """
 KILLED_BETWEEN_PARTS = """
@@ -71,13 +71,13 @@ import sys
 import torch
 from agentrl.cli.main import main
 from agentrl.train import step
-from agentrl.train.compute import StepComputer
-train = StepComputer.train
+from agentrl.train.compute import PolicyTrainer
+train = PolicyTrainer.train
 def train_in_little(self, data, ages):
     if self.scheduler.last_epoch == 1:
         step.forest_logprobs = lambda *_: torch.empty(1 << 50)
     return train(self, data, ages)
-StepComputer.train = train_in_little
+PolicyTrainer.train = train_in_little
 sys.exit(main(["train", *sys.argv[1:]]))
 """
 PAUSED_BEFORE_A_FOLDER_APPEARS = """

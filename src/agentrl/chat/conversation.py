@@ -88,7 +88,7 @@ class Conversation:
         if text.count(mark) != 1:
             raise TrajectoryError(
                 f"the chat template renders an assistant message {text.count(mark)} times",
-                cure="give a template that renders each message once by --chat_template FILE",
+                hint="give a template that renders each message once by --chat_template FILE",
             )
         return text[text.index(mark) + len(mark) :]
 
@@ -108,6 +108,6 @@ class Conversation:
         if not found:
             raise TrajectoryError(
                 "the chat template does not close an assistant turn with one of the model's stop tokens",
-                cure="give a template that does by --chat_template FILE",
+                hint="give a template that does by --chat_template FILE",
             )
         return text[min(found) :]

@@ -46,7 +46,7 @@ class ChatRenderer:
             self._template = _environment().from_string(template)
         except TemplateError as error:
             raise ModelError(
-                f"the chat template is no valid Jinja: {error}", cure="give another by --chat_template FILE"
+                f"the chat template is no valid Jinja: {error}", hint="give another by --chat_template FILE"
             ) from error
 
     @property
@@ -63,7 +63,7 @@ class ChatRenderer:
         root = Path(folder)
         if not root.is_dir():
             raise ModelError(
-                f"{root} is no folder", cure="give --model_name_or_path the folder of a Hugging Face model"
+                f"{root} is no folder", hint="give --model_name_or_path the folder of a Hugging Face model"
             )
         settings = _read_json(root / "tokenizer_config.json")
         tokenizer = _read_tokenizer(root)
@@ -92,7 +92,7 @@ class ChatRenderer:
             roles = " ".join(str(message.get("role")) for message in messages)
             raise TrajectoryError(
                 f"the chat template cannot render the roles [{roles}]: {error}",
-                cure="give a template that knows tools and these roles by --chat_template FILE",
+                hint="give a template that knows tools and these roles by --chat_template FILE",
             ) from error
 
     def encode(self, text: str) -> list[int]:
@@ -156,7 +156,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}", cure="copy the model's folder anew") from error
+        raise ModelError(f"{path} cannot be read: {error}", hint="copy the model's folder anew") from error
     return content if isinstance(content, dict) else {}
 
 
@@ -168,12 +168,12 @@ def _read_tokenizer(root: Path) -> Tokenizer:
             return Tokenizer.from_file(str(path))
         except Exception as error:
             raise ModelError(
-                f"{path} is no tokenizer: {error}", cure="copy the model's folder anew"
+                f"{path} is no tokenizer: {error}", hint="copy the model's folder anew"
             ) from error
     if not any((root / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
         raise ModelError(
             f"{root} has no tokenizer (tokenizer.json)",
-            cure="copy tokenizer.json and tokenizer_config.json of the model into the folder",
+            hint="copy tokenizer.json and tokenizer_config.json of the model into the folder",
         )
     from transformers import AutoTokenizer
 
@@ -183,7 +183,7 @@ def _read_tokenizer(root: Path) -> Tokenizer:
     except (AttributeError, OSError, ValueError, ImportError) as error:
         raise ModelError(
             f"the tokenizer in {root} cannot be converted: {error}",
-            cure="save it once with AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
+            hint="save it once with AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
         ) from error
 
 
@@ -201,7 +201,7 @@ def _read_template(root: Path, settings: Mapping[str, Any], replacement: str | P
     if not isinstance(template, str) or not template:
         raise ModelError(
             f"{root} has no chat template",
-            cure="give one by --chat_template FILE; assets/chat_templates holds examples",
+            hint="give one by --chat_template FILE; assets/chat_templates holds examples",
         )
     return template
 
@@ -211,7 +211,7 @@ def _read_text(path: Path, what: str) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(
-            f"{what} {path} cannot be read: {error}", cure="give an existing text file"
+            f"{what} {path} cannot be read: {error}", hint="give an existing text file"
         ) from error
 
 

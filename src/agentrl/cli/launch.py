@@ -135,7 +135,7 @@ def _roles(variables: Mapping[str, str]) -> set[str]:
     roles = set((variables.get("ROLES") or " ".join(ROLES)).split())
     unknown = sorted(roles - set(ROLES))
     if unknown:
-        raise ConfigError(f"ROLES names {', '.join(unknown)}", cure=f"choose among: {', '.join(ROLES)}")
+        raise ConfigError(f"ROLES names {', '.join(unknown)}", hint=f"choose among: {', '.join(ROLES)}")
     return roles
 
 
@@ -157,7 +157,7 @@ def _default_servers(configs: Configs, *, is_demo: bool) -> list[ServerSpec] | N
     if missing:
         raise ConfigError(
             f"tasks of {path} name the tool servers {', '.join(missing)}, and none is configured",
-            cure="export MCP_SERVERS_FILE=FILE.yml or MCP_MANAGER_URL=URL",
+            hint="export MCP_SERVERS_FILE=FILE.yml or MCP_MANAGER_URL=URL",
         )
     return servers
 

@@ -14,10 +14,10 @@ def flag(default: Any, help: str, *, repr: bool = True, **metadata: Any) -> Any:
     return field(default=default, repr=repr, metadata={"help": help, **metadata})
 
 
-def require(condition: bool, message: str, cure: str) -> None:
+def require(condition: bool, message: str, hint: str) -> None:
     """ConfigError unless ``condition``."""
     if not condition:
-        raise ConfigError(message, cure=cure)
+        raise ConfigError(message, hint=hint)
 
 
 def require_positive(owner: object, *names: str) -> None:

@@ -78,7 +78,7 @@ def parse(
 def _parser(base: Any, groups: Sequence[type], command: str) -> Any:
     class Parser(base):  # type: ignore[misc]
         def error(self, message: str) -> NoReturn:
-            raise ConfigError(message, cure=f"see: {command} --help")
+            raise ConfigError(message, hint=f"see: {command} --help")
 
     parser = Parser(groups, prog=command, add_help=False, allow_abbrev=False)
     _add_bare_switches(parser, groups)
@@ -118,7 +118,7 @@ def _take_config_file(argv: Sequence[str], groups: Sequence[type]) -> tuple[dict
     try:
         known, rest = parser.parse_known_args(list(argv))
     except argparse.ArgumentError as error:
-        raise ConfigError(str(error), cure="--config takes the path of a YAML file") from error
+        raise ConfigError(str(error), hint="--config takes the path of a YAML file") from error
     if known.config is None:
         return {}, rest
     return _read_yaml(Path(known.config), groups), rest
@@ -129,16 +129,16 @@ def _read_yaml(path: Path, groups: Sequence[type]) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise ConfigError(
-            f"--config {path} cannot be read: {error.strerror}", cure="give an existing file"
+            f"--config {path} cannot be read: {error.strerror}", hint="give an existing file"
         ) from error
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"--config {path} is not YAML: {error}", cure="mend the line that it names"
+            f"--config {path} is not YAML: {error}", hint="mend the line that it names"
         ) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--config {path} is not UTF-8 text: {error}", cure="save it as UTF-8") from error
+        raise ConfigError(f"--config {path} is not UTF-8 text: {error}", hint="save it as UTF-8") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"--config {path} holds no mapping", cure="write one 'flag: value' a line")
+        raise ConfigError(f"--config {path} holds no mapping", hint="write one 'flag: value' a line")
     hints = {name: hint for group in groups for name, hint in get_type_hints(group).items()}
     for key, value in content.items():
         if key not in hints:
@@ -146,7 +146,7 @@ def _read_yaml(path: Path, groups: Sequence[type]) -> dict[str, Any]:
         if not _fits(hints[key], value):
             raise ConfigError(
                 f"{path}: {key} is {value!r} ({type(value).__name__}), and it takes {_describe(hints[key])}",
-                cure="mind YAML's types: 1e-6 without a dot is text, write 1.0e-6",
+                hint="mind YAML's types: 1e-6 without a dot is text, write 1.0e-6",
             )
     return content
 
@@ -173,8 +173,8 @@ def _names(groups: Sequence[type]) -> list[str]:
 
 def _unknown(what: str, name: str, known: Sequence[str]) -> ConfigError:
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    cure = f"did you mean {nearest[0]}?" if nearest else "see --help for the known ones"
-    return ConfigError(f"unknown {what} {name}", cure=cure)
+    hint = f"did you mean {nearest[0]}?" if nearest else "see --help for the known ones"
+    return ConfigError(f"unknown {what} {name}", hint=hint)
 
 
 def argv_or_system(argv: Sequence[str] | None) -> list[str]:
@@ -198,7 +198,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of leaving the process."""
-        raise ConfigError(message, cure=f"see: {self.prog} --help")
+        raise ConfigError(message, hint=f"see: {self.prog} --help")
 
     def _all_parsers(self) -> list[argparse.ArgumentParser]:
         nested = [

@@ -178,12 +178,12 @@ def forest_from_sequences(
 
 def _require_any(items: Sequence[object]) -> None:
     if len(items) == 0:
-        raise ForestError("a forest of no trajectories", cure="give at least one")
+        raise ForestError("a forest of no trajectories", hint="give at least one")
 
 
-def _require(good: bool, name: str, message: str, cure: str = _MISMATCH) -> None:
+def _require(good: bool, name: str, message: str, hint: str = _MISMATCH) -> None:
     if not good:
-        raise ForestError(f"training data {name}: {message}", cure=cure)
+        raise ForestError(f"training data {name}: {message}", hint=hint)
 
 
 def _check_vocabulary(name: str, ids: Ints, vocab_size: int | None) -> None:
@@ -198,12 +198,12 @@ def _one_sequence(
     name: str, ids: Ints, mask: NDArray[np.bool_], vocab_size: int | None, temperature: float
 ) -> TokenForest:
     length = len(ids)
-    cure = "mask only tokens that have a token before them"
+    hint = "mask only tokens that have a token before them"
     _require(length > 0, name, "it has no tokens", "drop empty sequences")
     _require(
         len(mask) == length, name, f"{length} ids, but a mask of {len(mask)}", "give one mask entry per id"
     )
-    _require(not mask[0], name, "its first token is trainable, and nothing predicts it", cure)
+    _require(not mask[0], name, "its first token is trainable, and nothing predicts it", hint)
     _check_vocabulary(name, ids, vocab_size)
     target = np.flatnonzero(mask)
     subtree_end = np.full(length, length)

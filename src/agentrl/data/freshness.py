@@ -53,7 +53,7 @@ class Freshness:
         if self.policy == "decay" and self.decay is None:
             raise ConfigError(
                 "--staleness_policy decay is given without the rate at which old tokens lose weight",
-                cure="give it, e.g. --out_of_date_decay 0.5; or choose drop or mask",
+                hint="give it, e.g. --out_of_date_decay 0.5; or choose drop or mask",
             )
 
     @property

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from agentrl.data.forest import TokenForest, forest_from_data, forest_from_sequences
-from agentrl.data.prefix_merging import share_prefixes
+from agentrl.data.prefix_merging import merge_prefixes
 from agentrl.data.split import cut, join, restrict
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError
@@ -83,12 +83,12 @@ def step_trees(
             )
             made += [restrict(tree, calls == call) for call in np.unique(calls)]
             continue
-        tree = share_prefixes(restrict(tree, np.ones(tree.trainable_tokens, np.bool_)))
+        tree = merge_prefixes(restrict(tree, np.ones(tree.trainable_tokens, np.bool_)))
         if merging == "trajectory":
             made.append(tree)
         else:
             groups.setdefault(item.task, []).append(tree)
-    return made or [share_prefixes(join(trees)) for trees in groups.values()]
+    return made or [merge_prefixes(join(trees)) for trees in groups.values()]
 
 
 def pack(sizes: Sequence[int], budget: int) -> list[list[int]]:
@@ -166,12 +166,12 @@ def _micro_batch(parts: Sequence[TokenForest], merging: PrefixMerging) -> TokenF
     if not parts:
         return forest_from_sequences([[0]], [[False]])
     forest = join(parts)
-    return share_prefixes(forest) if merging == "group" and len(parts) > 1 else forest
+    return merge_prefixes(forest) if merging == "group" and len(parts) > 1 else forest
 
 
 def _require_fits(size: int, budget: int) -> None:
     if size > budget:
         raise ConfigError(
             f"a sequence of {size} tokens is longer than a micro-batch of --max_tokens {budget}",
-            cure=f"raise --max_tokens to {size} or more, or lower --max_prompt_tokens when sampling",
+            hint=f"raise --max_tokens to {size} or more, or lower --max_prompt_tokens when sampling",
         )

@@ -10,7 +10,7 @@ from agentrl.data.forest import Ints, TokenForest, at_or_below
 from agentrl.data.split import segment_starts
 
 
-def share_prefixes(forest: TokenForest) -> TokenForest:
+def merge_prefixes(forest: TokenForest) -> TokenForest:
     """The same trajectories as a prefix tree over token ids; losses and gradients stay what they were.
 
     Paths from a root that begin with the same ids share those tokens: within a trajectory all of them, so

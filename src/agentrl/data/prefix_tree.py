@@ -45,7 +45,7 @@ def _children(
         if call.parent is not None and call.parent not in known:
             raise StoreError(
                 f"call {call.id} continues {call.parent}, which is not among the calls before it",
-                cure="the trajectory is damaged: `agentrl audit record` shows it; re-open its task",
+                hint="the trajectory is damaged: `agentrl audit record` shows it; re-open its task",
             )
         known[call.id] = call
     needed: set[str] = set()

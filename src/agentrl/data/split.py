@@ -92,7 +92,7 @@ def _require_paths_fit(
     raise ConfigError(
         f"trajectory {names[int(forest.trajectory[row])]} has a sequence of {lengths[worst]} tokens,"
         f" longer than a micro-batch of --max_tokens {budget}",
-        cure=f"raise --max_tokens to {lengths[worst]} or more, or lower --max_prompt_tokens when sampling",
+        hint=f"raise --max_tokens to {lengths[worst]} or more, or lower --max_prompt_tokens when sampling",
     )
 
 

@@ -251,7 +251,7 @@ class DataStream:
             key, why = next(iter(problems.items()))
             raise TrainingError(
                 f"no trajectory of the last {self._unusable_groups} groups can be trained; {key}: {why}",
-                cure="see that engines and the trainer have the same model (--model_name_or_path) and limits",
+                hint="see that engines and the trainer have the same model (--model_name_or_path) and limits",
             )
         await self._quarantine(problems)
         if problems or len(found) < len(ids):
@@ -317,6 +317,6 @@ class DataStream:
         return TrainingError(
             f"fewer than {self._settings.groups_per_step} groups became ready within"
             f" {self._settings.wait_seconds:g} s; tasks: {told}",
-            cure="see that `agentrl serve` and `agentrl sample` run (`agentrl audit run` shows them), then"
+            hint="see that `agentrl serve` and `agentrl sample` run (`agentrl audit run` shows them), then"
             " start the trainer again: it resumes; or raise --data_wait_seconds",
         )

@@ -1,4 +1,4 @@
-"""A StepComputer on every process: rank 0's passes each call on, the others' carry out what they hear."""
+"""A PolicyTrainer on every process: rank 0's passes each call on, the others' carry out what they hear."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from agentrl.distributed.state import (
     give_parts,
     take_inventory,
 )
-from agentrl.distributed.world import Team
+from agentrl.distributed.world import World
 from agentrl.documents.training import DBRecordData
 from agentrl.model.load import Policy
-from agentrl.train.compute import StepComputer, StepResult
+from agentrl.train.compute import PolicyTrainer, StepResult
 from agentrl.weights.folder import SavableModel
 
 
 @dataclass(frozen=True)
 class Leader:
-    """Rank 0's side: used like a StepComputer that runs alone."""
+    """Rank 0's side: used like a PolicyTrainer that runs alone."""
 
-    computer: StepComputer
-    team: Team
+    computer: PolicyTrainer
+    team: World
     inventory: Inventory
 
     @property
@@ -49,7 +49,7 @@ class Leader:
         return self.computer.scheduler
 
     def train(self, data: Sequence[DBRecordData], ages: Mapping[int, int] | None = None) -> StepResult:
-        """``StepComputer.train`` on all processes."""
+        """``PolicyTrainer.train`` on all processes."""
         self.team.use_device()
         self.team.tell("train", tuple(data), ages)
         return self.computer.train(data, ages)
@@ -75,13 +75,13 @@ class Leader:
         self.team.tell(order)
 
 
-def lead(computer: StepComputer, team: Team) -> Leader:
+def lead(computer: PolicyTrainer, team: World) -> Leader:
     """On rank 0, while the others begin to ``follow``."""
     team.use_device()
     return Leader(computer, team, take_inventory(computer.policy))
 
 
-def follow(computer: StepComputer, team: Team) -> None:
+def follow(computer: PolicyTrainer, team: World) -> None:
     """On every process but rank 0: carry out orders until the last one."""
     team.use_device()
     inventory = take_inventory(computer.policy)

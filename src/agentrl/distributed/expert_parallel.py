@@ -48,14 +48,14 @@ def check_experts(model: nn.Module, layout: Layout) -> None:
     if layout.ep > 1 and not found:
         raise ConfigError(
             f"--ep_size {layout.ep}: {kind} has no experts that are fused in one parameter",
-            cure="set --ep_size 1: its layers are sharded over all processes that are left",
+            hint="set --ep_size 1: its layers are sharded over all processes that are left",
         )
     for name, module in found.items():
         if module.num_experts % processes:
             raise ConfigError(
                 f"{kind} has {module.num_experts} experts in {name}, which --ep_size {layout.ep} ×"
                 f" --tp_size {layout.tp} = {processes} does not divide",
-                cure="choose an --ep_size and a --tp_size whose product divides them",
+                hint="choose an --ep_size and a --tp_size whose product divides them",
             )
 
 

@@ -73,7 +73,7 @@ def plan_layout(config: TrainConfig, world: int) -> Layout:
         raise ConfigError(
             f"the mesh does not divide the {world} processes: {product} = {world} has no whole dp_shard"
             f" ({world} / {taken})",
-            cure=f"start a multiple of {taken} processes, or lower {' or '.join(larger)}",
+            hint=f"start a multiple of {taken} processes, or lower {' or '.join(larger)}",
         )
     return Layout(**sizes, dp_shard=world // taken)
 

@@ -54,12 +54,12 @@ def _layer_styles(decoder: nn.Module, config: Any) -> dict[str, ParallelStyle]:
             raise ConfigError(
                 f"--tp_size: {type(decoder).__name__} has {name} ({type(module).__name__}, plan {style!r}),"
                 " which is not split over processes",
-                cure="set --tp_size 1, or train a model with separate projections (Llama, Qwen3, Mistral)",
+                hint="set --tp_size 1, or train a model with separate projections (Llama, Qwen3, Mistral)",
             )
         styles[name] = ColwiseParallel() if style == "colwise" else RowwiseParallel()
     if not styles:
         raise ConfigError(
-            f"--tp_size: {type(decoder).__name__} has no plan of tensor parallelism", cure="set --tp_size 1"
+            f"--tp_size: {type(decoder).__name__} has no plan of tensor parallelism", hint="set --tp_size 1"
         )
     return styles
 
@@ -92,11 +92,11 @@ def check_divides(name: str, config: Any, size: int) -> None:
         if count is not None and count % size:
             raise ConfigError(
                 f"{name} has {count} {what}, which --tp_size {size} does not divide",
-                cure="choose a --tp_size that divides them" + _padding_cure(key, int(count), size),
+                hint="choose a --tp_size that divides them" + _padding_hint(key, int(count), size),
             )
 
 
-def _padding_cure(key: str, count: int, size: int) -> str:
+def _padding_hint(key: str, count: int, size: int) -> str:
     if key != "vocab_size":
         return ""
     padded = -(-count // size) * size

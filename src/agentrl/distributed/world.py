@@ -31,7 +31,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Team:
+class World:
     """This process among those that torchrun or ``accelerate launch`` started."""
 
     rank: int
@@ -52,7 +52,7 @@ class Team:
         except RuntimeError as error:
             raise TrainingError(
                 f"rank {self.rank} no longer hears rank 0: {str(error).splitlines()[0]}",
-                cure="see what rank 0 says, and start the trainer again: it resumes",
+                hint="see what rank 0 says, and start the trainer again: it resumes",
             ) from error
         order: Order = heard[0]
         return order
@@ -68,19 +68,19 @@ class Team:
 
 
 @contextlib.contextmanager
-def launched_team() -> Iterator[Team | None]:
+def launched_world() -> Iterator[World | None]:
     """Meet the processes that a launcher started, and part from them at the end; None for one alone."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield None
         return
-    team = join_team()
+    team = join_world()
     try:
         yield team
     finally:
         team.leave()
 
 
-def join_team() -> Team:
+def join_world() -> World:
     """Meet the other processes, as the launcher's environment describes them: NCCL on GPUs, gloo on CPUs."""
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -91,7 +91,7 @@ def join_team() -> Team:
         dist.init_process_group("gloo")
     orders = dist.new_group(backend="gloo", timeout=_IDLE)
     logger.info("rank %d of %d on %s", dist.get_rank(), dist.get_world_size(), device)
-    return Team(dist.get_rank(), dist.get_world_size(), device, orders)
+    return World(dist.get_rank(), dist.get_world_size(), device, orders)
 
 
 def leave_processes() -> None:

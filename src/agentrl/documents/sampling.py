@@ -89,7 +89,7 @@ class SamplingParams:
         except json.JSONDecodeError as error:
             raise ConfigError(
                 f"--preferred_sampling_params is not JSON ({error}): {text!r}",
-                cure="give JSON, e.g. '{\"temperature\": 1}'",
+                hint="give JSON, e.g. '{\"temperature\": 1}'",
             ) from error
         if not isinstance(values, dict):
             raise ConfigError(
@@ -166,7 +166,7 @@ def _typed(name: str, value: Any, known: Mapping[str, Any]) -> Any:
         near = difflib.get_close_matches(name, known, n=1)
         raise ConfigError(
             f"unknown sampling parameter {name!r}",
-            cure=f"did you mean {near[0]!r}?" if near else 'put what only the engine knows under "extra"',
+            hint=f"did you mean {near[0]!r}?" if near else 'put what only the engine knows under "extra"',
         )
     kind = known[name].type
     if kind == "float" and isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -80,7 +80,7 @@ class _FileTasks(Sequence[Task]):
         except (BadTaskError, OSError) as error:
             raise TaskFileError(
                 f"the task file {self._source.path} changed while it was loaded: {error}",
-                cure="load it again once nothing writes to it: what is loaded stays",
+                hint="load it again once nothing writes to it: what is loaded stays",
             ) from error
 
 
@@ -111,7 +111,7 @@ def read_tasks(
     if reading.bad and not skip_bad_lines:
         raise _bad_lines(path, reading.bad, len(reading.tasks))
     if not len(reading.tasks):
-        raise TaskFileError(f"{path} holds no tasks", cure='write one {"id": …, "query": …} a line')
+        raise TaskFileError(f"{path} holds no tasks", hint='write one {"id": …, "query": …} a line')
     if shuffle:
         reading.tasks.shuffle(f"{seed}/{epoch}")
     return ReadResult(reading.tasks, tuple(reading.bad), reading.warnings(), reading.names)
@@ -161,7 +161,7 @@ def _bad_lines(path: str | Path, bad: Sequence[str], good: int) -> TaskFileError
         f"{len(bad)} of {len(bad) + good} tasks of {path} cannot be read:\n  "
         + "\n  ".join(bad[:_SHOWN])
         + more,
-        cure="correct these lines, or load the others with --skip_bad_lines",
+        hint="correct these lines, or load the others with --skip_bad_lines",
     )
 
 

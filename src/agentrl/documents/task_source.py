@@ -108,7 +108,7 @@ class TaskSource:
             mark = "" if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else ", without a mark"
             raise TaskFileError(
                 f"the task file {self.path} is not UTF-8: it is {encoding.upper()}{mark}",
-                cure=f"convert it: iconv -f {encoding.upper()} -t UTF-8 {self.path} > FILE.jsonl",
+                hint=f"convert it: iconv -f {encoding.upper()} -t UTF-8 {self.path} > FILE.jsonl",
             )
         return len(codecs.BOM_UTF8) if encoding == "utf-8-sig" else 0
 
@@ -212,12 +212,12 @@ def _too_long(length: int) -> BadTaskError:
 def _unreadable(path: Path, error: Exception) -> TaskFileError:
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return TaskFileError(
-        f"the task file {path} cannot be read: {reason}", cure="give an existing JSONL or JSON file"
+        f"the task file {path} cannot be read: {reason}", hint="give an existing JSONL or JSON file"
     )
 
 
 def _broken_list(path: Path, line: int, reason: str) -> TaskFileError:
     return TaskFileError(
         f"{path}:{line}: the JSON list cannot be read on: {reason}",
-        cure="correct the list, or write JSONL: one task a line",
+        hint="correct the list, or write JSONL: one task a line",
     )

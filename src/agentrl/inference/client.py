@@ -158,7 +158,7 @@ class EngineClient:
             raise EngineError(
                 f"{self.url} is answered by another server ({found or 'unnamed'}), not by the engine that was"
                 f" started there ({expected})",
-                cure="end that server, or choose another --port",
+                hint="end that server, or choose another --port",
             )
 
     async def load(self) -> int:
@@ -234,7 +234,7 @@ class EngineClient:
         except httpx.HTTPError as error:
             raise EngineError(
                 f"engine {self.url}{path} cannot be reached: {type(error).__name__}: {error}",
-                cure="see the engine's log; `agentrl audit run` lists the live engines",
+                hint="see the engine's log; `agentrl audit run` lists the live engines",
             ) from error
         if response.status_code != 200:
             kind = EngineRefusedError if 400 <= response.status_code < 500 else EngineError
@@ -249,7 +249,7 @@ class EngineClient:
         if self._vocab_size is None:
             raise EngineRefusedError(
                 f"engine {self.url} does not tell its vocabulary size, nor can its model folder be read here",
-                cure="pass vocab_size to the client",
+                hint="pass vocab_size to the client",
             )
         low, high = min(input_ids), max(input_ids)
         if low < 0 or high >= self._vocab_size:
@@ -318,7 +318,7 @@ class EngineClient:
         except (TypeError, ValueError) as error:
             raise EngineError(
                 f"engine {self.url} reports weight version {name!r}, which is no policy version",
-                cure="start it by `agentrl serve`",
+                hint="start it by `agentrl serve`",
             ) from error
 
 

@@ -180,7 +180,7 @@ class EngineRouter:
         if now >= deadline:
             raise EngineError(
                 f"{why}: nothing for {self._wait_seconds:g} s (--engine_wait_seconds)",
-                cure="start an engine: agentrl serve --run_name … --model_name_or_path …",
+                hint="start an engine: agentrl serve --run_name … --model_name_or_path …",
             )
         if now - self._logged_at >= _LOG_SECONDS:
             self._logged_at = now

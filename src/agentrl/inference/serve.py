@@ -150,7 +150,7 @@ class ServedEngine:
             if self._process.returncode is not None:
                 code, tail = self._process.returncode, self._process.log_tail()
                 raise EngineError(
-                    f"the engine ended with exit code {code}:\n{tail}", cure=f"see {self._process.log_file}"
+                    f"the engine ended with exit code {code}:\n{tail}", hint=f"see {self._process.log_file}"
                 )
             await asyncio.sleep(self._config.heartbeat_seconds)
 
@@ -240,7 +240,7 @@ async def _starting_weights(store: Store, model: ModelConfig) -> tuple[int, str]
     if model.model_name_or_path is None:
         raise ConfigError(
             "there is no published version to serve, and no model to start from",
-            cure="pass --model_name_or_path",
+            hint="pass --model_name_or_path",
         )
     return 0, str(Path.cwd() / model.model_name_or_path)
 

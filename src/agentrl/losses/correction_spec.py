@@ -69,7 +69,7 @@ def parse_corrections(text: str) -> tuple[Correction, ...]:
         correction = _parse_one(entry)
         if correction.name in {earlier.name for earlier in corrections}:
             raise ConfigError(
-                f"--importance_correction names {correction.name!r} twice", cure="name each correction once"
+                f"--importance_correction names {correction.name!r} twice", hint="name each correction once"
             )
         corrections.append(correction)
     return tuple(corrections)
@@ -81,18 +81,18 @@ def _parse_one(entry: str) -> Correction:
         nearest = difflib.get_close_matches(name, _DEFAULTS, n=1, cutoff=0.0)[0]
         raise ConfigError(
             f"--importance_correction names {name!r}, which is none of {', '.join(_DEFAULTS)}",
-            cure=f"did you mean {nearest!r}?",
+            hint=f"did you mean {nearest!r}?",
         )
     if not numbers:
         return _DEFAULTS[name]
     form = f"{name}:{'limit' if name == 'seq_kl' else 'C'}" if name in _ONE_NUMBER else f"{name}:low:high"
-    cure = f"write it as {form} with numbers, 0 ≤ low < high"
+    hint = f"write it as {form} with numbers, 0 ≤ low < high"
     try:
         bounds = [float(number) for number in numbers]
     except ValueError as error:
-        raise ConfigError(f"--importance_correction has {entry!r}", cure=cure) from error
+        raise ConfigError(f"--importance_correction has {entry!r}", hint=hint) from error
     if name in _ONE_NUMBER:
         bounds = [0.0, *bounds]
     if len(bounds) != 2 or any(math.isnan(bound) for bound in bounds) or not 0 <= bounds[0] < bounds[1]:
-        raise ConfigError(f"--importance_correction has {entry!r}", cure=cure)
+        raise ConfigError(f"--importance_correction has {entry!r}", hint=hint)
     return Correction(name, bounds[0], bounds[1])

@@ -95,6 +95,6 @@ def _is_own(settings: LossSettings, flag: str) -> bool:
     return bool(getattr(settings, flag) == getattr(settings.spec, flag, None))
 
 
-def _require(good: bool, settings: LossSettings, flag: str, why: str, cure: str) -> None:
+def _require(good: bool, settings: LossSettings, flag: str, why: str, hint: str) -> None:
     if not good:
-        raise ConfigError(f"--{flag} is {getattr(settings, flag)}: {why}", cure=cure)
+        raise ConfigError(f"--{flag} is {getattr(settings, flag)}: {why}", hint=hint)

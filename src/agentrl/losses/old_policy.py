@@ -24,4 +24,4 @@ def old_logprobs(method: str, logprobs: Tensor, behavior_logprobs: Tensor, age: 
     if method == "loglinear":
         steps = age.to(behavior.dtype)
         return behavior + steps / (steps + 1) * (current - behavior)
-    raise ConfigError(f"--old_logprobs is {method!r}", cure=f"use one of {', '.join(OLD_LOGPROBS)}")
+    raise ConfigError(f"--old_logprobs is {method!r}", hint=f"use one of {', '.join(OLD_LOGPROBS)}")

@@ -86,13 +86,13 @@ class LossSettings:
     def _check_length_divisor(self) -> None:
         divisor = self.loss_length_divisor
         self._require(divisor is None or divisor >= 1, "loss_length_divisor", divisor, "give 1 token or more")
-        cure = "set --token_level_loss false: a mean over the step's tokens divides by their number"
-        self._require(divisor is None or not self.token_level_loss, "loss_length_divisor", divisor, cure)
+        hint = "set --token_level_loss false: a mean over the step's tokens divides by their number"
+        self._require(divisor is None or not self.token_level_loss, "loss_length_divisor", divisor, hint)
 
     @staticmethod
-    def _require(good: bool, name: str, value: object, cure: str) -> None:
+    def _require(good: bool, name: str, value: object, hint: str) -> None:
         if not good:
-            raise ConfigError(f"--{name} is {value}", cure=cure)
+            raise ConfigError(f"--{name} is {value}", hint=hint)
 
     @property
     def spec(self) -> LossSpec:

@@ -77,5 +77,5 @@ def get_spec(name: str) -> LossSpec:
     nearest = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.0)[0]
     raise ConfigError(
         f"unknown --loss_calculater {name!r}; choose one of {', '.join(SPECS)}",
-        cure=f"did you mean {by_lower[nearest]!r}?",
+        hint=f"did you mean {by_lower[nearest]!r}?",
     )

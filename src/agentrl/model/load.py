@@ -51,24 +51,24 @@ class Policy:
 def base_folder(config: ModelConfig) -> Path:
     """The folder of ``--model_name_or_path``; ModelError where it is none or lacks a model's files."""
     if config.model_name_or_path is None:
-        raise ModelError("no model is given", cure="give --model_name_or_path FOLDER")
+        raise ModelError("no model is given", hint="give --model_name_or_path FOLDER")
     folder = Path(config.model_name_or_path)
     if not folder.is_dir():
         raise ModelError(
             f"--model_name_or_path {folder} is no folder",
-            cure="give a local Hugging Face folder; `hf download NAME --local-dir FOLDER` fetches one",
+            hint="give a local Hugging Face folder; `hf download NAME --local-dir FOLDER` fetches one",
         )
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json", cure="give a folder that save_pretrained wrote")
+        raise ModelError(f"{folder} has no config.json", hint="give a folder that save_pretrained wrote")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(
             f"{folder} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})",
-            cure="copy the tokenizer's files into the folder",
+            hint="copy the tokenizer's files into the folder",
         )
     if (folder / "adapter_config.json").is_file():
         raise ModelError(
             f"{folder} holds an adapter, not a model",
-            cure="give the folder of published weights, …/weights/v…",
+            hint="give the folder of published weights, …/weights/v…",
         )
     return folder
 
@@ -86,13 +86,13 @@ def load_policy(
     tokenizer, template = load_tokenizer(config, base)
     is_adapted = adapter is not None and adapter.lora_rank > 0
     if weights is not None and not is_adapted and (weights / "adapter_config.json").is_file():
-        raise ModelError(f"{weights} holds an adapter", cure="give the --lora_rank that it was made with")
+        raise ModelError(f"{weights} holds an adapter", hint="give the --lora_rank that it was made with")
     model = load_model(base if is_adapted else weights or base, config)
     embedded = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
     if len(tokenizer) > embedded:
         raise ModelError(
             f"the tokenizer of {base} knows {len(tokenizer)} ids, and the model embeds {embedded}",
-            cure="resize the model's embeddings, or use the tokenizer that belongs to it",
+            hint="resize the model's embeddings, or use the tokenizer that belongs to it",
         )
     disable_dropout(model)
     if adapter is None or not is_adapted:
@@ -111,7 +111,7 @@ def load_tokenizer(config: ModelConfig, folder: Path) -> tuple[PreTrainedTokeniz
     except (OSError, ValueError) as error:
         raise ModelError(
             f"the tokenizer of {folder} cannot be loaded: {_first_line(error)}",
-            cure="check its tokenizer.json and tokenizer_config.json",
+            hint="check its tokenizer.json and tokenizer_config.json",
         ) from error
     template = _own_template(config)
     if template is not None:
@@ -119,7 +119,7 @@ def load_tokenizer(config: ModelConfig, folder: Path) -> tuple[PreTrainedTokeniz
     if not tokenizer.chat_template:
         raise ModelError(
             f"the tokenizer of {folder} has no chat template",
-            cure="give --chat_template FILE.jinja, or add chat_template.jinja to the folder",
+            hint="give --chat_template FILE.jinja, or add chat_template.jinja to the folder",
         )
     return tokenizer, template
 
@@ -129,7 +129,7 @@ def architecture(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{folder}/config.json cannot be read: {error}", cure="restore the file") from error
+        raise ModelError(f"{folder}/config.json cannot be read: {error}", hint="restore the file") from error
     return {key: content[key] for key in _ARCHITECTURE_KEYS if content.get(key) is not None}
 
 
@@ -163,7 +163,7 @@ def load_model(folder: Path, config: ModelConfig) -> PreTrainedModel:
     except (OSError, ValueError, KeyError, RuntimeError, AssertionError) as error:
         raise ModelError(
             f"the model in {folder} cannot be loaded: {_first_line(error)}",
-            cure="check its config.json and weights; code of its own needs --trust_remote_code true",
+            hint="check its config.json and weights; code of its own needs --trust_remote_code true",
         ) from error
     return cast("PreTrainedModel", model)
 
@@ -176,7 +176,7 @@ def _own_template(config: ModelConfig) -> str | None:
     except OSError as error:
         raise ModelError(
             f"--chat_template {config.chat_template} cannot be read: {error.strerror}",
-            cure="give an existing file",
+            hint="give an existing file",
         ) from error
 
 

@@ -34,7 +34,7 @@ def check_output_head(model: nn.Module, hidden: Tensor, logits: Tensor, *, toler
     if not error <= tolerance * max(1.0, float(logits.abs().max())):
         raise ModelError(
             f"the logits of {type(model).__name__} differ by {error:.3g} from its linear head's",
-            cure="use a model whose logits are a linear layer of the last hidden state",
+            hint="use a model whose logits are a linear layer of the last hidden state",
         )
 
 

@@ -56,13 +56,13 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: Path, saved
     except ValueError as error:
         raise ConfigError(
             f"--lora_target_modules {config.lora_target_modules} fits no layer of the model: {error}",
-            cure="give all-linear, or names such as q_proj,v_proj",
+            hint="give all-linear, or names such as q_proj,v_proj",
         ) from error
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if not isinstance(head, nn.Linear):
         raise ConfigError(
             f"--lora_target_modules {config.lora_target_modules} has the model's output head",
-            cure="leave lm_head out: logprobs are computed from its weight",
+            hint="leave lm_head out: logprobs are computed from its weight",
         )
     adapter = Adapter(model, settings)
     if saved is not None:
@@ -109,7 +109,7 @@ class Adapter:
         if not is_adapter(folder):
             raise ConfigError(
                 f"{folder} holds whole weights, and --lora_rank {self.settings.r} trains an adapter",
-                cure="leave --lora_rank out, or start another run from these weights",
+                hint="leave --lora_rank out, or start another run from these weights",
             )
         found = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         differing = [key for key in _SIZES if found.get(key) != getattr(self.settings, key)]
@@ -118,7 +118,7 @@ class Adapter:
                 f"{key} {found.get(key)}, not {getattr(self.settings, key)}" for key in differing
             )
             raise ConfigError(
-                f"the adapter in {folder} has {told}", cure="give the flags that it was made with"
+                f"the adapter in {folder} has {told}", hint="give the flags that it was made with"
             )
         weights = load_file(folder / WEIGHTS_FILE)
         expected = self.weights()
@@ -126,7 +126,7 @@ class Adapter:
             raise ModelError(
                 f"the adapter in {folder} has {len(weights)} tensors for other layers than these"
                 f" {len(expected)}",
-                cure="give the --lora_target_modules and the --model_name_or_path that it was made with",
+                hint="give the --lora_target_modules and the --model_name_or_path that it was made with",
             )
         _peft().set_peft_model_state_dict(self.model, weights, adapter_name=NAME)
 
@@ -200,7 +200,7 @@ def _peft() -> ModuleType:
         import peft.tuners.lora
     except ImportError as error:
         raise ConfigError(
-            f"--lora_rank needs the package peft: {error}", cure="pip install peft  (or agentrl[lora])"
+            f"--lora_rank needs the package peft: {error}", hint="pip install peft  (or agentrl[lora])"
         ) from error
     module: ModuleType = peft
     return module

@@ -37,7 +37,7 @@ def output_head(model: nn.Module) -> OutputHead:
     if not isinstance(layer, nn.Linear):
         raise ModelError(
             f"{type(model).__name__} ends in {type(layer).__name__}, not in a linear layer",
-            cure="use a causal language model with an lm_head",
+            hint="use a causal language model with an lm_head",
         )
     config: Any = model.config
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(

@@ -144,7 +144,7 @@ def _open_file(path: Path) -> RotatingFileHandler:
     except OSError as error:
         raise ConfigError(
             f"the log file {path} cannot be written: {error.strerror}",
-            cure="give --log_dir a folder that this user can write",
+            hint="give --log_dir a folder that this user can write",
         ) from error
 
 

@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
     """Print the table; 1 when a mean reaches ``MEAN_LIMIT``."""
     flags = _parser().parse_args(argv)
     if flags.prompts < 1 or flags.max_new_tokens < 1:
-        raise ConfigError("--prompts and --max_new_tokens must be above 0", cure="give them positive values")
+        raise ConfigError("--prompts and --max_new_tokens must be above 0", hint="give them positive values")
     model = ModelConfig(
         model_name_or_path=os.path.abspath(flags.model_name_or_path),
         dtype=flags.dtype,
@@ -182,10 +182,10 @@ def _engines(flags: Any) -> list[str]:
     names = str(flags.engine).split(",")
     for name in names:
         if name not in ENGINES:
-            raise ConfigError(f"--engine names {name!r}", cure=f"give one or more of: {', '.join(ENGINES)}")
+            raise ConfigError(f"--engine names {name!r}", hint=f"give one or more of: {', '.join(ENGINES)}")
     if flags.url and len(names) > 1:
         raise ConfigError(
-            f"--url names one engine, and --engine {len(names)}", cure="say of which kind the one is"
+            f"--url names one engine, and --engine {len(names)}", hint="say of which kind the one is"
         )
     return names
 

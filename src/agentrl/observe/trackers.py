@@ -38,7 +38,7 @@ def open_trackers(
     for name in names:
         if name not in _TRACKERS:
             raise ConfigError(
-                f"--report_to names {name!r}", cure=f"give one or more of: none, {', '.join(_TRACKERS)}"
+                f"--report_to names {name!r}", hint=f"give one or more of: none, {', '.join(_TRACKERS)}"
             )
     return _Several([_TRACKERS[name](run, Path(output), parameters or {}) for name in names])
 
@@ -138,5 +138,5 @@ def _load(module: str, library: str) -> Any:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"--report_to {library} needs the library {library}, which is not installed ({error})",
-            cure=f"pip install {library}",
+            hint=f"pip install {library}",
         ) from error

@@ -62,7 +62,7 @@ def _run(options: Options) -> int:
         if code != 0:
             raise AgentRLError(
                 f"the trainer ended with exit code {code}",
-                cure=f"its log is under {run.logs}; run this again",
+                hint=f"its log is under {run.logs}; run this again",
             )
         outcome = asyncio.run(read_outcome(run, MONGO_DIR))
         runs.close_run(run)
@@ -99,7 +99,7 @@ def _parse(argv: list[str]) -> Options:
     for name in ("steps", "minutes", "samplers"):
         value = getattr(options, name)
         if value is not None and value <= 0:
-            raise ConfigError(f"--{name} is {value}", cure=f"give --{name} a value above 0")
+            raise ConfigError(f"--{name} is {value}", hint=f"give --{name} a value above 0")
     if options.run_name is not None:
         RunConfig(run_name=options.run_name)
     return options

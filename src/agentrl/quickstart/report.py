@@ -53,7 +53,7 @@ async def read_outcome(run: QuickstartRun, mongo_dir: str) -> Outcome:
         steps = await store.training.steps()
         if not steps:
             raise AgentRLError(
-                "the time was over before the first optimizer step", cure="give it more: --minutes 15"
+                "the time was over before the first optimizer step", hint="give it more: --minutes 15"
             )
         plot = run.output / "curve.png"
         plot_curve(run.name, steps, plot)

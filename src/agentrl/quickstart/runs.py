@@ -87,7 +87,7 @@ def open_run(name: str | None, *, tiny: bool, steps: int | None, seed: int) -> Q
     if not CONFIG_DIR.is_dir():
         raise ConfigError(
             f"there is no {CONFIG_DIR}/ here",
-            cure="run it from the repository's root: bash scripts/quickstart.sh",
+            hint="run it from the repository's root: bash scripts/quickstart.sh",
         )
     candidates = [name] if name else [kind.base_name, *(f"{kind.base_name}-{n}" for n in range(2, 1000))]
     for candidate in candidates:
@@ -101,7 +101,7 @@ def open_run(name: str | None, *, tiny: bool, steps: int | None, seed: int) -> Q
             return _write_state(run, finished=False)
     raise ConfigError(
         f"the run {name} is finished, or was started with other settings",
-        cure="choose another --run_name, or leave it out: the next free one is taken",
+        hint="choose another --run_name, or leave it out: the next free one is taken",
     )
 
 

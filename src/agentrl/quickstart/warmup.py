@@ -89,10 +89,10 @@ def _run(arguments: list[str], seconds: float) -> None:
     try:
         code = child.wait(seconds)
     except subprocess.TimeoutExpired as error:
-        raise ModelError(f"the warm-up did not end within {seconds:g} s", cure=f"see {LOG}") from error
+        raise ModelError(f"the warm-up did not end within {seconds:g} s", hint=f"see {LOG}") from error
     finally:
         stop_child(child)
     if code != 0:
         raise ModelError(
-            f"the warm-up ended with exit code {code}:\n{tail(LOG)}", cure=f"the whole log is {LOG}"
+            f"the warm-up ended with exit code {code}:\n{tail(LOG)}", hint=f"the whole log is {LOG}"
         )

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         extra=[EvalConfig],
     )
     if configs[TaskConfig].eval_file is None:
-        raise ConfigError("there is nothing to evaluate", cure="give --eval_file FILE.jsonl")
+        raise ConfigError("there is nothing to evaluate", hint="give --eval_file FILE.jsonl")
     from agentrl.observe.logging import setup
 
     setup(configs[RunConfig], "eval")
@@ -169,7 +169,7 @@ async def served_version(store: Store, configs: Configs) -> int:
         what = "any policy version" if wanted is None else f"policy version {wanted}"
         raise EngineError(
             f"no live engine serves {what} after {limit:g} s",
-            cure="start one: agentrl serve --run_name … --model_name_or_path …",
+            hint="start one: agentrl serve --run_name … --model_name_or_path …",
         ) from error
 
 

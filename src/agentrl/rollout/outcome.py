@@ -25,19 +25,19 @@ def checked_outcome(agent: str, value: object) -> Outcome:
     """The outcome that ``agent`` returned, storable; TrajectoryError where it is none."""
     if not isinstance(value, Outcome):
         raise TrajectoryError(
-            f"agent {agent} returned {describe(value)}", cure="return Outcome(stop_reason, final_answer)"
+            f"agent {agent} returned {describe(value)}", hint="return Outcome(stop_reason, final_answer)"
         )
     if not isinstance(value.final_answer, (str, NoneType)):
         raise TrajectoryError(
             f"agent {agent} returned the final answer {describe(value.final_answer)}",
-            cure="an answer is a string, or None",
+            hint="an answer is a string, or None",
         )
     try:
         reason = StopReason(value.stop_reason)
     except ValueError as error:
         raise TrajectoryError(
             f"agent {agent} returned the stop reason {describe(value.stop_reason)}",
-            cure=f"known: {', '.join(StopReason)}",
+            hint=f"known: {', '.join(StopReason)}",
         ) from error
     return Outcome(reason, clean(value.final_answer))
 
@@ -45,10 +45,10 @@ def checked_outcome(agent: str, value: object) -> Outcome:
 def checked_messages(messages: Sequence[Message]) -> list[Message]:
     """Messages from an extension, as a template and a document take them."""
     if not isinstance(messages, (list, tuple)):
-        raise TrajectoryError(f"messages are {describe(messages)}", cure="give a list of messages")
+        raise TrajectoryError(f"messages are {describe(messages)}", hint="give a list of messages")
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise TrajectoryError(
-                f"a message is {describe(message)}", cure="a message is a mapping with a text 'role'"
+                f"a message is {describe(message)}", hint="a message is a mapping with a text 'role'"
             )
     return [dict(clean(dict(message))) for message in messages]

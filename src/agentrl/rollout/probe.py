@@ -36,13 +36,13 @@ def require_groups(groups: GroupConfig, num_generations: int) -> None:
         raise ConfigError(
             "--num_generations is 1, so no group's scores can differ by --min_score_spread"
             f" {groups.min_score_spread:g}: nothing would be trained",
-            cure="give --num_generations 2 or more (8 by default)",
+            hint="give --num_generations 2 or more (8 by default)",
         )
     if num_generations == 1 and needs_others(groups.advantage):
         raise ConfigError(
             f"--num_generations is 1, and --advantage {groups.advantage} compares a group's trajectories:"
             " nothing would be trained",
-            cure="give --num_generations 2 or more, or --advantage reward",
+            hint="give --num_generations 2 or more, or --advantage reward",
         )
 
 
@@ -96,7 +96,7 @@ async def _try_tools(problems: list[str], tools: Tools, named: Named) -> None:
 
 def _problem(error: AgentRLError, task: str | None) -> str:
     where = f" (task {ascii(task)[:80]})" if task is not None else ""
-    hint = f"\n    → {error.cure}" if error.cure else ""
+    hint = f"\n    → {error.hint}" if error.hint else ""
     return f"{error.message}{where}{hint}"
 
 
@@ -106,7 +106,7 @@ def _refusal(problems: Sequence[str], split: str) -> ConfigError:
         f"this process cannot work on the tasks of split {split!r}; nothing is claimed:\n  "
         + "\n  ".join(problems[:_SHOWN])
         + more,
-        cure="correct this and start it again; `agentrl try` runs one task",
+        hint="correct this and start it again; `agentrl try` runs one task",
     )
 
 

@@ -64,7 +64,7 @@ async def open_renderer(store: Store | None, model: ModelConfig) -> ChatRenderer
         folder = None if version is None else version.location
     if folder is None:
         raise ModelError(
-            "no model is named, and the run has published none", cure="give --model_name_or_path FOLDER"
+            "no model is named, and the run has published none", hint="give --model_name_or_path FOLDER"
         )
     return await asyncio.to_thread(ChatRenderer.open, folder, model.chat_template)
 

@@ -95,7 +95,7 @@ def unknown_names(names: Mapping[str, Collection[str]]) -> list[str]:
             try:
                 check(name)
             except ConfigError as error:
-                warnings.append(clean(f"{field}: {error.message} ({error.cure})"))
+                warnings.append(clean(f"{field}: {error.message} ({error.hint})"))
     return warnings
 
 

@@ -156,18 +156,18 @@ async def _task(wanted: str, line: int | None, store: Store | None) -> Task:
             item = parse(wanted.encode("utf-8", "surrogatepass"))
             return make_task({"id": _ID, **item}, _ID, 0, 1)
         except BadTaskError as error:
-            raise TaskFileError(f"this is no task: {error}", cure="see docs/tasks.md") from error
+            raise TaskFileError(f"this is no task: {error}", hint="see docs/tasks.md") from error
     if _is_file(wanted):
         return await asyncio.to_thread(_task_of_file, Path(wanted), line)
     if store is None:
-        raise ConfigError(f"{wanted!r} is neither JSON nor a file", cure="give one of them")
+        raise ConfigError(f"{wanted!r} is neither JSON nor a file", hint="give one of them")
     for key in (wanted, task_key("train", 0, wanted)):
         task = await store.tasks.get(key)
         if task is not None:
             return task
     raise ConfigError(
         f"{wanted!r} is neither a task of run {store.run_name!r} nor a file",
-        cure="give a task's _id (split/epoch/id), its id in the task file, a task file, or JSON",
+        hint="give a task's _id (split/epoch/id), its id in the task file, a task file, or JSON",
     )
 
 
@@ -191,9 +191,9 @@ def _task_of_file(path: Path, line: int | None) -> Task:
                 raise item.value
             return make_task(item.value, _ID, 0, 1)
         except BadTaskError as error:
-            raise TaskFileError(f"{path}:{item.line}: {error}", cure="correct this line") from error
+            raise TaskFileError(f"{path}:{item.line}: {error}", hint="correct this line") from error
     where = f"no task begins on line {line}" if line is not None else "it holds no tasks"
-    raise TaskFileError(f"{path}: {where}", cure="give --line N of a task")
+    raise TaskFileError(f"{path}: {where}", hint="give --line N of a task")
 
 
 def _require_usable(configs: Configs, task: Task) -> None:
@@ -231,7 +231,7 @@ async def _engine(
             yield _Direct(client)
         return
     if store is None:
-        raise ConfigError("no engine is named", cure="give --engine_url, or --run_name of a run with engines")
+        raise ConfigError("no engine is named", hint="give --engine_url, or --run_name of a run with engines")
     router = EngineRouter(
         lambda: live_engines(store, engine),
         request_timeout=sampling.engine_timeout_seconds,

@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     if wanted is None:
         raise ConfigError(
             "agentrl try takes a task",
-            cure='give its JSON, e.g. \'{"query": "1+1?", "answer": "2", "scorer": "exact"}\'; or a'
+            hint='give its JSON, e.g. \'{"query": "1+1?", "answer": "2", "scorer": "exact"}\'; or a'
             " task's id, or a task file",
         )
     from agentrl.rollout.trial import run_trial

@@ -45,7 +45,7 @@ def load_section(path: str | Path, name: str) -> AgentSection:
     """
     section = _read(Path(path)).get(name)
     if not isinstance(section, dict) or not section.get("models"):
-        raise ConfigError(f"{path} has no section {name} with models", cure=_CURE)
+        raise ConfigError(f"{path} has no section {name} with models", hint=_CURE)
     values = _expanded(section, f"{path}: {name}")
     known = {
         key: values.pop(key)
@@ -55,7 +55,7 @@ def load_section(path: str | Path, name: str) -> AgentSection:
     try:
         numbers = {key: (int if key == "max_retries" else float)(value) for key, value in known.items()}
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: {name}: {error}", cure="retries and times are numbers") from error
+        raise ConfigError(f"{path}: {name}: {error}", hint="retries and times are numbers") from error
     models = tuple(_endpoint(item, f"{path}: {name}.models") for item in values.pop("models"))
     return AgentSection(models=models, settings=values, **numbers)  # type: ignore[arg-type]
 
@@ -68,12 +68,12 @@ def _read(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"the agent configuration {path} cannot be read: {error.strerror}", cure=_CURE
+            f"the agent configuration {path} cannot be read: {error.strerror}", hint=_CURE
         ) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}", cure="mend the line that it names") from error
+        raise ConfigError(f"{path} is not YAML: {error}", hint="mend the line that it names") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds no mapping", cure=_CURE)
+        raise ConfigError(f"{path} holds no mapping", hint=_CURE)
     return content
 
 
@@ -93,7 +93,7 @@ def _variable(name: str, where: str) -> str:
     value = os.environ.get(name)
     if value is None:
         raise ConfigError(
-            f"{where} names the environment variable {name}, which is not set", cure=f"export {name}=…"
+            f"{where} names the environment variable {name}, which is not set", hint=f"export {name}=…"
         )
     return value
 
@@ -103,7 +103,7 @@ def _endpoint(item: Any, where: str) -> ModelEndpoint:
         key for key in ("model", "base_url", "api_key") if not isinstance(item, dict) or not item.get(key)
     ]
     if missing:
-        raise ConfigError(f"{where}: an entry lacks {', '.join(missing)}", cure=_CURE)
+        raise ConfigError(f"{where}: an entry lacks {', '.join(missing)}", hint=_CURE)
     return ModelEndpoint(
         model=str(item["model"]), base_url=str(item["base_url"]), api_key=str(item["api_key"])
     )

@@ -15,7 +15,7 @@ def check_schema(schema: str) -> None:
     if not _WORD.fullmatch(schema):
         raise ConfigError(
             f"answer_schema is {schema!r}, and it must be one word",
-            cure="use 'answer' for <answer>…</answer>, 'boxed' for \\boxed{…}, or the name of another tag",
+            hint="use 'answer' for <answer>…</answer>, 'boxed' for \\boxed{…}, or the name of another tag",
         )
 
 

@@ -12,7 +12,7 @@ from agentrl.documents.record import Record
 from agentrl.documents.sanitize_bson import clean
 from agentrl.documents.task import Task
 from agentrl.errors import GroupFilterError
-from agentrl.registry import Extensions
+from agentrl.registry import Registry
 from agentrl.user_code import contain_call, describe
 
 _REASON_CHARS = 300
@@ -53,7 +53,7 @@ class ScoredGroup:
 GroupFilter = Callable[[ScoredGroup], Mapping[str, str] | Collection[str]]
 """Returns the ids to drop, each with a reason, as a mapping; or the ids to keep, as a list, tuple or set."""
 
-_filters: Extensions[GroupFilter] = Extensions("group filter", group="agentrl.group_filters", built_in=())
+_filters: Registry[GroupFilter] = Registry("group filter", group="agentrl.group_filters", built_in=())
 
 
 def group_filter(*names: str) -> Callable[[GroupFilter], GroupFilter]:
@@ -101,13 +101,13 @@ def _reasons(what: str, result: Any, ids: Sequence[str]) -> dict[str, str]:
     """Return {id: reason} of a filter's result. Raises GroupFilterError for a malformed one."""
     if inspect.iscoroutine(result):
         result.close()
-        raise GroupFilterError(f"{what} is async", cure="write a plain function: def, not async def")
+        raise GroupFilterError(f"{what} is async", hint="write a plain function: def, not async def")
     if not isinstance(result, (Mapping, list, tuple, set, frozenset)):
-        raise GroupFilterError(f"{what} returned {describe(result)}", cure=_CURE)
+        raise GroupFilterError(f"{what} returned {describe(result)}", hint=_CURE)
     for key in result:
         if not isinstance(key, str) or key not in ids:
             raise GroupFilterError(
-                f"{what} names {describe(key)}, which is not a trajectory of the group", cure=_CURE
+                f"{what} names {describe(key)}, which is not a trajectory of the group", hint=_CURE
             )
     if not isinstance(result, Mapping):
         return {key: "not kept" for key in ids if key not in result}
@@ -116,7 +116,7 @@ def _reasons(what: str, result: Any, ids: Sequence[str]) -> dict[str, str]:
 
 def _reason(what: str, key: str, reason: Any) -> str:
     if not isinstance(reason, str) or not reason.strip():
-        raise GroupFilterError(f"{what} drops {key} for the reason {describe(reason)}", cure=_CURE)
+        raise GroupFilterError(f"{what} drops {key} for the reason {describe(reason)}", hint=_CURE)
     return str(clean(reason))[:_REASON_CHARS]
 
 

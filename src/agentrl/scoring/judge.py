@@ -59,7 +59,7 @@ async def agentcpm(context: ScorerContext) -> ScoreResult:
             continue
         return ScoreResult(float(correct), {"judge": endpoint.model, "reply": reply})
     raise ScorerError(
-        f"no judge gave a verdict: {'; '.join(problems)}", cure="see scorer_agent in the agent config"
+        f"no judge gave a verdict: {'; '.join(problems)}", hint="see scorer_agent in the agent config"
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from agentrl.documents.sanitize_bson import storable
 from agentrl.errors import ConfigError, FailureError, ScorerError
-from agentrl.registry import Extensions
+from agentrl.registry import Registry
 from agentrl.user_code import contain, describe
 
 
@@ -45,7 +45,7 @@ class ScoreResult:
 Scorer = Callable[[ScorerContext], Awaitable[float | ScoreResult]]
 
 
-_scorers: Extensions[Scorer] = Extensions(
+_scorers: Registry[Scorer] = Registry(
     "scorer",
     group="agentrl.scorers",
     built_in=(
@@ -87,7 +87,7 @@ async def run_scorer(name: str, context: ScorerContext, timeout: float) -> Score
     except (ConfigError, ScorerError):
         raise
     except FailureError as error:
-        raise ScorerError(f"scorer {name}: {error.message}", cure=error.cure) from error
+        raise ScorerError(f"scorer {name}: {error.message}", hint=error.hint) from error
 
 
 def _checked(name: str, result: float | ScoreResult) -> ScoreResult:

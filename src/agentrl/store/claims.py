@@ -26,7 +26,7 @@ from agentrl.store.names import TASK
 from agentrl.store.releases import FREE, Releases
 from agentrl.store.scores import Scores
 from agentrl.store.selection import BY_BEGIN, BY_ORDER, Selection
-from agentrl.store.write_coalescer import Combiner
+from agentrl.store.write_coalescer import WriteCoalescer
 
 _MAX_ATTEMPTS = 3
 _LONGEST_DOUBLING = 9
@@ -52,7 +52,7 @@ class Claims(Scores, Releases):
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
         self._admission = GroupAdmission(connection)
-        self._claiming = Combiner(self._claim_together, self._claim)
+        self._claiming = WriteCoalescer(self._claim_together, self._claim)
 
     @database_call
     async def claim(

@@ -178,7 +178,7 @@ async def _check_name(connection: Connection) -> None:
         raise ConfigError(
             f"--run_name is {wanted!r}, and MongoDB at {connection.host} has a database {names[0]!r}: names"
             " must differ in more than case",
-            cure=f"give --run_name {names[0]} to go on with that run, or another name",
+            hint=f"give --run_name {names[0]} to go on with that run, or another name",
         )
 
 
@@ -195,7 +195,7 @@ async def _no_run(connection: Connection) -> StoreError:
     hint = f"did you mean {nearest[0]}? " if nearest else ""
     return StoreError(
         f"there is no run {wanted!r} on MongoDB at {connection.host}",
-        cure=f"{hint}runs: {shown}" if runs else "there are no runs on it: mind --db_connection_string",
+        hint=f"{hint}runs: {shown}" if runs else "there are no runs on it: mind --db_connection_string",
     )
 
 
@@ -204,6 +204,6 @@ def _embedded_uri(directory: str) -> str:
     if not status.running:
         raise StoreError(
             f"no embedded MongoDB is running under {status.directory}",
-            cure="start it: agentrl mongo up; or name a server of yours with --db_connection_string",
+            hint="start it: agentrl mongo up; or name a server of yours with --db_connection_string",
         )
     return status.uri

@@ -30,7 +30,7 @@ from pymongo.write_concern import WriteConcern
 
 from agentrl.errors import StoreAwayError, StoreDeniedError, StoreError
 from agentrl.store.outage import OutageLog, retry_while_away
-from agentrl.store.refusals import refusal
+from agentrl.store.validation_errors import refusal
 
 Json = dict[str, Any]
 P = ParamSpec("P")
@@ -97,12 +97,12 @@ class Connection:
         if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
             raise StoreError(
                 f"MongoDB at {self.host} is version {version}, and AgentRL needs 6.0 or newer",
-                cure="use a newer server, or leave --db_connection_string out for the embedded one",
+                hint="use a newer server, or leave --db_connection_string out for the embedded one",
             )
         if "setName" not in hello and hello.get("msg") != "isdbgrid":
             raise StoreError(
                 f"MongoDB at {self.host} is a standalone server, without transactions and change streams",
-                cure="start it with --replSet NAME and run rs.initiate() (deploy/mongo/docker-compose.yml)",
+                hint="start it with --replSet NAME and run rs.initiate() (deploy/mongo/docker-compose.yml)",
             )
 
     async def transaction(self, callback: Callable[[AsyncClientSession], Coroutine[Any, Any, R]]) -> R:
@@ -127,11 +127,11 @@ class Connection:
         if isinstance(error, OperationFailure) and error.code in _AUTHENTICATION_CODES:
             return StoreDeniedError(
                 f"{doing}: MongoDB at {self.host} refused the user: {error.details or error}",
-                cure="check user, password and authSource in --db_connection_string",
+                hint="check user, password and authSource in --db_connection_string",
             )
         if isinstance(error, OperationFailure) and error.code in _DISK_FULL_CODES:
             return StoreAwayError(
-                f"{doing}: the disk of MongoDB at {self.host} is full", cure="free some space"
+                f"{doing}: the disk of MongoDB at {self.host} is full", hint="free some space"
             )
         unreachable = isinstance(error, (ServerSelectionTimeoutError, NetworkTimeout, ExecutionTimeout))
         passing = any(error.has_error_label(label) for label in _PASSING_LABELS)
@@ -141,13 +141,13 @@ class Connection:
             return StoreAwayError(
                 f"{doing}: MongoDB at {self.host} did not answer within {self.timeout:g} s"
                 f" ({type(error).__name__})",
-                cure="start it (the embedded one: agentrl mongo up), or check --db_connection_string;"
+                hint="start it (the embedded one: agentrl mongo up), or check --db_connection_string;"
                 " --db_wait_seconds says how long a process waits for it",
             )
         refused = refusal(error)
         if refused is not None:
             return StoreError(
-                f"{doing}: {refused}", cure="is another version of AgentRL writing to this run?"
+                f"{doing}: {refused}", hint="is another version of AgentRL writing to this run?"
             )
         return StoreError(f"{doing}: MongoDB at {self.host} refused: {error}")
 
@@ -213,5 +213,5 @@ def _host(uri: str) -> str:
 def _uri_error(error: Exception) -> StoreError:
     return StoreError(
         f"--db_connection_string is no MongoDB URI: {error}",
-        cure="write mongodb://USER:PASSWORD@HOST:PORT/?replicaSet=NAME, user and password percent-encoded",
+        hint="write mongodb://USER:PASSWORD@HOST:PORT/?replicaSet=NAME, user and password percent-encoded",
     )

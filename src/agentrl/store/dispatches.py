@@ -19,7 +19,7 @@ from agentrl.store.blobs import Blobs
 from agentrl.store.connection import Connection, Json, Part, database_call
 from agentrl.store.leases import lease_lost, lost_claims
 from agentrl.store.names import CALL, RECORD
-from agentrl.store.write_coalescer import Combiner
+from agentrl.store.write_coalescer import WriteCoalescer
 
 _LARGE = 256 * 1024
 """Bytes from which on a call has a transaction to itself."""
@@ -47,7 +47,7 @@ class Dispatches(Part):
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
         self._blobs = Blobs(connection, CALL)
-        self._adding = Combiner(self._add_together, self._add)
+        self._adding = WriteCoalescer(self._add_together, self._add)
 
     @database_call
     async def add(self, claim: Claim, call: DispatchedSamplingTask) -> None:

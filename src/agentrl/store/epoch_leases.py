@@ -114,7 +114,7 @@ class EpochLeases(Part):
         if not result.matched_count:
             raise LeaseLostError(
                 f"another process opens epoch {held.id}: the lease of {self._owner} ran out",
-                cure="nothing is lost: the other inserts what is missing",
+                hint="nothing is lost: the other inserts what is missing",
             )
 
 

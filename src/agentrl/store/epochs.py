@@ -122,7 +122,7 @@ class Epochs(Part):
             if time.monotonic() > deadline:
                 raise StoreError(
                     f"another process has been loading epoch {key} for {LOAD_WAIT_SECONDS:g} s",
-                    cure="wait until it ends, or stop it; then load again",
+                    hint="wait until it ends, or stop it; then load again",
                 )
             await asyncio.sleep(_POLL_SECONDS)
         return held

@@ -102,7 +102,7 @@ class Groups(Part):
         if any(record.id in live and record.status is not RecordStatus.SCORED for record in group.records):
             return False  # someone finalised the group between the two reads
         if (problem := slot_problem(group.task, group.records)) is not None:
-            raise StoreError(problem, cure="agentrl db check lists what contradicts what")
+            raise StoreError(problem, hint="agentrl db check lists what contradicts what")
         outcome = await _decided(group, decide)
         blobs = Blobs(self._connection, DATA)
         data = [await blobs.offload(item.to_document()) for item in outcome.data]
@@ -239,7 +239,7 @@ async def _decided(group: StoredGroup, decide: Decide) -> GroupOutcome:
     except TimeoutError as error:
         raise GroupFilterError(
             f"the decision on group {group.task.id} took longer than {DECIDE_SECONDS:g} s",
-            cure="see that the --group_filter returns; it must not wait for anything",
+            hint="see that the --group_filter returns; it must not wait for anything",
         ) from error
 
 

@@ -36,5 +36,5 @@ def lease_lost(claim: Claim) -> LeaseLostError:
     """The error of a write under a claim that no longer holds."""
     return LeaseLostError(
         f"the claim of {claim.owner} on {claim.record_id} has run out or passed to another sampler",
-        cure="nothing is lost: another attempt replaces this one; if it happens often, raise --lease_seconds",
+        hint="nothing is lost: another attempt replaces this one; if it happens often, raise --lease_seconds",
     )

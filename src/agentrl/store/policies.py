@@ -76,7 +76,7 @@ class Policies(Part):
         if newest["_id"] > version:
             raise StoreError(
                 f"policy version {version} is older than version {newest['_id']}, which exists",
-                cure="number versions after the newest one, withdrawn ones included",
+                hint="number versions after the newest one, withdrawn ones included",
             )
         return PolicyVersion.from_document(newest)
 
@@ -214,5 +214,5 @@ class Policies(Part):
 
 def _taken(version: PolicyVersion) -> StoreError:
     return StoreError(
-        f"policy version {version.id} exists with other weights", cure="is a second trainer running? stop it"
+        f"policy version {version.id} exists with other weights", hint="is a second trainer running? stop it"
     )

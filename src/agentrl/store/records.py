@@ -18,7 +18,7 @@ from agentrl.store.attempts import record_of
 from agentrl.store.connection import Connection, Json, Part, database_call
 from agentrl.store.leases import lease_lost, lost_claims
 from agentrl.store.names import RECORD
-from agentrl.store.write_coalescer import Combiner
+from agentrl.store.write_coalescer import WriteCoalescer
 
 _PASSED_ON = (RecordStatus.FAILED, RecordStatus.RELEASED)
 """States of a Record whose slot is no longer its owner's."""
@@ -51,8 +51,8 @@ class Records(Part):
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
-        self._creating = Combiner(self._create_together, self._create)
-        self._advancing = Combiner(self._advance_together, self._advance)
+        self._creating = WriteCoalescer(self._create_together, self._create)
+        self._advancing = WriteCoalescer(self._advance_together, self._advance)
 
     @database_call
     async def create(self, claim: Claim) -> Record:

@@ -134,12 +134,12 @@ def _held(holder: TrainerLease) -> LeaseHeldError:
     return LeaseHeldError(
         f"this run has a trainer: {holder.owner} (process {holder.pid} on {holder.host}), whose lease is"
         f" alive{until}",
-        cure="stop it; or, if it is dead, wait until its lease runs out",
+        hint="stop it; or, if it is dead, wait until its lease runs out",
     )
 
 
 def _replaced(attempt: int) -> LeaseLostError:
     return LeaseLostError(
         f"this trainer (attempt {attempt}) has been replaced by another, and its write was refused",
-        cure="let one trainer run; this one may be started again when the other has ended",
+        hint="let one trainer run; this one may be started again when the other has ended",
     )

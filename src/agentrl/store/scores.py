@@ -18,7 +18,7 @@ from agentrl.store.completed import CompletedGroups
 from agentrl.store.connection import Connection, Json, Part, database_call
 from agentrl.store.leases import lease_lost
 from agentrl.store.names import RECORD, TASK
-from agentrl.store.write_coalescer import Combiner
+from agentrl.store.write_coalescer import WriteCoalescer
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Scores(Part):
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
-        self._scoring = Combiner(self._score_together, self._score)
+        self._scoring = WriteCoalescer(self._score_together, self._score)
         self.completed = CompletedGroups()
         """The groups that scores and failures of this process completed."""
 

@@ -36,7 +36,7 @@ class Services(Part):
         if not result.matched_count:
             raise StoreError(
                 f"engine {service_id} is not registered in this run's database",
-                cure="was the database dropped? start the engine again",
+                hint="was the database dropped? start the engine again",
             )
 
     @database_call

@@ -49,7 +49,7 @@ class Settings(Part):
             raise ConfigError(
                 f"run {self._connection.database.name!r} was begun with other settings, by {begun.by} at"
                 f" {begun.at:%Y-%m-%d %H:%M} UTC:\n  " + "\n  ".join(differing),
-                cure=_cure(concern, self._connection.database.name),
+                hint=_hint(concern, self._connection.database.name),
             )
 
     @database_call
@@ -78,7 +78,7 @@ class Settings(Part):
             raise ConfigError(
                 f"the {concern} of run {self._connection.database.name!r} cannot change any more:"
                 " trajectories have been sampled with it",
-                cure="start another run: --run_name NAME",
+                hint="start another run: --run_name NAME",
             )
         document = await self._collection(SETTINGS).find_one_and_delete({"_id": concern})
         return None if document is None else RunSettings.from_document(document)
@@ -101,7 +101,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
-def _cure(concern: str, run: str) -> str:
+def _hint(concern: str, run: str) -> str:
     same = "give the model that the run has" if concern == "model" else "give the flags that the run has"
     changing = f"agentrl db accept {concern} --run_name {run}"
     when = ", while nothing is sampled," if concern in FIXED else ""

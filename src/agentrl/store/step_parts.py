@@ -49,7 +49,7 @@ class StepParts(Part):
             raise NotReadyError(
                 f"step {number} names {len(ids)} documents, and only {result.matched_count} of them are"
                 " ready",
-                cure="is a second trainer running on this run? stop it",
+                hint="is a second trainer running on this run? stop it",
             )
 
     async def _train(

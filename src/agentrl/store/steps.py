@@ -70,7 +70,7 @@ class Steps(StepParts):
             await self._in_parts(_Change(parts_of(step.data), begin, mark, end), attempt)
         except DuplicateKeyError as error:
             raise StoreError(
-                f"step {step.step} has been planned already", cure="is a second trainer running? stop it"
+                f"step {step.step} has been planned already", hint="is a second trainer running? stop it"
             ) from error
         except NotReadyError:
             await self._give_up_plan(step, attempt)
@@ -236,7 +236,7 @@ class Steps(StepParts):
         )  # fmt: skip
         if not result.matched_count:
             raise StoreError(
-                f"step {step_id} is no longer {old}", cure="is a second trainer running? stop it"
+                f"step {step_id} is no longer {old}", hint="is a second trainer running? stop it"
             )
 
     async def _step(self, step_id: str) -> TrainStep | None:
@@ -269,7 +269,7 @@ def _require_unpruned(undone: Sequence[Json]) -> None:
         if step.get("pruned_at") is not None:
             raise StoreError(
                 f"step {step['step']} cannot be undone: data that it trained have been pruned",
-                cure="resume from a checkpoint that contains it, or begin another run",
+                hint="resume from a checkpoint that contains it, or begin another run",
             )
 
 

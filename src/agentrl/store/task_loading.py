@@ -72,7 +72,7 @@ class _Comparison:
             f"{count} tasks of the file are in the run already, with another text (stored → in the file):\n  "
             + "\n  ".join(self.differences)
             + more,
-            cure="give the run the file that it was begun with, or another --run_name (an evaluation: another"
+            hint="give the run the file that it was begun with, or another --run_name (an evaluation: another"
             " --eval_label); `agentrl tasks load FILE --update` changes those that nobody has begun",
         )
 

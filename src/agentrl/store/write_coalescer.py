@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 _AT_ONCE = 64
 
 
-class Combiner(Generic[Item, Result]):
+class WriteCoalescer(Generic[Item, Result]):
     """Writes together what waits while a write is under way; a single item waits for nothing.
 
     ``together`` gives the results or errors of its items in order, or None where it cannot write all of them.

@@ -69,25 +69,25 @@ def load_servers(path: str | Path) -> list[ServerSpec]:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"--mcp_servers_file {path} cannot be read: {error.strerror}", cure="give an existing file"
+            f"--mcp_servers_file {path} cannot be read: {error.strerror}", hint="give an existing file"
         ) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}", cure="mend the line that it names") from error
+        raise ConfigError(f"{path} is not YAML: {error}", hint="mend the line that it names") from error
     servers = content.get("servers") if isinstance(content, dict) else None
     if not isinstance(servers, dict):
-        raise ConfigError(f"{path} has no mapping 'servers'", cure=_CURE)
+        raise ConfigError(f"{path} has no mapping 'servers'", hint=_CURE)
     return [_spec(str(name), entry, f"{path}: servers.{name}") for name, entry in servers.items()]
 
 
 def _spec(name: str, entry: Any, where: str) -> ServerSpec:
     if not isinstance(entry, dict):
-        raise ConfigError(f"{where} is no mapping", cure=_CURE)
+        raise ConfigError(f"{where} is no mapping", hint=_CURE)
     if ("command" in entry) == ("url" in entry):
-        raise ConfigError(f"{where} needs either 'command' or 'url'", cure=_CURE)
+        raise ConfigError(f"{where} needs either 'command' or 'url'", hint=_CURE)
     known = _STDIO_KEYS if "command" in entry else _HTTP_KEYS
     unknown = sorted(set(entry) - known)
     if unknown:
-        raise ConfigError(f"{where} has unknown keys: {', '.join(map(str, unknown))}", cure=_CURE)
+        raise ConfigError(f"{where} has unknown keys: {', '.join(map(str, unknown))}", hint=_CURE)
     if "command" in entry:
         command = _text(entry["command"], f"{where}.command")
         return StdioSpec(
@@ -102,7 +102,7 @@ def _spec(name: str, entry: Any, where: str) -> ServerSpec:
         value = os.environ.get(variable)
         if value is None:
             raise ConfigError(
-                f"{where}.headers_env names {variable}, which is not set", cure=f"export {variable}=…"
+                f"{where}.headers_env names {variable}, which is not set", hint=f"export {variable}=…"
             )
         headers[header] = value
     return HttpSpec(name=name, url=_text(entry["url"], f"{where}.url"), headers=headers)
@@ -120,17 +120,17 @@ def _manager(config: AgentConfig, url: str) -> ServerSpec:
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{where} is {value!r}, and it must be text", cure=_CURE)
+        raise ConfigError(f"{where} is {value!r}, and it must be text", hint=_CURE)
     return value
 
 
 def _texts(value: Any, where: str) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)):
-        raise ConfigError(f"{where} is {value!r}, and it must be a list", cure=_CURE)
+        raise ConfigError(f"{where} is {value!r}, and it must be a list", hint=_CURE)
     return tuple(str(item) for item in value)
 
 
 def _text_map(value: Any, where: str) -> dict[str, str]:
     if not isinstance(value, dict):
-        raise ConfigError(f"{where} is {value!r}, and it must be a mapping", cure=_CURE)
+        raise ConfigError(f"{where} is {value!r}, and it must be a mapping", hint=_CURE)
     return {str(key): str(item) for key, item in value.items()}

@@ -35,7 +35,7 @@ class ManagerClient:
         if response.status_code != 200:
             raise self.error(
                 f"answered {response.status_code} to {path}: {response.text[:_EXCERPT]}",
-                cure="see --mcp_manager_url and the token in the variable that --mcp_auth_token_env names",
+                hint="see --mcp_manager_url and the token in the variable that --mcp_auth_token_env names",
             )
         return self.json(response)
 
@@ -56,10 +56,10 @@ class ManagerClient:
             raise self.error(f"answered no JSON: {response.text[:_EXCERPT]}") from error
         return answer if isinstance(answer, dict) else {"content": answer}
 
-    def error(self, problem: str, cure: str | None = None) -> ToolServerError:
+    def error(self, problem: str, hint: str | None = None) -> ToolServerError:
         """A failure of this manager."""
         message = f"MCP manager {shown_address(self._spec)} {without_secrets(problem, self._spec)}"
-        return ToolServerError(message, cure=cure)
+        return ToolServerError(message, hint=hint)
 
     async def close(self) -> None:
         """Close the connections; closing again does nothing."""
@@ -68,7 +68,7 @@ class ManagerClient:
     def _unreachable(self, error: httpx.HTTPError) -> ToolServerError:
         return self.error(
             f"cannot be reached: {type(error).__name__}: {error}",
-            cure="start it, or correct --mcp_manager_url",
+            hint="start it, or correct --mcp_manager_url",
         )
 
 
@@ -129,7 +129,7 @@ async def managed_servers(spec: ManagerSpec, *, call_timeout: float) -> list[Man
         names = [str(name) for name in answer.get("servers", [])]
         if spec.server != "all" and spec.server not in names:
             raise manager.error(
-                f"has no server {spec.server!r}", cure=f"--mcp_server_name is one of: all, {', '.join(names)}"
+                f"has no server {spec.server!r}", hint=f"--mcp_server_name is one of: all, {', '.join(names)}"
             )
     except BaseException:
         await manager.close()

@@ -115,7 +115,7 @@ class McpServer:
                 return connection
             raise ToolServerError(
                 f"tool server {self.name} ({shown_address(self._spec)}) cannot be reached: {problem}",
-                cure="start it, or mend its entry in --mcp_servers_file or --mcp_manager_url",
+                hint="start it, or mend its entry in --mcp_servers_file or --mcp_manager_url",
             )
 
     def _shown(self, error: ConnectionError) -> str:

@@ -70,7 +70,7 @@ class ToolPool:
         if unknown:
             raise ToolServerError(
                 f"there is no tool server {', '.join(unknown)}",
-                cure=f"the task's 'tools' may name: {', '.join(self._servers) or 'none, none is configured'}",
+                hint=f"the task's 'tools' may name: {', '.join(self._servers) or 'none, none is configured'}",
             )
         offered = []
         for name, server in self._servers.items():
@@ -91,7 +91,7 @@ class ToolPool:
     def _add(self, server: ToolServer) -> None:
         if server.name in self._servers:
             raise ToolServerError(
-                f"two tool servers are named {server.name!r}", cure="rename one in --mcp_servers_file"
+                f"two tool servers are named {server.name!r}", hint="rename one in --mcp_servers_file"
             )
         self._servers[server.name] = server
 

@@ -1,4 +1,4 @@
-"""From configuration to a StepComputer: model, optimizer, schedule and loss on their device."""
+"""From configuration to a PolicyTrainer: model, optimizer, schedule and loss on their device."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from agentrl.errors import ConfigError
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import load_policy
 from agentrl.model.logprobs import DEFAULT_CHUNK, DEFAULT_VOCAB_CHUNK
-from agentrl.train.compute import StepComputer
+from agentrl.train.compute import PolicyTrainer
 from agentrl.train.memory import checkpointing_mode, compile_layers, enable_checkpointing
 from agentrl.train.optimizer import build_optimizer, freeze
-from agentrl.train.reference import Anchors, build_reference
+from agentrl.train.reference import FrozenLogprobs, build_reference
 from agentrl.train.schedules import build_scheduler
 from agentrl.train.step import ForwardOptions, check_model
 
 if TYPE_CHECKING:
     from agentrl.distributed.fsdp import Parallel
-    from agentrl.distributed.world import Team
+    from agentrl.distributed.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,8 @@ class Recipe:
 
 
 def build_computer(
-    recipe: Recipe, *, weights: Path | None, total_steps: int | None, team: Team | None = None
-) -> StepComputer:
+    recipe: Recipe, *, weights: Path | None, total_steps: int | None, team: World | None = None
+) -> PolicyTrainer:
     """Load the model (``weights``: a checkpoint's instead of the base's) and set up what trains it.
 
     ``total_steps`` is where a falling schedule ends. ``team``: the processes that train together; each of
@@ -77,7 +77,7 @@ def build_computer(
     if parallel is not None:
         optimizer.param_groups[:] = split_by_mesh(optimizer.param_groups)
     updates = recipe.optim.num_epochs_per_batch * recipe.optim.mini_batches
-    return StepComputer(
+    return PolicyTrainer(
         device=device,
         policy=policy,
         optimizer=optimizer,
@@ -91,7 +91,7 @@ def build_computer(
         max_tokens=recipe.train.max_tokens,
         prefix_merging=recipe.train.prefix_merging,
         max_grad_norm=recipe.optim.max_grad_norm,
-        anchors=Anchors(
+        anchors=FrozenLogprobs(
             start=updates > 1 and recipe.loss.old_logprobs != "behavior",
             reference=build_reference(recipe.loss, recipe.model, policy, policy.model.device),
         ),
@@ -117,13 +117,13 @@ def _spread(model: Any, layout: Layout, device: torch.device, recipe: Recipe) ->
     return Parallel(mesh, ranked, recipe.memory.gradient_reduction)
 
 
-def _check_processes(recipe: Recipe, team: Team | None) -> None:
+def _check_processes(recipe: Recipe, team: World | None) -> None:
     """Refuse what one process can do and several cannot."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if team is None and launched > 1:
         raise ConfigError(
             f"{launched} processes were launched, and this command runs in a single one",
-            cure="launch it with one process; `agentrl train` and `agentrl sft` take several",
+            hint="launch it with one process; `agentrl train` and `agentrl sft` take several",
         )
     if team is None:
         return
@@ -132,7 +132,7 @@ def _check_processes(recipe: Recipe, team: Team | None) -> None:
     if recipe.memory.activation_offload:
         raise ConfigError(
             "--activation_offload true: it has not been run in several processes",
-            cure="leave it out, or train in one process",
+            hint="leave it out, or train in one process",
         )
 
 
@@ -144,5 +144,5 @@ def _check_splits(recipe: Recipe, name: str, value: object) -> None:
             raise ConfigError(
                 f"--{name} {value} with --{size} {ranks}: it works on layers that are sharded over processes"
                 " with data of their own, and not on layers that are split",
-                cure=f"set --{size} 1: those processes shard the layers too; or leave out --{name}",
+                hint=f"set --{size} 1: those processes shard the layers too; or leave out --{name}",
             )

@@ -170,7 +170,7 @@ def find(
     if not (folder / STATE).is_file():
         raise ConfigError(
             f"--resume_from_checkpoint {folder} is no checkpoint: it has no {STATE}",
-            cure="give 'auto', 'none' or a folder checkpoint-…",
+            hint="give 'auto', 'none' or a folder checkpoint-…",
         )
     named = _read(folder)
     undone = _undone(named, run_name, steps)
@@ -178,7 +178,7 @@ def find(
         raise ConfigError(
             f"{folder} contains {len(undone)} steps that have been undone, {undone[0]} among them: the run"
             " went on from a checkpoint before them, and their data belong to others now",
-            cure=f"start another run from its weights: --model_name_or_path {named.model}",
+            hint=f"start another run from its weights: --model_name_or_path {named.model}",
         )
     return _checked(named, base)
 
@@ -211,7 +211,7 @@ def restore(checkpoint: Checkpoint, trained: Resumable) -> None:
     except _UNREADABLE as error:
         raise ModelError(
             f"{checkpoint.folder} cannot be restored: {error}",
-            cure="resume from another checkpoint, or start with 'none'",
+            hint="resume from another checkpoint, or start with 'none'",
         ) from error
 
 
@@ -256,7 +256,7 @@ def _read(folder: Path) -> Checkpoint:
         state = CheckpointState(**{**values, "train_steps": tuple(content["train_steps"])})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{folder / STATE} cannot be read: {error}", cure="use another checkpoint"
+            f"{folder / STATE} cannot be read: {error}", hint="use another checkpoint"
         ) from error
     return Checkpoint(folder, state)
 
@@ -267,7 +267,7 @@ def _undone(checkpoint: Checkpoint, run_name: str, steps: Sequence[TrainStep]) -
     if state.run_name != run_name:
         raise ConfigError(
             f"{folder} is a checkpoint of run {state.run_name!r}, and this run is {run_name!r}",
-            cure=f"give its model as --model_name_or_path {checkpoint.model}, or another --output_dir",
+            hint=f"give its model as --model_name_or_path {checkpoint.model}, or another --output_dir",
         )
     status = {step.id: step.status for step in steps}
     unknown = [key for key in state.train_steps if key not in status]
@@ -275,7 +275,7 @@ def _undone(checkpoint: Checkpoint, run_name: str, steps: Sequence[TrainStep]) -
         raise ConfigError(
             f"{folder} contains {len(unknown)} steps that database {run_name} does not know:"
             " the database has been emptied, or is another one",
-            cure="give --resume_from_checkpoint none, or another --output_dir, to start anew",
+            hint="give --resume_from_checkpoint none, or another --output_dir, to start anew",
         )
     return [key for key in state.train_steps if status[key] is not StepStatus.COMMITTED]
 
@@ -288,7 +288,7 @@ def _checked(checkpoint: Checkpoint, base: Path) -> Checkpoint:
         told = ", ".join(f"{key} {state.architecture[key]} against {expected[key]}" for key in differing)
         raise ModelError(
             f"{folder} holds another architecture than {base}: {told}",
-            cure="give the --model_name_or_path that the run started with, or --resume_from_checkpoint none",
+            hint="give the --model_name_or_path that the run started with, or --resume_from_checkpoint none",
         )
     return checkpoint
 

@@ -22,7 +22,7 @@ from agentrl.losses.settings import LossSettings
 from agentrl.model.load import Policy
 from agentrl.train.clock import Stopwatch, peak_flops
 from agentrl.train.memory import naming_the_knobs
-from agentrl.train.reference import Anchors
+from agentrl.train.reference import FrozenLogprobs
 from agentrl.train.shards import save_optimizer
 from agentrl.train.step import ForwardOptions, each_logprobs, forward_backward
 from agentrl.train.throughput import ModelShape, StepSeconds, call_tokens, sharing_metrics, step_metrics
@@ -44,7 +44,7 @@ class StepResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepComputer:
+class PolicyTrainer:
     """Everything that computes; it knows neither the database nor the disk."""
 
     device: torch.device
@@ -56,7 +56,7 @@ class StepComputer:
     max_tokens: int
     prefix_merging: PrefixMerging
     max_grad_norm: float
-    anchors: Anchors = field(default_factory=Anchors)
+    anchors: FrozenLogprobs = field(default_factory=FrozenLogprobs)
     epochs: int = 1
     """Passes over a step's data."""
     mini_batches: int = 1

@@ -42,10 +42,10 @@ def read_conversations(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[C
             conversations.append(_render(tokenizer, messages, item.get("tools")))
         except ValueError as error:
             raise TaskFileError(
-                f"{path}:{number}: {error}", cure='a line is {"messages": [{"role": …, "content": …}, …]}'
+                f"{path}:{number}: {error}", hint='a line is {"messages": [{"role": …, "content": …}, …]}'
             ) from error
     if not conversations:
-        raise TaskFileError(f"{path} holds no conversation", cure="give a JSONL file with one on each line")
+        raise TaskFileError(f"{path} holds no conversation", hint="give a JSONL file with one on each line")
     return conversations
 
 
@@ -53,7 +53,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TaskFileError(f"{path} cannot be read: {error}", cure="give a JSONL file in UTF-8") from error
+        raise TaskFileError(f"{path} cannot be read: {error}", hint="give a JSONL file in UTF-8") from error
     return ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())
 
 

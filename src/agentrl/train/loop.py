@@ -24,7 +24,7 @@ from agentrl.train.saving import Saver
 if TYPE_CHECKING:
     from agentrl.distributed.controller import Leader
     from agentrl.store.client import Store
-    from agentrl.train.compute import StepComputer
+    from agentrl.train.compute import PolicyTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Trainer:
     store: Store
     run_name: str
     config: TrainConfig
-    computer: StepComputer | Leader
+    computer: PolicyTrainer | Leader
     saver: Saver
     stream: DataStream
     progress: Progress
@@ -75,7 +75,7 @@ class Trainer:
         return TrainingError(
             "every group is sampled, and nothing could be trained"
             + (":\n  " + "\n  ".join(reasons) if reasons else "; no trajectory failed or was abandoned"),
-            cure="correct the cause (`agentrl try` runs one task), open failed slots again with `agentrl db"
+            hint="correct the cause (`agentrl try` runs one task), open failed slots again with `agentrl db"
             f" reopen --run_name {self.run_name}`, and start samplers and the trainer; groups that were"
             " abandoned need tasks that the model solves sometimes",
         )
@@ -160,7 +160,7 @@ class Trainer:
         if self.skipped >= self.config.max_bad_steps:
             raise TrainingError(
                 f"loss or gradient were not finite {self.skipped} times in a row (at step {plan.step})",
-                cure="lower --learning_rate, or train in float32 (--dtype float32 --autocast_bf16 false);"
+                hint="lower --learning_rate, or train in float32 (--dtype float32 --autocast_bf16 false);"
                 " the log names the trajectories, `agentrl audit record ID` shows one",
             )
 

@@ -35,11 +35,11 @@ from agentrl.config.validate import require_trainable
 if TYPE_CHECKING:
     from agentrl.data.stream import DataStream
     from agentrl.distributed.controller import Leader
-    from agentrl.distributed.world import Team
+    from agentrl.distributed.world import World
     from agentrl.documents.training import TrainStep
     from agentrl.store.client import Store
     from agentrl.train.checkpoint import Checkpoint
-    from agentrl.train.compute import StepComputer
+    from agentrl.train.compute import PolicyTrainer
     from agentrl.train.resume import Progress
 
 logger = logging.getLogger(__name__)
@@ -59,13 +59,13 @@ def main(argv: list[str]) -> int:
         shown=_SHOWN,
         validate=require_trainable,
     )
-    from agentrl.distributed.world import launched_team
+    from agentrl.distributed.world import launched_world
     from agentrl.model.load import base_folder
     from agentrl.observe.logging import setup
 
     setup(configs[RunConfig], "train")
     base_folder(configs[ModelConfig])
-    with launched_team() as team:
+    with launched_world() as team:
         if team is not None and team.rank > 0:
             _follow(configs, team)
         else:
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _follow(configs: Configs, team: Team) -> None:
+def _follow(configs: Configs, team: World) -> None:
     """What every rank but 0 does: set up what rank 0 says, and compute what it says until it ends."""
     from agentrl.distributed.controller import follow
 
@@ -84,7 +84,7 @@ def _follow(configs: Configs, team: Team) -> None:
         follow(_build(configs, team, *order.arguments), team)
 
 
-async def _train(configs: Configs, team: Team | None) -> None:
+async def _train(configs: Configs, team: World | None) -> None:
     from agentrl.store.outage import patient
 
     stop = _stop_on_signals()
@@ -92,7 +92,7 @@ async def _train(configs: Configs, team: Team | None) -> None:
         await _train_until(stop, configs, team)
 
 
-async def _train_until(stop: asyncio.Event, configs: Configs, team: Team | None) -> None:
+async def _train_until(stop: asyncio.Event, configs: Configs, team: World | None) -> None:
     from agentrl.observe.live import StepView
     from agentrl.observe.trackers import open_trackers
     from agentrl.train import resume
@@ -188,8 +188,8 @@ def _prepare(
     total_steps: int | None,
     steps: Sequence[TrainStep],
     discarded: Sequence[str],
-    team: Team | None,
-) -> tuple[StepComputer | Leader, Checkpoint | None]:
+    team: World | None,
+) -> tuple[PolicyTrainer | Leader, Checkpoint | None]:
     """What computes, as the checkpoint to resume from left it; on rank 0 of several, what leads them."""
     from agentrl.model.load import base_folder
     from agentrl.train import checkpoint
@@ -216,8 +216,8 @@ def _prepare(
 
 
 def _build(
-    configs: Configs, team: Team | None, found: Checkpoint | None, total_steps: int | None
-) -> StepComputer:
+    configs: Configs, team: World | None, found: Checkpoint | None, total_steps: int | None
+) -> PolicyTrainer:
     from agentrl.train import checkpoint
     from agentrl.train.build import Recipe, build_computer
 
@@ -241,7 +241,7 @@ def _build(
 
 
 def _stream(
-    store: Store, configs: Configs, computer: StepComputer | Leader, progress: Progress
+    store: Store, configs: Configs, computer: PolicyTrainer | Leader, progress: Progress
 ) -> DataStream:
     from agentrl.data.freshness import Freshness
     from agentrl.data.stream import DataStream, StreamSettings

@@ -39,12 +39,12 @@ def checkpointing_mode(config: MemoryConfig, gradient_checkpointing: bool) -> Ch
     if gradient_checkpointing and mode != "full":
         raise ConfigError(
             f"--gradient_checkpointing true means full, and --activation_checkpointing is {mode}",
-            cure="leave out --gradient_checkpointing",
+            hint="leave out --gradient_checkpointing",
         )
     if config.activation_offload and mode != "full":
         raise ConfigError(
             f"--activation_offload with --activation_checkpointing {mode}: only what full saves is moved",
-            cure="set --activation_checkpointing full",
+            hint="set --activation_checkpointing full",
         )
     return mode
 
@@ -60,7 +60,7 @@ def enable_checkpointing(model: Any, mode: Checkpointing = "full", *, offload: b
     if not model.supports_gradient_checkpointing:
         raise ConfigError(
             f"{type(model).__name__} cannot recompute its activations",
-            cure="leave out --activation_checkpointing and --gradient_checkpointing",
+            hint="leave out --activation_checkpointing and --gradient_checkpointing",
         )
     arguments: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
@@ -81,7 +81,7 @@ def compile_layers(model: Any) -> None:
     if layers is None:
         raise ConfigError(
             f"the decoder of {type(model).__name__} has no list of layers to compile",
-            cure="leave out --torch_compile",
+            hint="leave out --torch_compile",
         )
     for layer in layers:
         layer.compile(dynamic=True)
@@ -137,7 +137,7 @@ def naming_the_knobs(config: MemoryConfig, max_tokens: int) -> Iterator[None]:
             raise
         raise TrainingError(
             f"out of memory with micro-batches of --max_tokens {max_tokens}: {_first_line(error)}",
-            cure="; or ".join(_knobs(config, max_tokens)),
+            hint="; or ".join(_knobs(config, max_tokens)),
         ) from error
 
 

@@ -34,17 +34,17 @@ def parse_optim_args(text: str) -> AdamArguments:
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, separator, value = (part.strip() for part in item.partition("="))
         if not separator or name not in AdamArguments.__dataclass_fields__:
-            raise ConfigError(f"--optim_args has {item!r}", cure="write beta1=0.9,beta2=0.999,eps=1e-8")
+            raise ConfigError(f"--optim_args has {item!r}", hint="write beta1=0.9,beta2=0.999,eps=1e-8")
         try:
             values[name] = float(value)
         except ValueError as error:
-            raise ConfigError(f"--optim_args: {name} is {value!r}", cure="give a number") from error
+            raise ConfigError(f"--optim_args: {name} is {value!r}", hint="give a number") from error
     arguments = AdamArguments(**values)
     for name in ("beta1", "beta2"):
         if not 0.0 <= getattr(arguments, name) < 1.0:
-            raise ConfigError(f"--optim_args: {name} is {getattr(arguments, name)}", cure="0 ≤ beta < 1")
+            raise ConfigError(f"--optim_args: {name} is {getattr(arguments, name)}", hint="0 ≤ beta < 1")
     if not 0.0 < arguments.eps < math.inf:
-        raise ConfigError(f"--optim_args: eps is {arguments.eps}", cure="give a small number above 0")
+        raise ConfigError(f"--optim_args: eps is {arguments.eps}", hint="give a small number above 0")
     return arguments
 
 
@@ -82,20 +82,20 @@ def freeze(model: nn.Module, pattern: str | None) -> int:
         finds = re.compile(pattern).search
     except re.error as error:
         raise ConfigError(
-            f"--freeze {pattern!r} is no regular expression: {error}", cure="mend it"
+            f"--freeze {pattern!r} is no regular expression: {error}", hint="mend it"
         ) from error
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found = {name: model.get_parameter(name) for name in names if finds(name)}
     if not found:
         raise ConfigError(
             f"--freeze {pattern!r} finds none of the model's {len(names)} parameters",
-            cure=f"match names such as {names[0]} and {names[-1]}",
+            hint=f"match names such as {names[0]} and {names[-1]}",
         )
     for parameter in found.values():
         parameter.requires_grad = False
     left = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if left == 0:
-        raise ConfigError(f"--freeze {pattern!r} leaves nothing to train", cure="match fewer parameters")
+        raise ConfigError(f"--freeze {pattern!r} leaves nothing to train", hint="match fewer parameters")
     frozen = sum(parameter.numel() for parameter in {id(p): p for p in found.values()}.values())
     logger.info(
         "%d parameters (%d numbers) are frozen by %r; %d numbers are trained",

@@ -28,7 +28,7 @@ Logprobs = Callable[[Sequence[TokenForest], ForwardOptions], Iterable[tuple[Tens
 
 
 @dataclass(frozen=True)
-class Anchors:
+class FrozenLogprobs:
     """Which logprobs a step's forests keep: of the policy as it starts, of a reference, both or none."""
 
     start: bool = False
@@ -92,7 +92,7 @@ def build_reference(
     if own != others:
         raise ModelError(
             f"--reference_model {folder} has {others} token ids, and the policy {own}",
-            cure="give a model with the policy's tokenizer",
+            hint="give a model with the policy's tokenizer",
         )
     disable_dropout(model)
     model.requires_grad_(requires_grad=False)

@@ -20,7 +20,7 @@ from agentrl.weights.publish import Shelf, publish
 if TYPE_CHECKING:
     from agentrl.distributed.controller import Leader
     from agentrl.store.client import Store
-    from agentrl.train.compute import StepComputer
+    from agentrl.train.compute import PolicyTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Saver:
     store: Store
     run_name: str
     config: TrainConfig
-    computer: StepComputer | Leader
+    computer: PolicyTrainer | Leader
     progress: Progress
     lease: TrainerLease
     output: Path
@@ -125,11 +125,11 @@ class Saver:
         """The error with which training ends: what could not be written, and what is kept."""
         progress = self.progress
         kept = "no checkpoint" if self.saved is None else f"{self.saved} (step {self.saved_step})"
-        cures = dict.fromkeys(error.cure for error in errors if error.cure)
+        hints = dict.fromkeys(error.hint for error in errors if error.hint)
         return PublishError(
             f"training stops at step {progress.step}: {'; '.join(error.message for error in errors)}."
             f" Kept: {kept}, version {progress.version} of step {progress.published_step}",
-            cure="; ".join(cures) + "; then start the trainer again: it resumes",
+            hint="; ".join(hints) + "; then start the trainer again: it resumes",
         )
 
     async def _publish(self) -> None:

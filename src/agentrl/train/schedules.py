@@ -31,7 +31,7 @@ def build_scheduler(
     """
     if config.lr_scheduler_type not in _ENDLESS and total_steps is None:
         raise ConfigError(
-            f"--lr_scheduler_type {config.lr_scheduler_type} has no end to fall to", cure="give --max_steps"
+            f"--lr_scheduler_type {config.lr_scheduler_type} has no end to fall to", hint="give --max_steps"
         )
     warmup = _warmup_steps(config, total_steps)
     steps = None if total_steps is None else max(1, total_steps - warmup)
@@ -50,7 +50,7 @@ def _warmup_steps(config: OptimConfig, total_steps: int | None) -> int:
     if total_steps is None:
         raise ConfigError(
             f"--warmup_ratio {config.warmup_ratio} is a share of a number of steps that is unknown",
-            cure="give --max_steps, or --warmup_steps instead",
+            hint="give --max_steps, or --warmup_steps instead",
         )
     return math.ceil(config.warmup_ratio * total_steps)
 
@@ -74,7 +74,7 @@ def _curve(config: OptimConfig, warmup: int, steps: int | None) -> Factor:
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"--lr_scheduler_type {kind} with --lr_scheduler_kwargs {config.lr_scheduler_kwargs}: {error}",
-            cure="give the arguments of that schedule in transformers, such as"
+            hint="give the arguments of that schedule in transformers, such as"
             " '{\"min_lr_rate\": 0.1}' for cosine_with_min_lr",
         ) from error
     return curve
@@ -84,7 +84,7 @@ def _arguments(text: str) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"--lr_scheduler_kwargs is {text!r}: {error}", cure="give JSON, or {}") from error
+        raise ConfigError(f"--lr_scheduler_kwargs is {text!r}: {error}", hint="give JSON, or {}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"--lr_scheduler_kwargs is {text!r}", cure="give a JSON object, or {}")
+        raise ConfigError(f"--lr_scheduler_kwargs is {text!r}", hint="give a JSON object, or {}")
     return content

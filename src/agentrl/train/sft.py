@@ -35,9 +35,9 @@ from agentrl.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
     from agentrl.distributed.controller import Leader
-    from agentrl.distributed.world import Team
+    from agentrl.distributed.world import World
     from agentrl.documents.training import DBRecordData
-    from agentrl.train.compute import StepComputer
+    from agentrl.train.compute import PolicyTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +59,9 @@ class SFTConfig:
     def __post_init__(self) -> None:
         for name in ("batch_size", "log_steps"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"--{name} is {getattr(self, name)}", cure=f"give --{name} 1 or more")
+                raise ConfigError(f"--{name} is {getattr(self, name)}", hint=f"give --{name} 1 or more")
         if not math.isfinite(self.sft_min_score):
-            raise ConfigError(f"--sft_min_score is {self.sft_min_score}", cure="give a number")
+            raise ConfigError(f"--sft_min_score is {self.sft_min_score}", hint="give a number")
 
 
 def main(argv: list[str]) -> int:
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
         shown=(RunConfig, ModelConfig, TaskConfig, OptimConfig, AdapterConfig, TrainConfig, MemoryConfig),
         extra=(SFTConfig,),
     )
-    from agentrl.distributed.world import launched_team
+    from agentrl.distributed.world import launched_world
     from agentrl.model.load import base_folder
     from agentrl.observe.logging import setup
 
@@ -83,12 +83,12 @@ def main(argv: list[str]) -> int:
     if sum(source is not None for source in sources) != 1:
         raise ConfigError(
             "no conversations are given" if sources == (None, None) else "two kinds of data are given",
-            cure="give --train_file FILE.jsonl, or --sft_from_records RUN",
+            hint="give --train_file FILE.jsonl, or --sft_from_records RUN",
         )
     if configs[RunConfig].output_dir is None:
-        raise ConfigError("no folder for the trained model is given", cure="give --output_dir FOLDER")
+        raise ConfigError("no folder for the trained model is given", hint="give --output_dir FOLDER")
     _check_output(configs)
-    with launched_team() as team:
+    with launched_world() as team:
         if team is not None and team.rank > 0:
             _follow(configs, team)
         else:
@@ -115,18 +115,18 @@ def _check_output(configs: Configs) -> None:
         source = path.resolve()
         if output == source or output in source.parents or source in output.parents:
             raise ConfigError(
-                f"--output_dir {output} would overwrite {name}, {path}", cure="give a folder of its own"
+                f"--output_dir {output} would overwrite {name}, {path}", hint="give a folder of its own"
             )
     if output.exists() and not output.is_dir():
-        raise ConfigError(f"--output_dir {output} is a file", cure="give a folder")
+        raise ConfigError(f"--output_dir {output} is a file", hint="give a folder")
     if output.is_dir() and any(output.iterdir()) and not (output / "config.json").is_file():
         raise ConfigError(
             f"--output_dir {output} holds other things than a model, and would be replaced",
-            cure="give a new or an empty folder",
+            hint="give a new or an empty folder",
         )
 
 
-def _follow(configs: Configs, team: Team) -> None:
+def _follow(configs: Configs, team: World) -> None:
     """What every rank but 0 does: build what rank 0 builds, and compute what it says until it ends."""
     from agentrl.distributed.controller import follow
 
@@ -135,7 +135,7 @@ def _follow(configs: Configs, team: Team) -> None:
         follow(_build(configs, team, *order.arguments), team)
 
 
-def _fine_tune(configs: Configs, team: Team | None) -> None:
+def _fine_tune(configs: Configs, team: World | None) -> None:
     settings, train, seed = configs[SFTConfig], configs[TrainConfig], configs[RunConfig].seed
     started = time.perf_counter()
     data = _read(configs)
@@ -148,7 +148,7 @@ def _fine_tune(configs: Configs, team: Team | None) -> None:
     for step, chosen in zip(range(1, steps + 1), batches, strict=False):
         result = computer.train([data[index] for index in chosen])
         if not result.is_finite:
-            raise TrainingError(f"the loss of step {step} is not finite", cure="lower --learning_rate")
+            raise TrainingError(f"the loss of step {step} is not finite", hint="lower --learning_rate")
         if step % settings.log_steps == 0 or step in (1, steps):
             logger.info(
                 "step %d/%d  loss %.4f  grad %.3f  lr %.2e  %.0f s",
@@ -162,7 +162,7 @@ def _fine_tune(configs: Configs, team: Team | None) -> None:
         team.tell("end")
 
 
-def _lead(configs: Configs, team: Team | None, steps: int, max_tokens: int) -> StepComputer | Leader:
+def _lead(configs: Configs, team: World | None, steps: int, max_tokens: int) -> PolicyTrainer | Leader:
     """What computes; on rank 0 of several, what leads them."""
     if team is None:
         return _build(configs, None, steps, max_tokens)
@@ -172,7 +172,7 @@ def _lead(configs: Configs, team: Team | None, steps: int, max_tokens: int) -> S
     return lead(_build(configs, team, steps, max_tokens), team)
 
 
-def _build(configs: Configs, team: Team | None, steps: int, max_tokens: int) -> StepComputer:
+def _build(configs: Configs, team: World | None, steps: int, max_tokens: int) -> PolicyTrainer:
     from agentrl.train.build import Recipe, build_computer
 
     recipe = Recipe(
@@ -228,7 +228,7 @@ def _batches(count: int, size: int, seed: int) -> Iterator[Sequence[int]]:
         left = left[size:]
 
 
-def _save(computer: StepComputer | Leader, output: Path) -> None:
+def _save(computer: PolicyTrainer | Leader, output: Path) -> None:
     from agentrl.weights.folder import atomic_folder, save_model_files, weight_bytes
 
     policy, published = computer.policy, computer.published()

@@ -55,7 +55,7 @@ async def from_records(run: RunConfig, split: str, min_score: float, base: Path)
         raise ConfigError(
             f"run {run.run_name} has {len(records)} Records of split {split} with a score of {min_score:g} or"
             " more, and none of them can be trained",
-            cure="lower --sft_min_score, or see `agentrl audit records` for the run's scores",
+            hint="lower --sft_min_score, or see `agentrl audit records` for the run's scores",
         )
     logger.info("%d of %d Records of run %s are trained", len(data), len(records), run.run_name)
     return data
@@ -65,7 +65,7 @@ def _one_chain(name: str, conversation: Conversation) -> DBRecordData:
     length = len(conversation.input_ids)
     edges = np.flatnonzero(np.diff(conversation.is_trainable.astype(np.int8), prepend=0, append=0))
     if length == 0 or len(edges) == 0:
-        raise TaskFileError(f"{name}: nothing of it is the assistant's", cure="check the chat template")
+        raise TaskFileError(f"{name}: nothing of it is the assistant's", hint="check the chat template")
     spans = tuple(
         TrainableSpan(start=start, end=end, call=index, version=0, advantage=_ADVANTAGE, temperature=1.0)
         for index, (start, end) in enumerate(edges.reshape(-1, 2).tolist())
@@ -102,5 +102,5 @@ async def _check_tokenizer(store: Store, run_name: str, base: Path) -> None:
     if hashlib.sha256(own.read_bytes()).hexdigest() != sampled:
         raise ConfigError(
             f"run {run_name} sampled with another {_TOKENIZER} than that of {base}: its ids mean other words",
-            cure="give a model with the tokenizer of the run",
+            hint="give a model with the tokenizer of the run",
         )

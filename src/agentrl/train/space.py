@@ -84,7 +84,7 @@ def check_output(output: Path, kept: Retention, others: Sequence[Path] = ()) -> 
         raise ConfigError(
             f"the disk of {output} has {amount(free)} free, and the run keeps {kept}"
             + (f"; {amount(present)} of it are there" if present else ""),
-            cure="free space, lower --published_versions_kept or --save_total_limit, or give another"
+            hint="free space, lower --published_versions_kept or --save_total_limit, or give another"
             " --output_dir",
         )
 
@@ -115,7 +115,7 @@ def _parameters(file: Path) -> int:
     with file.open("rb") as source:
         length = int.from_bytes(source.read(_HEADER_BYTES), "little")
         if length > _LARGEST_HEADER:
-            raise ConfigError(f"{file} is no safetensors file", cure="fetch the model again")
+            raise ConfigError(f"{file} is no safetensors file", hint="fetch the model again")
         header = json.loads(source.read(length))
     return sum(math.prod(item["shape"]) for name, item in header.items() if name != "__metadata__")
 
@@ -134,7 +134,7 @@ def _require_writable(folder: Path) -> None:
             probe.unlink()
         raise ConfigError(
             f"{folder} cannot be written: {error.strerror or error}",
-            cure="give a folder that this user can write, on a disk with space, e.g. with --output_dir",
+            hint="give a folder that this user can write, on a disk with space, e.g. with --output_dir",
         ) from error
 
 

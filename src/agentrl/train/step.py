@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agentrl.data.forest import TokenForest, forest_from_sequences
-from agentrl.data.prefix_merging import share_prefixes
+from agentrl.data.prefix_merging import merge_prefixes
 from agentrl.errors import ForestError
 from agentrl.losses.metrics import TokenMetrics
 from agentrl.losses.reduce import Denominators
@@ -196,7 +196,7 @@ def forward_backward(
     options = replace(options or ForwardOptions(), entropy_gradient=settings.entropy_coef > 0)
     whole = denominators or count_step(forests)
     if whole.tokens == 0:
-        raise ForestError("a step without a trainable token", cure="leave out data without trainable spans")
+        raise ForestError("a step without a trainable token", hint="leave out data without trainable spans")
     sums = trajectory_sums(model, forests, settings, options=options, ranks=ranks)
     watch = watch or Stopwatch(model.device)
     found = StepLoss(settings=settings, whole=whole, sums=sums)
@@ -232,7 +232,7 @@ def check_model(model: Any) -> None:
     vocabulary = model.config.get_text_config().vocab_size
     common = [index % vocabulary for index in range(8)]
     sequences = [[*common, 2 % vocabulary, 0, 1], [*common, 3 % vocabulary, 1]]
-    forest = share_prefixes(forest_from_sequences(sequences, [[False] * len(ids) for ids in sequences]))
+    forest = merge_prefixes(forest_from_sequences(sequences, [[False] * len(ids) for ids in sequences]))
     use_attention(model, "sdpa")
     alone = [
         model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0]

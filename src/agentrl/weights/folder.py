@@ -91,7 +91,7 @@ def explaining_errors(target: Path, needed_bytes: int) -> Iterator[None]:
         if error.errno in _FULL:
             raise _disk_full(target, needed_bytes) from error
         raise PublishError(
-            f"{target} could not be written: {error.strerror or error}", cure="check the folder's permissions"
+            f"{target} could not be written: {error.strerror or error}", hint="check the folder's permissions"
         ) from error
     except Exception as error:
         if type(error).__name__ == "SafetensorError":
@@ -198,14 +198,14 @@ def _disk_full(target: Path, needed_bytes: int) -> PublishError:
     free = shutil.disk_usage(target.parent).free
     return PublishError(
         f"the disk of {target.parent} is full: {target.name} needs {needed_bytes:,} bytes, {free:,} are free",
-        cure="free space, lower --published_versions_kept or --save_total_limit, or move --output_dir",
+        hint="free space, lower --published_versions_kept or --save_total_limit, or move --output_dir",
     )
 
 
 def _torch_failed(target: Path, error: RuntimeError) -> PublishError:
     return PublishError(
         f"{target} could not be written, most likely for want of space: {error}",
-        cure="free space, lower --published_versions_kept or --save_total_limit, or move --output_dir",
+        hint="free space, lower --published_versions_kept or --save_total_limit, or move --output_dir",
     )
 
 
@@ -213,4 +213,4 @@ def _safetensors_failed(target: Path, needed_bytes: int, error: Exception) -> Pu
     text = str(error).lower()
     if any(sign in text for sign in ("os error 28", "os error 27", "os error 122", "no space")):
         return _disk_full(target, needed_bytes)
-    return PublishError(f"{target} could not be written: {error}", cure="check the folder and its disk")
+    return PublishError(f"{target} could not be written: {error}", hint="check the folder and its disk")

@@ -28,7 +28,7 @@ def checksums(folder: Path) -> tuple[FileChecksum, ...]:
     except OSError as error:
         raise PublishError(
             f"{error.filename or folder} cannot be read: {error.strerror}",
-            cure="check that the folder exists and that this user may read it",
+            hint="check that the folder exists and that this user may read it",
         ) from error
 
 
@@ -82,5 +82,5 @@ def _checksum(path: Path) -> FileChecksum:
 def _mismatch(folder: Path, name: str, expected: str, actual: str) -> PublishError:
     return PublishError(
         f"{folder / name} is not what was published: expected {expected}, found {actual}",
-        cure="these weights are not loaded; the trainer's next version replaces them",
+        hint="these weights are not loaded; the trainer's next version replaces them",
     )

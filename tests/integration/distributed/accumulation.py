@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from agentrl.config.schema import MemoryConfig, TrainConfig
 from agentrl.distributed.accumulation import Reduction
 from agentrl.distributed.world import leave_processes
-from agentrl.train.compute import StepComputer
+from agentrl.train.compute import PolicyTrainer
 
 REDUCED = torch.ops.c10d._reduce_scatter_base_.default
 MODULES = 3
@@ -41,7 +41,7 @@ class Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def reductions(together: StepComputer, step: int) -> tuple[int, int]:
+def reductions(together: PolicyTrainer, step: int) -> tuple[int, int]:
     """How often ``step`` scatters gradients, and how many micro-batches each process runs in it."""
     data = step_data(step)
     with Counter() as counter:
@@ -49,7 +49,7 @@ def reductions(together: StepComputer, step: int) -> tuple[int, int]:
     return counter.count, len(together._pack(data))
 
 
-def break_off(together: StepComputer) -> None:
+def break_off(together: PolicyTrainer) -> None:
     """Raise in the second layer of a step's second micro-batch."""
     calls = 0
 

@@ -48,10 +48,10 @@ from agentrl.distributed.world import leave_processes
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import Policy
 from agentrl.model.lora import Adapter, add_adapter
-from agentrl.train.compute import StepComputer
+from agentrl.train.compute import PolicyTrainer
 from agentrl.train.memory import checkpointing_mode, compile_layers, enable_checkpointing
 from agentrl.train.optimizer import build_optimizer
-from agentrl.train.reference import Anchors
+from agentrl.train.reference import FrozenLogprobs
 from agentrl.train.shards import load_optimizer
 from agentrl.train.step import ForwardOptions
 
@@ -129,14 +129,14 @@ CASES = {
 
 def computer(
     model: Any, case: Case, parallel: Parallel | None = None, adapter: Adapter | None = None
-) -> StepComputer:
+) -> PolicyTrainer:
     """What trains ``model``: with other processes as ``case`` says, alone without merging or cutting."""
     gspo = {"loss_calculater": "GSPO", "old_logprobs": "recompute", "epsilon": 0.2}
     loss = gspo if case.whole_steps else {}
     optimizer = build_optimizer(model, OPTIM, case.memory if parallel else PLAIN)
     if parallel is not None:
         optimizer.param_groups[:] = split_by_mesh(optimizer.param_groups)
-    return StepComputer(
+    return PolicyTrainer(
         device=torch.device("cpu"),
         policy=Policy(model, cast("Any", None), Path(), None, adapter),
         optimizer=optimizer,
@@ -147,12 +147,12 @@ def computer(
         prefix_merging=case.prefix_merging if parallel else "off",
         max_grad_norm=OPTIM.max_grad_norm,
         parallel=parallel,
-        anchors=Anchors(start=case.whole_steps),
+        anchors=FrozenLogprobs(start=case.whole_steps),
         epochs=2 if case.whole_steps else 1,
     )
 
 
-def spread(model: Any, case: Case, adapter: Adapter | None = None) -> StepComputer:
+def spread(model: Any, case: Case, adapter: Adapter | None = None) -> PolicyTrainer:
     """What trains ``model`` in the layout of ``case``."""
     enable_checkpointing(model, checkpointing_mode(case.memory, gradient_checkpointing=False))
     if case.memory.torch_compile:
@@ -163,7 +163,7 @@ def spread(model: Any, case: Case, adapter: Adapter | None = None) -> StepComput
     return computer(model, case, parallel, adapter)
 
 
-def publish(together: StepComputer, folder: Path, limit: int = FILE_BYTES) -> None:
+def publish(together: PolicyTrainer, folder: Path, limit: int = FILE_BYTES) -> None:
     """Write the model that engines load; all processes call it."""
     inventory = take_inventory(together.policy)
     if dist.get_rank() == 0:
@@ -172,13 +172,13 @@ def publish(together: StepComputer, folder: Path, limit: int = FILE_BYTES) -> No
         give_parts(inventory)
 
 
-def whole_weights(together: StepComputer) -> dict[str, Tensor]:
+def whole_weights(together: PolicyTrainer) -> dict[str, Tensor]:
     """The weights that engines load, tied ones once; of no use on other ranks than 0."""
     inventory = take_inventory(together.policy)
     return {part.name: inventory.fetch(part) for part in inventory.parts()}
 
 
-def resume(saved: StepComputer, case: Case, folder: Path) -> StepComputer:
+def resume(saved: PolicyTrainer, case: Case, folder: Path) -> PolicyTrainer:
     """Save model and optimizer, and load them in the other layout."""
     (folder / "model").mkdir(exist_ok=True)
     publish(saved, folder / "model")
@@ -193,7 +193,7 @@ def resume(saved: StepComputer, case: Case, folder: Path) -> StepComputer:
     return resumed
 
 
-def resume_adapter(saved: Adapter, case: Case, folder: Path) -> StepComputer:
+def resume_adapter(saved: Adapter, case: Case, folder: Path) -> PolicyTrainer:
     """The model as it was made, with the adapters that a checkpoint holds."""
     (folder / "adapter").mkdir(exist_ok=True)
     if dist.get_rank() == 0:
@@ -251,7 +251,7 @@ def check_steps(ranks: int) -> None:
     assert sum(forest.trainable_tokens == 0 for forest in small) == ranks - 1
 
 
-def compare_step(alone: StepComputer, together: StepComputer, step: int) -> dict[str, float]:
+def compare_step(alone: PolicyTrainer, together: PolicyTrainer, step: int) -> dict[str, float]:
     """Relative deviations of one step's loss and gradient norm; 0 on other ranks than 0.
 
     Only rank 0 also trains as one process. Both must train all of the data and report the same metrics.
@@ -268,7 +268,7 @@ def compare_step(alone: StepComputer, together: StepComputer, step: int) -> dict
     return {key: abs(found[key] - expected[key]) / abs(expected[key]) for key in ("loss", "grad_norm")}
 
 
-def compare_weights(alone: StepComputer, together: StepComputer) -> float:
+def compare_weights(alone: PolicyTrainer, together: PolicyTrainer) -> float:
     """The largest difference between two weights; 0 on other ranks than 0."""
     plain = {part.name: part.make() for part in published_parts(alone.policy)}
     weights = whole_weights(together)
@@ -278,7 +278,7 @@ def compare_weights(alone: StepComputer, together: StepComputer) -> float:
     return max(float((weights[key] - plain[key]).abs().max()) for key in plain)
 
 
-def check_copies(together: StepComputer) -> None:
+def check_copies(together: PolicyTrainer) -> None:
     """A tied embedding that two stages hold is equal on both, bit by bit."""
     parallel, weight = cast("Parallel", together.parallel), tied_weight(together.policy.model)
     own = weight.to_local() if isinstance(weight, DTensor) else weight

@@ -21,12 +21,12 @@ from agentrl.config.schema import TrainConfig
 from agentrl.distributed.state import published_parts
 from agentrl.distributed.world import leave_processes
 from agentrl.train.allocations import peak_allocated
-from agentrl.train.compute import StepComputer
+from agentrl.train.compute import PolicyTrainer
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 64}
 
 
-def compare_memory(together: StepComputer, folder: Path) -> None:
+def compare_memory(together: PolicyTrainer, folder: Path) -> None:
     """One file at a time against all weights at once; the files hold what the model does."""
     total = sum(part.bytes for part in published_parts(together.policy))
     limit = total // 8
@@ -45,7 +45,7 @@ def compare_memory(together: StepComputer, folder: Path) -> None:
         assert streamed < 2 * limit < at_once / 2
 
 
-def compare_after_a_failure(together: StepComputer, alone: StepComputer, folder: Path) -> None:
+def compare_after_a_failure(together: PolicyTrainer, alone: PolicyTrainer, folder: Path) -> None:
     """The processes go on together after rank 0 could not write."""
     try:
         publish(together, folder / "missing", 1 << 20)

@@ -14,7 +14,7 @@ from agentrl.documents.status import DataStatus, RecordStatus, SlotStatus, TaskS
 from agentrl.documents.task import Task, task_key
 from agentrl.documents.training import TrainStep
 from agentrl.rollout.finalise import Finaliser
-from agentrl.store.admin.regroup import Hindrance
+from agentrl.store.admin.regroup import Blocker
 from agentrl.store.admin.reopen import Reopening
 from agentrl.store.client import Store
 
@@ -99,10 +99,10 @@ async def test_a_trained_group_and_a_planned_one_stay(store: Store, tmp_path: Pa
     data = tuple(meta.id for meta in await store.training.ready("train"))
     await store.training.plan_step(TrainStep(id="1/1", step=1, policy_version=0, data=data, owner="t"))
     reopening = Reopening(store.connection)
-    assert (await reopening.reopen(["tool"])).left == {Hindrance.TRAINED: 1}
+    assert (await reopening.reopen(["tool"])).left == {Blocker.TRAINED: 1}
     await store.training.commit_step("1/1", {}, data)
     done = await reopening.reopen()
-    assert (done.slots, done.left) == (0, {Hindrance.TRAINED: 1})
+    assert (done.slots, done.left) == (0, {Blocker.TRAINED: 1})
     assert (await task_of(store)).status is TaskStatus.COMPLETED
     assert await violations(store) == []
 

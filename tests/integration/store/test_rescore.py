@@ -20,7 +20,7 @@ from agentrl.rollout.finalise import Finaliser
 from agentrl.scoring.group_filters import ScoredGroup
 from agentrl.scoring.registry import ScorerContext
 from agentrl.store import blobs
-from agentrl.store.admin.regroup import Hindrance
+from agentrl.store.admin.regroup import Blocker
 from agentrl.store.admin.rescore import NewScore, Rescored, Rescoring
 from agentrl.store.client import Store
 
@@ -190,7 +190,7 @@ async def test_a_step_planned_at_the_same_moment_wins_or_waits(store: Store, tmp
     data = await store.training.fetch([FIRST, SECOND])
     assert {item.status for item in data} == {DataStatus.PLANNED}
     assert (data[0].advantage == 0.5) == rescored.decided_again
-    assert (rescored.kept_because is Hindrance.TRAINED) == (not rescored.decided_again)
+    assert (rescored.kept_because is Blocker.TRAINED) == (not rescored.decided_again)
     assert await violations(store) == []
 
 
@@ -219,9 +219,9 @@ async def test_a_group_without_its_rules_or_calls_keeps_its_scores(store: Store,
     new = {FIRST: NewScore(score=1.0, details={"scorer": "new"})}
     rescoring = Rescoring(store.connection)
     done = await rescoring.apply(run.READY, new, lambda rules: None)
-    assert done == Rescored(changed=1, kept_because=Hindrance.NO_RULES)
+    assert done == Rescored(changed=1, kept_because=Blocker.NO_RULES)
     await store.database["Record"].update_one({"_id": SECOND}, {"$currentDate": {"pruned_at": True}})
-    assert (await apply(store, t0=1.0)).kept_because is Hindrance.PRUNED
+    assert (await apply(store, t0=1.0)).kept_because is Blocker.PRUNED
     task = await store.tasks.get(run.READY)
     assert task is not None
     assert task.status is TaskStatus.COMPLETED

@@ -168,8 +168,8 @@ def test_a_folder_without_tokenizer_or_template_says_what_mends_it(tmp_path: Pat
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ModelError, match="no chat template") as caught:
         ChatRenderer.open(tmp_path)
-    assert caught.value.cure is not None
-    assert "--chat_template FILE" in caught.value.cure
+    assert caught.value.hint is not None
+    assert "--chat_template FILE" in caught.value.hint
     broken = tmp_path / "broken.jinja"
     broken.write_text("{% for %}")
     with pytest.raises(ModelError, match="no valid Jinja"):

@@ -80,7 +80,7 @@ def _raise(error: BaseException) -> int:
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (ConfigError("--seed is wrong", cure="give a number"), 2),
+        (ConfigError("--seed is wrong", hint="give a number"), 2),
         (LeaseLostError("the lease ran out"), 1),
         (AgentRLError("it broke"), 1),
         (KeyboardInterrupt(), 130),

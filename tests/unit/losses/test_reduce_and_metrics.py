@@ -107,7 +107,7 @@ def test_a_constant_length_divides_a_trajectorys_sum_whatever_its_own_length_is(
 def test_a_constant_length_contradicts_a_mean_over_tokens() -> None:
     with pytest.raises(ConfigError, match=r"--loss_length_divisor is 10") as refused:
         LossSettings(token_level_loss=True, loss_length_divisor=10)
-    assert "--token_level_loss false" in str(refused.value.cure)
+    assert "--token_level_loss false" in str(refused.value.hint)
     with pytest.raises(ConfigError, match=r"--loss_length_divisor is 10"):
         LossSettings(loss_calculater="CISPO", loss_length_divisor=10)
     with pytest.raises(ConfigError, match=r"--loss_length_divisor is 0"):

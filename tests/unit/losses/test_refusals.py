@@ -14,7 +14,7 @@ from agentrl.losses.spec import OWN_DEFAULTS, SPECS
 
 
 @pytest.mark.parametrize(
-    ("flags", "cure"),
+    ("flags", "hint"),
     [
         ({"importance_correction": "tis"}, "--old_logprobs recompute"),
         ({"importance_correction": "seq_tis:3"}, "--old_logprobs recompute"),
@@ -31,11 +31,11 @@ from agentrl.losses.spec import OWN_DEFAULTS, SPECS
         ({"importance_correction": "icepop", "loss_calculater": "CrossEntropy"}, "leave it out"),
     ],
 )
-def test_what_cannot_act_is_refused_with_its_cure(flags: dict[str, Any], cure: str) -> None:
+def test_what_cannot_act_is_refused_with_its_hint(flags: dict[str, Any], hint: str) -> None:
     with pytest.raises(ConfigError) as refused:
         LossSettings(**flags)
     assert f"--{next(iter(flags))} is {flags[next(iter(flags))]}" in str(refused.value)
-    assert cure in str(refused.value.cure)
+    assert hint in str(refused.value.hint)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from agentrl.data.forest import TokenForest, forest_from_sequences
 from agentrl.errors import ConfigError, ModelError
 from agentrl.model.attention import choose_executor, run_forest
 from agentrl.model.attention.sdpa import forest_mask
-from agentrl.model.attention.varlen import Segment, Ways, cut_ways, split_segments
+from agentrl.model.attention.varlen import Segment, SegmentPlan, cut_ways, split_segments
 from agentrl.train.memory import enable_checkpointing
 from agentrl.train.step import ForwardOptions, check_model, forest_logprobs
 
@@ -87,7 +87,7 @@ def test_segments_follow_the_branches() -> None:
 
 
 def test_segments_are_cut_where_others_branch_off() -> None:
-    assert cut_ways(split_segments(packed([tree()]))) == Ways(
+    assert cut_ways(split_segments(packed([tree()]))) == SegmentPlan(
         segments=(15, 4, 7), pieces=(6, 4, 5, 4, 7), paths=((0, 1, 2), (0, 1, 3), (0, 4))
     )
     forest = packed([tree(0), *chains(1, 2), tree(2)])

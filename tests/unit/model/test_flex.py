@@ -13,7 +13,7 @@ from tiny_models import chains, packed, tiny_model, tree
 from torch.nn.attention import flex_attention as torch_flex
 
 from agentrl.data.forest import TokenForest, forest_from_sequences
-from agentrl.data.prefix_merging import share_prefixes
+from agentrl.data.prefix_merging import merge_prefixes
 from agentrl.errors import ModelError
 from agentrl.model.attention import run_forest
 from agentrl.model.attention.flex import (
@@ -32,7 +32,7 @@ def large_forest(seed: int, count: int, longest: int) -> TokenForest:
     """Sequences of random lengths over few ids, so that some begin alike."""
     rng = np.random.default_rng(seed)
     ids = [rng.integers(0, 2, rng.integers(2, longest)).tolist() for _ in range(count)]
-    return share_prefixes(forest_from_sequences(ids, [[False] * (len(item) - 1) + [True] for item in ids]))
+    return merge_prefixes(forest_from_sequences(ids, [[False] * (len(item) - 1) + [True] for item in ids]))
 
 
 def assert_same_gradients(model: Any, limit: float) -> None:

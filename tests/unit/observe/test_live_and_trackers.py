@@ -84,7 +84,7 @@ def test_no_tracker_is_a_tracker(report_to: str, tmp_path: Path) -> None:
 def test_an_unknown_tracker_is_named_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'tensorbord'") as caught:
         open_trackers("tensorbord", RunConfig(), tmp_path)
-    assert "tensorboard, wandb, mlflow" in str(caught.value.cure)
+    assert "tensorboard, wandb, mlflow" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
@@ -97,7 +97,7 @@ def test_a_missing_library_is_named_with_its_install_command(
     monkeypatch.setattr("sys.meta_path", [_Hides(name), *sys.meta_path])
     with pytest.raises(ConfigError) as caught:
         open_trackers(f"none,{name}", RunConfig(), tmp_path)
-    assert caught.value.cure == f"pip install {name}"
+    assert caught.value.hint == f"pip install {name}"
 
 
 class _Hides:

@@ -108,7 +108,7 @@ def test_another_result_is_named(answer: Any, words: str) -> None:
     with pytest.raises(GroupFilterError) as raised:
         dropped(answer)
     assert f"group filter scripted {words}" in raised.value.message
-    assert "return {id: reason}" in str(raised.value.cure)
+    assert "return {id: reason}" in str(raised.value.hint)
 
 
 def test_an_async_filter_is_named() -> None:

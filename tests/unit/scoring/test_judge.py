@@ -108,7 +108,7 @@ async def test_no_verdict_at_all_is_a_failure(tmp_path: Path, endpoint: Endpoint
         await run_scorer("agentcpm", context(write_config(tmp_path, endpoint, "a", "b")), 30)
 
 
-async def test_a_missing_configuration_is_no_failure_of_a_trajectory_and_has_a_cure(tmp_path: Path) -> None:
+async def test_a_missing_configuration_is_no_failure_of_a_trajectory_and_has_a_hint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read") as caught:
         await run_scorer("agentcpm", context(str(tmp_path / "none.yml")), 5)
     assert "agent_config_example.yml" in str(caught.value)

@@ -82,7 +82,7 @@ async def test_a_bad_uri_is_an_error() -> None:
 async def test_without_a_server_the_cure_is_named(tmp_path: Path) -> None:
     with pytest.raises(StoreError) as caught:
         await open_store(RunConfig(mongo_dir=str(tmp_path / "none")))
-    assert "agentrl mongo up" in str(caught.value.cure)
+    assert "agentrl mongo up" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(

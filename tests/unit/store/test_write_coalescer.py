@@ -9,7 +9,7 @@ import pytest
 from pymongo.errors import AutoReconnect, OperationFailure
 
 from agentrl.errors import StoreError
-from agentrl.store.write_coalescer import Combiner
+from agentrl.store.write_coalescer import WriteCoalescer
 
 
 class Writes:
@@ -18,7 +18,7 @@ class Writes:
     def __init__(self, failure: Exception | None = None) -> None:
         self.batches: list[int] = []
         self.failure = failure
-        self.combiner = Combiner(self.together, self.alone)
+        self.combiner = WriteCoalescer(self.together, self.alone)
 
     async def together(self, items: Sequence[int]) -> list[int] | None:
         self.batches.append(len(items))

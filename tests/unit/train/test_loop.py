@@ -18,7 +18,7 @@ from agentrl.documents.status import DataStatus, StepStatus, VersionStatus
 from agentrl.documents.task import Task
 from agentrl.errors import ConfigError, LeaseLostError, PublishError, TrainingError
 from agentrl.train import checkpoint
-from agentrl.train.compute import StepComputer, StepResult
+from agentrl.train.compute import PolicyTrainer, StepResult
 from agentrl.train.loop import Trainer
 from agentrl.train.rewards import Window, step_window, trajectory_means, window_metrics
 from agentrl.train.saving import Saver
@@ -367,7 +367,7 @@ async def test_three_losses_that_are_not_finite_end_training(
     store: FakeStore, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad = StepResult({"loss": float("nan"), "grad_norm": 1.0}, is_finite=False)
-    monkeypatch.setattr(StepComputer, "train", lambda *_: bad)
+    monkeypatch.setattr(PolicyTrainer, "train", lambda *_: bad)
     with pytest.raises(TrainingError, match="not finite 3 times in a row"):
         await (await start()).run()
     assert store.with_status(DataStatus.READY) == list(store.data)

@@ -15,7 +15,7 @@ from agentrl.model.load import architecture, load_policy
 from agentrl.train import checkpoint
 from agentrl.train.build import Recipe, build_computer
 from agentrl.train.checkpoint import CheckpointState
-from agentrl.train.compute import StepComputer
+from agentrl.train.compute import PolicyTrainer
 from agentrl.train.step import forest_logprobs
 from agentrl.weights.folder import save_model_files
 
@@ -23,7 +23,7 @@ COMPARED = ("loss", "lr", "grad_norm")
 DATA = [*group("a"), *group("b")]
 
 
-def computer(base: Path, weights: Path | None = None, rank: int = 4) -> StepComputer:
+def computer(base: Path, weights: Path | None = None, rank: int = 4) -> PolicyTrainer:
     recipe = Recipe(
         model=ModelConfig(model_name_or_path=str(base)), loss=LossConfig(), train=TrainConfig(), seed=0,
         optim=OptimConfig(learning_rate=1e-2, lr_scheduler_type="cosine"),
@@ -32,7 +32,7 @@ def computer(base: Path, weights: Path | None = None, rank: int = 4) -> StepComp
     return build_computer(recipe, weights=weights, total_steps=6)
 
 
-def parameters(trained: StepComputer) -> list[torch.Tensor]:
+def parameters(trained: PolicyTrainer) -> list[torch.Tensor]:
     return [value for _, value in trained.policy.kept.named_parameters()]
 
 

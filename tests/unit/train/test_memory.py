@@ -116,19 +116,19 @@ def test_out_of_memory_names_the_knobs(error: Exception, mode: Checkpointing, fi
         naming_the_knobs(MemoryConfig(activation_checkpointing=mode), 8192),
     ):
         raise error
-    assert raised.value.cure is not None
-    assert first in raised.value.cure.split(";")[0]
-    assert "--max_tokens (to 4096" in raised.value.cure
+    assert raised.value.hint is not None
+    assert first in raised.value.hint.split(";")[0]
+    assert "--max_tokens (to 4096" in raised.value.hint
 
 
 def test_several_processes_may_hold_a_share_of_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    cures = []
+    hints = []
     for is_team in (True, False):
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda is_team=is_team: is_team)
         with pytest.raises(TrainingError) as raised, naming_the_knobs(MemoryConfig(), 8192):
             raise MemoryError
-        cures.append("--gradient_reduction every" in str(raised.value.cure))
-    assert cures == [True, False]
+        hints.append("--gradient_reduction every" in str(raised.value.hint))
+    assert hints == [True, False]
 
 
 def test_other_errors_pass() -> None:

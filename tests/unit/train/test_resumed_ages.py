@@ -13,7 +13,7 @@ from training_data import group, sampled_by
 from agentrl.data.freshness import Freshness
 from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.status import DataStatus, StepStatus, VersionStatus
-from agentrl.train.compute import StepComputer
+from agentrl.train.compute import PolicyTrainer
 
 STEPS, KEPT = 5, 2
 """Steps before the trainer is resumed, and the step that it is resumed at."""
@@ -53,16 +53,16 @@ class Sampler:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """What is trained, from here on."""
     trained: Seen = {}
-    train = StepComputer.train
+    train = PolicyTrainer.train
 
-    def watch(self: StepComputer, data: Any, ages: Any) -> Any:
+    def watch(self: PolicyTrainer, data: Any, ages: Any) -> Any:
         trained[self.scheduler.last_epoch + 1] = [
             (item.id, [ages[span.version] for span in item.spans], [span.advantage for span in item.spans])
             for item in data
         ]
         return train(self, data, ages)
 
-    monkeypatch.setattr(StepComputer, "train", watch)
+    monkeypatch.setattr(PolicyTrainer, "train", watch)
     return trained
 
 

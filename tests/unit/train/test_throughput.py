@@ -11,7 +11,7 @@ from tiny_models import chains, packed, tiny_model, trajectory, tree
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, Qwen3MoeConfig
 
-from agentrl.data.prefix_merging import share_prefixes
+from agentrl.data.prefix_merging import merge_prefixes
 from agentrl.model.attention import run_forest
 from agentrl.train.clock import Stopwatch, peak_flops
 from agentrl.train.throughput import (
@@ -77,7 +77,7 @@ def test_calls_as_rows_of_their_own() -> None:
 
 def test_a_step() -> None:
     data = [tree(0), tree(0)]
-    shared = share_prefixes(packed(data))
+    shared = merge_prefixes(packed(data))
     shape = ModelShape.of(tiny_model("llama").config)
     metrics = step_metrics([shared], SECONDS, shape, 1e9, positions=2 * shared.tokens)
     assert metrics["tokens_per_second"] == pytest.approx(shared.tokens / 4)

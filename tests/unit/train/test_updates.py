@@ -23,7 +23,7 @@ from agentrl.losses.settings import LossSettings
 from agentrl.train import compute as compute_module
 from agentrl.train import step_loss as step_loss_module
 from agentrl.train.build import Recipe, build_computer
-from agentrl.train.compute import StepComputer
+from agentrl.train.compute import PolicyTrainer
 from agentrl.train.step import forest_logprobs
 from agentrl.train.updates import join_metrics, split_updates
 
@@ -36,7 +36,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def computer(base: Path, *, rank: int = 0, model: dict[str, Any] | None = None, rate: float = 1e-3,
-             **flags: Any) -> StepComputer:  # fmt: skip
+             **flags: Any) -> PolicyTrainer:  # fmt: skip
     loss = {name: flags.pop(name) for name in list(flags) if name in LossConfig.__dataclass_fields__}
     recipe = Recipe(
         model=ModelConfig(model_name_or_path=str(base), **(model or {})), loss=LossConfig(**loss),
@@ -46,7 +46,7 @@ def computer(base: Path, *, rank: int = 0, model: dict[str, Any] | None = None, 
     return build_computer(recipe, weights=None, total_steps=None)
 
 
-def sampled(policy: StepComputer) -> list[DBRecordData]:
+def sampled(policy: PolicyTrainer) -> list[DBRecordData]:
     """DATA whose behavior logprobs are the policy's own."""
     made = []
     for item in DATA:

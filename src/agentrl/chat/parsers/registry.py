@@ -34,7 +34,7 @@ def get_parser(name: str) -> ToolCallParser:
         hint = f"did you mean {nearest[0]}? " if nearest else ""
         raise ConfigError(
             f"--tool_call_parser is {name!r}, and no parser has that name",
-            cure=f"{hint}known: {', '.join(parser_names())}",
+            hint=f"{hint}known: {', '.join(parser_names())}",
         )
     return factory()
 

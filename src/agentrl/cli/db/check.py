@@ -70,7 +70,7 @@ def last_checkpoint(output: Path) -> Checkpoint | None:
             found.append((int(state.get("attempt", 1)), checkpoint))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{path} cannot be read: {error}", cure="leave --output_dir out, or repair the checkpoint"
+                f"{path} cannot be read: {error}", hint="leave --output_dir out, or repair the checkpoint"
             ) from error
     newest = max(found, key=lambda item: (item[0], item[1].step), default=None)
     return None if newest is None else newest[1]

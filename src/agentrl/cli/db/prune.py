@@ -34,10 +34,10 @@ async def prune(run: RunConfig, arguments: argparse.Namespace) -> int:
     days, step = arguments.older_than_days, arguments.before_step
     if days is None and step is None:
         raise ConfigError(
-            "nothing says what may go", cure="give --older_than_days N, --before_step N, or both"
+            "nothing says what may go", hint="give --older_than_days N, --before_step N, or both"
         )
     if days is not None and days < 0:
-        raise ConfigError(f"--older_than_days is {days:g}", cure="give --older_than_days 0 or more")
+        raise ConfigError(f"--older_than_days is {days:g}", hint="give --older_than_days 0 or more")
     output = Path(arguments.output_dir or run.output)
     last_step = oldest_checkpoint(output)
     if last_step is None:
@@ -62,6 +62,6 @@ def oldest_checkpoint(output: Path) -> int | None:
             steps.append(int(json.loads(path.read_text(encoding="utf-8"))["step"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{path} cannot be read: {error}", cure="mend or delete that checkpoint"
+                f"{path} cannot be read: {error}", hint="mend or delete that checkpoint"
             ) from error
     return min(steps, default=None)

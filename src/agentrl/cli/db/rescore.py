@@ -91,7 +91,7 @@ async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
         if not tasks:
             raise StoreError(
                 f"run {run.run_name!r} has no scored Record like that",
-                cure="`agentrl audit records --status ready` lists Records",
+                hint="`agentrl audit records --status ready` lists Records",
             )
         for start in range(0, len(tasks), _GROUPS_AT_A_TIME):
             await asyncio.gather(

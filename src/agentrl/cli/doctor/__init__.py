@@ -50,7 +50,7 @@ async def _run_checks(configs: Configs) -> list[Check]:
 def render(checks: Sequence[Check]) -> RenderableType:
     """A row per check: its state, what was found, and what mends it."""
     rows = [
-        [Text(check.state, _STYLES[check.state]), check.name, check.found, check.cure] for check in checks
+        [Text(check.state, _STYLES[check.state]), check.name, check.found, check.hint] for check in checks
     ]
     failed = sum(check.state == "fail" for check in checks)
     title = f"{failed} of {len(checks)} checks failed" if failed else "nothing is missing"

@@ -16,7 +16,7 @@ from typing import Literal
 from packaging.requirements import Requirement
 
 from agentrl.config.schema import EngineConfig, RunConfig
-from agentrl.machine import engine_venv, has_gpu, install_cure
+from agentrl.machine import engine_venv, has_gpu, install_hint
 
 State = Literal["ok", "warn", "fail"]
 
@@ -33,12 +33,12 @@ _TORCH_PROBE = (
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the table. ``cure`` is a command or a deed, given where ``state`` is not ok."""
+    """One line of the table. ``hint`` is a command or a deed, given where ``state`` is not ok."""
 
     name: str
     state: State
     found: str
-    cure: str = ""
+    hint: str = ""
 
 
 def machine_checks(run: RunConfig, engine: EngineConfig) -> Iterator[Check]:
@@ -93,8 +93,8 @@ def check_torch() -> Check:
     if device != "-":
         return Check("torch", "ok", f"{version} on {device} ({build})")
     if has_gpu():
-        cure = "pip install a torch build for this GPU's driver (pytorch.org/get-started)"
-        return Check("torch", "warn", f"{version} ({build}) does not see this machine's GPU", cure)
+        hint = "pip install a torch build for this GPU's driver (pytorch.org/get-started)"
+        return Check("torch", "warn", f"{version} ({build}) does not see this machine's GPU", hint)
     return Check("torch", "ok", f"{version} ({build}); this machine has no GPU")
 
 
@@ -108,7 +108,7 @@ def check_engine_venv(name: str, engine: EngineConfig) -> Check:
         return Check(name, "ok", f"{done.stdout.strip()} in {venv}")
     found = f"not installed in {venv}"
     if engine.engine == name:
-        return Check(name, "fail", found, install_cure(name))
+        return Check(name, "fail", found, install_hint(name))
     return Check(name, "ok", f"{found}; --engine {engine.engine} does not need it")
 
 
@@ -123,8 +123,8 @@ def check_disk(folder: str) -> Check:
     free = shutil.disk_usage(place).free
     found = f"{free / _GIB:.1f} GiB free"
     if free < _DISK_WARN:
-        cure = "free space there; weights and checkpoints take several times the model's size"
-        return Check(name, "fail" if free < _DISK_FAIL else "warn", found, cure)
+        hint = "free space there; weights and checkpoints take several times the model's size"
+        return Check(name, "fail" if free < _DISK_FAIL else "warn", found, hint)
     return Check(name, "ok", found)
 
 

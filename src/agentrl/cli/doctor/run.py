@@ -27,7 +27,7 @@ def check_mongod(run: RunConfig) -> Check:
     except AgentRLError as error:
         if run.db_connection_string:
             return Check(name, "ok", "not installed; --db_connection_string is given")
-        return Check(name, "fail", error.message, error.cure or "bash scripts/setup.sh")
+        return Check(name, "fail", error.message, error.hint or "bash scripts/setup.sh")
 
 
 async def check_database(run: RunConfig) -> Check:
@@ -47,7 +47,7 @@ async def check_database(run: RunConfig) -> Check:
             name,
             "fail" if run.db_connection_string else "warn",
             redact(error.message),
-            error.cure or "agentrl mongo up",
+            error.hint or "agentrl mongo up",
         )
 
 
@@ -84,13 +84,13 @@ def _check_tokenizer(folder: Path, settings: dict[str, Any]) -> Check:
     from tokenizers import Tokenizer
 
     name, path = "tokenizer", folder / "tokenizer.json"
-    cure = "copy the tokenizer's files into the folder"
+    hint = "copy the tokenizer's files into the folder"
     if not path.is_file():
-        return Check(name, "fail", f"{path} is missing", cure)
+        return Check(name, "fail", f"{path} is missing", hint)
     try:
         size = Tokenizer.from_file(str(path)).get_vocab_size(with_added_tokens=True)
     except Exception as error:  # noqa: BLE001 - the library raises bare Exception on a broken file
-        return Check(name, "fail", f"{path} cannot be read: {error}", cure)
+        return Check(name, "fail", f"{path} cannot be read: {error}", hint)
     embedded = settings.get("vocab_size", settings.get("text_config", {}).get("vocab_size"))
     if isinstance(embedded, int) and size > embedded:
         found = f"{size} ids, and the model embeds {embedded}"
@@ -100,16 +100,16 @@ def _check_tokenizer(folder: Path, settings: dict[str, Any]) -> Check:
 
 def _check_chat_template(folder: Path, config: ModelConfig) -> Check:
     name = "chat template"
-    cure = "give --chat_template FILE.jinja; assets/chat_templates has examples"
+    hint = "give --chat_template FILE.jinja; assets/chat_templates has examples"
     if config.chat_template is not None:
         if Path(config.chat_template).is_file():
             return Check(name, "ok", config.chat_template)
-        return Check(name, "fail", f"{config.chat_template} is missing", cure)
+        return Check(name, "fail", f"{config.chat_template} is missing", hint)
     if (folder / "chat_template.jinja").is_file():
         return Check(name, "ok", "chat_template.jinja")
     if (_json(folder / "tokenizer_config.json") or {}).get("chat_template"):
         return Check(name, "ok", "in tokenizer_config.json")
-    return Check(name, "fail", "the folder has none", cure)
+    return Check(name, "fail", "the folder has none", hint)
 
 
 def check_agent_config(config: SamplingConfig) -> Check:
@@ -121,7 +121,7 @@ def check_agent_config(config: SamplingConfig) -> Check:
         section = load_section(path, "scorer_agent")
     except AgentRLError as error:
         found = f"{error.message}; tasks with scorer agentcpm need it"
-        return Check(name, "fail" if Path(path).exists() else "warn", found, error.cure or "")
+        return Check(name, "fail" if Path(path).exists() else "warn", found, error.hint or "")
     return Check(name, "ok", f"{path}: {', '.join(endpoint.model for endpoint in section.models)}")
 
 
@@ -137,10 +137,10 @@ async def check_tools(config: AgentConfig) -> Check:
             schemas = await pool.schemas(None)
             return Check(name, "ok", f"{', '.join(pool.servers)}: {len(schemas)} tools")
     except TimeoutError:
-        cure = "see whether the servers' commands start by hand"
-        return Check(name, "fail", f"no answer within {_TOOLS_SECONDS:.0f} s", cure)
+        hint = "see whether the servers' commands start by hand"
+        return Check(name, "fail", f"no answer within {_TOOLS_SECONDS:.0f} s", hint)
     except AgentRLError as error:
-        return Check(name, "fail", redact(error.message), error.cure or "start the server, or mend its entry")
+        return Check(name, "fail", redact(error.message), error.hint or "start the server, or mend its entry")
 
 
 def _json(path: Path) -> dict[str, Any] | None:

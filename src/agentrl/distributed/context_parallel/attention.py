@@ -46,10 +46,10 @@ def shared_attention(
     if exchange is None or (segments is None) == (block_mask is None):
         raise ModelError(
             f"{name} is not told which processes share its tokens",
-            cure='call model.set_attn_implementation("sdpa") before the model is run elsewhere',
+            hint='call model.set_attn_implementation("sdpa") before the model is run elsewhere',
         )
     if softcap is not None or s_aux is not None:
-        raise ModelError(f"{name} caps its scores or has attention sinks", cure="use a model without them")
+        raise ModelError(f"{name} caps its scores or has attention sinks", hint="use a model without them")
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)

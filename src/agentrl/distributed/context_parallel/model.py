@@ -32,7 +32,7 @@ def check_context(model: Any, max_tokens: int) -> None:
         raise ConfigError(
             f"--cp_size: {type(model).__name__} has {reason} (--max_tokens {max_tokens}), so that its tokens"
             " cannot be shared out",
-            cure="set --cp_size 1, or, where it is but a window, --max_tokens to no more than the window",
+            hint="set --cp_size 1, or, where it is but a window, --max_tokens to no more than the window",
         )
 
 
@@ -107,6 +107,6 @@ class Context:
         if executor not in ("auto", "flex", "varlen"):
             raise ConfigError(
                 f"attention executor {executor!r} does not share tokens between processes",
-                cure="use auto, flex or varlen",
+                hint="use auto, flex or varlen",
             )
         return has_flex(self.model) if executor == "auto" else executor == "flex"

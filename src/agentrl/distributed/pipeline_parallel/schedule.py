@@ -25,7 +25,7 @@ from agentrl.train.step_loss import StepLoss
 
 
 @dataclass(frozen=True, slots=True)
-class UnderWay:
+class InFlight:
     """A forest between its forward and its backward on this stage."""
 
     forest: TokenForest
@@ -77,7 +77,7 @@ class Pipeline:
 
         A stage runs as many forests ahead as stages follow it, then a forward and a backward in turn.
         """
-        under_way: deque[UnderWay] = deque()
+        under_way: deque[InFlight] = deque()
         ahead = min(len(forests), self._stages - 1 - self._stage)
         for forest in forests[:ahead]:
             received, _ = self._exchange(states_of=forest)
@@ -104,16 +104,16 @@ class Pipeline:
         received: Tensor | None,
         loss: StepLoss,
         watch: Stopwatch,
-    ) -> UnderWay:
+    ) -> InFlight:
         if received is not None:
             received.requires_grad_()
         output = self.ranked(forest, options, received)
         output = loss.add(forest, *output) if self._is_last else output
         watch.lap("forward")
-        return UnderWay(forest, received, output, self.model.config._attn_implementation)
+        return InFlight(forest, received, output, self.model.config._attn_implementation)
 
     def _backward(
-        self, item: UnderWay, gradient: Tensor | None, watch: Stopwatch, *, is_final: bool
+        self, item: InFlight, gradient: Tensor | None, watch: Stopwatch, *, is_final: bool
     ) -> Tensor | None:
         """Add up this stage's gradients; returns that of what it received."""
         use_attention(self.model, item.attention)

@@ -23,7 +23,7 @@ Swap = tuple[nn.Module, str, nn.Module]
 """A parent, the name of its child, and what stands there instead."""
 
 
-def deal_layers(layers: int, stages: int, head: float = 0.0) -> list[range]:
+def assign_layers(layers: int, stages: int, head: float = 0.0) -> list[range]:
     """Which of ``layers`` each stage holds, so that the slowest has least to do.
 
     The last stage also has the output head, the work of ``head`` layers; of what does not divide, earlier
@@ -32,7 +32,7 @@ def deal_layers(layers: int, stages: int, head: float = 0.0) -> list[range]:
     if stages > layers:
         raise ConfigError(
             f"--pp_size is {stages}, and the model has {layers} layers: a stage would have none",
-            cure=f"set --pp_size {layers} or less",
+            hint=f"set --pp_size {layers} or less",
         )
     if stages == 1:
         return [range(layers)]
@@ -45,19 +45,19 @@ def deal_layers(layers: int, stages: int, head: float = 0.0) -> list[range]:
 
 
 def deal_model(model: Any, stages: int) -> list[range]:
-    """``deal_layers`` for a Hugging Face causal LM; ModelError for one whose decoder has no list of them."""
+    """``assign_layers`` for a causal LM; ModelError where its decoder has no list of them."""
     layers = getattr(model.get_decoder(), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ModelError(
             f"the decoder of {type(model).__name__} has no list of layers to deal to stages",
-            cure="set --pp_size 1",
+            hint="set --pp_size 1",
         )
     shape = ModelShape.of(model.config)
     head = _PROJECTED * shape.hidden * shape.vocabulary * shape.layers / shape.layer_weights
-    return deal_layers(len(layers), stages, head)
+    return assign_layers(len(layers), stages, head)
 
 
-class PassedOn(nn.Module):
+class Identity(nn.Module):
     """In place of what another stage computes: hidden states go through as they came."""
 
     def forward(self, hidden: Tensor, *unused: Any, **named: Any) -> Tensor:
@@ -124,7 +124,7 @@ def check_stages(model: Any, shares: Sequence[range]) -> None:
             if not any(parameter.requires_grad for parameter in model.parameters()):
                 raise ConfigError(
                     f"--freeze leaves nothing to train in stage {stage} of --pp_size {len(shares)}",
-                    cure="freeze less, or lower --pp_size",
+                    hint="freeze less, or lower --pp_size",
                 )
             hidden = run_stage(model, forest, "auto", hidden)
     error = float((cast(Tensor, hidden) - whole).abs().max())
@@ -132,7 +132,7 @@ def check_stages(model: Any, shares: Sequence[range]) -> None:
         raise ModelError(
             f"{type(model).__name__} is not its layers one after the other: in {len(shares)} stages its"
             f" hidden states differ by {error:.3g}",
-            cure="set --pp_size 1",
+            hint="set --pp_size 1",
         )
 
 
@@ -165,7 +165,7 @@ def _swaps(model: Any, stage: int, shares: Sequence[range]) -> list[Swap]:
     is_first, is_last = stage == 0, stage == len(shares) - 1
     is_tied = tied_weight(model) is not None
     swaps: list[Swap] = [
-        (decoder.layers, str(place), PassedOn())
+        (decoder.layers, str(place), Identity())
         for place in range(len(decoder.layers))
         if place not in shares[stage]
     ]
@@ -173,9 +173,9 @@ def _swaps(model: Any, stage: int, shares: Sequence[range]) -> list[Swap]:
         received = ReceivedStates(embedding, keeps_weight=is_last and is_tied)
         swaps.append((*_place(model, embedding), received))
     if not is_last:
-        swaps += [(decoder, name, PassedOn()) for name in _after_layers(decoder)]
+        swaps += [(decoder, name, Identity()) for name in _after_layers(decoder)]
     if not is_last and not (is_first and is_tied):
-        swaps.append((*_place(model, model.get_output_embeddings()), PassedOn()))
+        swaps.append((*_place(model, model.get_output_embeddings()), Identity()))
     return swaps
 
 

@@ -27,7 +27,7 @@ def engine_command(folder: str, model: ModelConfig, config: EngineConfig, port: 
         return local_command(folder, config, port=port, dtype=model.dtype, instance=instance)
     if config.inf_tp_size != 1 and not has_gpu():
         raise ConfigError(
-            f"--inf_tp_size {config.inf_tp_size} needs GPUs, and there are none here", cure="set it to 1"
+            f"--inf_tp_size {config.inf_tp_size} needs GPUs, and there are none here", hint="set it to 1"
         )
     command = sglang_command if config.engine == "sglang" else vllm_command
     return command(folder, config, port=port, model_name=model.model_name, instance=instance)

@@ -90,7 +90,7 @@ class EngineProcess:
             if self.returncode is not None:
                 raise EngineError(
                     f"the engine ended with exit code {self.returncode} while starting:\n{self.log_tail()}",
-                    cure=f"see {self.log_file}",
+                    hint=f"see {self.log_file}",
                 )
             if healthy:
                 await client.check_instance(self.instance)
@@ -98,7 +98,7 @@ class EngineProcess:
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"the engine was not ready after {seconds:g} s (--engine_start_seconds)",
-                    cure=f"see {self.log_file}",
+                    hint=f"see {self.log_file}",
                 )
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -126,7 +126,7 @@ def free_port(host: str) -> int:
 def require_free_port(host: str, port: int) -> None:
     """ConfigError unless an engine can listen on ``host:port`` now."""
     if not 1 <= port <= _MAX_PORT:
-        raise ConfigError(f"--port is {port}", cure=f"use 1 to {_MAX_PORT}, or 0 for any free port")
+        raise ConfigError(f"--port is {port}", hint=f"use 1 to {_MAX_PORT}, or 0 for any free port")
     _bind(host, port)
 
 
@@ -142,15 +142,15 @@ def _bind(host: str, port: int) -> int:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
                 f"port {port} of {host} is in use{_listener(port)}",
-                cure="end that process, or choose another --port (0: any free one)",
+                hint="end that process, or choose another --port (0: any free one)",
             ) from error
         if error.errno == errno.EACCES:
             raise ConfigError(
-                f"this user may not listen on port {port}", cure="choose a --port from 1024"
+                f"this user may not listen on port {port}", hint="choose a --port from 1024"
             ) from error
         raise ConfigError(
             f"--host {host} cannot be bound: {error.strerror or error}",
-            cure="give an address of this machine, 127.0.0.1 or 0.0.0.0",
+            hint="give an address of this machine, 127.0.0.1 or 0.0.0.0",
         ) from error
 
 

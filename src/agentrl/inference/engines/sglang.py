@@ -41,7 +41,7 @@ def _cpu_command(python: str, arguments: list[str], config: EngineConfig, instan
     if not _CPU_LAUNCHER.is_file():
         raise ConfigError(
             f"SGLang's launcher for CPUs is missing: {_CPU_LAUNCHER}",
-            cure="run from a clone of the repository",
+            hint="run from a clone of the repository",
         )
     cpu = [
         *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"),

@@ -78,12 +78,12 @@ def run_forest(model: nn.Module, forest: TokenForest, executor: str = "auto") ->
     check_limits(model)
     name = choose_executor(model, forest) if executor == "auto" else executor
     if name not in EXECUTORS:
-        raise ConfigError(f"attention executor {name!r}", cure=f"use auto, {' or '.join(EXECUTORS)}")
+        raise ConfigError(f"attention executor {name!r}", hint=f"use auto, {' or '.join(EXECUTORS)}")
     reason = None if name in ("paths", "padded") else unmaskable(model, forest)
     if reason is not None:
         raise ModelError(
             f"{type(model).__name__} has {reason}: {name!r} would not be exact",
-            cure="use executor 'auto' or 'paths', which run each sequence alone",
+            hint="use executor 'auto' or 'paths', which run each sequence alone",
         )
     return EXECUTORS[name](model, forest)
 

@@ -28,17 +28,17 @@ def check_limits(model: Any) -> None:
         raise ModelError(
             f"{name} adds an auxiliary loss of its router, a mean over the tokens of a micro-batch: it would"
             " depend on how trajectories are packed and merged",
-            cure="set output_router_logits to false in the model's config.json",
+            hint="set output_router_logits to false in the model's config.json",
         )
     if getattr(config, "expert_capacity", None):
         raise ModelError(
             f"{name} drops tokens beyond {config.expert_capacity} per expert: neighbours change its result",
-            cure="use a mixture-of-experts model whose experts take every token",
+            hint="use a mixture-of-experts model whose experts take every token",
         )
     if getattr(config, "attn_logit_softcapping", None):
         raise ModelError(
             f"{name} caps its attention scores at {config.attn_logit_softcapping}, which no executor does",
-            cure="use a model without attn_logit_softcapping",
+            hint="use a model without attn_logit_softcapping",
         )
 
 
@@ -86,5 +86,5 @@ def _check_noise(name: str, model: nn.Module, config: Any) -> None:
         raise ModelError(
             f"{name} trains with {worst}: its loss would depend on how trajectories are packed, and its"
             " ratios to the behavior policy would be noise",
-            cure="set it to 0: in the model's config.json, or in the arguments of an adapter",
+            hint="set it to 0: in the model's config.json, or in the arguments of an adapter",
         )

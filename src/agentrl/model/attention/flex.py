@@ -130,10 +130,10 @@ def block_attention(
     if block_mask is None:
         raise ModelError(
             f"{name} is not told which tokens see which",
-            cure='run the model through run_forest, or call model.set_attn_implementation("sdpa") before',
+            hint='run the model through run_forest, or call model.set_attn_implementation("sdpa") before',
         )
     if softcap is not None or s_aux is not None:
-        raise ModelError(f"{name} caps its scores or has attention sinks", cure="use a model without them")
+        raise ModelError(f"{name} caps its scores or has attention sinks", hint="use a model without them")
     output = _kernel(query.device.type)(
         query,
         key,

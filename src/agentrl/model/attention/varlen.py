@@ -65,7 +65,7 @@ def split_segments(forest: TokenForest) -> list[Segment]:
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
+class SegmentPlan:
     """The same segments in pieces: the tokens cut wherever a segment begins or another branches off it.
 
     Gradients of pieces cost what the pieces hold; those of slices would be as long as the forest, each.
@@ -79,12 +79,12 @@ class Ways:
     """The pieces that each segment sees, from the root down to its own."""
 
 
-def cut_ways(segments: list[Segment]) -> Ways:
+def cut_ways(segments: list[Segment]) -> SegmentPlan:
     """The pieces of ``segments``, which tile the tokens of a forest."""
     ranges = [(*segment.ancestors, (segment.start, segment.end)) for segment in segments]
     cuts = np.unique([bound for path in ranges for range_ in path for bound in range_]).tolist()
     number = {bound: index for index, bound in enumerate(cuts)}
-    return Ways(
+    return SegmentPlan(
         segments=tuple(segment.end - segment.start for segment in segments),
         pieces=tuple(np.diff(cuts).tolist()),
         paths=tuple(
@@ -127,7 +127,7 @@ def segment_attention(
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
-    ways: Ways | None = None,
+    ways: SegmentPlan | None = None,
     segment_masks: list[Tensor | None] | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -142,10 +142,10 @@ def segment_attention(
     if ways is None or segment_masks is None:
         raise ModelError(
             f"{name} is not told where sequences end",
-            cure='run the model through run_forest, or call model.set_attn_implementation("sdpa") before',
+            hint='run the model through run_forest, or call model.set_attn_implementation("sdpa") before',
         )
     if softcap is not None or s_aux is not None:
-        raise ModelError(f"{name} caps its scores or has attention sinks", cure="use a model without them")
+        raise ModelError(f"{name} caps its scores or has attention sinks", hint="use a model without them")
     keys, values = key.split_with_sizes(ways.pieces, 2), value.split_with_sizes(ways.pieces, 2)
     outputs = [
         scaled_dot_product_attention(

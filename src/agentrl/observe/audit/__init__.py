@@ -43,7 +43,7 @@ class RecordsFlags:
 
     def __post_init__(self) -> None:
         if self.limit < 1:
-            raise ConfigError(f"--limit is {self.limit}", cure="give --limit a value above 0")
+            raise ConfigError(f"--limit is {self.limit}", hint="give --limit a value above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
         return _audit_record(words)
     if view not in _VIEWS:
         raise ConfigError(
-            f"agentrl audit has no view {view!r}", cure="give one of: run, record, records, curve"
+            f"agentrl audit has no view {view!r}", hint="give one of: run, record, records, curve"
         )
     extra, description, show = _VIEWS[view]
     configs = parse(
@@ -83,7 +83,7 @@ def _audit_record(words: list[str]) -> int:
     )
     if wanted is None:
         raise ConfigError(
-            "agentrl audit record takes the id of a Record", cure="`agentrl audit records` lists them"
+            "agentrl audit record takes the id of a Record", hint="`agentrl audit records` lists them"
         )
     _show(configs, lambda store: _record(store, wanted))
     return 0
@@ -110,7 +110,7 @@ async def _run(store: Store, configs: Configs) -> RenderableType:
     if state.empty:
         raise AgentRLError(
             f"run {store.run_name!r} is empty",
-            cure="mind --run_name; `agentrl tasks load FILE.jsonl` fills a new run",
+            hint="mind --run_name; `agentrl tasks load FILE.jsonl` fills a new run",
         )
     return render_state(state, alive_seconds=configs[EngineConfig].alive_seconds)
 
@@ -132,7 +132,7 @@ async def _records(store: Store, configs: Configs) -> RenderableType:
     if not records:
         of_status = f" of status {flags.status}" if flags.status else ""
         raise AgentRLError(
-            f"run {store.run_name!r} has no Record{of_status}", cure="`agentrl audit run` shows its state"
+            f"run {store.run_name!r} has no Record{of_status}", hint="`agentrl audit run` shows its state"
         )
     return render_records(records, await quarantined(store, records))
 

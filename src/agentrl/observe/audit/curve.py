@@ -28,7 +28,7 @@ def plot_curve(run_name: str, steps: Sequence[TrainStep], out: Path) -> None:
     if not committed:
         raise AgentRLError(
             f"run {run_name!r} has no committed optimizer step to plot",
-            cure=f"`agentrl audit run --run_name {run_name}` shows how far it is",
+            hint=f"`agentrl audit run --run_name {run_name}` shows how far it is",
         )
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -103,5 +103,5 @@ def _save(figure: Any, out: Path) -> None:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"the plot cannot be written to {out}: {error}",
-            cure="give --out a writable path that ends in .png, .svg or .pdf",
+            hint="give --out a writable path that ends in .png, .svg or .pdf",
         ) from error

@@ -42,12 +42,12 @@ async def find_record(store: Store, wanted: str) -> Record:
         if not found:
             raise ConfigError(
                 f"run {store.run_name!r} has no Record whose id begins or ends with {wanted!r}",
-                cure="`agentrl audit records` lists them",
+                hint="`agentrl audit records` lists them",
             )
         if len(found) > 1:
             ids = ", ".join(clean(item["_id"]) for item in found[:_MATCHES_SHOWN])
             more = ", …" if len(found) > _MATCHES_SHOWN else ""
-            raise ConfigError(f"{wanted!r} fits several Records: {ids}{more}", cure="give more of the id")
+            raise ConfigError(f"{wanted!r} fits several Records: {ids}{more}", hint="give more of the id")
         document = found[0]
     return Record.from_document(document)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from agentrl.registry import Extensions
+from agentrl.registry import Registry
 from agentrl.rollout.session import Outcome, Rollout
 
 Agent = Callable[[Rollout], Awaitable[Outcome]]
 
-_agents: Extensions[Agent] = Extensions(
+_agents: Registry[Agent] = Registry(
     "agent",
     group="agentrl.agents",
     built_in=("agentrl.rollout.agents.react", "agentrl.rollout.agents.single_turn"),

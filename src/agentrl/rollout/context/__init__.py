@@ -27,5 +27,5 @@ CONTEXT_MANAGERS: Mapping[str, ContextManager] = {
 def get_context_manager(name: str) -> ContextManager:
     """The function behind ``--new_context``."""
     if name not in CONTEXT_MANAGERS:
-        raise ConfigError(f"--new_context is {name!r}", cure=f"known: {', '.join(CONTEXT_MANAGERS)}")
+        raise ConfigError(f"--new_context is {name!r}", hint=f"known: {', '.join(CONTEXT_MANAGERS)}")
     return CONTEXT_MANAGERS[name]

@@ -86,7 +86,7 @@ def verify(folder: Path) -> Manifest:
                 f"{folder / item.file} is not what {MANIFEST} says: {size} bytes, {lines} documents and"
                 f" SHA-256 {digest.hexdigest()[:12]}…, not {item.bytes}, {item.documents} and"
                 f" {item.sha256[:12]}…",
-                cure="copy the folder again; nothing has been written to the database",
+                hint="copy the folder again; nothing has been written to the database",
             )
     return manifest
 
@@ -100,7 +100,7 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest(**content, collections=files)
     except OSError as error:
         raise StoreError(
-            f"{path} cannot be read: {error.strerror}", cure="give the folder of an export that is whole"
+            f"{path} cannot be read: {error.strerror}", hint="give the folder of an export that is whole"
         ) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StoreError(f"{path} is no manifest of an export: {error}") from error
@@ -108,7 +108,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise StoreError(
             f"{folder} has format {manifest.format} and schema version {manifest.schema}, and this AgentRL"
             f" knows {FORMAT} and {SCHEMA_VERSION}",
-            cure="use the newer AgentRL that wrote it",
+            hint="use the newer AgentRL that wrote it",
         )
     for item in files:
         if not _NAME.fullmatch(item.collection) or item.file != f"{item.collection}.jsonl":
@@ -177,7 +177,7 @@ def file_name(collection: str) -> str:
 def require_empty(folder: Path) -> None:
     """StoreError unless there is no such folder, or nothing in it."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise StoreError(f"{folder} exists and is not empty", cure="give a folder that does not exist")
+        raise StoreError(f"{folder} exists and is not empty", hint="give a folder that does not exist")
 
 
 @contextmanager

@@ -141,7 +141,7 @@ async def stored_version(database: AsyncDatabase[Json]) -> int | None:
     if schema is not None and schema.get("importing"):
         raise StoreError(
             f"the import into run {database.name!r} did not come to its end",
-            cure="import once more: what is there already is replaced",
+            hint="import once more: what is there already is replaced",
         )
     if schema is not None:
         return int(schema["version"])
@@ -154,12 +154,12 @@ async def check_version(database: AsyncDatabase[Json]) -> int | None:
     if version is not None and version > SCHEMA_VERSION:
         raise StoreError(
             f"run {database.name!r} has schema version {version}, and this AgentRL knows {SCHEMA_VERSION}",
-            cure="use the newer AgentRL that wrote it",
+            hint="use the newer AgentRL that wrote it",
         )
     if version is not None and version < SCHEMA_VERSION:
         raise StoreError(
             f"run {database.name!r} has schema version {version}, and this AgentRL needs {SCHEMA_VERSION}",
-            cure=f"stop its processes, then: agentrl db migrate --run_name {database.name}",
+            hint=f"stop its processes, then: agentrl db migrate --run_name {database.name}",
         )
     return version
 
@@ -226,7 +226,7 @@ class Migrations(Part):
         if found and found[0]["held"]:
             raise StoreError(
                 f"samplers hold {found[0]['held']} leases on run {self._database.name!r}",
-                cure=_STOP,
+                hint=_STOP,
             )
         alive: Json = {
             "_id": TRAINER,
@@ -235,4 +235,4 @@ class Migrations(Part):
         }
         for name in (RUN, LEASE):
             if (lease := await self._collection(name).find_one(alive)) is not None:
-                raise StoreError(f"trainer {lease['owner']} holds run {self._database.name!r}", cure=_STOP)
+                raise StoreError(f"trainer {lease['owner']} holds run {self._database.name!r}", hint=_STOP)

@@ -15,7 +15,7 @@ from agentrl.store.connection import Connection
 from agentrl.store.names import DATA, RECORD
 
 
-class Hindrance(StrEnum):
+class Blocker(StrEnum):
     """Why a finalised group stays as it is."""
 
     TRAINED = "trained"  # a step has trained, or is about to train, some of its data
@@ -26,17 +26,17 @@ class Hindrance(StrEnum):
 _CONSUMED = [DataStatus.PLANNED.value, DataStatus.TRAINED.value]
 
 
-async def hindrance(
+async def blocker(
     connection: Connection, task_id: str, session: AsyncClientSession | None = None
-) -> Hindrance | None:
+) -> Blocker | None:
     """What forbids to change the group; None where nothing does."""
     consumed = {"$or": [{"status": {"$in": _CONSUMED}}, {"trained_count": {"$gt": 0}}]}
     data = connection.collection(DATA)
     if await data.find_one({"task": task_id, **consumed}, {"_id": 1}, session=session):
-        return Hindrance.TRAINED
+        return Blocker.TRAINED
     pruned = {"task": task_id, "score": {"$ne": None}, "pruned_at": {"$ne": None}}
     if await connection.collection(RECORD).find_one(pruned, {"_id": 1}, session=session):
-        return Hindrance.PRUNED
+        return Blocker.PRUNED
     return None
 
 

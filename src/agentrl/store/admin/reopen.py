@@ -12,7 +12,7 @@ from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.scoring.groups import FAILED
 from agentrl.store import slots
-from agentrl.store.admin.regroup import Hindrance, drop_data, hindrance
+from agentrl.store.admin.regroup import Blocker, blocker, drop_data
 from agentrl.store.connection import Json, Part, database_call
 from agentrl.store.names import RECORD, TASK
 
@@ -32,7 +32,7 @@ class Reopened:
     """Training documents deleted: they are made anew when the group is complete again."""
     given_up: int = 0
     """Groups that could not be finalised, and wait to be finalised again."""
-    left: dict[Hindrance, int] = field(default_factory=dict)
+    left: dict[Blocker, int] = field(default_factory=dict)
     """Groups left as they are, by what forbade it."""
 
 
@@ -86,7 +86,7 @@ class Reopening(Part):
         return await self._connection.transaction(write)
 
     async def _reopen_group(self, task_id: str, kinds: Sequence[str], done: Reopened, dry_run: bool) -> None:
-        async def write(session: AsyncClientSession) -> tuple[int, bool, int, Hindrance | None]:
+        async def write(session: AsyncClientSession) -> tuple[int, bool, int, Blocker | None]:
             document = await self._collection(TASK).find_one({"_id": task_id}, session=session)
             if document is None:
                 return 0, False, 0, None
@@ -98,7 +98,7 @@ class Reopening(Part):
                 if not dry_run:
                     await self._open(task_id, failed, session)
                 return len(failed), False, 0, None
-            forbidden = await hindrance(self._connection, task_id, session)
+            forbidden = await blocker(self._connection, task_id, session)
             if forbidden is not None or dry_run:
                 return len(failed), True, 0, forbidden
             await self._open(task_id, failed, session)

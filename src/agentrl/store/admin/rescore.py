@@ -16,7 +16,7 @@ from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Begin, Task
 from agentrl.errors import StoreError
 from agentrl.store import slots
-from agentrl.store.admin.regroup import Hindrance, drop_data, hindrance, insert_data, read_records
+from agentrl.store.admin.regroup import Blocker, blocker, drop_data, insert_data, read_records
 from agentrl.store.connection import Json, Part, database_call
 from agentrl.store.dispatches import read_calls
 from agentrl.store.groups import Decide, GroupOutcome, StoredGroup
@@ -50,7 +50,7 @@ class Rescored:
 
     changed: int
     decided_again: bool = False
-    kept_because: Hindrance | None = None
+    kept_because: Blocker | None = None
 
 
 class _ChangedError(Exception):
@@ -99,7 +99,7 @@ class Rescoring(Part):
                 return await self._apply(task_id, scores, decide_by, dry_run)
             except _ChangedError:
                 continue
-        raise StoreError(f"group {task_id} did not hold still", cure="rescore it when its samplers are done")
+        raise StoreError(f"group {task_id} did not hold still", hint="rescore it when its samplers are done")
 
     async def _apply(
         self, task_id: str, scores: Mapping[str, NewScore], decide_by: DecideBy, dry_run: bool
@@ -116,10 +116,10 @@ class Rescoring(Part):
             if not dry_run:
                 await self._write(document, earlier, scores, None)
             return Rescored(changed=len(earlier))
-        kept_because = await hindrance(self._connection, task_id)
+        kept_because = await blocker(self._connection, task_id)
         decide = decide_by((document.get("group") or {}).get("rules"))
         if kept_because is None and decide is None:
-            kept_because = Hindrance.NO_RULES
+            kept_because = Blocker.NO_RULES
         if kept_because is not None or decide is None:
             if not dry_run:
                 await self._note(earlier, scores)
@@ -153,7 +153,7 @@ class Rescoring(Part):
         await self._connection.transaction(write)
 
     async def _decide_again(self, task_id: str, outcome: GroupOutcome, session: AsyncClientSession) -> None:
-        if await hindrance(self._connection, task_id, session) is not None:
+        if await blocker(self._connection, task_id, session) is not None:
             raise _ChangedError
         await drop_data(self._connection, task_id, session)
         await insert_data(self._connection, outcome.data, session)

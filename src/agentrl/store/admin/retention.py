@@ -67,7 +67,7 @@ class Retention(Part):
             before = hello["localTime"].replace(tzinfo=UTC) - timedelta(days=older_than_days)
         if before_step is not None and await self._planned_at(before_step) is None:
             raise StoreError(
-                f"step {before_step} is not committed", cure="`agentrl audit run` shows the last steps"
+                f"step {before_step} is not committed", hint="`agentrl audit run` shows the last steps"
             )
         return Limits(last_step=last_step, before=before, before_step=before_step)
 

@@ -67,7 +67,7 @@ class Transfer(Part):
                         raise
                     raise StoreError(
                         "the export took longer than the server keeps the moment that it shows",
-                        cure="raise the server's minSnapshotHistoryWindowInSeconds (300 by default)",
+                        hint="raise the server's minSnapshotHistoryWindowInSeconds (300 by default)",
                     ) from error
             manifest = Manifest(schema=version, collections=tuple(files))
             write_manifest(temporary, manifest)
@@ -143,7 +143,7 @@ class Transfer(Part):
             raise StoreError(
                 f"database {database.name!r} is not empty: it holds {', '.join(held[:5])}"
                 + (", …" if len(held) > 5 else ""),
-                cure="give --run_name a name that no run has",
+                hint="give --run_name a name that no run has",
             )
 
     async def _import(self, file: Path, name: str) -> Json | None:

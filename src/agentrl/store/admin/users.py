@@ -91,7 +91,7 @@ class Users(Part):
                 raise
             raise StoreError(
                 f"MongoDB at {self._connection.host} does not let this user manage users",
-                cure="give --db_connection_string with a user that has the role userAdmin on the database"
+                hint="give --db_connection_string with a user that has the role userAdmin on the database"
                 " (userAdminAnyDatabase for --all_runs), on a server that runs with authentication",
             ) from error
 

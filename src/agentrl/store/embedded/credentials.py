@@ -101,11 +101,11 @@ def _read(file: Path) -> str:
     except PermissionError as error:
         raise StoreError(
             f"{file} belongs to another user of this machine",
-            cure="set --mongo_dir to a folder of yours, or ask its owner for a connection string"
+            hint="set --mongo_dir to a folder of yours, or ask its owner for a connection string"
             " (agentrl db users --create)",
         ) from error
     except FileNotFoundError as error:
         raise StoreError(
             f"{file} is missing, and the server under {file.parent} asks for what it holds",
-            cure="agentrl mongo down, then agentrl mongo up: it makes another",
+            hint="agentrl mongo down, then agentrl mongo up: it makes another",
         ) from error

@@ -35,7 +35,7 @@ class PortTakenError(StoreError):
 
 def find_binary() -> Path:
     """The mongod of the installed package. StoreError where there is none for this machine."""
-    cure = (
+    hint = (
         "give a MongoDB 6.0 or newer of your own with --db_connection_string"
         " (deploy/mongo/docker-compose.yml starts one)"
     )
@@ -45,12 +45,12 @@ def find_binary() -> Path:
         raise StoreError(
             f"there is no embedded MongoDB for {platform.system()} on {platform.machine()}:"
             f" the package {_PACKAGE} is not installed",
-            cure=cure,
+            hint=hint,
         ) from error
     for file in files:
         if file.name == "mongod":
             return Path(str(file.locate())).resolve()
-    raise StoreError(f"the package {_PACKAGE} holds no mongod", cure=cure)
+    raise StoreError(f"the package {_PACKAGE} holds no mongod", hint=hint)
 
 
 def start_daemon(dbpath: Path, log: Path, port: int, *, key_file: Path, cache_gigabytes: float = 1.0) -> int:
@@ -81,7 +81,7 @@ def start_daemon(dbpath: Path, log: Path, port: int, *, key_file: Path, cache_gi
     except subprocess.TimeoutExpired as error:
         raise StoreError(
             f"mongod did not start within {_START_SECONDS:.0f} s\n{last_messages(log)}",
-            cure=f"see {log}",
+            hint=f"see {log}",
         ) from error
     if done.returncode != 0:
         raise _start_error(done, dbpath, log, port)
@@ -95,7 +95,7 @@ def free_port() -> int:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if _binds(probe, port):
                 return port
-    raise StoreError("no free port was found in 100 tries", cure="name one: agentrl mongo up --port PORT")
+    raise StoreError("no free port was found in 100 tries", hint="name one: agentrl mongo up --port PORT")
 
 
 def _binds(probe: socket.socket, port: int) -> bool:
@@ -116,7 +116,7 @@ def stop_daemon(pid: int, dbpath: Path) -> None:
         while is_daemon(pid, dbpath) and time.monotonic() < deadline:
             time.sleep(0.02)
     if is_daemon(pid, dbpath):
-        raise StoreError(f"mongod with pid {pid} does not end", cure=f"see {dbpath.parent / 'mongod.log'}")
+        raise StoreError(f"mongod with pid {pid} does not end", hint=f"see {dbpath.parent / 'mongod.log'}")
 
 
 def is_daemon(pid: int, dbpath: Path) -> bool:
@@ -164,16 +164,16 @@ def _start_error(done: subprocess.CompletedProcess[bytes], dbpath: Path, log: Pa
     if done.returncode == 48 or "Address already in use" in messages:
         return PortTakenError(
             f"port {port} of the embedded MongoDB is taken by another process",
-            cure="end that process, or move the server with: agentrl mongo up --port PORT (0: any free one)",
+            hint="end that process, or move the server with: agentrl mongo up --port PORT (0: any free one)",
         )
     if "No space left on device" in messages:
         return StoreError(
-            f"the disk of {dbpath} is full\n{messages}", cure="free some space, or set --mongo_dir elsewhere"
+            f"the disk of {dbpath} is full\n{messages}", hint="free some space, or set --mongo_dir elsewhere"
         )
     if done.returncode == 100:
         return StoreError(
             f"mongod cannot use {dbpath} (exit code 100)\n{messages}",
-            cure="another server may be running on it, or its files belong to another user; or use another"
+            hint="another server may be running on it, or its files belong to another user; or use another"
             " folder with --mongo_dir",
         )
-    return StoreError(f"mongod ended with exit code {done.returncode}\n{messages}", cure=f"see {log}")
+    return StoreError(f"mongod ended with exit code {done.returncode}\n{messages}", hint=f"see {log}")

@@ -104,7 +104,7 @@ class EmbeddedMongo:
             elif port and port != status.port:
                 raise StoreError(
                     f"the embedded MongoDB runs on port {status.port}, and --port is {port}",
-                    cure="stop it first: agentrl mongo down",
+                    hint="stop it first: agentrl mongo down",
                 )
             if status.guarded:
                 _make_primary(status, self.log, self._credentials)
@@ -157,7 +157,7 @@ class EmbeddedMongo:
             self._write_state(pid=pid, port=port)
             return EmbeddedStatus(directory=self.directory, pid=pid, port=port)
         raise StoreError(
-            "no free port was found in five tries", cure="name one: agentrl mongo up --port PORT"
+            "no free port was found in five tries", hint="name one: agentrl mongo up --port PORT"
         )
 
     def _make_directories(self) -> None:
@@ -166,7 +166,7 @@ class EmbeddedMongo:
             self.dbpath.mkdir(exist_ok=True, mode=0o700)
         except OSError as error:
             raise StoreError(
-                f"{self.dbpath} cannot be made: {error.strerror}", cure="set --mongo_dir to a folder of yours"
+                f"{self.dbpath} cannot be made: {error.strerror}", hint="set --mongo_dir to a folder of yours"
             ) from error
 
     def _check_disk(self) -> None:
@@ -175,7 +175,7 @@ class EmbeddedMongo:
             raise StoreError(
                 f"the disk of {self.directory} has {free / 2**20:.0f} MiB free,"
                 f" and the embedded MongoDB needs {_FREE_BYTES / 2**20:.0f}",
-                cure="free some space, or set --mongo_dir to another disk",
+                hint="free some space, or set --mongo_dir to another disk",
             )
 
     @contextmanager
@@ -191,7 +191,7 @@ class EmbeddedMongo:
                         raise StoreError(
                             f"another process has been starting or stopping the server under"
                             f" {self.directory} for {_LOCK_SECONDS:.0f} s",
-                            cure="look for a hanging agentrl process",
+                            hint="look for a hanging agentrl process",
                         ) from error
                     time.sleep(0.02)
             yield
@@ -203,7 +203,7 @@ class EmbeddedMongo:
             return {}
         except ValueError as error:
             raise StoreError(
-                f"{self._state_file} is damaged", cure="delete it; the data are in other files"
+                f"{self._state_file} is damaged", hint="delete it; the data are in other files"
             ) from error
         return state if isinstance(state, dict) else {}
 
@@ -239,14 +239,14 @@ def _make_primary(status: EmbeddedStatus, log: Path, credentials: Credentials) -
                 raise StoreError(
                     f"the embedded MongoDB did not become primary within {_PRIMARY_SECONDS:.0f} s\n"
                     f"{last_messages(log)}",
-                    cure=f"see {log}",
+                    hint=f"see {log}",
                 )
             time.sleep(0.02)
         credentials.ensure_user(client)
     except PyMongoError as error:
         raise StoreError(
             f"the embedded MongoDB on {member} does not answer: {error}\n{last_messages(log)}",
-            cure=f"see {log}",
+            hint=f"see {log}",
         ) from error
     finally:
         client.close()

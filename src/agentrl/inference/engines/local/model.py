@@ -144,7 +144,7 @@ class LocalModel:
         if not gap <= limit:
             raise ModelError(
                 f"{self.folder}: the local engine's logprobs differ from the plain model's by {gap:.2g}",
-                cure="serve this model by --engine sglang",
+                hint="serve this model by --engine sglang",
             )
 
 
@@ -153,7 +153,7 @@ def load_config(folder: str) -> Any:
     if not (Path(folder) / "config.json").is_file():
         raise ModelError(
             f"{folder} is no model folder: it has no config.json",
-            cure="give the folder of a Hugging Face model",
+            hint="give the folder of a Hugging Face model",
         )
     try:
         config = AutoConfig.from_pretrained(folder)
@@ -163,7 +163,7 @@ def load_config(folder: str) -> Any:
     if kinds != {"full_attention"}:
         raise ModelError(
             f"{folder}: the local engine knows full attention only, not {', '.join(sorted(kinds))}",
-            cure="serve it by --engine sglang",
+            hint="serve it by --engine sglang",
         )
     return config
 

@@ -85,7 +85,7 @@ class Worker:
             if flush and self._scheduler.running:
                 raise ModelError(
                     "the cache cannot be flushed: requests paused in place hold it",
-                    cure="pause with mode retract, or send flush_cache false",
+                    hint="pause with mode retract, or send flush_cache false",
                 )
             self._scheduler.replace_model(model, version)
             if flush:
