@@ -1,4 +1,4 @@
-"""Functions found by name: registered by a decorator, by an entry point, or by a path ``module:function``."""
+"""Find extensions by name: registered by a decorator or an entry point, or a path ``module:name``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any, Generic, TypeVar
 
 from agentrl.errors import ConfigError
 
-F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 _allowed: ContextVar[set[str] | None] = ContextVar("agentrl_allowed_imports", default=None)
 
 
 def allow_imports(names: Iterable[str]) -> None:
-    """Import a path ``module:function`` only if it, its module or a package above it is among ``names``.
+    """Restrict imports of paths ``module:name`` to ``names``: paths, modules or packages above them.
 
-    Further calls add names. Without any call, every path may be imported: names that come from a database
-    that others write must not decide what this process imports.
+    Further calls add names. Before the first call every path may be imported. A process that reads names
+    from a shared database calls this, so that the database cannot make it import other code.
     """
     allowed = _allowed.get()
     if allowed is None:
@@ -30,12 +30,12 @@ def allow_imports(names: Iterable[str]) -> None:
 
 
 def paths_among(names: Iterable[str]) -> frozenset[str]:
-    """Those of ``names`` that are paths ``module:function``."""
+    """Return the paths ``module:name`` in ``names``."""
     return frozenset(name for name in names if ":" in name)
 
 
 def is_importable(name: str) -> bool:
-    """Whether this process may import ``name``; other names are not imported."""
+    """Return whether this process may import ``name``; True for a name without a module."""
     allowed = _allowed.get()
     module = name.partition(":")[0]
     if ":" not in name or allowed is None:
@@ -46,7 +46,7 @@ def is_importable(name: str) -> bool:
 
 
 def check_importable(name: str, kind: str = "function") -> None:
-    """ConfigError unless this process may import ``name``."""
+    """Raise ConfigError unless this process may import ``name``."""
     if not is_importable(name):
         raise ConfigError(
             f"the {kind} {name!r} is of a module that this process may not import",
@@ -55,68 +55,102 @@ def check_importable(name: str, kind: str = "function") -> None:
         )
 
 
-class Registry(Generic[F]):
-    """One kind of extension point. Modules that register built-in functions are imported on first use."""
+class Registry(Generic[T]):
+    """The extensions of one kind, such as scorers: functions, classes or other objects of type ``T``.
 
-    def __init__(self, kind: str, *, group: str, built_in: Sequence[str]) -> None:
-        """``kind`` names it in errors, ``group`` is its entry-point group, ``built_in`` its own modules."""
+    ``get`` looks for a name in this order: registered in this process, a path ``module:name``, an entry
+    point. Modules with built-in extensions are imported on the first look-up.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        *,
+        group: str,
+        built_in: Sequence[str] = (),
+        convert: Callable[[Any], T] | None = None,
+    ) -> None:
+        """``kind`` names an extension in errors, such as ``scorer``; ``group`` is the entry-point group.
+
+        ``built_in`` names the modules that register built-in extensions. ``convert`` turns the object of a
+        path or of an entry point into a ``T``, or raises TypeError; by default any callable passes as it is.
+        """
         self._kind = kind
         self._group = group
         self._built_in = tuple(built_in)
-        self._registered: dict[str, F] = {}
+        self._convert = convert or _callable
+        self._registered: dict[str, T] = {}
 
-    def register(self, *names: str) -> Callable[[F], F]:
-        """A decorator that registers a function under ``names``."""
+    def register(self, *names: str) -> Callable[[T], T]:
+        """Return a decorator that registers a function or class under ``names`` and returns it."""
 
-        def decorate(function: F) -> F:
-            for name in names:
-                self._registered[name] = function
-            return function
+        def decorate(extension: T) -> T:
+            self.add(extension, *names)
+            return extension
 
         return decorate
 
+    def add(self, extension: T, *names: str) -> None:
+        """Register ``extension`` under ``names``; a name that is registered already is replaced."""
+        for name in names:
+            self._registered[name] = extension
+
     def names(self) -> list[str]:
-        """Every registered name, built in or from an entry point."""
-        self._load_built_in()
+        """Return every name, sorted: registered in this process, built in, or from an entry point."""
+        self._import_built_in()
         return sorted({*self._registered, *(point.name for point in entry_points(group=self._group))})
 
-    def get(self, name: str) -> F:
-        """The function of a name or of a path ``module:function``; ConfigError if there is none."""
-        self._load_built_in()
+    def get(self, name: str) -> T:
+        """Return the extension called ``name``.
+
+        Raises ConfigError for an unknown name, with the nearest known one; for a path that this process may
+        not import (``allow_imports``); and for a module that cannot be imported.
+        """
+        self._import_built_in()
         if name in self._registered:
             return self._registered[name]
         if ":" in name:
             check_importable(name, self._kind)
-            return self._from_path(name)
+            module, _, attribute = name.partition(":")
+            return self._import(name, lambda: getattr(importlib.import_module(module), attribute))
         for point in entry_points(group=self._group, name=name):
-            return self._imported(name, point.load)
+            return self._import(name, point.load)
         known = self.names()
-        nearest = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {nearest[0]}? " if nearest else ""
         raise ConfigError(
-            f"there is no {self._kind} {name!r}",
-            hint=f"{hint}known: {', '.join(known)}; or give a Python path module:function",
+            f"unknown {self._kind} {name!r}" + (f"; choose one of {', '.join(known)}" if known else ""),
+            hint=f"{_did_you_mean(name, known)}a path module:name of your own works too",
         )
 
-    def _load_built_in(self) -> None:
+    def _import_built_in(self) -> None:
         for module in self._built_in:
             importlib.import_module(module)
 
-    def _from_path(self, path: str) -> F:
-        module, _, attribute = path.partition(":")
-        found = self._imported(path, lambda: getattr(importlib.import_module(module), attribute))
-        if not callable(found):
-            raise ConfigError(
-                f"the {self._kind} {path!r} is not a function", hint="name a function of the module"
-            )
-        return found
-
-    def _imported(self, name: str, load: Callable[[], F]) -> F:
-        """Return what ``load`` imports; ConfigError for whatever its module raises."""
+    def _import(self, name: str, load: Callable[[], Any]) -> T:
+        """Return what ``load`` imports, converted; ConfigError for anything that the import raises."""
         try:
-            return load()
+            found = load()
         except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"the {self._kind} {name!r} cannot be imported: {type(error).__name__}: {error}",
-                hint="the path is module:function; the module's folder must be on PYTHONPATH",
+                hint="the path is module:name; the module's folder must be on PYTHONPATH",
             ) from error
+        try:
+            return self._convert(found)
+        except TypeError as error:
+            raise ConfigError(
+                f"{name!r} cannot be used as {self._kind}: {error}",
+                hint=f"give the path of a {self._kind}, as in assets/examples",
+            ) from error
+
+
+def _callable(found: Any) -> Any:
+    if not callable(found):
+        raise TypeError(f"it is of type {type(found).__name__}, not a function or class")
+    return found
+
+
+def _did_you_mean(name: str, known: Sequence[str]) -> str:
+    """Return a question with the nearest of ``known``, ignoring case; empty if none is near."""
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    nearest = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return f"did you mean {by_lower[nearest[0]]!r}? " if nearest else ""

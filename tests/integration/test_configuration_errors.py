@@ -35,7 +35,7 @@ scorer_agent:
         ({"scorer": "exakt"}, "did you mean exact"),
         ({"scorer": "module_of_another_host:score"}, "No module named 'module_of_another_host'"),
         ({"scorer": "broken_module:score"}, "RuntimeError: no licence"),
-        ({"agent_name": "nobody"}, "there is no agent 'nobody'"),
+        ({"agent_name": "nobody"}, "unknown agent 'nobody'"),
         ({"answer_schema": "two words"}, "answer_schema is 'two words'"),
         ({"tools": ("nowhere",)}, "there is no tool server nowhere"),
         ({"scorer": "agentcpm"}, "none.yml cannot be read"),
@@ -75,8 +75,8 @@ async def test_what_can_be_used_passes_and_a_judge_that_is_away_is_a_warning(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"agent_name": "nobody"}, "there is no agent 'nobody'"),
-        ({"scorer": "nowhere"}, "there is no scorer 'nowhere'"),
+        ({"agent_name": "nobody"}, "unknown agent 'nobody'"),
+        ({"scorer": "nowhere"}, "unknown scorer 'nowhere'"),
         ({"answer_schema": "two words"}, "answer_schema is 'two words'"),
         ({"scorer": "agentcpm"}, "no_such.yml cannot be read"),
     ],

@@ -1,13 +1,50 @@
-"""Names of tasks decide what a process imports only where its own configuration names them too."""
+"""Registries: names, paths, conversion, and which paths a process may import."""
 
 from contextvars import copy_context
 
 import pytest
 
 from agentrl.errors import ConfigError
-from agentrl.registry import allow_imports, check_importable, is_importable, paths_among
+from agentrl.registry import Registry, allow_imports, check_importable, is_importable, paths_among
 from agentrl.rollout.agents import get_agent
 from agentrl.scoring.registry import get_scorer
+
+
+def test_an_extension_is_registered_under_each_of_its_names() -> None:
+    things: Registry[object] = Registry("thing", group="agentrl.no_group")
+
+    @things.register("one", "eins")
+    def function() -> None:
+        return None
+
+    things.add(3, "three")
+    assert things.names() == ["eins", "one", "three"]
+    assert things.get("one") is things.get("eins") is function
+    assert things.get("three") == 3
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
+    things: Registry[int] = Registry("thing", group="agentrl.no_group")
+    with pytest.raises(ConfigError, match=r"^unknown thing 'one'\n"):
+        things.get("one")
+    things.add(1, "ONE", "TWO")
+    with pytest.raises(ConfigError, match="unknown thing 'ome'; choose one of ONE, TWO") as refused:
+        things.get("ome")
+    assert "did you mean 'ONE'?" in str(refused.value)
+
+
+def test_what_a_path_names_is_converted() -> None:
+    def convert(found: object) -> str:
+        if not isinstance(found, str):
+            raise TypeError("it is no text")
+        return found
+
+    things = Registry("thing", group="agentrl.no_group", convert=convert)
+    assert things.get("json.decoder:__name__") == "json.decoder"
+    with pytest.raises(ConfigError, match="'json:dumps' cannot be used as thing: it is no text"):
+        things.get("json:dumps")
+    with pytest.raises(ConfigError, match="of type str, not a function or class"):
+        Registry[object]("thing", group="agentrl.no_group").get("json.decoder:__name__")
 
 
 def test_every_path_may_be_imported_until_a_process_names_what_may() -> None:

@@ -242,7 +242,7 @@ async def test_the_example_agent_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_unknown_agent_names_the_nearest() -> None:
     assert {"react", "single_turn"} <= set(agent_names())
-    with pytest.raises(ConfigError, match="did you mean react"):
+    with pytest.raises(ConfigError, match="did you mean 'react'"):
         get_agent("reakt")
     with pytest.raises(ConfigError, match="cannot be imported"):
         get_agent("no_such_module:run")

@@ -134,7 +134,7 @@ def test_what_a_filter_raises_is_named(name: str, words: str) -> None:
 
 
 def test_a_filter_is_found_by_its_name_or_an_allowed_path() -> None:
-    with pytest.raises(ConfigError, match="there is no group filter 'scriptd'"):
+    with pytest.raises(ConfigError, match="unknown group filter 'scriptd'"):
         get_group_filter("scriptd")
     assert get_group_filter("json:dumps")
 

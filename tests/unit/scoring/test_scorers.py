@@ -105,7 +105,7 @@ async def test_a_scorer_that_cannot_be_imported_is_no_failure_of_a_trajectory() 
 
 
 def test_an_unknown_scorer_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="did you mean exact"):
+    with pytest.raises(ConfigError, match="did you mean 'exact'"):
         get_scorer("exac")
     assert {"agentcpm", "asearcher", "exact", "f1", "math"} <= set(scorer_names())
 
