@@ -20,7 +20,7 @@ from agentrl.documents.status import RecordStatus, StopReason, TaskStatus
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError
-from agentrl.rollout.finalise import Finaliser
+from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store.admin.check.reading import Checkpoint
 from agentrl.store.admin.reopen import Reopening
 from agentrl.store.admin.rescore import NewScore, Rescoring
@@ -73,7 +73,7 @@ class History:
             self.sample_selected,
             self.converse, self.converse, self.converse,
             self.score, self.score, self.score, self.score, self.fail, self.release, self.expire,
-            self.write_late, self.reap, self.finalise, self.finalise, self.start_trainer, self.train,
+            self.write_late, self.reap, self.finalize, self.finalize, self.start_trainer, self.train,
             self.train, self.train,
             self.die_in_a_step, self.die_between_parts, self.die_publishing, self.save,
             self.update_engines, self.update_engines, self.mark_stale,
@@ -125,12 +125,12 @@ class History:
         await self._begin(claim)
 
     async def sample_selected(self) -> None:
-        """A sampler claims a group by what is known of its task; all that runs is scored and finalised."""
+        """A sampler claims a group by what is known of its task; all that runs is scored and finalized."""
         for _ in range(GENERATIONS):
             await self.claim_selected()
         while self.running:
             await self.score()
-        await Finaliser(self.store, self.rules, split="train", seed=0).run_waiting()
+        await GroupFinalizer(self.store, self.rules, split="train", seed=0).run_waiting()
 
     async def _begin(self, claim: Claim | None) -> None:
         if claim is None:
@@ -204,10 +204,10 @@ class History:
         """Any sampler frees what expired."""
         await self.store.claims.reap(self.rng.choice(SPLITS), MAX_ATTEMPTS)
 
-    async def finalise(self) -> None:
-        """Any sampler finalises what is complete."""
+    async def finalize(self) -> None:
+        """Any sampler finalizes what is complete."""
         split = self.rng.choice(SPLITS)
-        await Finaliser(self.store, self.rules, split=split, seed=0).run_waiting()
+        await GroupFinalizer(self.store, self.rules, split=split, seed=0).run_waiting()
 
     async def start_trainer(self) -> None:
         """A trainer starts: from the last checkpoint, or from nothing."""

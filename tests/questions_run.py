@@ -14,7 +14,7 @@ from agentrl.documents.service import InferenceService
 from agentrl.documents.status import CallStatus, RecordStatus, ServiceStatus, StopReason
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import TrainStep
-from agentrl.rollout.finalise import Finaliser
+from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store.client import Store
 
 FAST, SLOW = "http://fast:1", "http://slow:2"
@@ -29,18 +29,18 @@ SEARCH = ToolExecution(
 
 async def build(store: Store, weights: Path) -> None:
     """Two epochs of tasks, two steps, three policy versions and three engines."""
-    finaliser = Finaliser(store, GroupConfig(), split="train", seed=0)
+    finalizer = GroupFinalizer(store, GroupConfig(), split="train", seed=0)
     await publish(store, weights, 0, step=0, train_step=None)
     await _first_epoch(store)
-    assert await finaliser.run_waiting() == 3
+    assert await finalizer.run_waiting() == 3
     await _step(store, weights, 1)
     await _second_epoch(store)
-    assert await finaliser.run_waiting() == 3
+    assert await finalizer.run_waiting() == 3
     await _step(store, weights, 2)
     await _begin(store, 1, "task_004", 3)
     await _score(store, 1.0, (1,))
     await _score(store, 0.0, (1,))
-    assert await finaliser.run_waiting() == 1
+    assert await finalizer.run_waiting() == 1
     await _engines(store)
 
 

@@ -12,7 +12,7 @@ from agentrl.documents.record import Failure
 from agentrl.documents.status import CallStatus, RecordStatus, StopReason
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import TrainStep
-from agentrl.rollout.finalise import Finaliser
+from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store.client import Store
 from agentrl.weights.manifest import checksums
 
@@ -97,8 +97,8 @@ async def build(store: Store, weights: Path, *, unfinished: bool = True) -> None
     await fail(store, first, max_attempts=3)
     for value in (0.0, 1.0):
         await score(store, await claim(store), value)
-    finaliser = Finaliser(store, GroupConfig(), split="train", seed=0)
-    assert await finaliser.run_waiting() == 1
+    finalizer = GroupFinalizer(store, GroupConfig(), split="train", seed=0)
+    assert await finalizer.run_waiting() == 1
     data = tuple(meta.id for meta in await store.training.ready("train"))
     assert len(data) == 2
     await store.training.plan_step(TrainStep(id=STEP, step=1, policy_version=0, data=data, owner="trainer"))
@@ -110,10 +110,10 @@ async def build(store: Store, weights: Path, *, unfinished: bool = True) -> None
     await add_task(store, ABANDONED, 2)
     await fail(store, await claim(store), max_attempts=1)
     await score(store, await claim(store), 1.0, version=1)
-    assert await finaliser.run_waiting() == 2
+    assert await finalizer.run_waiting() == 2
     await add_task(store, task_key("eval", 0, "one"), 0, generations=1)
     await score(store, await claim(store, "eval"), 1.0, version=1)
-    assert await Finaliser(store, GroupConfig(), split="eval", seed=0).run_waiting() == 1
+    assert await GroupFinalizer(store, GroupConfig(), split="eval", seed=0).run_waiting() == 1
     if unfinished:
         await add_task(store, RUNNING, 3)
         running = await claim(store)

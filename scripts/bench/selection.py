@@ -44,7 +44,7 @@ from agentrl.quickstart.tasks import CALCULATOR_TOOLS, QUESTION, expressions, ti
 from agentrl.quickstart.warmup import prepare_tiny_model
 from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.difficulty import LIMIT, Trials, estimate_ability, pass_probability
-from agentrl.scoring.groups import decide_group, summarise
+from agentrl.scoring.groups import decide_group, summarize
 from agentrl.store.selection import (
     ORDER,
     PASS_RATE,
@@ -196,7 +196,7 @@ class Tasks:
         self._known = {name: option for name, option in self._known.items() if option.id not in ids}
         return [(c.option, Begin(number=0, by=c.by, ability=ability, ease=c.option.ease)) for c in chosen]
 
-    def finalise(self, option: Option, begun: Begin, summary: dict[str, Any]) -> None:
+    def finalize(self, option: Option, begun: Begin, summary: dict[str, Any]) -> None:
         """Learn from a group."""
         trials = Trials(GENERATIONS, summary["pass_rate"] * GENERATIONS, begun.ease)
         self._recent.append(trials)
@@ -286,7 +286,7 @@ def sample_groups(policy: Policy, tasks: Tasks, run: Run, count: int) -> list[Gr
         trained = [d for d in decisions if d.advantage is not None]
         for decision in trained:
             members[int(decision.record_id)].advantage = decision.advantage or 0.0
-        tasks.finalise(option, begin, summarise(records, 0, len(trained), {}))
+        tasks.finalize(option, begin, summarize(records, 0, len(trained), {}))
         run.sampled += len(members)
         run.abandoned += len(members) - len(trained)
         run.early += begin.by == PASS_RATE
@@ -333,7 +333,7 @@ def simulate(selection: str, deviation: float, impossible: float, seed: int) -> 
             sampled += 1
             trained += 0 < passed < GENERATIONS
         while len(open_groups) > 4:
-            tasks.finalise(*open_groups.pop(0))
+            tasks.finalize(*open_groups.pop(0))
     return sampled, sampled - trained
 
 

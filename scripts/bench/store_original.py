@@ -60,7 +60,7 @@ class Original:
         await self._of("tasks").update_one({"_id": task_id}, {"$push": {"scores": 1.0}})
         done = await self._count(f"{task_id}/done", 1)
         if done == self.generations and await self._lock(task_id):
-            await self._finalise(task_id)
+            await self._finalize(task_id)
             await self._unlock(task_id)
         return True
 
@@ -87,7 +87,7 @@ class Original:
         await self._step("calls", call["_id"], status="completed")
         await self._step("records", record_id, traj=[call["_id"]], turns=1)
 
-    async def _finalise(self, task_id: str) -> None:
+    async def _finalize(self, task_id: str) -> None:
         task = await self._of("tasks").find_one({"_id": task_id})
         assert task is not None
         async for record in self._of("records").find({"task": task_id}):

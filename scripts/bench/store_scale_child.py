@@ -27,7 +27,7 @@ from store_data import SPLIT, make_call, make_tasks
 from agentrl.config.schema import ClaimConfig, GroupConfig, RunConfig
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.task import Claim
-from agentrl.rollout.finalise import Finaliser
+from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
 from agentrl.store.client import Store, open_store
 from agentrl.store.connection import Connection
@@ -106,7 +106,7 @@ def make_sampler(store: Store, worker: Worker, owner: str, concurrency: int, gen
     config = SamplerConfig(
         split=SPLIT, owner=owner, concurrency=concurrency, claims=ClaimConfig(lease_seconds=_LEASE), plan=plan
     )
-    return Sampler(store, worker, Finaliser(store, GroupConfig(), split=SPLIT, seed=0), config, allowed)  # type: ignore[arg-type]
+    return Sampler(store, worker, GroupFinalizer(store, GroupConfig(), split=SPLIT, seed=0), config, allowed)  # type: ignore[arg-type]
 
 
 async def admission(uri: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +146,7 @@ async def _claim_for(stores: list[Store], claimers: int, seconds: float) -> tupl
 
 
 async def finalising(uri: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Reads of a group and operations a trajectory, from the first claim until every group is finalised."""
+    """Reads of a group and operations a trajectory, from the first claim until every group is finalized."""
     samplers, groups = options["samplers"], options["groups"]
     watching: AsyncMongoClient[dict[str, Any]] = options["uncounted"]
     tasks = watching[options["run"]]["Task"]

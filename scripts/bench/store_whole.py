@@ -1,4 +1,4 @@
-"""Whole empty trajectories: claim, Record, one turn, score, group finalised; against the original's way."""
+"""Whole empty trajectories: claim, Record, one turn, score, group finalized; against the original's way."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def trajectory(store: Store) -> bool:
     await store.records.advance(claim, RecordStatus.COMPLETED, final_answer="1889", stop_reason="answered")
     await store.records.advance(claim, RecordStatus.SCORING)
     if await store.claims.score(claim, 1.0) is TaskStatus.WAITING:
-        await store.training.finalise_group(claim.task.id, decide)
+        await store.training.finalize_group(claim.task.id, decide)
     return True
 
 

@@ -170,7 +170,7 @@ async def test_calls_at_temperatures_of_their_own_are_on_policy(served: Served) 
     assert report["kl_k1"] == pytest.approx(0.0, abs=1e-4)
 
 
-async def test_a_penalised_call_is_context_where_the_engine_gives_the_policys_logprobs(
+async def test_a_penalized_call_is_context_where_the_engine_gives_the_policys_logprobs(
     served: Served,
 ) -> None:
     right, wrong = await sample_group(served, (COLD, PENALISED, COLD), (GREEDY, COLD))
@@ -188,7 +188,7 @@ async def test_a_penalised_call_is_context_where_the_engine_gives_the_policys_lo
     assert report["ratio_max"] == pytest.approx(1.0, abs=1e-3)
 
 
-async def test_a_trajectory_of_penalised_calls_alone_is_abandoned(served: Served) -> None:
+async def test_a_trajectory_of_penalized_calls_alone_is_abandoned(served: Served) -> None:
     right, wrong = await sample_group(served, (COLD,), (PENALISED,))
     outcome = decide([right, [replace(call, logprobs_of="policy") for call in wrong]])
     assert [item.id for item in outcome.data] == [right[0].record]

@@ -27,7 +27,7 @@ from agentrl.errors import EngineError, ModelError, ToolServerError
 from agentrl.rollout import housekeeping
 from agentrl.rollout import sampler as sampler_module
 from agentrl.rollout.evaluate import EvalConfig, collect, served_version
-from agentrl.rollout.finalise import Finaliser
+from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
 from agentrl.rollout.setup import open_renderer
 from agentrl.rollout.worker import Worker
@@ -90,12 +90,12 @@ class Setting:
             claims=claims,
             stop=self.stop,
         )
-        self.finaliser = Finaliser(store, GroupConfig(), split=split, seed=0)
+        self.finalizer = GroupFinalizer(store, GroupConfig(), split=split, seed=0)
         plan = EpochPlan(epochs=epochs, seed=0, num_generations=2, shuffle=False)
         config = SamplerConfig(
             split=split, owner=f"o{id(self)}", concurrency=4, claims=claims, plan=plan, idle_exit_seconds=30
         )
-        self.sampler = Sampler(store, self.worker, self.finaliser, config, self.allowed)
+        self.sampler = Sampler(store, self.worker, self.finalizer, config, self.allowed)
         self.limit: int | None = None
 
     async def allowed(self) -> int | None:

@@ -139,7 +139,7 @@ class Run:
         return await open_store(RunConfig(run_name=self.name, db_connection_string=self.uri))
 
     async def fill(self, *, finished: bool = True) -> None:
-        """Finalised groups with their data; unless ``finished``, one more task is still being sampled."""
+        """Finalized groups with their data; unless ``finished``, one more task is still being sampled."""
         async with await self.open() as store:
             await store.tasks.load([_task(order, name) for order, name in enumerate(GROUPS)])
             if not finished:

@@ -139,7 +139,7 @@ class AgentConfig:
     max_prompt_tokens: int = flag(32768, "longest prompt; a longer context is reset or ends the trajectory")
     prompt_reserve_tokens: int = flag(1024, "a context is full at max_prompt_tokens less these")
     new_context: Literal["disabled", "discard_all_tools", "discard_all"] = flag(
-        "disabled", "what happens to a full context: end the trajectory, or drop tool results, or summarise"
+        "disabled", "what happens to a full context: end the trajectory, or drop tool results, or summarize"
     )
     repetition_early_stop_times: int = flag(-1, "end after the same assistant text this often (-1: never)")
     enable_repetition_compress: bool = flag(False, "reset the context on repetition instead of ending")

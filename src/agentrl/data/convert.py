@@ -138,7 +138,7 @@ def _is_consistent(call: DispatchedSamplingTask) -> bool:
 
 
 def _versions(call: DispatchedSamplingTask, first: int) -> list[VersionSpan]:
-    """The call's version spans from token ``first`` on, neighbours of one version merged."""
+    """The call's version spans from token ``first`` on, neighbors of one version merged."""
     merged: list[VersionSpan] = []
     reached = 0
     for span in call.versions:

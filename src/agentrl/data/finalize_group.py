@@ -18,7 +18,7 @@ from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import StoreError
 from agentrl.scoring.group_filters import dropped_by_filter
-from agentrl.scoring.groups import Decision, decide_group, filtered_of, summarise
+from agentrl.scoring.groups import Decision, decide_group, filtered_of, summarize
 from agentrl.store.groups import GroupOutcome, RecordOutcome
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class GroupRules:
 
     @classmethod
     def stored(cls, rules: Mapping[str, Any]) -> GroupRules:
-        """The rules of a finalised group; flags that it does not name have their defaults."""
+        """The rules of a finalized group; flags that it does not name have their defaults."""
         known = {field.name for field in fields(GroupConfig)}
         config = GroupConfig(**{key: value for key, value in rules.items() if key in known})
         return cls(config=config, seed=int(rules.get("seed", 0)))
@@ -71,7 +71,7 @@ class GroupRules:
         rules = self.to_store()
         if task.split != TRAIN_SPLIT:
             outcomes = [_outcome(record.id, RecordStatus.READY) for record in scored]
-            summed = {**summarise(scored, failed, 0, rules), "right_threshold": self.config.right_threshold}
+            summed = {**summarize(scored, failed, 0, rules), "right_threshold": self.config.right_threshold}
             return GroupOutcome(records=tuple(outcomes), summary=summed)
         filtered = self._filtered(task, scored)
         rng = random.Random(f"{self.seed}/{task.id}")
@@ -90,7 +90,7 @@ class GroupRules:
             else:
                 outcomes.append(_outcome(decision.record_id, RecordStatus.ABANDONED, None, converted))
         summary = {
-            **summarise(scored, failed, len(data), rules),
+            **summarize(scored, failed, len(data), rules),
             "masked_calls": _counts(masked),
             "filtered": [{"record": key, "because": because} for key, because in filtered.items()],
             "rules": rules,

@@ -305,7 +305,7 @@ class DataStream:
         return whiten(weighed) if whitens and freshness.policy != "decay" else weighed
 
     async def _sampling_finished(self) -> bool:
-        """True when every epoch holds every task and each of its groups is finalised."""
+        """True when every epoch holds every task and each of its groups is finalized."""
         split = self._settings.split
         if await self._store.tasks.next_epoch(split, self._settings.num_epochs) is not None:
             return False

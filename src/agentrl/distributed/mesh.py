@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
-"""The mesh's dimensions, the slowest first: tensor-parallel ranks are neighbours."""
+"""The mesh's dimensions, the slowest first: tensor-parallel ranks are neighbors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ def plan_layout(config: TrainConfig, world: int) -> Layout:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The processes of a run in their layout: one mesh, and two in which neighbouring dimensions are one."""
+    """The processes of a run in their layout: one mesh, and two in which neighboring dimensions are one."""
 
     layout: Layout
     devices: DeviceMesh
@@ -118,7 +118,7 @@ class Mesh:
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
-    """Lay out the processes; every process of an initialised group calls it."""
+    """Lay out the processes; every process of an initialized group calls it."""
     from torch.distributed.device_mesh import init_device_mesh
 
     world = init_device_mesh(device_type, (layout.world,), mesh_dim_names=("world",))

@@ -145,7 +145,7 @@ def logprobs_of(engine: str, params: Mapping[str, Any]) -> LogprobsOf:
 
 
 def _of_sglang(params: Mapping[str, Any], shaped: frozenset[str]) -> LogprobsOf:
-    """SGLang penalises the logits before the softmax, and truncates after it, without renormalising.
+    """SGLang penalizes the logits before the softmax, and truncates after it, without renormalizing.
 
     ``top_k`` 1 is greedy there: the temperature counts only where another request of the batch is not.
     """

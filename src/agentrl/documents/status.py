@@ -23,8 +23,8 @@ class TaskStatus(StrEnum):
     RUNNING = (
         "running"  # admitted: slots may be claimed (every one may be open); at least one is not terminal
     )
-    WAITING = "waiting"  # every slot is terminal; the group has not been finalised
-    COMPLETED = "completed"  # the group is finalised: its training data exist, or it was abandoned
+    WAITING = "waiting"  # every slot is terminal; the group has not been finalized
+    COMPLETED = "completed"  # the group is finalized: its training data exist, or it was abandoned
 
 
 class SlotStatus(StrEnum):
@@ -44,8 +44,8 @@ class RecordStatus(StrEnum):
     COMPLETED = "completed"  # the conversation has ended
     SCORING = "scoring"  # the scorer works on it
     SCORED = "scored"  # it has a score and waits for its group
-    READY = "ready"  # its group is finalised and its DBRecordData exist
-    ABANDONED = "abandoned"  # its group is finalised and does not train it (``abandoned_because``)
+    READY = "ready"  # its group is finalized and its DBRecordData exist
+    ABANDONED = "abandoned"  # its group is finalized and does not train it (``abandoned_because``)
     FAILED = "failed"  # infrastructure failed (``failure``); it has no score
     RELEASED = "released"  # handed back unfinished: no failure, no score
 
@@ -120,7 +120,7 @@ TASK_EDGES: dict[TaskStatus, frozenset[TaskStatus]] = {
     TaskStatus.COMPLETED: frozenset({TaskStatus.RUNNING, TaskStatus.WAITING}),
 }
 """``→ RUNNING`` from the two last is ``agentrl db reopen``. So is ``COMPLETED → WAITING``: a group that could
-not be finalised is tried again."""
+not be finalized is tried again."""
 
 RECORD_EDGES: dict[RecordStatus, frozenset[RecordStatus]] = {
     RecordStatus.CREATED: frozenset({RecordStatus.RUNNING, RecordStatus.FAILED, RecordStatus.RELEASED}),

@@ -51,7 +51,7 @@ class Begin(Document):
     by: str
     """``order``, or ``pass_rate`` where another epoch's copy went before the next task in order."""
     ability: float
-    """Of the policy, in logits, from the groups that were finalised last (``scoring.difficulty``)."""
+    """Of the policy, in logits, from the groups that were finalized last (``scoring.difficulty``)."""
     ease: float
     """Of the task, in logits, from its group in the previous epoch; 0 for a new task."""
 
@@ -85,17 +85,17 @@ class Task(Root):
     admission: Admission | None = None
     begun: Begin | None = None
     ease: float | None = None
-    """Set when the group is finalised under ``--task_selection pass_rate``, until the task's copy of the next
+    """Set when the group is finalized under ``--task_selection pass_rate``, until the task's copy of the next
     epoch is begun: such a task may be selected again."""
     group: dict[str, Any] | None = None
-    """Set when the group is finalised: ``{scored, failed, mean_score, outcome, rules, filtered,
+    """Set when the group is finalized: ``{scored, failed, mean_score, outcome, rules, filtered,
     finalised_at, counted_at_step}``; the last is the step whose metrics count it. ``filtered`` is
     ``[{record, because}]`` of the Records that ``--group_filter`` dropped.
 
     A group of another split than ``train`` has ``right_threshold`` in place of ``rules``. One that was given
     up has the outcome ``failed`` and ``problem``, which says why."""
     finalising: dict[str, Any] | None = None
-    """``{attempts, problem, retry_at}`` of a group that could not be finalised so far."""
+    """``{attempts, problem, retry_at}`` of a group that could not be finalized so far."""
     created_at: datetime = field(default_factory=now)
     updated_at: datetime = field(default_factory=now)
     pruned_at: datetime | None = None

@@ -1,4 +1,4 @@
-"""GSPO: GRPO's clipped surrogate on the length-normalised ratio of the whole trajectory."""
+"""GSPO: GRPO's clipped surrogate on the length-normalized ratio of the whole trajectory."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ def whitened(advantages: Sequence[float], tokens: Sequence[int]) -> list[float]:
     if total == 0:
         return list(advantages)
     mean = math.fsum(value * count for value, count in zip(advantages, tokens, strict=True)) / total
-    centred = [value - mean for value in advantages]
-    squares = (value**2 * count for value, count in zip(centred, tokens, strict=True))
+    centered = [value - mean for value in advantages]
+    squares = (value**2 * count for value, count in zip(centered, tokens, strict=True))
     deviation = math.sqrt(math.fsum(squares) / total)
     if deviation <= _NOISE * max(map(abs, advantages)):
-        return [0.0] * len(centred)
-    return [value / (deviation + EPSILON) for value in centred]
+        return [0.0] * len(centered)
+    return [value / (deviation + EPSILON) for value in centered]

@@ -130,10 +130,10 @@ class _RunningSoftmax:
             distributed.all_reduce(part, distributed.ReduceOp.SUM, group)
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(logprob, entropy, log-normaliser), float32[n] each."""
+        """(logprob, entropy, log-normalizer), float32[n] each."""
         log_total = self.total.log()
-        normaliser = self.largest + log_total
-        return self.chosen - normaliser, log_total - self.weighted / self.total, normaliser
+        normalizer = self.largest + log_total
+        return self.chosen - normalizer, log_total - self.weighted / self.total, normalizer
 
     def _raise_to(self, largest: Tensor) -> None:
         shift = self.largest - largest
@@ -144,7 +144,7 @@ class _RunningSoftmax:
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Forward keeps the inputs and each token's log-normaliser; backward makes the logits again."""
+    """Forward keeps the inputs and each token's log-normalizer; backward makes the logits again."""
 
     @staticmethod
     def forward(
@@ -160,7 +160,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         sizes: tuple[int, int],
     ) -> tuple[Tensor, Tensor]:
         logprobs = hidden.new_empty(len(target_ids), dtype=torch.float32)
-        entropy, normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
         with torch.autocast(hidden.device.type, enabled=False):
             projection = Projection(head, sizes[1])
             for here in _chunks(len(target_ids), sizes[0]):
@@ -169,8 +169,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     softmax.add(logits, target_ids[here] - head.first - columns.start)
                 if head.group is not None:
                     softmax.join(head.group)
-                logprobs[here], entropy[here], normaliser[here] = softmax.results()
-        ctx.save_for_backward(hidden, weight, bias, parent, target_ids, normaliser, entropy)
+                logprobs[here], entropy[here], normalizer[here] = softmax.results()
+        ctx.save_for_backward(hidden, weight, bias, parent, target_ids, normalizer, entropy)
         ctx.others = (head.scale, head.softcap, head.group, head.first, divisor, sizes)
         ctx.set_materialize_grads(False)
         if not entropy_gradient:
@@ -179,10 +179,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, parent, target_ids, normaliser, entropy = ctx.saved_tensors
+        hidden, weight, bias, parent, target_ids, normalizer, entropy = ctx.saved_tensors
         scale, softcap, group, first, divisor, sizes = ctx.others
         head = OutputHead(weight, bias, scale, softcap, group, first)
-        upstream = _Upstream.of(grads, scale / divisor, divisor, normaliser, entropy)
+        upstream = _Upstream.of(grads, scale / divisor, divisor, normalizer, entropy)
         needs = ctx.needs_input_grad
         grad_hidden = torch.zeros_like(hidden) if needs[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None
@@ -220,7 +220,7 @@ class _Upstream:
     logprob: Tensor
     entropy: Tensor | None
     divisor: Tensor | float
-    normaliser: Tensor
+    normalizer: Tensor
     value: Tensor
     """The entropy itself."""
 
@@ -230,20 +230,20 @@ class _Upstream:
         grads: tuple[Tensor | None, ...],
         factor: Tensor | float,
         divisor: Tensor | float,
-        normaliser: Tensor,
+        normalizer: Tensor,
         value: Tensor,
     ) -> _Upstream:
         """``grads`` of logprobs and entropy are None where the loss does not read them."""
         factors = factor[:, 0] if isinstance(factor, Tensor) else factor
         logprob, entropy = (None if grad is None else grad * factors for grad in grads)
         return cls(
-            torch.zeros_like(normaliser) if logprob is None else logprob, entropy, divisor, normaliser, value
+            torch.zeros_like(normalizer) if logprob is None else logprob, entropy, divisor, normalizer, value
         )
 
     def rows(self, rows: slice) -> _Upstream:
         entropy = None if self.entropy is None else self.entropy[rows]
         return _Upstream(
-            self.logprob[rows], entropy, rows_of(self.divisor, rows), self.normaliser[rows], self.value[rows]
+            self.logprob[rows], entropy, rows_of(self.divisor, rows), self.normalizer[rows], self.value[rows]
         )
 
 
@@ -259,7 +259,7 @@ def _to_gradient(logits: Tensor, head: OutputHead, upstream: _Upstream, target: 
         capped = None
         if head.softcap is not None:
             capped = 1 - (stripe * (here.divisor / head.softcap)).square()
-        stripe.sub_(here.normaliser[:, None])
+        stripe.sub_(here.normalizer[:, None])
         if here.entropy is None:
             stripe.exp_().mul_(-here.logprob[:, None])
         else:

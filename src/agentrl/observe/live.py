@@ -1,4 +1,4 @@
-"""The trainer's live view: one aligned line per optimizer step, coloured on a terminal, plain elsewhere."""
+"""The trainer's live view: one aligned line per optimizer step, colored on a terminal, plain elsewhere."""
 
 from __future__ import annotations
 

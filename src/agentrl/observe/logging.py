@@ -71,7 +71,7 @@ def setup(run: RunConfig, role: str, id: str | None = None) -> None:
     file = _open_file(Path(run.log_dir) / file_name)
     file.setFormatter(LineFormatter(name, date_format="%Y-%m-%d %H:%M:%S"))
     console = logging.StreamHandler(sys.stderr)
-    console.setFormatter(LineFormatter(name, date_format="%H:%M:%S", colour=_wants_colour()))
+    console.setFormatter(LineFormatter(name, date_format="%H:%M:%S", color=_wants_color()))
     _install(LogWriter([console, file]))
     logging.getLogger().setLevel(run.log_level)
     for logger, level in _QUIET.items():
@@ -100,10 +100,10 @@ def quiet_transformers() -> None:
 class LineFormatter(logging.Formatter):
     """``time LEVEL run/role-id  message  key=value``; control characters out, secrets hidden."""
 
-    def __init__(self, name: str, *, date_format: str, colour: bool = False) -> None:
+    def __init__(self, name: str, *, date_format: str, color: bool = False) -> None:
         super().__init__(datefmt=date_format)
         self._name = name
-        self._colour = colour
+        self._color = color
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as text; lines after the first (a traceback) are indented."""
@@ -121,7 +121,7 @@ class LineFormatter(logging.Formatter):
             text += "\n" + self.formatStack(record.stack_info)
         body = _CONTROL.sub("�", redact_and_cut(text.rstrip(), _SHOWN)).replace("\n", "\n    ")
         level = f"{record.levelname:<7}"
-        if self._colour and record.levelno in _COLOURS:
+        if self._color and record.levelno in _COLOURS:
             level = f"{_COLOURS[record.levelno]}{level}{_RESET}"
         return f"{self.formatTime(record, self.datefmt)} {level} {self._name}  {body}"
 
@@ -133,7 +133,7 @@ def _value(value: object) -> str:
     return repr(text) if not text or re.search(r"[\s=\"']", text) else text
 
 
-def _wants_colour() -> bool:
+def _wants_color() -> bool:
     return sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 

@@ -40,7 +40,7 @@ _GENERATE_SECONDS = 600.0
 _QUESTIONS = (
     "What is 17 times 23?",
     "Name three rivers of Europe and the seas that they reach.",
-    "Write a short letter that asks a neighbour to water the plants for two weeks in July.",
+    "Write a short letter that asks a neighbor to water the plants for two weeks in July.",
     "Explain why the sky is blue.",
     "Sort these words: pear, apple, fig, cherry.",
     "def add(a, b):\n    return a + b\n\nWhat does this function do?",

@@ -7,7 +7,7 @@ import re
 from rich.text import Text
 
 _ESCAPE_SEQUENCES = re.compile(
-    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # CSI: colors, cursor
     r"|(?:\x1b\]|\x9d).*?(?:\x07|\x1b\\|\x9c|\n|$)"  # OSC: titles, links
     r"|\x1b[PX^_].*?(?:\x1b\\|\x9c|\n|$)"  # DCS, SOS, PM, APC
     r"|\x1b."

@@ -74,7 +74,7 @@ async def _evaluate(configs: Configs) -> int:
 async def _evaluate_until(stop: asyncio.Event, configs: Configs) -> int:
     from rich.console import Console
 
-    from agentrl.rollout.finalise import Finaliser
+    from agentrl.rollout.finalizer import GroupFinalizer
     from agentrl.rollout.probe import probe
     from agentrl.rollout.report import failure_lines, report_table
     from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
@@ -97,7 +97,7 @@ async def _evaluate_until(stop: asyncio.Event, configs: Configs) -> int:
             sampler = Sampler(
                 store,
                 worker,
-                Finaliser(store, rules, split=split, seed=run.seed),
+                GroupFinalizer(store, rules, split=split, seed=run.seed),
                 SamplerConfig(
                     split=split,
                     owner=owner_name(),

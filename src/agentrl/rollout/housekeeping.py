@@ -1,4 +1,4 @@
-"""What a sampler does beside its trajectories: it finalises groups, frees what others lost, opens epochs."""
+"""What a sampler does beside its trajectories: it finalizes groups, frees what others lost, opens epochs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.documents.status import TaskStatus
 from agentrl.errors import StoreAwayError, StoreError
-from agentrl.rollout.finalise import Finaliser
+from agentrl.rollout.finalizer import GroupFinalizer
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -24,7 +24,7 @@ HOUSEKEEPING_SECONDS = 2.0
 """How often, at most, a sampler does what any sampler does for all; the wait is up to twice as long."""
 
 SWEEP_SECONDS = 5.0
-"""How long, at least, a group waits before any sampler finalises it, not only the one that completed it.
+"""How long, at least, a group waits before any sampler finalizes it, not only the one that completed it.
 
 Each round waits up to twice as long, by chance, so that not every sampler reads a group that is late.
 """
@@ -47,12 +47,12 @@ class EpochPlan:
 
 
 class Housekeeping:
-    """Finalises groups, reaps leases that ran out and opens epochs, for the samplers of one split."""
+    """Finalizes groups, reaps leases that ran out and opens epochs, for the samplers of one split."""
 
     def __init__(
         self,
         store: Store,
-        finaliser: Finaliser,
+        finalizer: GroupFinalizer,
         plan: EpochPlan,
         *,
         split: str,
@@ -62,12 +62,12 @@ class Housekeeping:
     ) -> None:
         """``made_work`` is called when there may be more to claim."""
         self._store = store
-        self._finaliser = finaliser
+        self._finalizer = finalizer
         self._plan = plan
         self._split = split
         self._max_attempts = max_attempts
         self._made_work = made_work
-        self._finalising = asyncio.Lock()
+        self._finalizing = asyncio.Lock()
         self._has_ended = asyncio.Event()
         self._lacks_work = asyncio.Event()
         self._warn_at = time.monotonic() + first_warning_seconds
@@ -81,17 +81,17 @@ class Housekeeping:
         """Note that a claim found nothing: the next epoch may be due."""
         self._lacks_work.set()
 
-    async def finalise_own(self) -> None:
-        """Finalise each group at once that this sampler's trajectories complete."""
+    async def finalize_own(self) -> None:
+        """Finalize each group at once that this sampler's trajectories complete."""
         while True:
             await self._has_ended.wait()
             self._has_ended.clear()
-            await self.finalise_completed()
+            await self.finalize_completed()
 
-    async def finalise_completed(self) -> None:
-        """Finalise the groups that this process has completed until now."""
-        async with self._finalising:
-            if await self._finaliser.run_completed():
+    async def finalize_completed(self) -> None:
+        """Finalize the groups that this process has completed until now."""
+        async with self._finalizing:
+            if await self._finalizer.run_completed():
                 self._made_work()
 
     async def work_for_all(self) -> None:
@@ -118,14 +118,14 @@ class Housekeeping:
 
     async def _work_once(self) -> bool:
         freed = await self._store.claims.reap(self._split, self._max_attempts)
-        await self.finalise_completed()
-        async with self._finalising:
-            swept = await self._finaliser.run_waiting(SWEEP_SECONDS * random.uniform(1, 2))
+        await self.finalize_completed()
+        async with self._finalizing:
+            swept = await self._finalizer.run_waiting(SWEEP_SECONDS * random.uniform(1, 2))
         opened = await self.open_next_epoch()
         return freed > 0 or swept > 0 or opened
 
     async def nothing_is_left(self) -> bool:
-        """Whether every group of every epoch is finalised; opens the next epoch where one is due."""
+        """Whether every group of every epoch is finalized; opens the next epoch where one is due."""
         tasks, split = self._store.tasks, self._split
         following = await self._following_epoch()  # before the tasks: one that opens now has open ones
         if await tasks.any_in(split, TaskStatus.CREATED, TaskStatus.RUNNING, TaskStatus.WAITING):

@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     configs = parse(
         argv,
         command="agentrl sample",
-        description="Claims tasks of the run, runs and scores their trajectories, finalises groups.",
+        description="Claims tasks of the run, runs and scores their trajectories, finalizes groups.",
         shown=[RunConfig, ModelConfig, TaskConfig, SamplingConfig, AgentConfig, ClaimConfig, GroupConfig],
         validate=require_trainable,
     )
@@ -48,7 +48,7 @@ async def _sample_until(stop: asyncio.Event, configs: Configs) -> None:
     from agentrl.observe.begin_run import begin_model, begin_run
     from agentrl.registry import paths_among
     from agentrl.rollout.admission import Admission
-    from agentrl.rollout.finalise import TRAIN_SPLIT, Finaliser
+    from agentrl.rollout.finalizer import TRAIN_SPLIT, GroupFinalizer
     from agentrl.rollout.probe import probe, require_groups
     from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
     from agentrl.rollout.setup import load_tasks, open_worker, owner_name
@@ -76,7 +76,7 @@ async def _sample_until(stop: asyncio.Event, configs: Configs) -> None:
             sampler = Sampler(
                 store,
                 worker,
-                Finaliser(store, configs[GroupConfig], split=TRAIN_SPLIT, seed=run.seed),
+                GroupFinalizer(store, configs[GroupConfig], split=TRAIN_SPLIT, seed=run.seed),
                 SamplerConfig(
                     split=TRAIN_SPLIT,
                     owner=owner_name(),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.config.schema import ClaimConfig
 from agentrl.documents.task import Claim
 from agentrl.errors import ConfigError, StoreAwayError, StoreError
-from agentrl.rollout.finalise import Finaliser
+from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.housekeeping import EpochPlan, Housekeeping
 from agentrl.rollout.worker import Worker
 from agentrl.store.admission import GroupLimit
@@ -67,13 +67,13 @@ class SamplerConfig:
 
 
 class Sampler:
-    """Runs until every epoch's groups are finalised, ``idle_exit_seconds`` pass without work, or ``stop``."""
+    """Runs until every epoch's groups are finalized, ``idle_exit_seconds`` pass without work, or ``stop``."""
 
     def __init__(
         self,
         store: Store,
         worker: Worker,
-        finaliser: Finaliser,
+        finalizer: GroupFinalizer,
         config: SamplerConfig,
         groups_allowed: Callable[[], Awaitable[GroupLimit | int | None]],
     ) -> None:
@@ -96,7 +96,7 @@ class Sampler:
         """Trajectories that this sampler has scored."""
         self._housekeeping = Housekeeping(
             store,
-            finaliser,
+            finalizer,
             config.plan,
             split=config.split,
             max_attempts=config.claims.max_attempts,
@@ -107,7 +107,7 @@ class Sampler:
     async def run(self, stop: asyncio.Event) -> None:
         """Sample until done or stopped; what is still held then is finished or handed back."""
         jobs = (
-            self._heartbeats(), self._housekeeping.finalise_own(), self._housekeeping.work_for_all(),
+            self._heartbeats(), self._housekeeping.finalize_own(), self._housekeeping.work_for_all(),
             self._watch_work(), self._watch_training(),
         )  # fmt: skip
         helpers = [asyncio.create_task(job) for job in jobs]
@@ -285,7 +285,7 @@ class Sampler:
             await asyncio.wait(list(left), timeout=_CANCEL_SECONDS)
         self._running.clear()
         if await self._bounded(self._release([*left.values(), *self._unusable])):
-            await self._bounded(self._housekeeping.finalise_completed())
+            await self._bounded(self._housekeeping.finalize_completed())
 
     async def _bounded(self, work: Coroutine[Any, Any, None]) -> bool:
         """Do ``work`` within ``_RELEASE_SECONDS``; False where it failed or took longer."""

@@ -12,7 +12,7 @@ from agentrl.documents.task_file import read_tasks
 from agentrl.errors import ConfigError
 from agentrl.observe.sanitize_terminal import clean
 from agentrl.registry import paths_among
-from agentrl.rollout.finalise import TRAIN_SPLIT
+from agentrl.rollout.finalizer import TRAIN_SPLIT
 
 
 def main(argv: list[str]) -> int:

@@ -18,7 +18,7 @@ EFFICIENCY_SPREAD = 0.2
 """Largest difference that ``efficient_rewarding`` makes between two scores of one side."""
 
 FAILED = "failed"
-"""The ``group.outcome`` of a group that could not be finalised."""
+"""The ``group.outcome`` of a group that could not be finalized."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ def _decide(scored: Sequence[Record], config: GroupConfig, rng: random.Random) -
     ]
 
 
-def summarise(
+def summarize(
     records: Sequence[Record], failed: int, trained: int, rules: Mapping[str, Any]
 ) -> dict[str, object]:
     """The ``group`` sub-document of a Task: how the policy did, and what became of it.
@@ -163,10 +163,10 @@ def _efficiency(records: Sequence[Record], config: GroupConfig) -> dict[str, flo
     for is_right, sign in ((True, -1.0), (False, 1.0)):
         side = [record for record in records if _is_right(record, config) is is_right]
         ranks = _mean_ranks([record.turns for record in side])
-        centre = (len(side) - 1) / 2
+        center = (len(side) - 1) / 2
         width = max(1, len(side) - 1)
         for record, rank in zip(side, ranks, strict=True):
-            adjustments[record.id] = sign * EFFICIENCY_SPREAD * (rank - centre) / width
+            adjustments[record.id] = sign * EFFICIENCY_SPREAD * (rank - center) / width
     return adjustments
 
 

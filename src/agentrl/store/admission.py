@@ -86,7 +86,7 @@ class GroupAdmission(Part):
         self._selection = TaskSelection(connection)
 
     async def count(self, split: str, session: AsyncClientSession | None = None) -> int:
-        """Groups admitted and not yet trained: running, waiting, or finalised with untrained data."""
+        """Groups admitted and not yet trained: running, waiting, or finalized with untrained data."""
         admitted = [TaskStatus.RUNNING.value, TaskStatus.WAITING.value]
         running = await self._collection(TASK).count_documents(
             {"split": split, "status": {"$in": admitted}}, session=session

@@ -119,7 +119,7 @@ class Claims(Scores, Releases):
 
     @database_call
     async def reopen_failed(self, split: str) -> int:
-        """Open the failed slots of groups that are not finalised, with all their attempts; returns Tasks."""
+        """Open the failed slots of groups that are not finalized, with all their attempts; returns Tasks."""
         failed = {"$eq": ["$$slot.status", SlotStatus.FAILED.value]}
         fields = {
             **FREE, "status": SlotStatus.OPEN.value, "released": "$$slot.attempt", "not_before": None,
@@ -134,7 +134,7 @@ class Claims(Scores, Releases):
 
     @database_call
     async def groups_open(self, split: str) -> int:
-        """Groups admitted and not yet trained: running, waiting, or finalised with untrained data."""
+        """Groups admitted and not yet trained: running, waiting, or finalized with untrained data."""
         return await self._admission.count(split)
 
     async def _claim(self, request: ClaimRequest) -> Claim | None:

@@ -1,4 +1,4 @@
-"""The groups that became complete by a write of this process: it finalises them, and others need not look."""
+"""The groups that became complete by a write of this process: it finalizes them, and others need not look."""
 
 from __future__ import annotations
 

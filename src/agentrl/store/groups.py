@@ -17,7 +17,7 @@ from agentrl.documents.status import RECORD_EDGES, RecordStatus, SlotStatus, Tas
 from agentrl.documents.task import Begin, Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import GroupFilterError, StoreError
-from agentrl.scoring.groups import FAILED, summarise
+from agentrl.scoring.groups import FAILED, summarize
 from agentrl.store import slots
 from agentrl.store.admin.regroup import read_records
 from agentrl.store.blobs import Blobs
@@ -69,7 +69,7 @@ class Groups(Part):
 
     @database_call
     async def waiting_groups(self, split: str, limit: int = 16, waiting_seconds: float = 0.0) -> list[str]:
-        """``_id`` of Tasks that have been complete, but not finalised, for ``waiting_seconds``, in order.
+        """``_id`` of Tasks that have been complete, but not finalized, for ``waiting_seconds``, in order.
 
         A group whose last attempt failed is left out until ``finalising.retry_at``.
         """
@@ -88,10 +88,10 @@ class Groups(Part):
         return None if document is None else await self._read_group(document)
 
     @database_call
-    async def finalise_group(self, task_id: str, decide: Decide) -> bool:
+    async def finalize_group(self, task_id: str, decide: Decide) -> bool:
         """Move a WAITING Task to COMPLETED with everything that follows from it, in one transaction.
 
-        Returns False if the group is not waiting or someone else finalised it first. What ``decide``
+        Returns False if the group is not waiting or someone else finalized it first. What ``decide``
         raises leaves the group as it was.
         """
         document = await self._collection(TASK).find_one({"_id": task_id, "status": TaskStatus.WAITING.value})
@@ -100,7 +100,7 @@ class Groups(Part):
         group = await self._read_group(document)
         live = _live(group.task)
         if any(record.id in live and record.status is not RecordStatus.SCORED for record in group.records):
-            return False  # someone finalised the group between the two reads
+            return False  # someone finalized the group between the two reads
         if (problem := slot_problem(group.task, group.records)) is not None:
             raise StoreError(problem, hint="agentrl db check lists what contradicts what")
         outcome = await _decided(group, decide)
@@ -125,7 +125,7 @@ class Groups(Part):
 
     @database_call
     async def note_failed_attempt(self, task_id: str, problem: str, *, retry_seconds: float) -> int:
-        """Count a failed attempt at finalising a WAITING group; returns the count, or 0 if it is not waiting.
+        """Count a failed attempt at finalizing a WAITING group; returns the count, or 0 if it is not waiting.
 
         The next one is due after ``retry_seconds``, doubled with each attempt.
         """
@@ -145,7 +145,7 @@ class Groups(Part):
 
     @database_call
     async def give_up_group(self, task_id: str, problem: str, rules: Mapping[str, Any]) -> bool:
-        """Complete a WAITING group that cannot be finalised, with the outcome ``failed``.
+        """Complete a WAITING group that cannot be finalized, with the outcome ``failed``.
 
         Its scored Records are ABANDONED because of ``problem``, and it has no training data. ``rules`` are
         for ``agentrl db rescore``. Returns False if the group is not waiting.
@@ -161,9 +161,9 @@ class Groups(Part):
             scored = [record for record in records if record.score is not None]
             failed = sum(slot["status"] == SlotStatus.FAILED for slot in task["slots"])
             decided = {"outcome": FAILED, "problem": problem, "rules": rules}
-            summary = {**summarise(scored, failed, 0, rules), **decided}
+            summary = {**summarize(scored, failed, 0, rules), **decided}
             await self._collection(TASK).update_one({"_id": task_id}, _complete(summary), session=session)
-            because = f"the group could not be finalised: {problem}"
+            because = f"the group could not be finalized: {problem}"
             await self._collection(RECORD).update_many(
                 {"task": task_id, "status": RecordStatus.SCORED.value},
                 {"$set": {"status": RecordStatus.ABANDONED.value, "abandoned_because": because}},
@@ -175,7 +175,7 @@ class Groups(Part):
 
     @database_call
     async def uncounted_groups(self, split: str) -> list[dict[str, Any]]:
-        """``Task.group``, and ``task``, of every finalised group that no step has counted, oldest first.
+        """``Task.group``, and ``task``, of every finalized group that no step has counted, oldest first.
 
         A step counts groups as it commits (``commit_step``), so that none is missed and none counts twice.
         """

@@ -41,7 +41,7 @@ GAIN = 0.05
 """Least gain in the probability of spread for which a known task goes before the next in order."""
 
 RECENT_GROUPS = 16
-"""Window of the estimates: the groups finalised last, and the first groups of tasks finalised last."""
+"""Window of the estimates: the groups finalized last, and the first groups of tasks finalized last."""
 
 ORDER, PASS_RATE = "order", "pass_rate"
 
@@ -68,7 +68,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Estimates from the groups that were finalised last."""
+    """Estimates from the groups that were finalized last."""
 
     ability: float
     first: tuple[Trials, ...] = ()
@@ -177,7 +177,7 @@ class TaskSelection(Part):
         return Estimate(estimate_ability(recent), tuple(first))
 
     async def _recent(self, query: Json, session: AsyncClientSession) -> list[Trials]:
-        """Return the scored groups of ``query`` that were finalised last."""
+        """Return the scored groups of ``query`` that were finalized last."""
         found = self._collection(TASK).find(
             {**query, "begun.number": {"$gt": 0}, "group.finalised_at": {"$ne": None}},
             {"group.scored": 1, "group.pass_rate": 1, "begun.ease": 1},

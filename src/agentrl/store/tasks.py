@@ -72,7 +72,7 @@ class Tasks(Epochs):
 
     @database_call
     async def named(self, split: str) -> Named:
-        """Return what the tasks of ``split`` name whose groups are not finalised."""
+        """Return what the tasks of ``split`` name whose groups are not finalized."""
         fields = ("agent_name", "scorer", "answer_schema", "tools")
         pipeline: list[Json] = [
             {"$match": {"split": split, "status": {"$in": _UNFINISHED}}},
@@ -98,7 +98,7 @@ class Tasks(Epochs):
 
     @database_call
     async def unfinished(self, split: str) -> int:
-        """Tasks whose group is not finalised."""
+        """Tasks whose group is not finalized."""
         return await self._collection(TASK).count_documents({"split": split, "status": {"$in": _UNFINISHED}})
 
     @database_call

@@ -25,7 +25,7 @@ _CANCEL_SECONDS = 0.5
 _LONGEST_AWAIT_MS = 10_000
 WATCHED = (TASK, DATA, VERSION, STEP)
 _UNNOTICED = [TaskStatus.WAITING.value, DataStatus.PLANNED.value]
-"""States that make no work for a process that waits: a group's last score finalises it."""
+"""States that make no work for a process that waits: a group's last score finalizes it."""
 _WORTH_WAKING = {
     "$or": [
         {"ns.coll": {"$in": [VERSION, STEP]}},

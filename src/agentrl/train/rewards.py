@@ -1,4 +1,4 @@
-"""What a step says of sampling: reward and lengths over the groups finalised since the step before."""
+"""What a step says of sampling: reward and lengths over the groups finalized since the step before."""
 
 from __future__ import annotations
 

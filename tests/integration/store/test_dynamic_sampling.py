@@ -12,7 +12,7 @@ from agentrl.cli.db.check import options_of
 from agentrl.config.schema import GroupConfig
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim, task_key
-from agentrl.rollout.finalise import Finaliser
+from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store.admin.check.run import Checks
 from agentrl.store.client import Store
 
@@ -33,7 +33,7 @@ async def take(store: Store) -> Claim | None:
 async def test_a_group_whose_rewards_are_equal_is_dropped_and_sampling_refills(store: Store) -> None:
     for order in range(4):
         await run.add_task(store, task_key("train", 0, str(order)), order)
-    finaliser = Finaliser(store, GroupConfig(), split="train", seed=0)
+    finalizer = GroupFinalizer(store, GroupConfig(), split="train", seed=0)
     told = []
     for order, scores in enumerate(((1.0, 1.0), (0.0, 0.0), (0.0, 1.0))):
         for value in scores:
@@ -41,7 +41,7 @@ async def test_a_group_whose_rewards_are_equal_is_dropped_and_sampling_refills(s
             assert claimed is not None
             assert claimed.task.order == order
             await run.score(store, claimed, value)
-        assert await finaliser.run_waiting() == 1
+        assert await finalizer.run_waiting() == 1
         told.append(await store.training.open_groups("train"))
     assert told == [0, 0, 1]
     assert await take(store) is None
@@ -62,7 +62,7 @@ async def test_shaped_rewards_keep_the_scores_and_check_out(store: Store) -> Non
             await store.claims.score(claimed, value, {"scorer": "exact"})
         else:
             await run.score(store, claimed, value)
-    assert await Finaliser(store, config, split="train", seed=0).run_waiting() == 1
+    assert await GroupFinalizer(store, config, split="train", seed=0).run_waiting() == 1
     records = sorted(await store.records.of_task(key), key=lambda record: record.traj_id)
     assert [(r.score, r.generated_tokens) for r in records] == [(1.0, 8), (0.0, 8), (1.0, 4)]
     assert [r.advantage for r in records] == pytest.approx([0.25, -1.25, 1.0])

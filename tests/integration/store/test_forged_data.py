@@ -16,7 +16,7 @@ from agentrl.data.verify import verifier
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.status import TaskStatus
 from agentrl.errors import StoreError
-from agentrl.rollout.finalise import ATTEMPTS, Finaliser
+from agentrl.rollout.finalizer import ATTEMPTS, GroupFinalizer
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -127,7 +127,7 @@ async def test_a_trainer_takes_the_next_group_instead(store: Store, tmp_path: Pa
     await run.add_task(store, run.UNTOUCHED, 4)
     for value in (0.0, 1.0):
         await run.score(store, await run.claim(store), value, version=1)
-    assert await Finaliser(store, GroupConfig(), split="train", seed=0).run_waiting() == 1
+    assert await GroupFinalizer(store, GroupConfig(), split="train", seed=0).run_waiting() == 1
     await _record(store, {"score": 5.0})
     taken = await stream(store).take(2)
     assert taken is not None
@@ -136,14 +136,14 @@ async def test_a_trainer_takes_the_next_group_instead(store: Store, tmp_path: Pa
 
 async def test_a_score_of_no_attempt_that_holds_a_slot_decides_no_group(store: Store) -> None:
     await run.add_task(store, run.READY, 0)
-    finaliser = Finaliser(store, GroupConfig(), split="train", seed=0)
+    finalizer = GroupFinalizer(store, GroupConfig(), split="train", seed=0)
     for value in (0.0, 1.0):
         await run.score(store, await run.claim(store), value)
     await _record(store, {"score": 5.0})
     with pytest.raises(StoreError, match=r"has the score 5.0, and its slot 0.0"):
-        await store.training.finalise_group(run.READY, lambda *_: pytest.fail("the group was decided"))
+        await store.training.finalize_group(run.READY, lambda *_: pytest.fail("the group was decided"))
     for _ in range(ATTEMPTS):
-        assert not await finaliser.finalise(run.READY)
+        assert not await finalizer.finalize(run.READY)
     task = await store.tasks.get(run.READY)
     assert task is not None
     assert (task.status, (task.group or {})["outcome"]) == (TaskStatus.COMPLETED, "failed")

@@ -1,4 +1,4 @@
-"""A group that cannot be finalised: the others go on, it is given up with a reason and can be tried again."""
+"""A group that cannot be finalized: the others go on, it is given up with a reason and can be tried again."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.task import Task, task_key
 from agentrl.observe.audit.run import read_state, render_state
-from agentrl.rollout import finalise as finalise_module
-from agentrl.rollout.finalise import ATTEMPTS, Finaliser
+from agentrl.rollout import finalizer as finalize_module
+from agentrl.rollout.finalizer import ATTEMPTS, GroupFinalizer
 from agentrl.scoring.group_filters import ScoredGroup, group_filter
 from agentrl.store import blobs, groups
 from agentrl.store.client import Store
@@ -34,7 +34,7 @@ GOOD = [task_key("train", 0, f"{number}-good") for number in range(1, 4)]
 @pytest.fixture(autouse=True)
 async def begun(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A published version; attempts follow one another at once."""
-    monkeypatch.setattr(finalise_module, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(finalize_module, "RETRY_SECONDS", 0.0)
     await run.publish(store, tmp_path, 0, step=0, train_step=None)
 
 
@@ -70,8 +70,8 @@ async def test_the_others_go_on_and_the_bad_one_is_given_up_and_taken_up_again(
     rules = Rules(monkeypatch)
     for order, key in enumerate([BAD, *GOOD]):
         await group(store, key, order)
-    finaliser = Finaliser(store, GroupConfig(), split="train", seed=0)
-    assert sum([await finaliser.run_waiting() for _ in range(ATTEMPTS)]) == 3
+    finalizer = GroupFinalizer(store, GroupConfig(), split="train", seed=0)
+    assert sum([await finalizer.run_waiting() for _ in range(ATTEMPTS)]) == 3
     bad = await task_of(store, BAD)
     assert bad.status is TaskStatus.COMPLETED
     assert bad.group is not None
@@ -80,7 +80,7 @@ async def test_the_others_go_on_and_the_bad_one_is_given_up_and_taken_up_again(
     assert "more characters]" in bad.group["problem"]
     records = await store.records.of_task(BAD)
     assert {record.status for record in records} == {RecordStatus.ABANDONED}
-    assert all("could not be finalised: ZeroDivisionError" in str(item.abandoned_because) for item in records)
+    assert all("could not be finalized: ZeroDivisionError" in str(item.abandoned_because) for item in records)
     assert await violations(store) == []
     from rich.console import Console
 
@@ -88,11 +88,11 @@ async def test_the_others_go_on_and_the_bad_one_is_given_up_and_taken_up_again(
     console.print(render_state(await read_state(store), alive_seconds=60))
     assert "ZeroDivisionError" in capsys.readouterr().out
     assert await agentrl_db(run_config, "reopen", "--failure_kind", "group") == 0
-    assert "1 groups that could not be finalised" in capsys.readouterr().out
+    assert "1 groups that could not be finalized" in capsys.readouterr().out
     assert (await task_of(store, BAD)).status is TaskStatus.WAITING
     assert await violations(store) == []
     rules.breaks = False
-    assert await finaliser.run_waiting() == 1
+    assert await finalizer.run_waiting() == 1
     summary = (await task_of(store, BAD)).group
     assert summary is not None
     assert summary["outcome"] == "trained"
@@ -103,12 +103,12 @@ async def test_attempts_are_counted_and_wait_longer_each_time(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Rules(monkeypatch)
-    monkeypatch.setattr(finalise_module, "RETRY_SECONDS", 1000.0)
+    monkeypatch.setattr(finalize_module, "RETRY_SECONDS", 1000.0)
     await group(store, BAD, 0)
-    finaliser = Finaliser(store, GroupConfig(), split="train", seed=0)
+    finalizer = GroupFinalizer(store, GroupConfig(), split="train", seed=0)
     waits = []
     for attempt in range(1, ATTEMPTS):
-        assert await finaliser.run_waiting() == 0
+        assert await finalizer.run_waiting() == 0
         counted = (await task_of(store, BAD)).finalising
         assert counted is not None
         assert counted["attempts"] == attempt
@@ -117,7 +117,7 @@ async def test_attempts_are_counted_and_wait_longer_each_time(
         assert await violations(store) == []
         await store.database["Task"].update_one({"_id": BAD}, {"$set": {"finalising.retry_at": None}})
     assert [round(wait / 1000) for wait in waits] == [1, 2, 4]
-    assert await finaliser.run_waiting() == 0
+    assert await finalizer.run_waiting() == 0
     assert (await task_of(store, BAD)).status is TaskStatus.COMPLETED
 
 
@@ -129,8 +129,8 @@ async def test_an_upload_that_was_cut_is_completed(
     monkeypatch.setattr(blobs, "_LIMIT", 10)
     monkeypatch.setattr(blobs, "_CHUNK", 16)
     await group(store, BAD, 0)
-    finaliser = Finaliser(store, GroupConfig(), split="train", seed=0)
-    assert await finaliser.run_waiting() == 1
+    finalizer = GroupFinalizer(store, GroupConfig(), split="train", seed=0)
+    assert await finalizer.run_waiting() == 1
     [one, two] = await store.training.fetch([meta.id for meta in await store.training.ready("train")])
     files, chunks = (store.database[f"DBRecordData.packed.{name}"] for name in ("files", "chunks"))
     await store.database["DBRecordData"].delete_many({})
@@ -146,7 +146,7 @@ async def test_an_upload_that_was_cut_is_completed(
             await chunks.delete_one({"_id": chunk["_id"]})
             name = chunk["files_id"].rpartition("/")[0]
             await chunks.insert_one({"files_id": name, "n": chunk["n"], "data": b"?"})
-    assert await finaliser.run_waiting() == 1
+    assert await finalizer.run_waiting() == 1
     again = await store.training.fetch([one.id, two.id])
     assert [item.input_ids for item in again] == [one.input_ids, two.input_ids]
     assert await violations(store) == []
@@ -164,8 +164,8 @@ async def test_a_filter_that_raises_fails_its_group_alone(store: Store) -> None:
     for order, key in enumerate([BAD, GOOD[0]]):
         await group(store, key, order)
     rules = GroupConfig(group_filter="refuses", advantage="reward", min_score_spread=0.0)
-    finaliser = Finaliser(store, rules, split="train", seed=0)
-    assert sum([await finaliser.run_waiting() for _ in range(ATTEMPTS)]) == 1
+    finalizer = GroupFinalizer(store, rules, split="train", seed=0)
+    assert sum([await finalizer.run_waiting() for _ in range(ATTEMPTS)]) == 1
     bad, good = await task_of(store, BAD), await task_of(store, GOOD[0])
     assert bad.group is not None
     assert (bad.group["outcome"], bad.group["rules"]["group_filter"]) == ("failed", "refuses")
@@ -196,9 +196,9 @@ async def test_a_filter_that_hangs_fails_its_group_and_the_sampler_goes_on(
 
     for order, key in enumerate([BAD, GOOD[0]]):
         await group(store, key, order)
-    finaliser = Finaliser(store, GroupConfig(group_filter="hangs"), split="train", seed=0)
+    finalizer = GroupFinalizer(store, GroupConfig(group_filter="hangs"), split="train", seed=0)
     try:
-        assert sum([await finaliser.run_waiting() for _ in range(ATTEMPTS)]) == 1
+        assert sum([await finalizer.run_waiting() for _ in range(ATTEMPTS)]) == 1
     finally:
         released.set()
     bad = await task_of(store, BAD)

@@ -126,18 +126,18 @@ async def test_files_go_with_their_documents(
 ) -> None:
     monkeypatch.setattr(blobs, "_LIMIT", 10)
     await run.build(store, tmp_path / "weights")
-    neighbour = f"{TRAINED}0/0/output_ids"
+    neighbor = f"{TRAINED}0/0/output_ids"
     calls = store.database["DispatchedSamplingTask.packed.files"]
-    await calls.insert_one({"_id": neighbour, "length": 1, "chunkSize": 1})
+    await calls.insert_one({"_id": neighbor, "length": 1, "chunkSize": 1})
     pruned = await prune(store, older_than_days=0)
     assert pruned.files > 4
     for name in ("DispatchedSamplingTask", "DBRecordData"):
         files = await store.database[f"{name}.packed.files"].distinct("_id")
         chunks = await store.database[f"{name}.packed.chunks"].distinct("files_id")
-        assert set(chunks) == set(files) - {neighbour}
+        assert set(chunks) == set(files) - {neighbor}
         assert not any(str(file).startswith(f"{TRAINED}/") for file in files)
         assert any(str(file).startswith(f"{READY[0]}/") for file in files)
-    assert await calls.find_one({"_id": neighbour}) is not None
+    assert await calls.find_one({"_id": neighbor}) is not None
     assert await violations(store) == []
 
 

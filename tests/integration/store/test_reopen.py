@@ -1,4 +1,4 @@
-"""``agentrl db reopen``: failed slots open again by kind of failure, finalised groups while untrained."""
+"""``agentrl db reopen``: failed slots open again by kind of failure, finalized groups while untrained."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentrl.documents.record import Failure
 from agentrl.documents.status import DataStatus, RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Task, task_key
 from agentrl.documents.training import TrainStep
-from agentrl.rollout.finalise import Finaliser
+from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store.admin.regroup import Blocker
 from agentrl.store.admin.reopen import Reopening
 from agentrl.store.client import Store
@@ -35,8 +35,8 @@ async def group_of(
         await run.score(store, await run.claim(store), score)
 
 
-async def finalise(store: Store) -> int:
-    return await Finaliser(store, GroupConfig(), split="train", seed=0).run_waiting()
+async def finalize(store: Store) -> int:
+    return await GroupFinalizer(store, GroupConfig(), split="train", seed=0).run_waiting()
 
 
 async def task_of(store: Store, key: str = GROUP) -> Task:
@@ -54,7 +54,7 @@ async def test_only_slots_of_that_failure_open_with_all_their_attempts(
     assert "would be reopened: 1 slots of 1 groups, 0 of" in capsys.readouterr().out
     assert (await task_of(store)).status is TaskStatus.WAITING
     assert await agentrl_db(run_config, "reopen", "--failure_kind", "tool") == 0
-    assert "reopened: 1 slots of 1 groups, 0 of which had been finalised" in capsys.readouterr().out
+    assert "reopened: 1 slots of 1 groups, 0 of which had been finalized" in capsys.readouterr().out
     task = await task_of(store)
     assert [slot.status for slot in task.slots[:2]] == [SlotStatus.OPEN, SlotStatus.FAILED]
     assert (task.status, task.slots[0].attempt, task.slots[0].released) == (TaskStatus.RUNNING, 1, 1)
@@ -65,19 +65,19 @@ async def test_only_slots_of_that_failure_open_with_all_their_attempts(
     )
     assert status is SlotStatus.OPEN
     await run.score(store, await run.claim(store), 1.0)
-    assert await finalise(store) == 1
+    assert await finalize(store) == 1
     assert await violations(store) == []
 
 
-async def test_a_finalised_untrained_group_is_undecided_and_decided_anew(
+async def test_a_finalized_untrained_group_is_undecided_and_decided_anew(
     store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await run.publish(store, tmp_path, 0, step=0, train_step=None)
     await group_of(store, "tool", scores=(0.0, 1.0, 1.0))
-    assert await finalise(store) == 1
+    assert await finalize(store) == 1
     assert await agentrl_db(run_config, "reopen", "--failure_kind", "tool", "--split", "train") == 0
     out = capsys.readouterr().out
-    assert "1 slots of 1 groups, 1 of which had been finalised" in out
+    assert "1 slots of 1 groups, 1 of which had been finalized" in out
     assert "3 training documents of these groups are deleted" in out
     task = await task_of(store)
     assert (task.status, task.group) == (TaskStatus.RUNNING, None)
@@ -87,7 +87,7 @@ async def test_a_finalised_untrained_group_is_undecided_and_decided_anew(
     assert await store.training.open_groups("train") == 1
     assert await violations(store) == []
     await run.score(store, await run.claim(store), 0.0)
-    assert await finalise(store) == 1
+    assert await finalize(store) == 1
     assert (await store.training.counts("train"))[DataStatus.READY] == 4
     assert await violations(store) == []
 
@@ -95,7 +95,7 @@ async def test_a_finalised_untrained_group_is_undecided_and_decided_anew(
 async def test_a_trained_group_and_a_planned_one_stay(store: Store, tmp_path: Path) -> None:
     await run.publish(store, tmp_path, 0, step=0, train_step=None)
     await group_of(store, "tool")
-    assert await finalise(store) == 1
+    assert await finalize(store) == 1
     data = tuple(meta.id for meta in await store.training.ready("train"))
     await store.training.plan_step(TrainStep(id="1/1", step=1, policy_version=0, data=data, owner="t"))
     reopening = Reopening(store.connection)
@@ -112,7 +112,7 @@ async def test_a_group_whose_calls_were_pruned_stays(
 ) -> None:
     await run.publish(store, tmp_path, 0, step=0, train_step=None)
     await group_of(store, "tool", scores=(1.0, 1.0))
-    assert await finalise(store) == 1
+    assert await finalize(store) == 1
     assert await agentrl_db(run_config, "prune", "--older_than_days", "0") == 0
     assert await agentrl_db(run_config, "reopen") == 0
     assert "left as they are: 1 groups (pruned)" in capsys.readouterr().out

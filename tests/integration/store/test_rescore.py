@@ -16,7 +16,7 @@ from agentrl.documents.record import Record
 from agentrl.documents.status import DataStatus, RecordStatus, TaskStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, StoreError
-from agentrl.rollout.finalise import Finaliser
+from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.scoring.group_filters import ScoredGroup
 from agentrl.scoring.registry import ScorerContext
 from agentrl.store import blobs
@@ -98,13 +98,13 @@ async def test_a_group_that_loses_its_spread_loses_its_data_and_gets_them_back(
     assert await violations(store) == []
 
 
-async def test_a_score_before_its_group_is_finalised_counts_in_it(store: Store, tmp_path: Path) -> None:
+async def test_a_score_before_its_group_is_finalized_counts_in_it(store: Store, tmp_path: Path) -> None:
     await run.publish(store, tmp_path, 0, step=0, train_step=None)
     await run.add_task(store, run.READY, 0)
     await run.score(store, await run.claim(store), 1.0)
     assert await apply(store, t0=0.0) == Rescored(changed=1)
     await run.score(store, await run.claim(store), 1.0)
-    assert await Finaliser(store, GroupConfig(), split="train", seed=0).run_waiting() == 1
+    assert await GroupFinalizer(store, GroupConfig(), split="train", seed=0).run_waiting() == 1
     assert [item.advantage for item in await store.training.fetch([FIRST, SECOND])] == [-1.0, 1.0]
     assert await violations(store) == []
 
@@ -167,7 +167,7 @@ async def test_a_group_filter_is_asked_again_where_it_may_be_imported(
     rules = GroupConfig(
         group_filter=f"{__name__}:second_alone", advantage="reward", min_score_spread=0.0
     )  # fmt: skip
-    assert await Finaliser(store, rules, split="train", seed=0).run_waiting() == 1
+    assert await GroupFinalizer(store, rules, split="train", seed=0).run_waiting() == 1
     assert [item.id for item in await store.training.ready("train")] == [SECOND]
     words = ("rescore", "--scorer", ONE, "--record", FIRST)
     assert await agentrl_db(run_config, *words) == 1

@@ -23,7 +23,7 @@ from agentrl.documents.status import DataStatus, RecordStatus, StepStatus
 from agentrl.documents.task import task_key
 from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError, StoreError
-from agentrl.rollout.finalise import Finaliser
+from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store import step_parts
 from agentrl.store.admin.check.run import Checks
 from agentrl.store.client import Store, open_store
@@ -105,13 +105,13 @@ def kill(monkeypatch: pytest.MonkeyPatch) -> KillAfter:
 
 @pytest.fixture
 async def data(store: Store, tmp_path: Path) -> list[str]:
-    """Five groups of two trajectories, finalised: four parts."""
+    """Five groups of two trajectories, finalized: four parts."""
     await run.publish(store, tmp_path, 0, step=0, train_step=None)
     for order, key in enumerate(GROUPS):
         await run.add_task(store, key, order)
         for value in (0.0, 1.0):
             await run.score(store, await run.claim(store), value)
-    await Finaliser(store, GroupConfig(), split="train", seed=0).run_waiting()
+    await GroupFinalizer(store, GroupConfig(), split="train", seed=0).run_waiting()
     return sorted(meta.id for meta in await store.training.ready("train"))
 
 

@@ -142,7 +142,7 @@ async def _score_without_a_slot(thief: Store, store: Store) -> None:
         {**document, "_id": f"{key}/0/9", "task": key, "attempt": 9, "score": 9.0}
     )
     with pytest.raises(StoreError, match="its slot is not scored by it"):
-        await store.training.finalise_group(key, lambda *_: pytest.fail("the group was decided"))
+        await store.training.finalize_group(key, lambda *_: pytest.fail("the group was decided"))
 
 
 async def _forge_training_data(thief: Store, store: Store) -> None:
@@ -170,7 +170,7 @@ async def _name_a_path(thief: Store, store: Store) -> None:
 
 
 REFUSED_BY_READERS: dict[str, Trick] = {
-    "a score changed after its group was finalised": _change_a_score,
+    "a score changed after its group was finalized": _change_a_score,
     "a score of a Record that does not hold its slot": _score_without_a_slot,
     "training data that follow from no trajectory": _forge_training_data,
     "a scorer or an agent that a task names by a path": _name_a_path,
@@ -206,7 +206,7 @@ async def _choose_the_rules(thief: Store, store: Store) -> None:
     for value in (0.0, 1.0):
         await run.score(thief, await run.claim(thief), value)
     rules = GroupRules(config=GroupConfig(adv_scaling=50.0), seed=0)
-    assert await thief.training.finalise_group(key, rules.decide)
+    assert await thief.training.finalize_group(key, rules.decide)
     ready = [item for item in await store.training.ready("train") if item.task == key]
     data = await store.training.fetch([item.id for item in ready])
     assert max(item.advantage for item in data) == 50.0
@@ -217,7 +217,7 @@ ALLOWED: dict[str, Trick] = {
     "read the whole run, with queries and answers": _read_everything,
     "invent a trajectory of a slot that it claims, with model calls and a score": _invent_a_trajectory,
     "take, release and fail slots, and add and change tasks": _hold_the_run_up,
-    "choose the rules by which a group that it finalises is decided (`Task.group.rules`)": _choose_the_rules,
+    "choose the rules by which a group that it finalizes is decided (`Task.group.rules`)": _choose_the_rules,
 }
 
 

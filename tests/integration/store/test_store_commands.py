@@ -19,7 +19,7 @@ from agentrl.documents.record import Failure
 from agentrl.documents.service import InferenceService
 from agentrl.documents.status import RecordStatus, ServiceStatus, TaskStatus
 from agentrl.rollout.admission import Admission
-from agentrl.rollout.finalise import Finaliser
+from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
 from agentrl.store.admission import GroupLimit
 from agentrl.store.client import Store, open_store
@@ -165,7 +165,7 @@ async def test_every_query_that_runs_in_a_loop_uses_an_index(watched: Store) -> 
     await watched.runs.acquire_trainer("t", "host", os.getpid(), 60)  # the first one reads earlier steps
     record(watched)
     for task_id in await watched.training.waiting_groups("train"):
-        await watched.training.finalise_group(task_id, decide)
+        await watched.training.finalize_group(task_id, decide)
     await everything_that_runs_in_a_loop(watched)
     COMMANDS.database = None
     explained = set()
@@ -231,8 +231,8 @@ async def idle_run(store: Store, trainer_side: Store) -> None:
         split="train", owner="idle", concurrency=4, claims=ClaimConfig(),
         plan=EpochPlan(epochs=1, seed=0, num_generations=2, shuffle=False),
     )  # fmt: skip
-    finaliser = Finaliser(store, GroupConfig(), split="train", seed=0)
-    sampler = Sampler(store, NoWorker(), finaliser, config, allowed)  # type: ignore[arg-type]
+    finalizer = GroupFinalizer(store, GroupConfig(), split="train", seed=0)
+    sampler = Sampler(store, NoWorker(), finalizer, config, allowed)  # type: ignore[arg-type]
     settings = StreamSettings(
         groups_per_step=2,
         num_epochs=1,

@@ -91,7 +91,7 @@ def decide(task: Task, records: list[Any], calls: Any) -> GroupOutcome:
 
 async def ready_data(store: Store, count: int) -> list[str]:
     for number in range(count):
-        assert await store.training.finalise_group(await complete(store, number), decide)
+        assert await store.training.finalize_group(await complete(store, number), decide)
     return [meta.id for meta in await store.training.ready("train")]
 
 
@@ -118,9 +118,9 @@ async def test_a_call_larger_than_a_document_goes_to_gridfs(store: Store) -> Non
     assert await store.dispatches.of_record(claim.record_id) == [call]
 
 
-async def test_a_group_is_finalised_once_by_eight_racers(store: Store) -> None:
+async def test_a_group_is_finalized_once_by_eight_racers(store: Store) -> None:
     task_id = await complete(store)
-    outcomes = await asyncio.gather(*(store.training.finalise_group(task_id, decide) for _ in range(8)))
+    outcomes = await asyncio.gather(*(store.training.finalize_group(task_id, decide) for _ in range(8)))
     assert sorted(outcomes) == [False] * 7 + [True]
     task = await store.tasks.get(task_id)
     assert task is not None
@@ -144,12 +144,12 @@ async def test_an_abort_in_the_middle_leaves_nothing(store: Store) -> None:
         return GroupOutcome(data=outcome.data, records=(*outcome.records, unknown), summary={})
 
     with pytest.raises(StoreError, match="1 of 3 Records"):
-        await store.training.finalise_group(task_id, wrong)
+        await store.training.finalize_group(task_id, wrong)
     assert await store.training.ready("train") == []
     assert await store.training.waiting_groups("train") == [task_id]
     states = {record.status for record in await store.records.of_task(task_id)}
     assert states == {RecordStatus.SCORED}
-    assert await store.training.finalise_group(task_id, decide)
+    assert await store.training.finalize_group(task_id, decide)
 
 
 async def test_steps_plan_commit_and_revert(store: Store) -> None:
@@ -195,9 +195,9 @@ async def test_a_group_is_counted_by_one_step_even_if_it_is_seen_late(store: Sto
         await training.commit_step(f"a/{step}", {}, [], counted=counted)
 
     early, late = [await complete(store, number) for number in range(2)]
-    await training.finalise_group(early, decide)
+    await training.finalize_group(early, decide)
     await commit(1, early)
-    await training.finalise_group(late, decide)
+    await training.finalize_group(late, decide)
     before = {"group.finalised_at": datetime(2020, 1, 1, tzinfo=UTC)}
     await store.database["Task"].update_one({"_id": late}, {"$set": before})
     assert await uncounted() == [late]

@@ -18,7 +18,7 @@ from agentrl.data.finalize_group import GroupRules
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.task import Claim, task_key
 from agentrl.observe.audit.groups import GroupCount, count_groups
-from agentrl.rollout.finalise import Finaliser
+from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store.admin.check.run import Checks
 from agentrl.store.admin.reopen import Reopening
 from agentrl.store.admin.rescore import NewScore, Rescoring
@@ -48,14 +48,14 @@ async def take(store: Store, limit: int, selection: Selection | None = EPOCHS) -
 
 
 async def admit_one_by_one(store: Store, scores: Mapping[str, tuple[float, float]], groups: int) -> list[str]:
-    """Sample group after group, finalise each, and return what was begun and by what, in order."""
+    """Sample group after group, finalize each, and return what was begun and by what, in order."""
     begun = []
     for _ in range(groups):
         for place in range(2):
             claimed = await take(store, 1 + await store.training.open_groups("train") - bool(place))
             assert claimed is not None
             await run.score(store, claimed, scores.get(claimed.task.task_id, (1.0, 1.0))[place])
-            await Finaliser(store, GroupConfig(), split="train", seed=0).run_waiting()
+            await GroupFinalizer(store, GroupConfig(), split="train", seed=0).run_waiting()
         assert claimed.task.begun is not None
         begun.append(f"{claimed.task.epoch}/{claimed.task.task_id} {claimed.task.begun.by}")
     return begun
@@ -98,7 +98,7 @@ async def test_an_epoch_begun_early_is_opened_with_what_is_missing(store: Store)
     assert await violations(store) == []
     while claimed := await take(store, 100):
         await run.score(store, claimed, 1.0)
-        await Finaliser(store, GroupConfig(), split="train", seed=0).run_waiting()
+        await GroupFinalizer(store, GroupConfig(), split="train", seed=0).run_waiting()
     assert await store.tasks.unfinished("train") == 0
     numbers = [task.begun.number for task in await store.tasks.find("train") if task.begun is not None]
     assert sorted(numbers) == list(range(1, 13))
@@ -135,13 +135,13 @@ async def test_a_task_whose_copy_was_begun_by_order_is_no_candidate(store: Store
             claimed = await take(store, 5)
             assert claimed is not None
             await run.score(store, claimed, value)
-    await Finaliser(store, GroupConfig(), split="train", seed=0).run_waiting()
+    await GroupFinalizer(store, GroupConfig(), split="train", seed=0).run_waiting()
     claimed = await take(store, 5)
     assert claimed is not None
     assert (claimed.task.id, claimed.task.begun and claimed.task.begun.by) == ("train/2/0", PASS_RATE)
     first = await store.tasks.get("train/0/0")
     assert first is not None
-    assert first.ease is None, "its copy was begun before it was finalised: unmarked once it is met"
+    assert first.ease is None, "its copy was begun before it was finalized: unmarked once it is met"
     assert await take(store, 5) is not None
     assert await take(store, 5) is None
 
@@ -154,7 +154,7 @@ async def test_a_group_that_is_opened_again_is_not_selected_until_it_is_finished
     claimed = await take(store, 1)
     assert claimed is not None
     await run.score(store, claimed, 1.0)
-    await Finaliser(store, GroupConfig(), split="train", seed=0).run_waiting()
+    await GroupFinalizer(store, GroupConfig(), split="train", seed=0).run_waiting()
     await Reopening(store.connection).reopen()
     again = await store.tasks.get("train/0/0")
     assert again is not None
@@ -193,7 +193,7 @@ async def test_by_order_nothing_is_selected_numbered_or_asked(
         claimed = await take(store, 1, None)
         assert claimed is not None
         await run.score(store, claimed, value)
-    await Finaliser(store, GroupConfig(), split="train", seed=0).run_waiting()
+    await GroupFinalizer(store, GroupConfig(), split="train", seed=0).run_waiting()
     task = await store.tasks.get("train/0/0")
     assert task is not None
     assert (task.begun, task.ease) == (None, None)

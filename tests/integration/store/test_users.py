@@ -25,7 +25,7 @@ from agentrl.documents.task import task_key
 from agentrl.documents.training import TrainStep
 from agentrl.errors import StoreError
 from agentrl.observe.audit.run import read_state
-from agentrl.rollout.finalise import Finaliser
+from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store import blobs
 from agentrl.store.admin.transfer import Transfer
 from agentrl.store.client import Store, open_existing, open_store
@@ -119,7 +119,7 @@ async def test_a_sampler_samples_and_does_no_more(
         await store.claims.reopen_failed("train")
         for _ in range(5):
             await score_slot(store)
-        await Finaliser(store, GroupConfig(), split="train", seed=0).run_waiting()
+        await GroupFinalizer(store, GroupConfig(), split="train", seed=0).run_waiting()
         await store.wait_for_change("TrainStep", timeout=0.3)
         assert "no change stream" not in caplog.text
         assert await store.services.live(10) == []

@@ -110,7 +110,7 @@ def test_a_span_per_policy_version() -> None:
     assert (data.min_version, data.max_version) == (3, 4)
 
 
-def test_neighbouring_spans_of_one_version_merge() -> None:
+def test_neighboring_spans_of_one_version_merge() -> None:
     data = convert(call(0, None, [1], [10, 11], versions=((3, 0, 1), (3, 1, 2))))
     assert [(s.start, s.end, s.version) for s in data.spans] == [(1, 3, 3)]
 

@@ -129,7 +129,7 @@ def test_stages_after_each_other_are_the_model_and_so_are_their_gradients(execut
 
 
 class Wire:
-    """Between two neighbours: what is sent waits until it is received, as on a network without buffers."""
+    """Between two neighbors: what is sent waits until it is received, as on a network without buffers."""
 
     def __init__(self) -> None:
         self._items: queue.Queue[tuple[Any, threading.Event]] = queue.Queue()

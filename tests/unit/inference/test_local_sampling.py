@@ -101,8 +101,8 @@ def test_penalties_follow_their_definitions() -> None:
         one.record(token)
     row = torch.tensor([[0.0, 5.0, -1.0, 1.9]])
     _, logprobs = sample(row.clone(), [one])
-    penalised = torch.tensor([0.0, (5.0 - 0.5 - 0.5) / 2, (-1.0 - 0.5 - 0.25) * 2, 1.9])
-    assert logprobs[0] == pytest.approx(float(penalised.log_softmax(-1)[1]), abs=1e-6)
+    penalized = torch.tensor([0.0, (5.0 - 0.5 - 0.5) / 2, (-1.0 - 0.5 - 0.25) * 2, 1.9])
+    assert logprobs[0] == pytest.approx(float(penalized.log_softmax(-1)[1]), abs=1e-6)
 
 
 def test_a_token_without_probability_is_never_drawn() -> None:

@@ -142,7 +142,7 @@ def test_dropout_is_refused_in_training_only() -> None:
         ("attn_logit_softcapping", 50.0, r"caps its attention scores at 50\.0"),
     ],
 )
-def test_what_depends_on_its_neighbours_is_refused(attribute: str, value: object, message: str) -> None:
+def test_what_depends_on_its_neighbors_is_refused(attribute: str, value: object, message: str) -> None:
     model = tiny_model("llama")
     setattr(model.config, attribute, value)
     with pytest.raises(ModelError, match=message):
@@ -196,7 +196,7 @@ def test_check_model_accepts_a_plain_model_and_refuses_another_head() -> None:
         check_model(model)
 
 
-def test_padding_free_states_do_not_depend_on_neighbours() -> None:
+def test_padding_free_states_do_not_depend_on_neighbors() -> None:
     model = tiny_model("llama").eval()
     ids = np.arange(12).tolist()
     with torch.no_grad():

@@ -111,12 +111,12 @@ def test_a_folder_that_cannot_be_written_is_a_config_error(tmp_path: Path) -> No
         setup(RunConfig(log_dir=str(tmp_path / "file" / "logs")), "x", "y")
 
 
-def _format(message: str, colour: bool = False, level: int = logging.WARNING) -> str:
+def _format(message: str, color: bool = False, level: int = logging.WARNING) -> str:
     record = logging.LogRecord("n", level, "p", 1, message, None, None)
-    return LineFormatter("demo/x-y", date_format="%H:%M:%S", colour=colour).format(record)
+    return LineFormatter("demo/x-y", date_format="%H:%M:%S", color=color).format(record)
 
 
-def test_a_message_cannot_forge_a_line_or_colour_the_terminal() -> None:
+def test_a_message_cannot_forge_a_line_or_color_the_terminal() -> None:
     text = _format("first\n12:00:00 INFO    demo/x-y  forged \x1b[31mred\x07")
     first, second = text.split("\n")
     assert first.endswith("first")
@@ -125,9 +125,9 @@ def test_a_message_cannot_forge_a_line_or_colour_the_terminal() -> None:
     assert "\x07" not in text
 
 
-def test_colour_is_on_the_level_alone() -> None:
-    assert "\x1b[33mWARNING\x1b[0m demo/x-y" in _format("m", colour=True)
-    assert "\x1b" not in _format("m", colour=True, level=logging.INFO)
+def test_color_is_on_the_level_alone() -> None:
+    assert "\x1b[33mWARNING\x1b[0m demo/x-y" in _format("m", color=True)
+    assert "\x1b" not in _format("m", color=True, level=logging.INFO)
 
 
 def test_a_record_is_rendered_as_it_was_when_it_was_logged(run: RunConfig) -> None:

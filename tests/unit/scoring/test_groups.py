@@ -14,7 +14,7 @@ from agentrl.config.schema import GroupConfig
 from agentrl.documents.record import Record
 from agentrl.documents.status import StopReason
 from agentrl.errors import ConfigError
-from agentrl.scoring.groups import Decision, decide_group, summarise
+from agentrl.scoring.groups import Decision, decide_group, summarize
 
 
 def record(place: int, score: float | None, turns: int = 2, stop: StopReason = StopReason.ANSWERED) -> Record:
@@ -230,11 +230,11 @@ def test_advantages_sum_to_zero_and_every_record_is_decided(
 
 
 def test_summary() -> None:
-    assert summarise(group(1, 0, None), failed=1, trained=2, rules={}) == {
+    assert summarize(group(1, 0, None), failed=1, trained=2, rules={}) == {
         "scored": 2, "failed": 1, "mean_score": 0.5, "pass_rate": 0.5, "outcome": "trained", "trained": 2,
         "versions": [0, 3],
     }  # fmt: skip
-    strict = summarise(group(1, 0.7, None), failed=1, trained=2, rules={"right_threshold": 0.7})
+    strict = summarize(group(1, 0.7, None), failed=1, trained=2, rules={"right_threshold": 0.7})
     assert strict["pass_rate"] == 0.5
-    empty = summarise([], failed=3, trained=0, rules={})
+    empty = summarize([], failed=3, trained=0, rules={})
     assert (empty["mean_score"], empty["pass_rate"], empty["outcome"]) == (None, None, "abandoned")

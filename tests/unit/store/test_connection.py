@@ -120,7 +120,7 @@ async def test_patience_ends(flaky: Callable[..., Flaky]) -> None:
 
 
 async def test_a_refusal_is_not_waited_for(flaky: Callable[..., Flaky]) -> None:
-    part = flaky(OperationFailure("not authorised", 13))
+    part = flaky(OperationFailure("not authorized", 13))
     with pytest.raises(StoreError) as caught, patient(30):
         await part.read()
     assert part.calls == 1

@@ -386,7 +386,7 @@ def summary(mean: float, scored: int, minute: int, task: str = "t") -> dict[str,
     }  # fmt: skip
 
 
-def finalised(store: FakeStore, task: str, mean: float, scored: int, minute: int) -> None:
+def finalized(store: FakeStore, task: str, mean: float, scored: int, minute: int) -> None:
     store.summaries.append(summary(mean, scored, minute, task))
     group = {key: value for key, value in store.summaries[-1].items() if key != "task"}
     store.groups[task] = Task(
@@ -395,10 +395,10 @@ def finalised(store: FakeStore, task: str, mean: float, scored: int, minute: int
 
 
 async def test_a_step_reports_on_all_groups_since_the_last_step_up_to_its_own(store: FakeStore) -> None:
-    finalised(store, "a", 1.0, 6, 1)
-    finalised(store, "abandoned", 0.0, 2, 2)
-    finalised(store, "b", 0.5, 4, 3)
-    finalised(store, "later", 0.5, 4, 4)
+    finalized(store, "a", 1.0, 6, 1)
+    finalized(store, "abandoned", 0.0, 2, 2)
+    finalized(store, "b", 0.5, 4, 3)
+    finalized(store, "later", 0.5, 4, 4)
     first = await step_window(cast("Store", store), "train", ["b"])
     assert first.tasks == ["a", "abandoned", "b"]
     metrics = await window_metrics(cast("Store", store), first, [])
@@ -416,7 +416,7 @@ async def test_the_length_bias_compares_what_is_trained_with_all_that_was_sample
         item.id: replace(item, trainable_tokens=length, task="a")
         for item, length in zip(group("a", size=3), (10, 20, 90), strict=True)
     }
-    finalised(store, "a", 0.5, 3, 1)
+    finalized(store, "a", 0.5, 3, 1)
     window = await step_window(cast("Store", store), "train", ["a"])
     metrics = await window_metrics(cast("Store", store), window, ["a/0/1", "a/1/1"])
     assert metrics["length_bias"] == pytest.approx(15 / 40)

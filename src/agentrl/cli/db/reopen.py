@@ -16,7 +16,7 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("reopen", help="open slots that failed for good, with all their attempts")
     parser.add_argument(
         "--failure_kind", "--failure-kind", action="append", choices=KINDS, default=[],
-        help="only slots whose last attempt failed like this; 'group': groups that could not be finalised;"
+        help="only slots whose last attempt failed like this; 'group': groups that could not be finalized;"
         " may be repeated (default: any)",
     )  # fmt: skip
     parser.add_argument("--split", help="only this split (default: all)")
@@ -34,9 +34,9 @@ async def reopen(run: RunConfig, arguments: argparse.Namespace) -> int:
             arguments.failure_kind, split=arguments.split, dry_run=arguments.dry_run
         )
     said = "would be reopened" if arguments.dry_run else "reopened"
-    print(f"{said}: {done.slots} slots of {done.groups} groups, {done.finalised} of which had been finalised")
+    print(f"{said}: {done.slots} slots of {done.groups} groups, {done.finalized} of which had been finalized")
     if done.given_up:
-        print(f"{said}: {done.given_up} groups that could not be finalised; they are tried again")
+        print(f"{said}: {done.given_up} groups that could not be finalized; they are tried again")
     if done.data:
         print(f"{done.data} training documents of these groups are deleted; they are made again from all")
     for why, groups in done.left.items():

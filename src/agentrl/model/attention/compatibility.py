@@ -32,7 +32,7 @@ def check_limits(model: Any) -> None:
         )
     if getattr(config, "expert_capacity", None):
         raise ModelError(
-            f"{name} drops tokens beyond {config.expert_capacity} per expert: neighbours change its result",
+            f"{name} drops tokens beyond {config.expert_capacity} per expert: neighbors change its result",
             hint="use a mixture-of-experts model whose experts take every token",
         )
     if getattr(config, "attn_logit_softcapping", None):

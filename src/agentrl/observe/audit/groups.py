@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupCount:
-    """Finalised groups of the train split that were begun by order, or by their tasks' pass rate."""
+    """Finalized groups of the train split that were begun by order, or by their tasks' pass rate."""
 
     by: str
     groups: int

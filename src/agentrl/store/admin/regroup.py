@@ -1,4 +1,4 @@
-"""A finalised group taken up again while nothing of it is trained: what rescoring and reopening share."""
+"""A finalized group taken up again while nothing of it is trained: what rescoring and reopening share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl.store.names import DATA, RECORD
 
 
 class Blocker(StrEnum):
-    """Why a finalised group stays as it is."""
+    """Why a finalized group stays as it is."""
 
     TRAINED = "trained"  # a step has trained, or is about to train, some of its data
     PRUNED = "pruned"  # model calls of its scored trajectories have been deleted

@@ -1,4 +1,4 @@
-"""Slots that failed for good, opened again with all their attempts; finalised groups too, while untrained."""
+"""Slots that failed for good, opened again with all their attempts; finalized groups too, while untrained."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from agentrl.store.connection import Json, Part, database_call
 from agentrl.store.names import RECORD, TASK
 
 GIVEN_UP = "group"
-"""The kind of failure of a group that could not be finalised."""
+"""The kind of failure of a group that could not be finalized."""
 _BEGUN = [TaskStatus.RUNNING.value, TaskStatus.WAITING.value, TaskStatus.COMPLETED.value]
 
 
 @dataclass(slots=True, kw_only=True)
 class Reopened:
-    """What was opened. ``finalised`` of the ``groups`` had been decided and are undecided again."""
+    """What was opened. ``finalized`` of the ``groups`` had been decided and are undecided again."""
 
     slots: int = 0
     groups: int = 0
-    finalised: int = 0
+    finalized: int = 0
     data: int = 0
     """Training documents deleted: they are made anew when the group is complete again."""
     given_up: int = 0
-    """Groups that could not be finalised, and wait to be finalised again."""
+    """Groups that could not be finalized, and wait to be finalized again."""
     left: dict[Blocker, int] = field(default_factory=dict)
     """Groups left as they are, by what forbade it."""
 
@@ -45,9 +45,9 @@ class Reopening(Part):
     ) -> Reopened:
         """Open the failed slots whose last attempt failed with one of ``kinds`` (none: with any).
 
-        One transaction a group. A finalised group goes back to running, its scored Records to ``scored``,
+        One transaction a group. A finalized group goes back to running, its scored Records to ``scored``,
         and its training data are deleted; that of which a step has trained anything stays as it is. A group
-        that could not be finalised (kind ``GIVEN_UP``) waits to be finalised again.
+        that could not be finalized (kind ``GIVEN_UP``) waits to be finalized again.
         """
         query: Json = {"status": {"$in": _BEGUN}, "slots.status": SlotStatus.FAILED.value}
         if split is not None:
@@ -111,7 +111,7 @@ class Reopening(Part):
         elif opened:
             done.slots += opened
             done.groups += 1
-            done.finalised += was_final
+            done.finalized += was_final
             done.data += data
 
     async def _failed(self, task: Task, kinds: Sequence[str], session: AsyncClientSession) -> list[Slot]:

@@ -45,7 +45,7 @@ class Rescored:
     """What became of the new scores of one group.
 
     ``kept_because``: the Records keep their scores, and the new ones stand beside them in ``rescored``.
-    ``decided_again``: the group was finalised, and its advantages and training data were made anew.
+    ``decided_again``: the group was finalized, and its advantages and training data were made anew.
     """
 
     changed: int
@@ -91,7 +91,7 @@ class Rescoring(Part):
     ) -> Rescored:
         """Give the Records of one group their new scores, all in one transaction or none.
 
-        A group that is not finalised is decided by them later; one that is, and of which nothing has been
+        A group that is not finalized is decided by them later; one that is, and of which nothing has been
         trained, is decided again at once. Otherwise the new scores are noted beside the old.
         """
         for _ in range(_TRIES):

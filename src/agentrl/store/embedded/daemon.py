@@ -1,4 +1,4 @@
-"""The mongod binary as a daemon: find it, start it, recognise it, stop it. Knows nothing of replica sets."""
+"""The mongod binary as a daemon: find it, start it, recognize it, stop it. Knows nothing of replica sets."""
 
 from __future__ import annotations
 

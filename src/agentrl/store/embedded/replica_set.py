@@ -25,7 +25,7 @@ from agentrl.store.embedded.daemon import (
 _PRIMARY_SECONDS = 60.0
 _GONE_SECONDS = 20.0
 _ELECTION_MILLISECONDS = 2000
-_INITIALISED = 23
+_INITIALIZED = 23
 
 
 class Member:
@@ -168,7 +168,7 @@ class ReplicaSet:
             try:
                 client.admin.command("replSetInitiate", config)
             except OperationFailure as error:
-                if error.code != _INITIALISED:
+                if error.code != _INITIALIZED:
                     raise StoreError(f"the replica set cannot be formed: {error}") from error
             except PyMongoError as error:
                 raise StoreError(f"the replica set cannot be formed: {error}") from error

@@ -33,7 +33,7 @@ from agentrl.store.embedded.daemon import (
 _LOCK_SECONDS = 90.0
 _PRIMARY_SECONDS = 30.0
 _FREE_BYTES = 1024 * 2**20
-_NOT_INITIALISED = 94
+_NOT_INITIALIZED = 94
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +256,7 @@ def _configure(client: MongoClient[dict[str, Any]], member: str) -> None:
     try:
         config = client.admin.command("replSetGetConfig")["config"]
     except OperationFailure as error:
-        if error.code != _NOT_INITIALISED:
+        if error.code != _NOT_INITIALIZED:
             raise
         members = [{"_id": 0, "host": member}]
         client.admin.command("replSetInitiate", {"_id": REPLICA_SET, "members": members})

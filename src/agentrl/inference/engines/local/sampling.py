@@ -18,7 +18,7 @@ _WIDTHS = (64, 1024)
 
 @dataclass(slots=True)
 class RowSampler:
-    """How one request is sampled: its parameters, its random numbers, its penalised tokens."""
+    """How one request is sampled: its parameters, its random numbers, its penalized tokens."""
 
     params: SamplingParams
     rng: np.random.Generator
@@ -37,42 +37,42 @@ class RowSampler:
         return not self.greedy and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
 
     @property
-    def penalised(self) -> bool:
+    def penalized(self) -> bool:
         """Whether tokens already generated are made less likely."""
         params = self.params
         return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
 
     def record(self, token: int) -> None:
         """Count a generated token."""
-        if self.penalised:
+        if self.penalized:
             self.counts[token] = self.counts.get(token, 0) + 1
 
 
 def sample(logits: Tensor, samplers: Sequence[RowSampler]) -> tuple[list[int], list[float]]:
     """Token ids and logprobs for float32 logits [n, vocab], which are overwritten.
 
-    The logprobs are of the distribution that is drawn from: penalised logits divided by the temperature,
-    renormalised over the tokens that ``top_k``, ``top_p`` and ``min_p`` leave. A greedy row's are those at
+    The logprobs are of the distribution that is drawn from: penalized logits divided by the temperature,
+    renormalized over the tokens that ``top_k``, ``top_p`` and ``min_p`` leave. A greedy row's are those at
     temperature 1. Tokens are drawn by inverting the cumulative distribution in float64 at one uniform number
     a row, so that a row depends on its own seed alone.
     """
     for row, sampler in enumerate(samplers):
-        if sampler.penalised and sampler.counts:
-            _penalise(logits[row], sampler)
+        if sampler.penalized and sampler.counts:
+            _penalize(logits[row], sampler)
     temperatures = torch.tensor([s.params.temperature or 1.0 for s in samplers], device=logits.device)
     logits.div_(temperatures[:, None])
-    normaliser = logits.logsumexp(dim=-1)
+    normalizer = logits.logsumexp(dim=-1)
     tokens = logits.argmax(dim=-1)
     plain = [row for row, s in enumerate(samplers) if not s.greedy and not s.truncated]
     cut = [row for row, s in enumerate(samplers) if s.truncated]
     if plain:
-        probs = (_rows(logits, plain) - normaliser[plain, None]).exp_()
+        probs = (_rows(logits, plain) - normalizer[plain, None]).exp_()
         tokens[plain] = _draw(probs, [samplers[row] for row in plain])
     if cut:
-        probs = (_rows(logits, cut) - normaliser[cut, None]).exp_()
+        probs = (_rows(logits, cut) - normalizer[cut, None]).exp_()
         tokens[cut], kept = _draw_truncated(probs, [samplers[row] for row in cut])
-        normaliser[cut] += kept.log()
-    logprobs = (logits.gather(-1, tokens[:, None])[:, 0] - normaliser).clamp_(max=0.0)
+        normalizer[cut] += kept.log()
+    logprobs = (logits.gather(-1, tokens[:, None])[:, 0] - normalizer).clamp_(max=0.0)
     return tokens.tolist(), logprobs.tolist()
 
 
@@ -80,7 +80,7 @@ def _rows(logits: Tensor, rows: list[int]) -> Tensor:
     return logits if len(rows) == len(logits) else logits[rows]
 
 
-def _penalise(row: Tensor, sampler: RowSampler) -> None:
+def _penalize(row: Tensor, sampler: RowSampler) -> None:
     """Apply the three penalties, as SGLang defines them over generated tokens, to logits [vocab] in place."""
     params = sampler.params
     ids = torch.tensor(list(sampler.counts), device=row.device)

@@ -11,7 +11,7 @@ from typing import Any
 from agentrl.config.schema import GroupConfig
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
-from agentrl.scoring.groups import FAILED, decide_group, filtered_of, summarise
+from agentrl.scoring.groups import FAILED, decide_group, filtered_of, summarize
 from agentrl.store.admin.check.findings import Problem
 from agentrl.store.admin.check.reading import differing
 from agentrl.store.admin.check.slots import DEAD, SETTLED
@@ -69,12 +69,12 @@ def group_problems(task: Json, records: Sequence[Json], trained: int) -> Iterato
         return
     scored = [_record(record) for record in records if record.get("score") is not None]
     failed = sum(slot["status"] == SlotStatus.FAILED for slot in task["slots"])
-    expected_group = summarise(scored, failed, trained, group.get("rules") or group)
+    expected_group = summarize(scored, failed, trained, group.get("rules") or group)
     given_up = group.get("outcome") == FAILED
     if given_up:
         expected_group["outcome"] = FAILED
         if not group.get("problem"):
-            yield Problem(name, "why it could not be finalised", "group.problem", None)
+            yield Problem(name, "why it could not be finalized", "group.problem", None)
     yield from (
         Problem(name, f"group.{key} of its Records", value, group.get(key))
         for key, value in expected_group.items()

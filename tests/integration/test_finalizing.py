@@ -1,4 +1,4 @@
-"""Who finalises a group: the sampler that completed it, at once; any other only what was left behind."""
+"""Who finalizes a group: the sampler that completed it, at once; any other only what was left behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Reads(pymongo.monitoring.CommandListener):
-    """Keeps the groups whose Records are read in order to finalise them."""
+    """Keeps the groups whose Records are read in order to finalize them."""
 
     def __init__(self) -> None:
         self.groups: list[str] = []
@@ -62,7 +62,7 @@ async def stores(run_config: RunConfig) -> AsyncIterator[list[Store]]:
         await opened[0].database.client.drop_database(run_config.run_name)
 
 
-async def test_a_group_is_read_once_to_finalise_it_however_many_samplers_there_are(
+async def test_a_group_is_read_once_to_finalize_it_however_many_samplers_there_are(
     stores: list[Store],
 ) -> None:
     await stores[0].tasks.load([task(f"t{number}") for number in range(GROUPS)])
@@ -73,7 +73,7 @@ async def test_a_group_is_read_once_to_finalise_it_however_many_samplers_there_a
     assert sorted(READS.groups) == sorted(f"train/0/t{number}" for number in range(GROUPS))
 
 
-async def test_a_failure_that_completes_a_group_finalises_it_too(
+async def test_a_failure_that_completes_a_group_finalizes_it_too(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(housekeeping, "SWEEP_SECONDS", 3600.0)
@@ -92,7 +92,7 @@ async def test_a_failure_that_completes_a_group_finalises_it_too(
 
 
 @pytest.mark.parametrize("ending", ["scored", "reaped"])
-async def test_what_a_killed_sampler_completed_is_finalised_by_another(
+async def test_what_a_killed_sampler_completed_is_finalized_by_another(
     stores: list[Store], monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
     killed, other = stores[:2]

@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from agentrl.store.client import Store
     from agentrl.store.groups import GroupOutcome
 
-__all__ = ["TRAIN_SPLIT", "Finaliser"]
+__all__ = ["TRAIN_SPLIT", "GroupFinalizer"]
 
 logger = logging.getLogger(__name__)
 
 _BATCH = 16
 ATTEMPTS = 4
-"""Attempts at finalising one group before it is given up."""
+"""Attempts at finalizing one group before it is given up."""
 RETRY_SECONDS = 5.0
 """Wait after the first attempt that failed; it doubles."""
 
 
-class Finaliser:
-    """Finalises groups of one split: the process that wrote a group's last score does it.
+class GroupFinalizer:
+    """Finalizes groups of one split: the process that wrote a group's last score does it.
 
     Several samplers may try the same group: one of them does it.
     """
@@ -43,31 +43,31 @@ class Finaliser:
         self._told: set[str] = set()
 
     async def run_completed(self) -> int:
-        """Finalise the groups that writes of this process completed; returns how many this call did."""
+        """Finalize the groups that writes of this process completed; returns how many this call did."""
         completed = self._store.claims.completed.take(self._split)
-        return sum([await self.finalise(task_id) for task_id in completed])
+        return sum([await self.finalize(task_id) for task_id in completed])
 
     async def run_waiting(self, waiting_seconds: float = 0.0) -> int:
-        """Finalise every group that has waited for ``waiting_seconds``; returns how many this call did.
+        """Finalize every group that has waited for ``waiting_seconds``; returns how many this call did.
 
-        It repairs what a process left that ended between a group's last score and its finalising.
+        It repairs what a process left that ended between a group's last score and its finalizing.
         """
         done = 0
         while waiting := await self._store.training.waiting_groups(self._split, _BATCH, waiting_seconds):
-            finished = [await self.finalise(task_id) for task_id in waiting]
+            finished = [await self.finalize(task_id) for task_id in waiting]
             done += sum(finished)
             if not any(finished):
                 break
         return done
 
-    async def finalise(self, task_id: str) -> bool:
-        """Finalise one waiting group; False if another process did, or if this attempt failed.
+    async def finalize(self, task_id: str) -> bool:
+        """Finalize one waiting group; False if another process did, or if this attempt failed.
 
         A failed attempt is counted in the Task and repeated later; after ``ATTEMPTS`` the group is given up.
         Raises StoreAwayError only; an outage does not count as an attempt.
         """
         try:
-            done = await self._store.training.finalise_group(task_id, self._decide)
+            done = await self._store.training.finalize_group(task_id, self._decide)
         except StoreAwayError:
             raise
         except Exception as error:

@@ -1,4 +1,4 @@
-"""What finalising a group logs, beside what it writes."""
+"""What finalizing a group logs, beside what it writes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus
 from agentrl.documents.task import Task
-from agentrl.rollout.finalise import Finaliser
+from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store.client import Store
 
 
@@ -49,28 +49,28 @@ class Training:
         self.groups = {task.id: (task, records, calls) for task, records, calls in groups}
         self.summaries: dict[str, Any] = {}
 
-    async def finalise_group(self, task_id: str, decide: Any) -> bool:
+    async def finalize_group(self, task_id: str, decide: Any) -> bool:
         """As the store's."""
         self.summaries[task_id] = decide(*self.groups[task_id]).summary
         return True
 
 
 async def test_a_parameter_that_masks_calls_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    penalised = {"temperature": 0.5, "presence_penalty": 1.5}
+    penalized = {"temperature": 0.5, "presence_penalty": 1.5}
     training = Training(
         [
             group("a", {"temperature": 0.5}),
-            group("b", penalised),
-            group("c", penalised),
+            group("b", penalized),
+            group("c", penalized),
             group("d", {"top_p": 0.9}),
         ]
     )
-    finaliser = Finaliser(
+    finalizer = GroupFinalizer(
         cast("Store", SimpleNamespace(training=training)), GroupConfig(), split="train", seed=0
     )
     with caplog.at_level(logging.WARNING):
         for name in "abcd":
-            assert await finaliser.finalise(name)
+            assert await finalizer.finalize(name)
     masked = [summary["masked_calls"] for summary in training.summaries.values()]
     assert masked == [
         [],
