@@ -11,7 +11,7 @@ imported into a new database of an embedded mongod, and ``agentrl train`` makes 
 and on one thread. Groups are trained in the order in which they were begun, which is stored.
 
 Losses are bit-equal with the torch and on the CPU that ``losses.json`` names. Others round differently:
-there, losses are within 1e-6; ``--write --losses FILE`` makes a file to be bit-equal to.
+there, losses are within 1e-5; ``--write --losses FILE`` makes a file to be bit-equal to.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WEIGHTS, SCALE = "weights.npz.xz", ".scale"
 NAME = "unmoved"
 SEED = 0
 STEPS = 20
-TOLERANCE = 1e-6
+TOLERANCE = 1e-5
 JUDGED = ("loss", "grad_norm", "reward", "pass_rate", "entropy", "lr", "trainable_tokens")
 """Metrics that may deviate by no more than that on any machine; bit-equality is of all metrics."""
 
