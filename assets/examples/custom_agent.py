@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from agentrl.documents.status import StopReason
 from agentrl.rollout.agents import agent
-from agentrl.rollout.session import Outcome, Rollout
+from agentrl.rollout.rollout import Outcome, Rollout
 
 
 @agent("second_look")
-async def second_look(session: Rollout) -> Outcome:
+async def second_look(rollout: Rollout) -> Outcome:
     """Tool calls are run as they come; the second answer is final."""
     first: str | None = None
-    while session.turns < session.max_turns and not session.context_is_full:
-        turn = await session.generate()
+    while rollout.turns < rollout.max_turns and not rollout.context_is_full:
+        turn = await rollout.generate()
         if turn.answer is None:
-            await session.call_tools(turn)
+            await rollout.call_tools(turn)
         elif first is None:
             first = turn.answer
-            session.append_messages([{"role": "user", "content": "Check your answer and give it again."}])
+            rollout.append_messages([{"role": "user", "content": "Check your answer and give it again."}])
         else:
             return Outcome(StopReason.ANSWERED, turn.answer)
     if first is not None:

@@ -20,7 +20,7 @@ from agentrl.errors import StoreError
 from agentrl.rollout import housekeeping
 from agentrl.rollout import sampler as sampler_module
 from agentrl.rollout.agents import agent
-from agentrl.rollout.session import Outcome, Rollout
+from agentrl.rollout.rollout import Outcome, Rollout
 from agentrl.scoring.registry import ScorerContext, ScoreResult, scorer
 from agentrl.store.client import Store
 
@@ -38,10 +38,10 @@ async def begun(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @agent("bad_agent")
-async def bad_agent(session: Rollout) -> Any:
+async def bad_agent(rollout: Rollout) -> Any:
     """Misbehaves as the task's ``meta`` says, after a model call."""
-    await session.generate()
-    match session.task.meta["does"]:
+    await rollout.generate()
+    match rollout.task.meta["does"]:
         case "no outcome":
             return None
         case "a number":
@@ -68,7 +68,7 @@ async def bad_agent(session: Rollout) -> Any:
             own.cancel()
             await asyncio.sleep(0)
         case "messages":
-            session.append_messages(["hello"])  # type: ignore[list-item]
+            rollout.append_messages(["hello"])  # type: ignore[list-item]
         case "large answer":
             return Outcome(StopReason.ANSWERED, "x" * MEGABYTES_17)
     return Outcome(StopReason.ANSWERED, "3")

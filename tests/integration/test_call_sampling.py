@@ -29,7 +29,8 @@ from agentrl.inference.engines.launch import engine_client, engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import load_policy
-from agentrl.rollout.session import Rollout
+from agentrl.rollout.context import CONTEXT_MANAGERS
+from agentrl.rollout.rollout import Rollout
 from agentrl.store.groups import GroupOutcome
 from agentrl.train.step import forward_backward
 
@@ -109,7 +110,7 @@ async def sample(
         calls.append(call)
 
     async with opened(served) as engine:
-        session = Rollout(
+        rollout = Rollout(
             Claim(task=TASK, traj_id=traj_id, attempt=1, owner="o"),
             AgentConfig(),
             renderer=ChatRenderer.open(str(served.folder), None),
@@ -119,13 +120,14 @@ async def sample(
             parser=get_parser("hermes"),
             params=SamplingParams(max_new_tokens=24),
             seed=7,
+            manage_context=CONTEXT_MANAGERS.get("disabled"),
             write=write,
         )
         for number, changes in enumerate(turns):
             if number:
-                session.append_messages([{"role": "user", "content": "and then?"}])
-            await session.generate(**changes)
-        await session.finish()
+                rollout.append_messages([{"role": "user", "content": "and then?"}])
+            await rollout.generate(**changes)
+        await rollout.finish()
     return calls
 
 

@@ -7,7 +7,7 @@ from graphlib import CycleError, TopologicalSorter
 import grimp
 import pytest
 
-KNOWN = {"agentrl.losses.settings", "agentrl.rollout.context", "agentrl.distributed.mesh"}
+KNOWN = {"agentrl.losses.settings", "agentrl.distributed.mesh"}
 
 
 def test_no_two_modules_import_each_other() -> None:

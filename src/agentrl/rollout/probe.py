@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from agentrl.config.schema import GroupConfig, SamplingConfig
 from agentrl.errors import AgentRLError, ConfigError, ToolServerError
-from agentrl.rollout.agents import get_agent
-from agentrl.rollout.session import Tools
+from agentrl.rollout.agents import AGENTS
+from agentrl.rollout.rollout import Tools
 from agentrl.scoring.advantages import needs_others
 from agentrl.scoring.agent_config import AgentSection, ModelEndpoint, load_section
 from agentrl.scoring.answers import check_schema
@@ -56,7 +56,7 @@ async def probe(
     named = await store.tasks.named(split)
     problems: list[str] = []
     for name, task in named.agents.items():
-        _try(problems, task, lambda name=name: get_agent(name))  # type: ignore[misc]
+        _try(problems, task, lambda name=name: AGENTS.get(name))  # type: ignore[misc]
     for name, task in named.scorers.items():
         _try(problems, task, lambda name=name: get_scorer(name))  # type: ignore[misc]
     for schema, task in named.answer_schemas.items():

@@ -31,7 +31,8 @@ from agentrl.errors import ModelError
 from agentrl.inference.router import EngineRouter
 from agentrl.observe.logging import describe_process_id
 from agentrl.registry import allow_imports, paths_among
-from agentrl.rollout.agents import agent_names, get_agent
+from agentrl.rollout.agents import AGENTS
+from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.worker import Worker
 from agentrl.scoring.registry import scorer_names
 from agentrl.tools.pool import ToolPool
@@ -108,7 +109,7 @@ async def load_tasks(
         num_generations=num_generations,
         skip_bad_lines=tasks.skip_bad_lines,
         known_scorers=scorer_names(),
-        known_agents=agent_names(),
+        known_agents=AGENTS.names(),
     )
     for warning in result.warnings:
         logger.warning("%s", warning)
@@ -137,7 +138,8 @@ async def open_worker(
     """
     agent, sampling, engine = configs[AgentConfig], configs[SamplingConfig], configs[EngineConfig]
     await allow_configured_imports(store, configs)
-    get_agent(agent.agent_name)
+    AGENTS.get(agent.agent_name)
+    CONTEXT_MANAGERS.get(agent.new_context)
     parser = get_parser(agent.tool_call_parser)
     renderer = await open_renderer(store, configs[ModelConfig])
     params = sampling_params(sampling, renderer)

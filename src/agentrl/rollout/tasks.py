@@ -80,12 +80,12 @@ async def _load(arguments: argparse.Namespace) -> int:
 
 def unknown_names(names: Mapping[str, Collection[str]]) -> list[str]:
     """Say which agents, scorers and answer schemas of tasks cannot be used on this machine, and why."""
-    from agentrl.rollout.agents import get_agent
+    from agentrl.rollout.agents import AGENTS
     from agentrl.scoring.answers import check_schema
     from agentrl.scoring.registry import get_scorer
 
     checks: dict[str, Callable[[str], object]] = {
-        "agent_name": get_agent,
+        "agent_name": AGENTS.get,
         "scorer": get_scorer,
         "answer_schema": check_schema,
     }

@@ -29,9 +29,10 @@ from agentrl.inference.engines.launch import engine_client
 from agentrl.inference.router import EngineRouter
 from agentrl.observe.audit.record import render_record
 from agentrl.observe.tables import stdout_console
-from agentrl.rollout.agents import get_agent
+from agentrl.rollout.agents import AGENTS
+from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.probe import JUDGES
-from agentrl.rollout.session import Engine, Outcome, Rollout
+from agentrl.rollout.rollout import Engine, Outcome, Rollout
 from agentrl.rollout.setup import allow_configured_imports, live_engines, open_renderer, sampling_params
 from agentrl.scoring.agent_config import load_section
 from agentrl.scoring.answers import check_schema
@@ -61,16 +62,16 @@ class _Trial:
         agent, sampling = self.configs[AgentConfig], self.configs[SamplingConfig]
         try:
             async with asyncio.timeout(agent.trajectory_timeout_seconds):
-                session = await self._converse(agent)
+                rollout = await self._converse(agent)
         except TimeoutError as error:
             limit = agent.trajectory_timeout_seconds
             raise TrajectoryError(f"the trajectory took longer than {limit:g} s") from error
-        await self._score(session, sampling)
+        await self._score(rollout, sampling)
 
     async def _converse(self, agent: AgentConfig) -> Rollout:
         name = self.claim.task.agent_name or agent.agent_name
-        run_agent = get_agent(name)
-        session = Rollout(
+        run_agent = AGENTS.get(name)
+        rollout = Rollout(
             self.claim,
             agent,
             renderer=self.renderer,
@@ -80,21 +81,22 @@ class _Trial:
             parser=get_parser(agent.tool_call_parser),
             params=sampling_params(self.configs[SamplingConfig], self.renderer),
             seed=self.configs[RunConfig].seed,
+            manage_context=CONTEXT_MANAGERS.get(agent.new_context),
             write=self._keep,
         )
         try:
-            outcome = await contain(lambda: run_agent(session), f"agent {name}", TrajectoryError)
+            outcome = await contain(lambda: run_agent(rollout), f"agent {name}", TrajectoryError)
         finally:
-            await session.finish()
+            await rollout.finish()
         if not isinstance(outcome, Outcome):
             raise TrajectoryError(f"agent {name} returned {type(outcome).__name__}, and not an Outcome")
         self.outcome = outcome
-        return session
+        return rollout
 
     async def _keep(self, call: DispatchedSamplingTask) -> None:
         self.calls.append(call)
 
-    async def _score(self, session: Rollout, sampling: SamplingConfig) -> None:
+    async def _score(self, rollout: Rollout, sampling: SamplingConfig) -> None:
         task, answer = self.claim.task, self.outcome.final_answer if self.outcome else None
         if answer is not None and not isinstance(answer, str):
             raise ScorerError(f"the final answer is {type(answer).__name__}, and not text")
@@ -103,7 +105,7 @@ class _Trial:
             final_answer=answer,
             answer=task.answer,
             aug_answers=task.aug_answers,
-            messages=tuple(session.messages),
+            messages=tuple(rollout.messages),
             meta=task.meta,
             agent_config_path=sampling.agent_config_path,
         )
@@ -198,7 +200,7 @@ def _task_of_file(path: Path, line: int | None) -> Task:
 
 def _require_usable(configs: Configs, task: Task) -> None:
     """ConfigError for what no sampler could work with."""
-    get_agent(task.agent_name or configs[AgentConfig].agent_name)
+    AGENTS.get(task.agent_name or configs[AgentConfig].agent_name)
     get_scorer(task.scorer)
     check_schema(task.answer_schema)
     if task.scorer in JUDGES:

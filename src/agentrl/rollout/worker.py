@@ -28,10 +28,11 @@ from agentrl.errors import (
     TrajectoryError,
 )
 from agentrl.registry import allow_imports, is_importable
-from agentrl.rollout.agents import Agent, get_agent
+from agentrl.rollout.agents import AGENTS, Agent
+from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.failures import failure_text
 from agentrl.rollout.outcome import checked_outcome
-from agentrl.rollout.session import Engine, Outcome, Rollout, Tools
+from agentrl.rollout.rollout import Engine, Outcome, Rollout, Tools
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.registry import ScorerContext, ScoreResult, get_scorer, run_scorer
 from agentrl.user_code import contain, contain_call
@@ -86,8 +87,8 @@ class Worker:
         try:
             try:
                 async with asyncio.timeout(self.agent.trajectory_timeout_seconds):
-                    session, outcome = await self._converse(claim)
-                return await self._score(claim, session, outcome)
+                    rollout, outcome = await self._converse(claim)
+                return await self._score(claim, rollout, outcome)
             except TimeoutError:
                 limit = self.agent.trajectory_timeout_seconds
                 await self._fail(claim, "timeout", f"the trajectory took longer than {limit:g} s")
@@ -113,7 +114,7 @@ class Worker:
         agent_name = claim.task.agent_name or self.agent.agent_name
         if not all(map(is_importable, (agent_name, claim.task.scorer))):
             allow_imports(await self.store.imports.paths())  # loaded after this process began
-        agent = contain_call(lambda: get_agent(agent_name), f"agent {agent_name}", TrajectoryError)
+        agent = contain_call(lambda: AGENTS.get(agent_name), f"agent {agent_name}", TrajectoryError)
         contain_call(lambda: get_scorer(claim.task.scorer), f"scorer {claim.task.scorer}", ScorerError)
         check_schema(claim.task.answer_schema)
         await self._advance(claim, RecordStatus.RUNNING)
@@ -121,7 +122,7 @@ class Worker:
         writer = _CallWriter(self.store, claim)
 
         async with self.router.session(claim.record_id) as engine:
-            session = Rollout(
+            rollout = Rollout(
                 claim,
                 self.agent,
                 renderer=self.renderer,
@@ -131,36 +132,37 @@ class Worker:
                 parser=self.parser,
                 params=self.params,
                 seed=self.seed,
+                manage_context=CONTEXT_MANAGERS.get(self.agent.new_context),
                 write=writer.write,
             )
-            outcome = await self._ask(agent, agent_name, session, writer)
+            outcome = await self._ask(agent, agent_name, rollout, writer)
         await self._advance(
             claim,
             RecordStatus.COMPLETED,
             final_answer=outcome.final_answer,
             stop_reason=outcome.stop_reason,
         )
-        return session, outcome
+        return rollout, outcome
 
-    async def _ask(self, agent: Agent, name: str, session: Rollout, writer: _CallWriter) -> Outcome:
+    async def _ask(self, agent: Agent, name: str, rollout: Rollout, writer: _CallWriter) -> Outcome:
         """Run the agent and write its last model call, also where it failed."""
         try:
-            outcome = await contain(lambda: agent(session), f"agent {name}", FailureError)
+            outcome = await contain(lambda: agent(rollout), f"agent {name}", FailureError)
             outcome = contain_call(
                 lambda: checked_outcome(name, outcome), f"the outcome of agent {name}", TrajectoryError
             )
         except (FailureError, ConfigError):
             if writer.error is None:
-                await session.finish()
+                await rollout.finish()
             writer.check()
             raise
         writer.check()
-        await session.finish()
+        await rollout.finish()
         return outcome
 
-    async def _score(self, claim: Claim, session: Rollout, outcome: Outcome) -> bool:
+    async def _score(self, claim: Claim, rollout: Rollout, outcome: Outcome) -> bool:
         await self._advance(claim, RecordStatus.SCORING)
-        result = await self._scored(claim, session, outcome)
+        result = await self._scored(claim, rollout, outcome)
         await self.store.claims.score(claim, result.score, result.details)
         logger.info(
             "scored",
@@ -168,19 +170,19 @@ class Worker:
                 "record": claim.record_id,
                 "score": result.score,
                 "stop": str(outcome.stop_reason),
-                "turns": session.turns,
+                "turns": rollout.turns,
             },
         )
         return True
 
-    async def _scored(self, claim: Claim, session: Rollout, outcome: Outcome) -> ScoreResult:
+    async def _scored(self, claim: Claim, rollout: Rollout, outcome: Outcome) -> ScoreResult:
         task = claim.task
         context = ScorerContext(
             query=task.query,
             final_answer=outcome.final_answer,
             answer=task.answer,
             aug_answers=task.aug_answers,
-            messages=tuple(session.messages),
+            messages=tuple(rollout.messages),
             meta=task.meta,
             agent_config_path=self.sampling.agent_config_path,
         )

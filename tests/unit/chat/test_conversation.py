@@ -218,7 +218,7 @@ def test_the_renderer_agrees_with_transformers(tmp_path: Path) -> None:
 def test_a_sampler_needs_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None\n"
-        "import agentrl.rollout.worker, agentrl.rollout.sampler, agentrl.rollout.agents.react\n"
+        "import agentrl.rollout.worker, agentrl.rollout.sampler, agentrl.rollout.agents\n"
         "import agentrl.rollout.setup, agentrl.rollout.admission, agentrl.rollout.report"
     )
     done = subprocess.run(

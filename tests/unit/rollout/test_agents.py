@@ -15,10 +15,9 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import CallStatus, StopReason
 from agentrl.documents.task import Claim, Task
 from agentrl.errors import ConfigError, ToolServerError
-from agentrl.rollout.agents import agent_names, get_agent
-from agentrl.rollout.context.discard_all import HEADING
-from agentrl.rollout.context.discard_tools import without_tools
-from agentrl.rollout.session import Outcome, Rollout
+from agentrl.rollout.agents import AGENTS
+from agentrl.rollout.context import CONTEXT_MANAGERS, SUMMARY_HEADING, without_tools
+from agentrl.rollout.rollout import Outcome, Rollout
 
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 FAIL = '<tool_call>{"name": "fail", "arguments": {}}</tool_call>'
@@ -36,13 +35,13 @@ class Trajectory:
         self.tools = FakeTools()
         self.calls: list[DispatchedSamplingTask] = []
         self.config = AgentConfig(**flags)
-        self.session: Rollout
+        self.rollout: Rollout
 
     async def run(self, agent: str = "react", attempt: int = 1) -> Outcome:
         async def write(call: DispatchedSamplingTask) -> None:
             self.calls.append(call)
 
-        self.session = Rollout(
+        self.rollout = Rollout(
             Claim(task=self.task, traj_id=0, attempt=attempt, owner="o"),
             self.config,
             renderer=self.engine.renderer,
@@ -52,10 +51,11 @@ class Trajectory:
             parser=get_parser(self.config.tool_call_parser),
             params=SamplingParams(),
             seed=7,
+            manage_context=CONTEXT_MANAGERS.get(self.config.new_context),
             write=write,
         )
-        outcome = await get_agent(agent)(self.session)
-        await self.session.finish()
+        outcome = await AGENTS.get(agent)(self.rollout)
+        await self.rollout.finish()
         return outcome
 
     @property
@@ -137,7 +137,7 @@ async def test_several_calls_are_run_in_order_and_a_bad_one_does_not_stop_the_ot
     assert [name for name, _ in trajectory.tools.calls] == ["add", "fail"]
     assert len(trajectory.calls[1].messages) == 3
     assert trajectory.statuses[0] is CallStatus.FORMAT_ERROR
-    assert trajectory.session.tool_calls == 2
+    assert trajectory.rollout.tool_calls == 2
 
 
 async def test_a_lost_tool_server_ends_the_attempt() -> None:
@@ -177,7 +177,7 @@ async def test_repetition_may_reset_the_context() -> None:
         repetition_early_stop_times=2, enable_repetition_compress=True, new_context="discard_all_tools",
     )  # fmt: skip
     assert (await trajectory.run()).stop_reason is StopReason.ANSWERED
-    assert trajectory.session.context_resets == 1
+    assert trajectory.rollout.context_resets == 1
     assert [call.parent is None for call in trajectory.calls] == [True, False, True]
 
 
@@ -198,7 +198,7 @@ async def test_a_summary_takes_the_place_of_a_full_context() -> None:
     assert (await trajectory.run()).final_answer == "3"
     first, summary, last = trajectory.calls
     assert (first.parent, summary.parent, last.parent) == (None, first.id, None)
-    assert last.messages == ({"role": "user", "content": f"1+2?\n\n{HEADING}\n1+2 gives 3."},)
+    assert last.messages == ({"role": "user", "content": f"1+2?\n\n{SUMMARY_HEADING}\n1+2 gives 3."},)
     assert last.tools is not None
 
 
@@ -241,23 +241,23 @@ async def test_the_example_agent_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_agent_names_the_nearest() -> None:
-    assert {"react", "single_turn"} <= set(agent_names())
+    assert {"react", "single_turn"} <= set(AGENTS.names())
     with pytest.raises(ConfigError, match="did you mean 'react'"):
-        get_agent("reakt")
+        AGENTS.get("reakt")
     with pytest.raises(ConfigError, match="cannot be imported"):
-        get_agent("no_such_module:run")
+        AGENTS.get("no_such_module:run")
 
 
 async def test_parameters_of_one_call_are_stored_with_it() -> None:
     trajectory = Trajectory(ANSWER)
 
-    async def cold(session: Rollout) -> Outcome:
-        await session.generate(temperature=0.0)
+    async def cold(rollout: Rollout) -> Outcome:
+        await rollout.generate(temperature=0.0)
         return Outcome(StopReason.ANSWERED)
 
     await trajectory.run()
-    await cold(trajectory.session)
-    await trajectory.session.finish()
+    await cold(trajectory.rollout)
+    await trajectory.rollout.finish()
     assert [call.sampling_params["temperature"] for call in trajectory.calls] == [1.0, 0.0]
 
 

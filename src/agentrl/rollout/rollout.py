@@ -20,7 +20,6 @@ from agentrl.documents.status import CallStatus
 from agentrl.documents.task import Claim
 from agentrl.errors import ToolServerError, TrajectoryError
 from agentrl.inference.client import Generation
-from agentrl.rollout.context import get_context_manager
 from agentrl.rollout.outcome import Outcome as Outcome
 from agentrl.rollout.outcome import checked_messages
 from agentrl.scoring.answers import extract_answer
@@ -88,6 +87,10 @@ class _Pending:
         return CallStatus.COMPLETED
 
 
+ContextManager = Callable[["Rollout"], Awaitable[list[Message] | None]]
+"""Returns the messages that a new context starts with, or None to end the trajectory."""
+
+
 class Rollout:
     """One trajectory as its agent sees it.
 
@@ -108,6 +111,7 @@ class Rollout:
         parser: ToolCallParser,
         params: SamplingParams,
         seed: int,
+        manage_context: ContextManager,
         write: Callable[[DispatchedSamplingTask], Awaitable[None]],
     ) -> None:
         """``write`` stores one model call; ``schemas`` are the tools offered.
@@ -130,6 +134,7 @@ class Rollout:
         self._parser = parser
         self._params = params
         self._seed = (seed, claim.task.id, claim.traj_id, claim.attempt)
+        self._manage_context = manage_context
         self._write = write
         self._texts: Counter[str] = Counter()
         self._parent: str | None = None
@@ -224,9 +229,8 @@ class Rollout:
 
     async def reset_context(self) -> bool:
         """Start a new prefix as ``--new_context`` says; False where that ends, or the new one is full."""
-        name = self.config.new_context
-        manager = get_context_manager(name)
-        messages = await contain(lambda: manager(self), f"context manager {name}", TrajectoryError)
+        what = f"context manager {self.config.new_context}"
+        messages = await contain(lambda: self._manage_context(self), what, TrajectoryError)
         if messages is None:
             return False
         first = checked_messages(messages)
@@ -313,12 +317,12 @@ def _cleaned(parsed: ParsedMessage) -> ParsedMessage:
     return ParsedMessage(parsed.content, calls, clean(parsed.error))
 
 
-def _first_messages(session: Rollout) -> list[Message]:
+def _first_messages(rollout: Rollout) -> list[Message]:
     system = (
-        session.config.system_prompt if session.task.system_prompt is None else session.task.system_prompt
+        rollout.config.system_prompt if rollout.task.system_prompt is None else rollout.task.system_prompt
     )
     first: list[Message] = [{"role": "system", "content": system}] if system else []
-    return [*first, {"role": "user", "content": session.question}]
+    return [*first, {"role": "user", "content": rollout.question}]
 
 
 def _tool_message(text: str, name: str | None, call_id: str | None) -> Message:

@@ -1,0 +1,50 @@
+"""Agents: the async functions that drive a trajectory, chosen by ``--agent_name`` or by the task."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from agentrl.documents.status import StopReason
+from agentrl.registry import Registry
+from agentrl.rollout.rollout import Outcome, Rollout
+
+Agent = Callable[[Rollout], Awaitable[Outcome]]
+
+AGENTS: Registry[Agent] = Registry("agent", group="agentrl.agents")
+
+
+def agent(*names: str) -> Callable[[Agent], Agent]:
+    """Register an async function ``(Rollout) -> Outcome`` under ``names``."""
+    return AGENTS.register(*names)
+
+
+@agent("react", "tool_agent")
+async def react(rollout: Rollout) -> Outcome:
+    """Alternate model calls and tool calls until an answer or a limit (ReAct, arXiv 2210.03629).
+
+    A model call without an answer and without a tool call is followed by another model call.
+    """
+    while rollout.turns < rollout.max_turns:
+        if rollout.context_is_full and not await rollout.reset_context():
+            return Outcome(StopReason.LENGTH_LIMIT)
+        turn = await rollout.generate()
+        if turn.answer is not None:
+            return Outcome(StopReason.ANSWERED, turn.answer)
+        limit = rollout.config.repetition_early_stop_times
+        if 0 < limit <= turn.times_seen:
+            if not (rollout.config.enable_repetition_compress and await rollout.reset_context()):
+                return Outcome(StopReason.REPETITION)
+            continue
+        await rollout.call_tools(turn)
+    return Outcome(StopReason.TURNS_LIMIT)
+
+
+@agent("single_turn")
+async def single_turn(rollout: Rollout) -> Outcome:
+    """Make one model call without tools; a call without an answer ends at the limit of turns."""
+    if rollout.context_is_full:
+        return Outcome(StopReason.LENGTH_LIMIT)
+    turn = await rollout.generate()
+    if turn.answer is None:
+        return Outcome(StopReason.TURNS_LIMIT)
+    return Outcome(StopReason.ANSWERED, turn.answer)
