@@ -30,6 +30,7 @@ from agentrl.store.services import Services
 from agentrl.store.settings import Settings
 from agentrl.store.tasks import Tasks
 from agentrl.store.training import Training
+from agentrl.store.views.read import Views
 from agentrl.store.waiting import Changes
 
 _RUNS_SHOWN = 20
@@ -52,6 +53,7 @@ class Store:
         self.presence = Presence(connection)
         self.imports = Imports(connection)
         self.settings = Settings(connection)
+        self.views = Views(connection)
         self._changes = Changes(connection)
 
     @property

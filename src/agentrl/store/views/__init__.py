@@ -1,7 +1,7 @@
-"""Views for people: trajectories, turns, steps and what goes wrong with them, as one reads them in Compass.
+"""The audit views of a run: MongoDB views for Compass and mongosh, and the pipelines that the commands read.
 
-Packed arrays are left out. A filter on a field that a view passes on as it is (``_id``, ``record``,
-``status``, ``step``, ``created_at``) reaches the collection's index before anything is looked up.
+Packed arrays are left out. A filter on a field that a view passes on unchanged (``_id``, ``record``,
+``status``, ``step``, ``created_at``) uses the index of the collection below, before any join.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 from agentrl.store.connection import Json
 from agentrl.store.names import CALL, DATA, RECORD, SERVICE, STEP, TASK
 from agentrl.store.views.engines import ENGINES
-from agentrl.store.views.groups import GROUPS, TASKS
-from agentrl.store.views.steps import STEPS, TRAINING, WAITING
-from agentrl.store.views.tools import TOOL_CALLS, TOOLS
-from agentrl.store.views.trajectories import CONVERSATIONS, FAILURES, TRAJECTORIES, TURNS
+from agentrl.store.views.sampling import CONVERSATIONS, FAILURES, TOOL_CALLS, TOOLS, TRAJECTORIES, TURNS
+from agentrl.store.views.training import GROUPS, STEPS, TASKS, TRAINING, WAITING
 
 VIEWS: dict[str, tuple[str, list[Json]]] = {
     "audit_trajectories": (RECORD, TRAJECTORIES),

@@ -1,14 +1,14 @@
-"""The view of engines: what they serve, how old it is, how fast they are."""
+"""Pipeline of the view of engines: the version that each serves, and its speed."""
 
 from __future__ import annotations
 
 from agentrl.documents.status import ServiceStatus, VersionStatus
 from agentrl.store.connection import Json
 from agentrl.store.names import CALL, RECORD, VERSION
-from agentrl.store.views.parts import NEWEST_VERSION, as_is, join, ratio, seconds
+from agentrl.store.views.stages import NEWEST_VERSION, as_is, join, ratio, seconds
 
 _RECENT = 1000
-"""Trajectories whose calls tell how fast an engine is now."""
+"""The newest trajectories; an engine's speed is measured on their model calls."""
 
 _SPEEDS: Json = {
     "$lookup": {
@@ -36,7 +36,7 @@ _SPEEDS: Json = {
         "as": "speeds",
     }
 }  # fmt: skip
-"""The same for every engine, so that the server computes it once."""
+"""Independent of the engine, so that the server computes it once."""
 
 _SPEED: Json = {"$first": {"$filter": {"input": "$speeds", "cond": {"$eq": ["$$this._id", "$url"]}}}}
 
@@ -55,7 +55,7 @@ _NEWER_VERSIONS: Json = {
         "as": "newer",
     }
 }  # fmt: skip
-"""How many versions an engine has yet to load: numbers jump where a trainer resumes."""
+"""Counts the newer versions. Subtracting numbers would be wrong: they jump where a trainer resumes."""
 
 ENGINES: list[Json] = [
     NEWEST_VERSION,

@@ -1,11 +1,11 @@
-"""Views of trajectories: one a row, turn by turn, as a conversation, and those that failed."""
+"""Pipelines of the views of sampling: trajectories, turns, conversations, failures, tool calls, tools."""
 
 from __future__ import annotations
 
 from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.store.connection import Json
 from agentrl.store.names import CALL, DATA, TASK
-from agentrl.store.views.parts import NEWEST_FIRST, age, as_is, first, join, oldest_step, ratio, seconds
+from agentrl.store.views.stages import NEWEST_FIRST, age, as_is, first, join, oldest_step, ratio, seconds
 
 _DATA_FIELDS = as_is("status", "problem", "trained_at_steps", "tokens", "trainable_tokens", "spans.version")
 
@@ -35,7 +35,7 @@ TRAJECTORIES: list[Json] = [
 
 
 def _whole(messages: str, executions: Json) -> Json:
-    """``messages`` with what a tool answered, where one names its place in ``executions``, as ``content``."""
+    """Return the expression of ``messages`` with tool results as ``content``, looked up in ``executions``."""
     answer: Json = {
         "$let": {
             "vars": {"ran": {"$arrayElemAt": [executions, "$$message.execution"]}},
@@ -75,7 +75,7 @@ _CONTEXT: Json = {
         }
     }
 }  # fmt: skip
-"""Which context ``$$call`` belongs to, from 1: one more with each reset."""
+"""The number of the context of ``$$call``, from 1; each context reset begins another."""
 
 _EXECUTIONS_BEFORE: Json = {
     "$getField": {
@@ -166,3 +166,74 @@ FAILURES: list[Json] = [
         }
     },
 ]  # fmt: skip
+
+_TOOL_CALL: Json = {
+    "tool": "$calls.tool_executions.name",
+    "server": "$calls.tool_executions.server",
+    "arguments": "$calls.tool_executions.arguments",
+    "result": "$calls.tool_executions.result",
+    "error": "$calls.tool_executions.error",
+    "seconds": "$calls.tool_executions.seconds",
+    "turn": "$calls.index",
+}
+
+TOOL_CALLS: list[Json] = [
+    NEWEST_FIRST,
+    join(CALL, "_id", "record", "calls", {"$project": as_is("index", "tool_executions")}),
+    {"$unwind": "$calls"},
+    {"$unwind": {"path": "$calls.tool_executions", "includeArrayIndex": "place"}},
+    {"$set": {"trajectory": "$_id"}},
+    {
+        "$set": {
+            "_id": {"$concat": ["$_id", "/", {"$toString": "$calls.index"}, ":", {"$toString": "$place"}]}
+        }
+    },
+    {"$project": {**as_is("trajectory", "task", "split", "status", "score", "created_at"), **_TOOL_CALL}},
+]
+
+_ALL_OF_TOOL = {"window": {"documents": ["unbounded", "unbounded"]}}
+
+
+def _quantile(share: float) -> Json:
+    """Return the accumulator of the ``share`` quantile of ``seconds`` over a tool's calls."""
+    reached = {"$gte": ["$place", {"$multiply": ["$calls", share]}]}
+    return {"$min": {"$cond": [reached, "$seconds", None]}}
+
+
+TOOLS: list[Json] = [
+    {"$match": {"tool_executions.0": {"$exists": True}}},
+    {"$unwind": "$tool_executions"},
+    {
+        "$project": {
+            "_id": 0,
+            "tool": "$tool_executions.name",
+            "server": "$tool_executions.server",
+            "seconds": "$tool_executions.seconds",
+            "errors": {"$cond": ["$tool_executions.error", 1, 0]},
+        }
+    },
+    {
+        "$setWindowFields": {
+            "partitionBy": {"tool": "$tool", "server": "$server"},
+            "sortBy": {"seconds": 1},
+            "output": {
+                "place": {"$documentNumber": {}},
+                "calls": {"$count": {}, **_ALL_OF_TOOL},
+            },
+        }
+    },
+    {
+        "$group": {
+            "_id": {"$concat": ["$tool", " @ ", {"$ifNull": ["$server", "?"]}]},
+            "tool": {"$first": "$tool"},
+            "server": {"$first": "$server"},
+            "calls": {"$sum": 1},
+            "errors": {"$sum": "$errors"},
+            "median_seconds": _quantile(0.5),
+            "p95_seconds": _quantile(0.95),
+            "max_seconds": {"$max": "$seconds"},
+            "total_seconds": {"$sum": "$seconds"},
+        }
+    },
+    {"$set": {"error_rate": ratio("$errors", "$calls")}},
+]

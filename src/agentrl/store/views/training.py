@@ -1,13 +1,91 @@
-"""Views of training: steps, what they trained, and what waits to be trained."""
+"""Pipelines of the views of training: groups, tasks over epochs, steps, trained and waiting data."""
 
 from __future__ import annotations
 
-from agentrl.documents.status import DataStatus
+from agentrl.documents.status import DataStatus, SlotStatus, TaskStatus
 from agentrl.store.connection import Json
 from agentrl.store.names import DATA, RECORD
-from agentrl.store.views.parts import LAST_STEP, NEWEST_VERSION, age, as_is, first, join, oldest_step, seconds
+from agentrl.store.views.stages import (
+    LAST_STEP,
+    NEWEST_VERSION,
+    age,
+    as_is,
+    first,
+    join,
+    oldest_step,
+    seconds,
+)
 
-_GROUPS: Json = {
+_SCORED: Json = {
+    "$filter": {
+        "input": "$slots", "as": "slot", "cond": {"$eq": ["$$slot.status", SlotStatus.SCORED.value]},
+    }
+}  # fmt: skip
+_LOWEST, _HIGHEST = {"$min": "$scores"}, {"$max": "$scores"}
+
+_AGREEMENT: Json = {
+    "$switch": {
+        "branches": [
+            {"case": {"$eq": ["$scores", []]}, "then": "no scores"},
+            {"case": {"$ne": [_LOWEST, _HIGHEST]}, "then": "mixed"},
+            {"case": {"$gte": [_LOWEST, 1]}, "then": "all right"},
+            {"case": {"$lte": [_HIGHEST, 0]}, "then": "all wrong"},
+        ],
+        "default": "all the same",
+    }
+}
+
+_CHANGE: Json = {
+    "$let": {
+        "vars": {"known": {"$filter": {"input": "$mean_scores", "cond": {"$ne": ["$$this", None]}}}},
+        "in": {"$subtract": [{"$last": "$$known"}, {"$first": "$$known"}]},
+    }
+}
+"""Mean score of the last epoch with a score minus that of the first."""
+
+_ALWAYS_WRONG: Json = {"$and": [{"$ne": ["$best_score", None]}, {"$lte": ["$best_score", 0]}]}
+
+GROUPS: list[Json] = [
+    {"$set": {"scores": {"$map": {"input": _SCORED, "as": "slot", "in": "$$slot.score"}}}},
+    {
+        "$project": {
+            **as_is("split", "epoch", "order", "task_id", "status", "query", "answer"),
+            "slots": {"$size": "$slots"},
+            "attempts": {"$sum": "$slots.attempt"},
+            **as_is("scores"),
+            "agreement": _AGREEMENT,
+            "mean_score": "$group.mean_score",
+            "scored": "$group.scored",
+            "failed": "$group.failed",
+            "outcome": "$group.outcome",
+            "trained": "$group.trained",
+            "finalised_at": "$group.finalised_at",
+        }
+    },
+]
+
+TASKS: list[Json] = [
+    {"$match": {"status": TaskStatus.COMPLETED.value}},
+    {"$project": {**as_is("split", "epoch", "task_id", "query", "answer", "group"), "slots": {"score": 1}}},
+    {"$sort": {"epoch": 1}},
+    {
+        "$group": {
+            "_id": {"$concat": ["$split", "/", "$task_id"]},
+            "split": {"$first": "$split"},
+            "task_id": {"$first": "$task_id"},
+            "query": {"$first": "$query"},
+            "answer": {"$first": "$answer"},
+            "epochs": {"$push": "$epoch"},
+            "mean_scores": {"$push": "$group.mean_score"},
+            "best_score": {"$max": {"$max": "$slots.score"}},
+            "scored": {"$sum": "$group.scored"},
+            "failed": {"$sum": "$group.failed"},
+        }
+    },
+    {"$set": {"change": _CHANGE, "always_wrong": _ALWAYS_WRONG}},
+]
+
+_TASKS_OF_STEP: Json = {
     "$setUnion": {
         "$map": {
             "input": "$data", "as": "key",
@@ -22,7 +100,7 @@ _GROUPS: Json = {
         }
     }
 }  # fmt: skip
-"""The Tasks of a step's data, read off their ids."""
+"""The Tasks of a step's data, extracted from the ids of the data."""
 
 STEPS: list[Json] = [
     {
@@ -34,7 +112,7 @@ STEPS: list[Json] = [
             "entropy": "$metrics.entropy",
             "grad_norm": "$metrics.grad_norm",
             "trajectories": {"$size": "$data"},
-            "groups": {"$size": _GROUPS},
+            "groups": {"$size": _TASKS_OF_STEP},
             "tokens": "$metrics.tokens",
             "trainable_tokens": "$metrics.trainable_tokens",
             "staleness_mean": "$metrics.staleness_mean",

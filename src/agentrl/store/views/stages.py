@@ -1,4 +1,4 @@
-"""The pieces that the pipelines of views are made of."""
+"""Aggregation stages and expressions that several views share."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from agentrl.store.names import STEP, VERSION
 
 
 def as_is(*fields: str) -> Json:
-    """Fields that a $project passes on; a filter on them goes straight to the collection."""
+    """Return a $project of fields to pass on unchanged; a filter on them can use an index."""
     return dict.fromkeys(fields, 1)
 
 
 def seconds(start: str, end: str) -> Json:
-    """The time from ``start`` to ``end``, null while one of them is."""
+    """Return the expression of the seconds from ``start`` to ``end``; null if one of them is null."""
     return {"$divide": [{"$subtract": [end, start]}, 1000]}
 
 
 def ratio(part: Any, whole: Any) -> Json:
-    """``part / whole``, null where there is no whole."""
+    """Return the expression of ``part / whole``; null if ``whole`` is not above 0."""
     return {"$cond": [{"$gt": [whole, 0]}, {"$divide": [part, whole]}, None]}
 
 
 def join(collection: str, local: str, foreign: str, name: str, *pipeline: Json) -> Json:
-    """A $lookup by equality; ``pipeline`` trims what it brings."""
+    """Return a $lookup by equality; ``pipeline`` runs on the documents that it finds."""
     lookup = {"from": collection, "localField": local, "foreignField": foreign, "as": name}
     return {"$lookup": {**lookup, "pipeline": list(pipeline)}}
 
 
 def first(*names: str) -> Json:
-    """What a join found, not in a list."""
+    """Return a $set that replaces each joined list by its first element."""
     return {"$set": {name: {"$first": f"${name}"} for name in names}}
 
 
 def oldest_step(*versions: str) -> list[Json]:
-    """Stages that set ``oldest_step``: the lowest step at which one of the ``versions`` was published.
+    """Return stages that set ``oldest_step``: the lowest step at which one of ``versions`` was published.
 
-    Ages count from it: the numbers of versions jump where a trainer resumes.
+    Ages are counted in steps, since the numbers of versions jump where a trainer resumes.
     """
     named = [{"$cond": [{"$isArray": field}, field, [field]]} for field in versions]
     return [
@@ -49,13 +49,13 @@ def oldest_step(*versions: str) -> list[Json]:
 
 
 def age(trained: Json | str) -> Json:
-    """Optimizer steps from ``oldest_step`` to weights of ``trained`` steps; null where one is unknown."""
+    """Return the expression of the optimizer steps from ``oldest_step`` to ``trained``; null if unknown."""
     known = {"$and": [{"$isNumber": trained}, {"$isNumber": "$oldest_step"}]}
     return {"$cond": [known, {"$max": [0, {"$subtract": [trained, "$oldest_step"]}]}, None]}
 
 
 NEWEST_FIRST: Json = {"$sort": {"created_at": -1}}
-"""The order of an index: a page of a view of Records costs what its rows cost. Filters go before it."""
+"""Sorts in the order of an index, so that a page costs no more than its rows. Filters go before it."""
 
 NEWEST_VERSION: Json = {
     "$lookup": {
@@ -69,7 +69,7 @@ NEWEST_VERSION: Json = {
         "as": "newest",
     }
 }
-"""The same for every document, so that the server asks for it once."""
+"""Independent of the document, so that the server runs it once."""
 
 LAST_STEP: Json = {
     "$lookup": {
@@ -83,4 +83,4 @@ LAST_STEP: Json = {
         "as": "last_step",
     }
 }
-"""The last step that counts, also the same for every document."""
+"""The last committed or committing step; also independent of the document."""

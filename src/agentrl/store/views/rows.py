@@ -1,0 +1,215 @@
+"""The rows of the audit views, as frozen dataclasses: the field names are those that Compass shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from agentrl.documents.base import Root
+from agentrl.documents.record import Failure
+from agentrl.documents.status import (
+    DataStatus,
+    RecordStatus,
+    ServiceStatus,
+    StepStatus,
+    StopReason,
+    TaskStatus,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryRow(Root):
+    """One row of ``audit_trajectories``: one attempt at a trajectory, and what became of it in training."""
+
+    id: str
+    split: str
+    epoch: int
+    task: str
+    traj_id: int
+    attempt: int
+    status: RecordStatus
+    query: str
+    answer: Any = None
+    final_answer: str | None = None
+    score: float | None = None
+    advantage: float | None = None
+    stop_reason: StopReason | None = None
+    failure: Failure | None = None
+    abandoned_because: str | None = None
+    turns: int = 0
+    tool_calls: int = 0
+    context_resets: int = 0
+    prompt_tokens: int = 0
+    """Tokens of the last call's prompt."""
+    generated_tokens: int = 0
+    min_version: int | None = None
+    max_version: int | None = None
+    training_status: DataStatus | None = None
+    quarantined_because: str | None = None
+    trained_at_steps: tuple[int, ...] = ()
+    staleness: int | None = None
+    """Optimizer steps between its oldest token and the last step that trained it."""
+    tokens: int | None = None
+    trainable_tokens: int | None = None
+    seconds: float | None = None
+    """From the claim to the score."""
+    trained_count: int = 0
+    last_trained_step: int | None = None
+    owner: str | None = None
+    created_at: datetime
+    scored_at: datetime | None = None
+    pruned_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRow(Root):
+    """One row of ``audit_groups``: one Task of one epoch with the scores of its trajectories."""
+
+    id: str
+    split: str
+    epoch: int
+    order: int
+    task_id: str
+    status: TaskStatus
+    query: str
+    answer: Any = None
+    slots: int
+    attempts: int
+    scores: tuple[float, ...]
+    agreement: str
+    mean_score: float | None = None
+    scored: int | None = None
+    failed: int | None = None
+    outcome: str | None = None
+    trained: int | None = None
+    finalised_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRow(Root):
+    """One row of ``audit_tasks``: one question over the epochs in which its group is completed."""
+
+    id: str
+    split: str
+    task_id: str
+    query: str
+    answer: Any = None
+    epochs: tuple[int, ...]
+    mean_scores: tuple[float | None, ...]
+    """In the order of ``epochs``."""
+    best_score: float | None = None
+    scored: int = 0
+    failed: int = 0
+    change: float | None = None
+    """Mean score of the last epoch with a score minus that of the first."""
+    always_wrong: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow(Root):
+    """One row of ``audit_steps``: one optimizer step."""
+
+    id: str
+    step: int
+    status: StepStatus
+    policy_version: int
+    reward: float | None = None
+    pass_rate: float | None = None
+    loss: float | None = None
+    entropy: float | None = None
+    grad_norm: float | None = None
+    trajectories: int
+    groups: int
+    tokens: int | None = None
+    trainable_tokens: int | None = None
+    staleness_mean: float | None = None
+    staleness_max: float | None = None
+    seconds: float | None = None
+    """From the plan to the commit."""
+    seconds_waiting_for_data: float | None = None
+    owner: str
+    planned_at: datetime
+    committed_at: datetime | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRow(Root):
+    """One row of ``audit_engines``: one engine, the version that it serves, and its speed."""
+
+    id: str
+    url: str
+    engine: str
+    model: str
+    status: ServiceStatus
+    policy_version: int | None = None
+    newest_version: int | None = None
+    versions_behind: int | None = None
+    recent_calls: int = 0
+    seconds_per_call: float | None = None
+    slowest_seconds: float | None = None
+    tokens_per_second: float | None = None
+    last_call_at: datetime | None = None
+    seconds_since_heartbeat: float | None = None
+    running_requests: int = 0
+    detail: str | None = None
+    host: str
+    pid: int
+    started_at: datetime
+    heartbeat: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureCount:
+    """Failed Records of one kind, and the newest one's message."""
+
+    kind: str
+    count: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCount:
+    """Finalised groups of the train split that were begun by order, or by their tasks' pass rate."""
+
+    by: str
+    groups: int
+    abandoned_groups: int
+    """Groups without a trained trajectory."""
+    trajectories: int
+    """Those with a score."""
+    trained: int
+    """Trajectories that became training data."""
+    pass_rate: float | None
+    """Mean over the groups."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataCount:
+    """Training data of one status."""
+
+    status: str
+    count: int
+    tokens: int
+    trainable_tokens: int
+    because: str | None = None
+    """Why one of them is quarantined."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthBias:
+    """Mean generated tokens of the scored trajectories of a split, and of the trained ones among them."""
+
+    split: str
+    sampled: int
+    sampled_tokens: float
+    trained: int
+    trained_tokens: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Trained over sampled; below 1, training sees shorter trajectories than the policy writes."""
+        if not self.trained_tokens or not self.sampled_tokens:
+            return None
+        return self.trained_tokens / self.sampled_tokens
