@@ -5,7 +5,7 @@ AgentRLError
 ├── TaskFileError          a task file cannot be read
 ├── ModelError             a model folder cannot be used
 ├── StoreError             the database refused or cannot be reached
-│   ├── StoreAwayError     it does not answer now; the same call may succeed later
+│   ├── StoreUnavailableError     it does not answer now; the same call may succeed later
 │   ├── LeaseHeldError     another process holds the lease
 │   ├── StoreDeniedError   it refuses this user: no retry helps
 │   └── LeaseLostError     the claim that a write relied on has expired
@@ -61,7 +61,7 @@ class StoreError(AgentRLError):
     """The database refused an operation or cannot be reached."""
 
 
-class StoreAwayError(StoreError):
+class StoreUnavailableError(StoreError):
     """The database does not answer: it may be restarting. The same call may succeed later."""
 
 

@@ -139,7 +139,7 @@ class Injector:
         return False
 
     async def _attempt(self) -> int | None:
-        """The attempt of the last trainer; None while the database is away."""
+        """The attempt of the last trainer; None while the database is unavailable."""
         try:
             return (await self.store.runs.trainer()).attempt
         except StoreError:

@@ -44,10 +44,10 @@ def main(argv: list[str]) -> int:
 async def open_all(run: RunConfig, config: OpenerConfig) -> None:
     """Load the file, then open epoch after epoch as samplers do."""
     from agentrl.store.client import open_store
-    from agentrl.store.outage import patient
+    from agentrl.store.retry import retry_outages
 
     result = read_tasks(config.openings_file, split=SPLIT, seed=run.seed, num_generations=GENERATIONS)
-    with patient(run.db_wait_seconds):
+    with retry_outages(run.db_wait_seconds):
         async with await open_store(run) as store:
             await store.tasks.load(result.tasks)
             while True:

@@ -23,7 +23,7 @@ _SEEN = {
     "publications refused by a full disk": re.compile(r"the disk of .* is full"),
     "damaged versions refused by an engine": re.compile(r"version \d+ refused"),
     "superseded trainers refused": re.compile(r"this trainer .* has been replaced"),
-    "outages waited for": re.compile(r"the database is away"),
+    "outages waited for": re.compile(r"the database is unavailable"),
 }
 _KEPT = (RecordStatus.SCORED, RecordStatus.READY, RecordStatus.ABANDONED)
 _CHECK_SECONDS = 600.0

@@ -14,7 +14,7 @@ from test_sampling import Setting, quick, right_then_wrong, task
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents.status import TaskStatus
-from agentrl.errors import StoreAwayError
+from agentrl.errors import StoreUnavailableError
 from agentrl.store import epochs
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded.server import EmbeddedMongo
@@ -81,7 +81,7 @@ async def test_an_epoch_whose_opening_was_frozen_is_completed_before_the_next(
     monkeypatch.setattr(epochs, "_BATCH", BATCH)
     await store.tasks.load([task(name) for name in "abcdef"])
     FREEZE.pid = mongo.status().pid
-    with pytest.raises(StoreAwayError):
+    with pytest.raises(StoreUnavailableError):
         await store.tasks.open_epoch("train", 1, 0, 2)
     assert FREEZE.pid is not None
     os.kill(FREEZE.pid, signal.SIGCONT)

@@ -20,7 +20,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded.server import EmbeddedMongo
-from agentrl.store.outage import patient
+from agentrl.store.retry import retry_outages
 
 pytestmark = pytest.mark.integration
 __all__ = ["quick"]
@@ -101,7 +101,7 @@ async def test_a_sampler_gives_up_after_db_wait_seconds(
     assert process.returncode == 1
     assert "did not answer" in output
     assert "--db_wait_seconds" in output
-    assert output.count("the database is away") == 1
+    assert output.count("the database is unavailable") == 1
 
 
 async def test_a_stopped_sampler_ends_although_the_database_hangs(
@@ -158,9 +158,9 @@ async def test_an_outage_within_db_wait_seconds_loses_nothing(
             loop.call_later(2.5, signal_mongod, mongo, signal.SIGCONT)
         return "<answer>3</answer>" if "tool\n3" in prompt else ADD
 
-    with patient(60), caplog.at_level(logging.WARNING):
+    with retry_outages(60), caplog.at_level(logging.WARNING):
         await Setting(store, say).run()
     records = await store.records.of_task("train/0/a")
     assert [(record.attempt, record.score) for record in records] == [(1, 1.0)] * 4
-    assert caplog.text.count("the database is away") == 1
+    assert caplog.text.count("the database is unavailable") == 1
     assert "the database is back" in caplog.text

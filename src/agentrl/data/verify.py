@@ -16,7 +16,7 @@ from agentrl.data.compare import differences
 from agentrl.data.finalize_group import GroupRules
 from agentrl.documents.status import TaskStatus
 from agentrl.documents.training import DBRecordData
-from agentrl.errors import AgentRLError, StoreAwayError
+from agentrl.errors import AgentRLError, StoreUnavailableError
 from agentrl.store.groups import StoredGroup, slot_problem
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def verifier(store: Store) -> Verify:
             try:
                 group = await store.training.stored_group(task_id)
                 problem = await asyncio.to_thread(group_problem, group, items)
-            except StoreAwayError:
+            except StoreUnavailableError:
                 raise
             except (AgentRLError, ValueError, TypeError, KeyError) as error:
                 problem = f"it cannot be checked: {error}"

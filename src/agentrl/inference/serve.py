@@ -17,10 +17,11 @@ from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
 from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.service import InferenceService
 from agentrl.documents.status import ServiceStatus
-from agentrl.errors import ConfigError, EngineError, PublishError, StoreAwayError, StoreError
+from agentrl.errors import ConfigError, EngineError, PublishError, StoreError
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engines.launch import engine_client, engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port, require_free_port
+from agentrl.store.retry import log_store_errors, retry_outages
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -50,11 +51,10 @@ def main(argv: list[str]) -> int:
 async def serve(run: RunConfig, model: ModelConfig, config: EngineConfig) -> None:
     """Start the engine at the newest version, then beat and follow until a signal or the engine's end."""
     from agentrl.store.client import open_store
-    from agentrl.store.outage import patient
 
     if config.port:
         require_free_port(config.host, config.port)
-    with patient(run.db_wait_seconds):
+    with retry_outages(run.db_wait_seconds):
         async with await open_store(run) as store:
             await _serve(store, run, model, config)
 
@@ -108,7 +108,7 @@ class ServedEngine:
     async def run(self) -> None:
         """Until cancelled; EngineError where the engine does not start or ends.
 
-        StoreAwayError where the database stays away for longer than ``--db_wait_seconds``.
+        StoreUnavailableError where the database stays away for longer than ``--db_wait_seconds``.
         """
         service = InferenceService(
             id=self._id,
@@ -136,10 +136,8 @@ class ServedEngine:
             await self._sign_off()
 
     async def _sign_off(self) -> None:
-        from agentrl.store.outage import patient
-
         try:
-            with patient(0):
+            with retry_outages(0):
                 await self._store.services.stop(self._id)
         except StoreError as error:
             log.warning("the engine ends unannounced; its heartbeat runs out: %s", error.message)
@@ -157,12 +155,8 @@ class ServedEngine:
     async def _beat(self) -> None:
         """Report status, version and load every ``heartbeat_seconds``."""
         while True:
-            try:
+            with log_store_errors(log, "no heartbeat, the engine goes on"):
                 await self._report()
-            except StoreAwayError:
-                raise
-            except StoreError as error:
-                log.warning("no heartbeat, the engine goes on: %s", error.message)
             await asyncio.sleep(self._config.heartbeat_seconds)
 
     async def _report(self) -> None:
@@ -183,15 +177,11 @@ class ServedEngine:
 
         newest = self._version
         while True:
-            try:
+            with log_store_errors(log, "published versions cannot be read, trying again"):
                 async for version in versions(self._store, after=newest, poll_seconds=_FOLLOW_POLL_SECONDS):
                     newest = version.id
                     await self.update(version)
-            except StoreAwayError:
-                raise
-            except StoreError as error:
-                log.warning("published versions cannot be read, trying again: %s", error.message)
-                await asyncio.sleep(_FOLLOW_POLL_SECONDS)
+            await asyncio.sleep(_FOLLOW_POLL_SECONDS)
 
     async def update(self, version: PolicyVersion) -> None:
         """Load ``version``, whose running requests then go on with it; on any doubt the old weights stay."""

@@ -64,10 +64,10 @@ def split_name(version: int, label: str) -> str:
 
 async def _evaluate(configs: Configs) -> int:
     from agentrl.rollout.setup import stop_on_signals
-    from agentrl.store.outage import patient
+    from agentrl.store.retry import retry_outages
 
     stop = stop_on_signals()
-    with patient(configs[RunConfig].db_wait_seconds, stop):
+    with retry_outages(configs[RunConfig].db_wait_seconds, stop):
         return await _evaluate_until(stop, configs)
 
 

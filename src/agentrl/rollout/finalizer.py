@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.finalize_group import TRAIN_SPLIT, GroupRules
-from agentrl.errors import StoreAwayError
+from agentrl.errors import StoreUnavailableError
 from agentrl.rollout.failures import failure_text
 
 if TYPE_CHECKING:
@@ -64,11 +64,11 @@ class GroupFinalizer:
         """Finalize one waiting group; False if another process did, or if this attempt failed.
 
         A failed attempt is counted in the Task and repeated later; after ``ATTEMPTS`` the group is given up.
-        Raises StoreAwayError only; an outage does not count as an attempt.
+        Raises StoreUnavailableError only; an outage does not count as an attempt.
         """
         try:
             done = await self._store.training.finalize_group(task_id, self._decide)
-        except StoreAwayError:
+        except StoreUnavailableError:
             raise
         except Exception as error:
             logger.exception("group not finalised", extra={"task": task_id})
@@ -102,7 +102,7 @@ class GroupFinalizer:
         """Count the attempt. Where even that fails, the group is tried again and the others go on."""
         try:
             await self._count(task_id, error)
-        except StoreAwayError:
+        except StoreUnavailableError:
             raise
         except Exception:
             logger.exception("a failed attempt is not counted", extra={"task": task_id})

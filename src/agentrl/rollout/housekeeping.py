@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agentrl.documents.status import TaskStatus
-from agentrl.errors import StoreAwayError, StoreError
 from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.store.retry import log_store_errors
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -107,14 +107,10 @@ class Housekeeping:
                     await self._lacks_work.wait()
             self._lacks_work.clear()
             quiet = min(quiet + 1, _MOST_QUIET)
-            try:
+            with log_store_errors(logger, "housekeeping failed"):
                 if await self._work_once():
                     quiet = 0
                     self._made_work()
-            except StoreAwayError:
-                raise
-            except StoreError as error:
-                logger.warning("housekeeping failed", extra={"why": error.message})
 
     async def _work_once(self) -> bool:
         freed = await self._store.claims.reap(self._split, self._max_attempts)

@@ -36,10 +36,10 @@ def main(argv: list[str]) -> int:
 
 async def _sample(configs: Configs) -> None:
     from agentrl.rollout.setup import stop_on_signals
-    from agentrl.store.outage import patient
+    from agentrl.store.retry import retry_outages
 
     stop = stop_on_signals()
-    with patient(configs[RunConfig].db_wait_seconds, stop):
+    with retry_outages(configs[RunConfig].db_wait_seconds, stop):
         await _sample_until(stop, configs)
 
 

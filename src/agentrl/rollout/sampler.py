@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema import ClaimConfig
 from agentrl.documents.task import Claim
-from agentrl.errors import ConfigError, StoreAwayError, StoreError
+from agentrl.errors import ConfigError, StoreError, StoreUnavailableError
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.housekeeping import EpochPlan, Housekeeping
 from agentrl.rollout.worker import Worker
 from agentrl.store.admission import GroupLimit
+from agentrl.store.retry import log_store_errors
 from agentrl.store.selection import Selection
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ class Sampler:
                 max_attempts=self._config.claims.max_attempts,
                 selection=self._config.selection,
             )
-        except StoreAwayError:
+        except StoreUnavailableError:
             if stop.is_set():
                 return None
             raise
@@ -227,7 +228,7 @@ class Sampler:
     async def _is_done(self, stop: asyncio.Event) -> bool:
         try:
             return await self._housekeeping.nothing_is_left()
-        except StoreAwayError:
+        except StoreUnavailableError:
             if stop.is_set():
                 return False
             raise
@@ -239,14 +240,9 @@ class Sampler:
             held = list(self._running.values())
             if not held:
                 continue
-            try:
+            with log_store_errors(logger, "leases could not be renewed"):
                 lost = await self._store.claims.heartbeat(held, self._config.claims.lease_seconds)
-            except StoreAwayError:
-                raise
-            except StoreError as error:
-                logger.warning("leases could not be renewed", extra={"why": error.message})
-                continue
-            self._give_up({claim.record_id for claim in lost})
+                self._give_up({claim.record_id for claim in lost})
 
     def _give_up(self, lost: set[str]) -> None:
         for task, claim in list(self._running.items()):

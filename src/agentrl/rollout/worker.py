@@ -21,9 +21,9 @@ from agentrl.errors import (
     FailureError,
     LeaseLostError,
     ScorerError,
-    StoreAwayError,
     StoreDeniedError,
     StoreError,
+    StoreUnavailableError,
     ToolServerError,
     TrajectoryError,
 )
@@ -94,7 +94,7 @@ class Worker:
                 await self._fail(claim, "timeout", f"the trajectory took longer than {limit:g} s")
             except FailureError as error:
                 await self._fail(claim, error.kind, error)
-            except (ConfigError, LeaseLostError, StoreAwayError, StoreDeniedError):
+            except (ConfigError, LeaseLostError, StoreUnavailableError, StoreDeniedError):
                 raise
             except Exception as error:
                 logger.exception("a trajectory cannot go on", extra={"record": claim.record_id})
@@ -204,7 +204,7 @@ class Worker:
                 max_attempts=self.claims.max_attempts,
                 backoff_seconds=self.claims.retry_backoff_seconds,
             )
-        except (LeaseLostError, StoreAwayError, StoreDeniedError):
+        except (LeaseLostError, StoreUnavailableError, StoreDeniedError):
             raise
         except StoreError as error:
             logger.error(

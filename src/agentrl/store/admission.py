@@ -14,7 +14,7 @@ from pymongo.write_concern import WriteConcern
 from agentrl.documents.run import ADMISSION
 from agentrl.documents.status import STEPPED, DataStatus, TaskStatus, values
 from agentrl.store import slots
-from agentrl.store.connection import Connection, Json, Part
+from agentrl.store.connection import Connection, Json, Repository
 from agentrl.store.names import DATA, GATE, STEP, TASK
 from agentrl.store.selection import BY_ORDER, SLOTS_AT_ONCE, Selection, TaskSelection, place_of
 
@@ -68,7 +68,7 @@ class _OpenGroups:
         return hidden and self.claimed < limit.groups
 
 
-class GroupAdmission(Part):
+class GroupAdmission(Repository):
     """Counts open groups, and admits new ones up to the limit: the next in order, or by a ``Selection``.
 
     One transaction admits a batch: the next groups go from created to running with every slot open, and any

@@ -112,8 +112,8 @@ async def open_store(run: RunConfig) -> Store:
     the run's schema is of another version than this code's.
     """
     async with _connected(run, "preparing the database") as connection:
-        await connection.patiently(lambda: _check_name(connection), "looking for the run")
-        await connection.patiently(lambda: open_schema(connection.database), "preparing the database")
+        await connection.call(lambda: _check_name(connection), "looking for the run")
+        await connection.call(lambda: open_schema(connection.database), "preparing the database")
         return Store(connection)
 
 
@@ -159,7 +159,7 @@ async def _connected(run: RunConfig, doing: str) -> AsyncIterator[Connection]:
         uri = await asyncio.to_thread(_embedded_uri, run.mongo_dir)
     connection = Connection(uri, run.run_name, run.db_timeout_seconds)
     try:
-        await connection.patiently(connection.check, doing)
+        await connection.call(connection.check, doing)
         yield connection
     except PyMongoError as error:
         await connection.close()

@@ -16,7 +16,7 @@ from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim
 from agentrl.store import slots
 from agentrl.store.blobs import Blobs
-from agentrl.store.connection import Connection, Json, Part, database_call
+from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.leases import lease_lost, lost_claims
 from agentrl.store.names import CALL, RECORD
 from agentrl.store.write_coalescer import WriteCoalescer
@@ -41,7 +41,7 @@ class _Addition:
         }  # fmt: skip
 
 
-class Dispatches(Part):
+class Dispatches(Repository):
     """Model calls, in the order of ``Record.traj``."""
 
     def __init__(self, connection: Connection) -> None:

@@ -18,14 +18,14 @@ from agentrl.documents.run import EpochOpening, epoch_key
 from agentrl.documents.status import EpochStatus
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store import slots
-from agentrl.store.connection import Connection, Json, Part, database_call
+from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import EPOCH
 
 _RELEASE_SECONDS = 2.0
 _FREE: Json = {"owner": None, "lease_expires_at": None}
 
 
-class EpochLeases(Part):
+class EpochLeases(Repository):
     """Reads and writes ``EpochOpening`` documents. One instance has one owner's name."""
 
     def __init__(self, connection: Connection) -> None:

@@ -14,7 +14,7 @@ from agentrl.documents.status import EpochStatus
 from agentrl.documents.task import CONTENT, Slot, Task, task_key
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store import slots
-from agentrl.store.connection import Connection, Json, Part, database_call
+from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.epoch_leases import EpochLeases, ids_of
 from agentrl.store.names import TASK
 
@@ -27,7 +27,7 @@ _BATCH = 1000
 _POLL_SECONDS = 0.25
 
 
-class Epochs(Part):
+class Epochs(Repository):
     """Opens epochs under leases. Epoch 0 is what was loaded; each later epoch is a copy of it.
 
     ``Epoch`` has a document for each: whether it is open, and who inserts its tasks. Tasks may be claimed as

@@ -21,7 +21,7 @@ from agentrl.scoring.groups import FAILED, summarize
 from agentrl.store import slots
 from agentrl.store.admin.regroup import read_records
 from agentrl.store.blobs import Blobs
-from agentrl.store.connection import Json, Part, database_call
+from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.dispatches import read_calls
 from agentrl.store.names import DATA, RECORD, TASK
 from agentrl.store.selection import ease_after_group
@@ -64,7 +64,7 @@ Decide = Callable[[Task, list[Record], Mapping[str, list[DispatchedSamplingTask]
 """Pure: (task, its Records of every attempt, calls by Record id) → outcome. It may run more than once."""
 
 
-class Groups(Part):
+class Groups(Repository):
     """The calls on groups: a Task, its Records and the data made from them."""
 
     @database_call

@@ -7,13 +7,13 @@ from collections.abc import Collection
 from pymongo.errors import OperationFailure
 
 from agentrl.documents.run import ImportList
-from agentrl.store.connection import Part, database_call
+from agentrl.store.connection import Repository, database_call
 from agentrl.store.names import IMPORTS
 
 _NOT_ALLOWED = 13
 
 
-class Imports(Part):
+class Imports(Repository):
     """The list of paths. Samplers read it, and on a server with authentication cannot write it."""
 
     @database_call

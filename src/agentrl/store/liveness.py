@@ -11,7 +11,7 @@ from typing import Any
 from agentrl.documents.service import InferenceService
 from agentrl.documents.status import ServiceStatus, TaskStatus
 from agentrl.store import slots
-from agentrl.store.connection import Part, database_call
+from agentrl.store.connection import Repository, database_call
 from agentrl.store.names import RECORD, SERVICE, TASK
 
 
@@ -65,7 +65,7 @@ class Liveness:
         return max(0.0, (self.at - then).total_seconds())
 
 
-class Presence(Part):
+class Presence(Repository):
     """Looks for the processes of a run; reads only."""
 
     @database_call

@@ -11,7 +11,7 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.status import VERSION_EDGES, VersionStatus, sources
 from agentrl.errors import StoreError
-from agentrl.store.connection import Json, Part, database_call
+from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.names import VERSION
 from agentrl.store.runs import guard
 
@@ -19,7 +19,7 @@ _WITHDRAWN_TOGETHER = 500
 """Versions that one transaction withdraws: a run may have to withdraw thousands."""
 
 
-class Policies(Part):
+class Policies(Repository):
     """What the trainer publishes and engines follow.
 
     ``attempt`` is what ``Runs.acquire_trainer`` returned: a trainer that has been replaced gets a

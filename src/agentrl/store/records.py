@@ -15,7 +15,7 @@ from agentrl.documents.status import RECORD_EDGES, RecordStatus, sources
 from agentrl.documents.task import Claim
 from agentrl.errors import StoreError
 from agentrl.store.attempts import record_of
-from agentrl.store.connection import Connection, Json, Part, database_call
+from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.leases import lease_lost, lost_claims
 from agentrl.store.names import RECORD
 from agentrl.store.write_coalescer import WriteCoalescer
@@ -43,7 +43,7 @@ class _Advance:
         return UpdateOne(query, update)
 
 
-class Records(Part):
+class Records(Repository):
     """The calls on Records that need no transaction; scoring and failing are ``Claims``'.
 
     What several trajectories do at the same time shares a round trip.

@@ -11,7 +11,7 @@ from agentrl.documents.status import SlotStatus
 from agentrl.documents.task import Claim
 from agentrl.store import slots
 from agentrl.store.attempts import end_records
-from agentrl.store.connection import Json, Part, database_call
+from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.leases import lease_lost, lost_claims
 from agentrl.store.names import TASK
 
@@ -21,7 +21,7 @@ FREE: Json = {"owner": None, "lease_expires_at": None}
 """The fields of a slot that nobody holds."""
 
 
-class Releases(Part):
+class Releases(Repository):
     """How a sampler gives up claims that it has not finished."""
 
     async def release(self, claim: Claim) -> None:

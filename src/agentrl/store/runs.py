@@ -16,11 +16,11 @@ from agentrl.documents.run import TRAINER, Gate, ProcessIdentity, TrainerLease
 from agentrl.errors import LeaseHeldError, LeaseLostError
 from agentrl.processes import has_ended
 from agentrl.store import slots
-from agentrl.store.connection import Connection, Json, Part, database_call
+from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import GATE, LEASE, STEP
 
 
-class Runs(Part):
+class Runs(Repository):
     """The trainer's lease. Expiry is judged by the server's clock."""
 
     @database_call

@@ -15,7 +15,7 @@ from agentrl.documents.task import Claim
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store import slots
 from agentrl.store.completed import CompletedGroups
-from agentrl.store.connection import Connection, Json, Part, database_call
+from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.leases import lease_lost
 from agentrl.store.names import RECORD, TASK
 from agentrl.store.write_coalescer import WriteCoalescer
@@ -59,7 +59,7 @@ class _Score:
         return UpdateOne(query, changes)
 
 
-class Scores(Part):
+class Scores(Repository):
     """The call that ends an attempt well. Scores that come at the same time share a transaction."""
 
     def __init__(self, connection: Connection) -> None:

@@ -26,7 +26,7 @@ from agentrl.scoring.difficulty import (
     spread_probability,
     update_ease,
 )
-from agentrl.store.connection import Json, Part
+from agentrl.store.connection import Json, Repository
 from agentrl.store.names import EPOCH, GATE, TASK
 
 BY_ORDER = [("epoch", ASCENDING), ("order", ASCENDING)]
@@ -128,7 +128,7 @@ def place_of(task: Mapping[str, Any]) -> tuple[int, int, int]:
     return (task.get("begun") or {}).get("number") or 0, task["epoch"], task["order"]
 
 
-class TaskSelection(Part):
+class TaskSelection(Repository):
     """Select and begin groups within the transaction of an admission."""
 
     async def any_left(self, split: str, selection: Selection) -> bool:

@@ -6,11 +6,11 @@ from agentrl.documents.service import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import StoreError
 from agentrl.store import slots
-from agentrl.store.connection import Json, Part, database_call
+from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.names import SERVICE
 
 
-class Services(Part):
+class Services(Repository):
     """How an engine makes itself known, and how samplers find it."""
 
     @database_call

@@ -12,7 +12,7 @@ from pymongo.errors import DuplicateKeyError
 from agentrl.documents.base import now, plain
 from agentrl.documents.run import FLAGS, RunSettings, flags_key
 from agentrl.errors import ConfigError
-from agentrl.store.connection import Part, database_call
+from agentrl.store.connection import Repository, database_call
 from agentrl.store.names import RECORD, SETTINGS
 
 FIXED: Final = frozenset({"tasks", "model"})
@@ -21,7 +21,7 @@ FIXED: Final = frozenset({"tasks", "model"})
 _SHOWN = 120
 
 
-class Settings(Part):
+class Settings(Repository):
     """The settings that the processes of a run must agree on, and the flags that each role began with."""
 
     @database_call

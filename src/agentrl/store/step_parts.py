@@ -11,7 +11,7 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from agentrl.documents.status import DataStatus
 from agentrl.documents.training import PendingCommit
 from agentrl.errors import StoreError
-from agentrl.store.connection import Json, Part
+from agentrl.store.connection import Json, Repository
 from agentrl.store.names import DATA, RECORD, TASK
 
 PART = 100
@@ -35,7 +35,7 @@ class NotReadyError(StoreError):
     """Some data of a plan are not ready."""
 
 
-class StepParts(Part):
+class StepParts(Repository):
     """Each method changes one part of a step, and repeating it changes nothing."""
 
     async def _mark(self, number: int, ids: Sequence[str], session: AsyncClientSession) -> None:

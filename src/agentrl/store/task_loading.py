@@ -16,7 +16,7 @@ from agentrl.documents.base import now, plain
 from agentrl.documents.status import SlotStatus, TaskStatus
 from agentrl.documents.task import CONTENT, Task, task_key
 from agentrl.errors import TaskFileError
-from agentrl.store.connection import Connection, Json, Part
+from agentrl.store.connection import Connection, Json, Repository
 from agentrl.store.epochs import Epochs, LoadLease
 from agentrl.store.names import TASK
 
@@ -77,7 +77,7 @@ class _Comparison:
         )
 
 
-class TaskLoading(Part):
+class TaskLoading(Repository):
     """Loads tasks in batches: memory is bounded, whatever the number and the size of the tasks."""
 
     def __init__(self, connection: Connection, epochs: Epochs) -> None:
@@ -134,8 +134,8 @@ class TaskLoading(Part):
         return len(changed) - len(left), tuple(left)
 
     async def _call(self, method: Callable[P, Awaitable[R]], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call one step of a load, again while the database is away; it may be repeated."""
-        return await self._connection.patiently(lambda: method(*args, **kwargs), "tasks: load")
+        """Call one step of a load, again while the database is unavailable; it may be repeated."""
+        return await self._connection.call(lambda: method(*args, **kwargs), "tasks: load")
 
     async def _has_tasks(self, task: Task) -> bool:
         query = {"split": task.split, "epoch": task.epoch}

@@ -14,7 +14,7 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from agentrl.documents.base import Root
 from agentrl.documents.status import DataStatus
 from agentrl.documents.training import DBRecordData
-from agentrl.errors import StoreAwayError, StoreError
+from agentrl.errors import StoreError, StoreUnavailableError
 from agentrl.store.blobs import Blobs
 from agentrl.store.claims import Claims
 from agentrl.store.connection import Json, database_call
@@ -201,7 +201,7 @@ class Training(Groups, Steps):
         for document in documents:
             try:
                 read.append(DBRecordData.from_document(await blobs.restore(document)))
-            except StoreAwayError:
+            except StoreUnavailableError:
                 raise
             except (StoreError, ValueError, TypeError, KeyError) as error:
                 why = error.message if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from pymongo.errors import PyMongoError
 
 from agentrl.documents.status import DataStatus, TaskStatus
-from agentrl.errors import StoreAwayError
+from agentrl.errors import StoreUnavailableError
 from agentrl.store.connection import Connection, Json
 from agentrl.store.host_feed import HostFeed, Notify
 from agentrl.store.names import DATA, STEP, TASK, VERSION
@@ -102,7 +102,7 @@ class Changes:
                 async with await self._connection.database.watch(
                     pipeline, max_await_time_ms=wait_ms
                 ) as stream:
-                    self._connection.outage.over()
+                    self._connection.outage.call_succeeded()
                     await notify(watched)
                     while stream.alive:
                         change = await stream.try_next()
@@ -110,7 +110,7 @@ class Changes:
                             await notify([change["ns"]["coll"]])
             except PyMongoError as error:
                 failure = self._connection.error("watching for changes", error)
-                if not isinstance(failure, StoreAwayError):
+                if not isinstance(failure, StoreUnavailableError):
                     _log.warning("no change stream, polling instead: %s", failure.message)
             await asyncio.sleep(_POLL_SECONDS)
             await notify(watched)

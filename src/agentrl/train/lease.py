@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from agentrl.errors import LeaseHeldError, LeaseLostError, StoreError
 from agentrl.observe.logging import describe_process_id
 from agentrl.processes import identify, is_observable
-from agentrl.store.outage import patient
+from agentrl.store.retry import retry_outages
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -112,7 +112,7 @@ async def hold(
         keeper.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await keeper
-        with contextlib.suppress(StoreError), patient(0):
+        with contextlib.suppress(StoreError), retry_outages(0):
             await store.runs.release_trainer(attempt)
 
 

@@ -85,10 +85,10 @@ def _follow(configs: Configs, team: World) -> None:
 
 
 async def _train(configs: Configs, team: World | None) -> None:
-    from agentrl.store.outage import patient
+    from agentrl.store.retry import retry_outages
 
     stop = _stop_on_signals()
-    with patient(configs[RunConfig].db_wait_seconds, stop):
+    with retry_outages(configs[RunConfig].db_wait_seconds, stop):
         await _train_until(stop, configs, team)
 
 

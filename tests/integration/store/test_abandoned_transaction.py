@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from agentrl.store.connection import Connection
-from agentrl.store.outage import patient
+from agentrl.store.retry import retry_outages
 
 pytestmark = pytest.mark.integration
 
@@ -31,8 +31,8 @@ async def test_what_a_killed_process_held_is_free_soon(mongo_uri: str) -> None:
     command = [sys.executable, "-c", KILLED_IN_A_TRANSACTION, mongo_uri]
     process = await asyncio.create_subprocess_exec(*command)
     assert await asyncio.wait_for(process.wait(), 60) == -9
-    with patient(45):
-        await connection.patiently(lambda: items.update_one({"_id": 1}, {"$inc": {"n": 10}}), "writing")
+    with retry_outages(45):
+        await connection.call(lambda: items.update_one({"_id": 1}, {"$inc": {"n": 10}}), "writing")
     assert await items.find_one({}) == {"_id": 1, "n": 10}
     await connection.client.drop_database("abandoned")
     await connection.close()

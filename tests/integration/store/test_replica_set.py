@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.errors import StoreAwayError
+from agentrl.errors import StoreUnavailableError
 from agentrl.store.connection import Connection
 from agentrl.store.embedded.replica_set import ReplicaSet
 
@@ -35,8 +35,8 @@ async def test_what_was_acknowledged_survives_a_primary_that_dies_alone(replicas
             number += 1
             try:
                 document = {"_id": number}
-                await connection.patiently(lambda document=document: numbers.insert_one(document), "writing")
-            except StoreAwayError:
+                await connection.call(lambda document=document: numbers.insert_one(document), "writing")
+            except StoreUnavailableError:
                 continue
             acknowledged.append(number)
 

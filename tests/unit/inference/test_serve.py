@@ -12,7 +12,7 @@ from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.service import InferenceService
 from agentrl.documents.status import ServiceStatus, VersionStatus
-from agentrl.errors import EngineError, PublishError, StoreAwayError, StoreError
+from agentrl.errors import EngineError, PublishError, StoreError, StoreUnavailableError
 from agentrl.inference.client import EngineRefusedError
 from agentrl.inference.serve import ServedEngine, _starting_weights
 from agentrl.weights.manifest import write_manifest
@@ -39,7 +39,7 @@ class Services:
 
     async def stop(self, id: str) -> None:
         if self.away:
-            raise StoreAwayError("no server")
+            raise StoreUnavailableError("no server")
         self.stopped.append(id)
 
 

@@ -1,4 +1,4 @@
-"""Errors of the driver become errors for people, without credentials."""
+"""Conversion of driver errors to StoreErrors, and retries during an outage."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from pymongo.errors import (
 )
 
 from agentrl.config.schema import RunConfig
-from agentrl.errors import StoreAwayError, StoreError
-from agentrl.store import outage as outage_module
+from agentrl.errors import StoreError, StoreUnavailableError
+from agentrl.store import retry as retry_module
 from agentrl.store.client import open_store
-from agentrl.store.connection import Connection, Part, database_call
-from agentrl.store.outage import patient
+from agentrl.store.connection import Connection, Repository, database_call
+from agentrl.store.retry import log_store_errors, retry_outages
 
 
-class Flaky(Part):
-    """Calls that fail with what ``errors`` holds, one after another, and then succeed."""
+class Flaky(Repository):
+    """A call that raises each of ``errors`` once and then succeeds."""
 
     def __init__(self, connection: Connection, *errors: PyMongoError) -> None:
         super().__init__(connection)
@@ -44,18 +44,18 @@ class Flaky(Part):
 
 @pytest.fixture
 async def flaky(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Flaky]]:
-    monkeypatch.setattr(outage_module, "_FIRST_DELAY", 0.001)
+    monkeypatch.setattr(retry_module, "_FIRST_DELAY", 0.001)
     connection = Connection("mongodb://127.0.0.1:1/", "run", 0.2)
     yield lambda *errors: Flaky(connection, *errors)
     await connection.close()
 
 
-async def test_a_member_that_has_just_started_is_away() -> None:
+async def test_a_member_that_has_just_started_is_unavailable() -> None:
     connection = Connection("mongodb://127.0.0.1:1/", "run", 0.2)
     unready = ConfigurationError("Sessions are not supported by this MongoDB deployment")
     found = connection.error("planning", unready)
     await connection.close()
-    assert isinstance(found, StoreAwayError)
+    assert isinstance(found, StoreUnavailableError)
 
 
 async def test_messages_name_the_host_and_never_the_password() -> None:
@@ -79,7 +79,7 @@ async def test_a_bad_uri_is_an_error() -> None:
         await open_store(RunConfig(db_connection_string="postgres://x"))
 
 
-async def test_without_a_server_the_cure_is_named(tmp_path: Path) -> None:
+async def test_without_a_server_the_hint_says_how_to_start_one(tmp_path: Path) -> None:
     with pytest.raises(StoreError) as caught:
         await open_store(RunConfig(mongo_dir=str(tmp_path / "none")))
     assert "agentrl mongo up" in str(caught.value.hint)
@@ -95,36 +95,36 @@ async def test_without_a_server_the_cure_is_named(tmp_path: Path) -> None:
         OperationFailure("write conflict", 112, {"errorLabels": ["TransientTransactionError"]}),
     ],
 )
-async def test_a_patient_call_waits_for_a_database_that_is_away(
+async def test_a_call_is_retried_while_the_database_is_unavailable(
     flaky: Callable[..., Flaky], error: PyMongoError, caplog: pytest.LogCaptureFixture
 ) -> None:
     part = flaky(error, error)
-    with caplog.at_level(logging.WARNING), patient(30):
+    with caplog.at_level(logging.WARNING), retry_outages(30):
         assert await part.read() == 3
     assert len(caplog.records) == 2
-    assert "trying again" in caplog.text
+    assert "retrying" in caplog.text
 
 
-async def test_without_patience_the_first_failure_is_told(flaky: Callable[..., Flaky]) -> None:
+async def test_without_a_retry_policy_the_first_failure_is_raised(flaky: Callable[..., Flaky]) -> None:
     part = flaky(AutoReconnect("reset"))
-    with pytest.raises(StoreAwayError, match="flaky: read"):
+    with pytest.raises(StoreUnavailableError, match="flaky: read"):
         await part.read()
     assert part.calls == 1
 
 
-async def test_patience_ends(flaky: Callable[..., Flaky]) -> None:
+async def test_retries_end_at_the_time_limit(flaky: Callable[..., Flaky]) -> None:
     part = flaky(*[AutoReconnect("reset")] * 1000)
-    with pytest.raises(StoreAwayError), patient(0.05):
+    with pytest.raises(StoreUnavailableError), retry_outages(0.05):
         await part.read()
     assert 1 < part.calls < 1000
 
 
-async def test_a_refusal_is_not_waited_for(flaky: Callable[..., Flaky]) -> None:
+async def test_a_refusal_is_not_retried(flaky: Callable[..., Flaky]) -> None:
     part = flaky(OperationFailure("not authorized", 13))
-    with pytest.raises(StoreError) as caught, patient(30):
+    with pytest.raises(StoreError) as caught, retry_outages(30):
         await part.read()
     assert part.calls == 1
-    assert not isinstance(caught.value, StoreAwayError)
+    assert not isinstance(caught.value, StoreUnavailableError)
 
 
 @pytest.mark.parametrize("seconds", [0, 30])
@@ -144,7 +144,7 @@ async def test_a_cancellation_that_the_driver_swallows_still_counts(
             if reported is not None:
                 raise reported from None
 
-    with patient(seconds):
+    with retry_outages(seconds):
         reading = asyncio.create_task(read(part))
     await begun.wait()
     reading.cancel()
@@ -157,3 +157,11 @@ async def test_what_is_read_and_written_is_the_majoritys() -> None:
     assert connection.client.write_concern.document == {"w": "majority", "j": True}
     assert connection.collection("Task").read_concern.level == "majority"
     await connection.close()
+
+
+async def test_a_periodic_task_logs_a_refusal_and_raises_an_outage(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), log_store_errors(logging.getLogger("x"), "not renewed"):
+        raise StoreError("the field is unknown")
+    assert [record.message for record in caplog.records] == ["not renewed"]
+    with pytest.raises(StoreUnavailableError), log_store_errors(logging.getLogger("x"), "not renewed"):
+        raise StoreUnavailableError("no answer")

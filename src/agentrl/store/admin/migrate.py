@@ -14,7 +14,7 @@ from pymongo.errors import DuplicateKeyError
 from agentrl.documents.run import ADMISSION, SCHEMA, TRAINER, ImportList
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.errors import StoreError
-from agentrl.store.connection import Connection, Json, Part, database_call
+from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.indexes import prepare
 from agentrl.store.names import CALL, DATA, GATE, IMPORTS, LEASE, RECORD, RUN, SCHEMA_VERSION, TASK
 from agentrl.store.slots import LIVE
@@ -182,7 +182,7 @@ async def write_version(database: AsyncDatabase[Json], version: int) -> None:
     )
 
 
-class Migrations(Part):
+class Migrations(Repository):
     """``agentrl db migrate``."""
 
     def __init__(self, connection: Connection) -> None:

@@ -13,7 +13,7 @@ from agentrl.documents.task import Slot, Task
 from agentrl.scoring.groups import FAILED
 from agentrl.store import slots
 from agentrl.store.admin.regroup import Blocker, blocker, drop_data
-from agentrl.store.connection import Json, Part, database_call
+from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.names import RECORD, TASK
 
 GIVEN_UP = "group"
@@ -36,7 +36,7 @@ class Reopened:
     """Groups left as they are, by what forbade it."""
 
 
-class Reopening(Part):
+class Reopening(Repository):
     """``agentrl db reopen``."""
 
     @database_call

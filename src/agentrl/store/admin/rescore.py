@@ -17,7 +17,7 @@ from agentrl.documents.task import Begin, Task
 from agentrl.errors import StoreError
 from agentrl.store import slots
 from agentrl.store.admin.regroup import Blocker, blocker, drop_data, insert_data, read_records
-from agentrl.store.connection import Json, Part, database_call
+from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.dispatches import read_calls
 from agentrl.store.groups import Decide, GroupOutcome, StoredGroup
 from agentrl.store.names import RECORD, TASK
@@ -57,7 +57,7 @@ class _ChangedError(Exception):
     """The group was changed by someone else between reading and writing."""
 
 
-class Rescoring(Part):
+class Rescoring(Repository):
     """``agentrl db rescore``."""
 
     @database_call

@@ -12,7 +12,7 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from agentrl.documents.status import STEPPED, DataStatus, RecordStatus, values
 from agentrl.errors import StoreError
 from agentrl.store.blobs import Blobs
-from agentrl.store.connection import Json, Part, database_call
+from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.names import CALL, DATA, RECORD, STEP, TASK
 
 _BATCH = 100
@@ -53,7 +53,7 @@ class Pruned:
         self.bytes += other.bytes
 
 
-class Retention(Part):
+class Retention(Repository):
     """``agentrl db prune``."""
 
     @database_call

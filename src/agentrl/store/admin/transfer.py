@@ -30,7 +30,7 @@ from agentrl.store.admin.archive import (
     write_manifest,
 )
 from agentrl.store.admin.migrate import stored_version
-from agentrl.store.connection import Json, Part, database_call
+from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.indexes import prepare
 from agentrl.store.names import GATE, RUN, SCHEMA_VERSION
 
@@ -44,7 +44,7 @@ _GRIDFS = {
 """The driver makes these with the first file only."""
 
 
-class Transfer(Part):
+class Transfer(Repository):
     """``agentrl db export`` and ``import``. Nothing larger than a page of documents is in memory."""
 
     @database_call

@@ -12,7 +12,7 @@ from urllib.parse import quote
 from pymongo.errors import OperationFailure
 
 from agentrl.errors import StoreError
-from agentrl.store.connection import Connection, Json, Part, database_call
+from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.indexes import prepare
 from agentrl.store.names import (
     CALL,
@@ -70,7 +70,7 @@ class CreatedUser:
     is_new: bool
 
 
-class Users(Part):
+class Users(Repository):
     """``agentrl db users``, called by a user who may manage users."""
 
     @database_call

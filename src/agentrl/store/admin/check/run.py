@@ -15,7 +15,7 @@ from agentrl.store.admin.check.states import Legal
 from agentrl.store.admin.check.steps import Lineage, StepData
 from agentrl.store.admin.check.tasks import Tasks
 from agentrl.store.admin.check.versions import Versions
-from agentrl.store.connection import Connection, Part, database_call
+from agentrl.store.connection import Connection, Repository, database_call
 from agentrl.store.indexes import VALIDATORS
 
 
@@ -29,7 +29,7 @@ class Checkable(Protocol):
         """Check the documents of ``keys`` again."""
 
 
-class Checks(Part):
+class Checks(Repository):
     """The check of one run: ``Checks(store.connection).run(options)``."""
 
     @database_call

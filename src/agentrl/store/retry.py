@@ -1,0 +1,153 @@
+"""Retry database calls while the server is unavailable: one time limit and one loop for the process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TypeVar
+
+from agentrl.errors import StoreError, StoreUnavailableError
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+_FIRST_DELAY, _LONGEST_DELAY = 0.5, 5.0
+_STOPPING_SECONDS = 2.0
+"""How long calls are still retried after the process was asked to stop."""
+
+_REMINDER_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _RetryPolicy:
+    seconds: float = 0.0
+    stop: asyncio.Event | None = None
+
+
+_NO_RETRY = _RetryPolicy()
+_policy: ContextVar[_RetryPolicy] = ContextVar("agentrl_store_retry_policy", default=_NO_RETRY)
+
+
+@contextmanager
+def retry_outages(seconds: float, stop: asyncio.Event | None = None) -> Iterator[None]:
+    """Retry each database call in the block for up to ``seconds`` while the server is unavailable (0: never).
+
+    The policy also applies to tasks that are created in the block. After ``stop`` is set, calls are retried
+    for two more seconds. A call may run more than once; each call documents what a repetition does.
+    """
+    token = _policy.set(_RetryPolicy(seconds, stop))
+    try:
+        yield
+    finally:
+        _policy.reset(token)
+
+
+@contextmanager
+def log_store_errors(log: logging.Logger, message: str) -> Iterator[None]:
+    """Log a StoreError of a periodic task as a warning, so that the next round tries again.
+
+    A StoreUnavailableError is raised: the call was already retried for as long as ``retry_outages`` allows.
+    """
+    try:
+        yield
+    except StoreUnavailableError:
+        raise
+    except StoreError as error:
+        log.warning(message, extra={"why": error.message})
+
+
+class OutageLog:
+    """Logs the start of an outage, a reminder every minute, and its end; never one line per call."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._next_line = 0.0
+        self._announced = False
+
+    def call_failed(self, why: str, retry_seconds: float) -> None:
+        """Record a call that failed because the server is unavailable."""
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now
+        if now < self._next_line:
+            return
+        self._next_line = now + _REMINDER_SECONDS
+        if self._announced:
+            logger.warning("the database is still unavailable after %.0f s: %s", now - self._began, why)
+        else:
+            self._announced = True
+            logger.warning(
+                "the database is unavailable: %s; retrying each call for up to %g s (--db_wait_seconds)",
+                why, retry_seconds,
+            )  # fmt: skip
+
+    def call_succeeded(self) -> None:
+        """Record a call that succeeded."""
+        if self._began is None:
+            return
+        if self._announced:
+            logger.warning("the database is back after %.0f s", time.monotonic() - self._began)
+        self._began, self._announced = None, False
+
+
+async def retry_while_unavailable(
+    operation: Callable[[], Awaitable[R]], to_store_error: Callable[[Exception], StoreError], log: OutageLog
+) -> R:
+    """Call ``operation`` until it succeeds or the time limit of ``retry_outages`` has passed.
+
+    ``to_store_error`` converts an exception to a StoreError, or raises it again. Only a StoreUnavailableError
+    is retried. The delays have decorrelated jitter, so that processes do not return to a restarted server all
+    at once.
+    """
+    policy = _policy.get()
+    deadline = time.monotonic() + policy.seconds
+    delay, stopping = _FIRST_DELAY, False
+    while True:
+        try:
+            result = await operation()
+            raise_if_cancelled()
+        except Exception as error:
+            raise_if_cancelled()
+            failure = to_store_error(error)
+            if policy.stop is not None and policy.stop.is_set() and not stopping:
+                stopping = True
+                deadline = min(deadline, time.monotonic() + _STOPPING_SECONDS)
+            left = deadline - time.monotonic()
+            if not isinstance(failure, StoreUnavailableError) or left <= 0:
+                raise failure from error
+        else:
+            log.call_succeeded()
+            return result
+        log.call_failed(failure.message, policy.seconds)
+        delay = min(_LONGEST_DELAY, random.uniform(_FIRST_DELAY, 3 * delay))
+        await _sleep(min(delay, left), None if stopping else policy.stop)
+
+
+def raise_if_cancelled() -> None:
+    """Raise CancelledError if the current task has been cancelled.
+
+    The driver may report a cancelled operation as a network error or as a success. Without this check the
+    task would go on, and the task that cancelled it would wait forever.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
+async def _sleep(seconds: float, stop: asyncio.Event | None) -> None:
+    """Sleep for ``seconds``, or until ``stop`` is set."""
+    if stop is None:
+        await asyncio.sleep(seconds)
+        return
+    stopped = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait([stopped], timeout=seconds)
+    finally:
+        stopped.cancel()
