@@ -9,6 +9,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from agentrl.chat.renderer import ChatRenderer
+
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}{{ '\\n' }}{{ message['content'] }}"
     "<|im_end|>{{ '\\n' }}{% endfor %}"
@@ -33,6 +35,12 @@ def tiny_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     tokenizer = make(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|pad|>")
     tokenizer.chat_template = template
     return tokenizer
+
+
+def tiny_renderer(template: str = TEMPLATE) -> ChatRenderer:
+    """``tiny_tokenizer`` as the renderer of rollouts and fine-tuning."""
+    tokenizer = tiny_tokenizer()
+    return ChatRenderer(tokenizer.backend_tokenizer, template, eos_ids={tokenizer.eos_token_id})
 
 
 def write_tiny_policy(folder: Path, *, hidden_size: int = 32, template: str | None = TEMPLATE) -> Path:

@@ -1,1 +1,1 @@
-"""Messages to token ids and back: renderers, the conversation as ids, parsers of tool calls."""
+"""Messages ⇄ token ids: chat templates, conversations as token ids, tool-call parsers."""

@@ -1,9 +1,11 @@
-"""A model's chat template and tokenizer: messages → text → token ids, without torch."""
+"""Render messages with a model's chat template and tokenizer: messages → text → token ids. Needs no torch."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -21,9 +23,9 @@ Message = dict[str, Any]
 
 
 class ChatRenderer:
-    """Renders conversations as the model was trained to see them.
+    """A chat template with its tokenizer.
 
-    ``eos_ids`` are the ids at which an engine stops: each of them closes an assistant turn.
+    ``eos_ids`` are the ids at which an engine stops. Each of them closes an assistant turn.
     """
 
     def __init__(
@@ -34,36 +36,39 @@ class ChatRenderer:
         eos_ids: Iterable[int] = (),
         special_tokens: Mapping[str, str] | None = None,
     ) -> None:
-        """``special_tokens`` are the template's variables ``bos_token``, ``eos_token``, ….
+        """Compile ``template``; ``special_tokens`` are its variables ``bos_token``, ``eos_token``, ….
 
-        Raises ModelError for a template that is no Jinja.
+        Raises ModelError for a template that is not valid Jinja.
         """
         self._tokenizer = tokenizer
         self._variables = dict(special_tokens or {})
         self._template_hash = hashlib.sha256(template.encode("utf-8", "replace")).hexdigest()[:16]
         self.eos_ids = frozenset(eos_ids)
+        self.marks_assistant = _GENERATION_TAG.search(template) is not None
+        """Whether the template marks assistant text by ``{% generation %}``, as ``render_marked`` needs."""
         try:
             self._template = _environment().from_string(template)
         except TemplateError as error:
             raise ModelError(
-                f"the chat template is no valid Jinja: {error}", hint="give another by --chat_template FILE"
+                f"the chat template is not valid Jinja: {error}", hint="give another by --chat_template FILE"
             ) from error
 
     @property
     def facts(self) -> dict[str, str]:
-        """What every sampler of a run must have alike."""
+        """Return what all samplers of a run must have in common."""
         return {"chat_template": f"sha256 {self._template_hash}"}
 
     @classmethod
     def open(cls, folder: str | Path, chat_template: str | Path | None = None) -> Self:
-        """The renderer of a Hugging Face folder; ``chat_template`` is a file that replaces its template.
+        """Load the tokenizer and the template of a Hugging Face folder.
 
-        Raises ModelError for a folder without tokenizer or template.
+        ``chat_template`` is a file that replaces the folder's template. Raises ModelError for a folder
+        without a tokenizer or a template.
         """
         root = Path(folder)
         if not root.is_dir():
             raise ModelError(
-                f"{root} is no folder", hint="give --model_name_or_path the folder of a Hugging Face model"
+                f"{root} is not a folder", hint="give --model_name_or_path the folder of a Hugging Face model"
             )
         settings = _read_json(root / "tokenizer_config.json")
         tokenizer = _read_tokenizer(root)
@@ -79,10 +84,39 @@ class ChatRenderer:
         *,
         add_generation_prompt: bool,
     ) -> str:
-        """The text of a conversation; TrajectoryError where the template refuses it."""
+        """Return the text of a conversation. Raises TrajectoryError if the template refuses it."""
+        return self._render(messages, tools, add_generation_prompt=add_generation_prompt)
+
+    def render_marked(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of a conversation, and where ``{% generation %}`` blocks lie in it: [start, end).
+
+        Offsets count characters. Raises TrajectoryError if the template refuses the conversation.
+        """
+        start, end = (f"{side}{uuid.uuid4().hex}" for side in ("start", "end"))
+        marked = self._render(messages, tools, marks={_START: start, _END: end})
+        text, spans = "", []
+        before, *blocks = marked.split(start)
+        text += before
+        for block in blocks:
+            inside, _, after = block.partition(end)
+            spans.append((len(text), len(text) + len(inside)))
+            text += inside + after
+        return text, spans
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        add_generation_prompt: bool = False,
+        marks: Mapping[str, str] | None = None,
+    ) -> str:
         try:
             return self._template.render(
                 **self._variables,
+                **(marks or {}),
                 messages=list(messages),
                 tools=list(tools) if tools else None,
                 documents=None,
@@ -92,39 +126,60 @@ class ChatRenderer:
             roles = " ".join(str(message.get("role")) for message in messages)
             raise TrajectoryError(
                 f"the chat template cannot render the roles [{roles}]: {error}",
-                hint="give a template that knows tools and these roles by --chat_template FILE",
+                hint="give a template that supports tools and these roles by --chat_template FILE",
             ) from error
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of rendered text; nothing is added to it."""
+        """Return the token ids of rendered text; adds no special tokens."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def encode_marked(self, text: str, spans: Iterable[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+        """Return the token ids of ``text``, and whether each token lies in one of the character ``spans``."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        mask = [False] * len(encoding.ids)
+        for start, end in spans:
+            first = encoding.char_to_token(start)
+            last = encoding.char_to_token(end - 1) if end else None
+            if first is not None:
+                stop = len(mask) if last is None else last + 1
+                mask[first:stop] = [True] * (stop - first)
+        return list(encoding.ids), mask
+
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of generated ids, special tokens included, less the ids that close the turn."""
+        """Return the text of generated ids with special tokens, without the ids that close the turn."""
         end = len(ids)
         while end and ids[end - 1] in self.eos_ids:
             end -= 1
         return str(self._tokenizer.decode(list(ids[:end]), skip_special_tokens=False))
 
     def eos_texts(self) -> list[str]:
-        """How the closing tokens are written in a rendering."""
+        """Return the texts of the closing tokens."""
         texts = (self._tokenizer.id_to_token(token) for token in sorted(self.eos_ids))
         return [text for text in texts if text]
 
 
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_START, _END = "_generation_start", "_generation_end"
+"""Variables that hold the marks around a ``{% generation %}`` block; undefined, and so empty, by default."""
+
+
 class _GenerationTag(Extension):
-    """``{% generation %}…{% endgeneration %}`` marks assistant text for other tools; it renders its body."""
+    """``{% generation %}…{% endgeneration %}``: renders its body between the variables _START and _END."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The body, as if the tag were not there."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        """Return the body between its two marks."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        start, end = (
+            nodes.Output([nodes.Name(name, "load", lineno=line)], lineno=line) for name in (_START, _END)
+        )
+        return [start, *body, end]
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as chat templates expect it: blocks are trimmed, JSON is not escaped for HTML."""
+    """Return the Jinja environment that chat templates expect: trimmed blocks, JSON not escaped for HTML."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
@@ -156,23 +211,26 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}", hint="copy the model's folder anew") from error
+        raise ModelError(f"{path} cannot be read: {error}", hint="copy the model's folder again") from error
     return content if isinstance(content, dict) else {}
 
 
 def _read_tokenizer(root: Path) -> Tokenizer:
-    """``tokenizer.json``; a folder that has only an older format goes through transformers' conversion."""
+    """Read ``tokenizer.json``; convert an older format by transformers."""
     path = root / "tokenizer.json"
     if path.is_file():
         try:
-            return Tokenizer.from_file(str(path))
+            tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:
             raise ModelError(
-                f"{path} is no tokenizer: {error}", hint="copy the model's folder anew"
+                f"{path} is not a tokenizer: {error}", hint="copy the model's folder again"
             ) from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
     if not any((root / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
         raise ModelError(
-            f"{root} has no tokenizer (tokenizer.json)",
+            f"{root} has no tokenizer.json",
             hint="copy tokenizer.json and tokenizer_config.json of the model into the folder",
         )
     from transformers import AutoTokenizer
@@ -201,7 +259,7 @@ def _read_template(root: Path, settings: Mapping[str, Any], replacement: str | P
     if not isinstance(template, str) or not template:
         raise ModelError(
             f"{root} has no chat template",
-            hint="give one by --chat_template FILE; assets/chat_templates holds examples",
+            hint="give one by --chat_template FILE; see assets/chat_templates for examples",
         )
     return template
 

@@ -197,15 +197,17 @@ def _loss(shared: LossConfig) -> LossConfig:
 
 
 def _read(configs: Configs) -> list[DBRecordData]:
-    from agentrl.model.load import base_folder, load_tokenizer
+    from agentrl.chat.renderer import ChatRenderer
+    from agentrl.model.load import base_folder
     from agentrl.train.sft_data import from_conversations, from_records
 
-    run, settings, base = configs[RunConfig], configs[SFTConfig], base_folder(configs[ModelConfig])
+    run, settings, model = configs[RunConfig], configs[SFTConfig], configs[ModelConfig]
+    base = base_folder(model)
     if settings.sft_from_records is not None:
         source = replace(run, run_name=settings.sft_from_records)
         return asyncio.run(from_records(source, settings.sft_split, settings.sft_min_score, base))
-    tokenizer, _ = load_tokenizer(configs[ModelConfig], base)
-    return from_conversations(Path(str(configs[TaskConfig].train_file)), tokenizer)
+    renderer = ChatRenderer.open(base, model.chat_template)
+    return from_conversations(Path(str(configs[TaskConfig].train_file)), renderer)
 
 
 def _token_budget(data: Sequence[DBRecordData], max_tokens: int) -> int:

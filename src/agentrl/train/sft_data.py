@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from agentrl.chat.conversation_file import TokenizedConversation, read_conversations
+from agentrl.chat.renderer import ChatRenderer
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.convert import to_training_data
 from agentrl.documents.packing import pack_floats, pack_ids
@@ -17,11 +19,8 @@ from agentrl.documents.record import Record
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 from agentrl.errors import ConfigError, TaskFileError
-from agentrl.train.conversations import Conversation, read_conversations
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from agentrl.store.client import Store
 
 logger = logging.getLogger(__name__)
@@ -30,11 +29,11 @@ _TOKENIZER = "tokenizer.json"
 _ADVANTAGE = 1.0
 
 
-def from_conversations(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[DBRecordData]:
+def from_conversations(path: Path, renderer: ChatRenderer) -> list[DBRecordData]:
     """The conversations of a JSONL file, a chain each; TaskFileError names a line that is none."""
     return [
         _one_chain(f"{path.name}:{number}", conversation)
-        for number, conversation in enumerate(read_conversations(path, tokenizer), 1)
+        for number, conversation in enumerate(read_conversations(path, renderer), 1)
     ]
 
 
@@ -61,7 +60,7 @@ async def from_records(run: RunConfig, split: str, min_score: float, base: Path)
     return data
 
 
-def _one_chain(name: str, conversation: Conversation) -> DBRecordData:
+def _one_chain(name: str, conversation: TokenizedConversation) -> DBRecordData:
     length = len(conversation.input_ids)
     edges = np.flatnonzero(np.diff(conversation.is_trainable.astype(np.int8), prepend=0, append=0))
     if length == 0 or len(edges) == 0:

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_policy import MARKED_TEMPLATE, TEMPLATE, tiny_renderer, tiny_tokenizer
+
+from agentrl.chat.conversation_file import read_conversations
+from agentrl.errors import TaskFileError
+
+MESSAGES = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "call"},
+    {"role": "tool", "content": "4"},
+    {"role": "assistant", "content": "four"},
+]
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return path
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED_TEMPLATE])
+def test_what_the_assistant_says_is_trained_with_its_end(tmp_path: Path, template: str) -> None:
+    tokenizer = tiny_tokenizer(template)
+    [conversation] = read_conversations(
+        write(tmp_path / "c.jsonl", {"messages": MESSAGES}), tiny_renderer(template)
+    )
+    trained = conversation.input_ids[conversation.is_trainable].tolist()
+    assert tokenizer.decode(trained) == "call<|im_end|>four<|im_end|>"
+    whole = tokenizer.apply_chat_template(MESSAGES, tokenize=False)
+    assert tokenizer.decode(conversation.input_ids.tolist()) == whole
+
+
+def test_ids_and_mask_are_those_of_transformers(tmp_path: Path) -> None:
+    said = "Grüße, 你好 👋\n\n"
+    messages = [*MESSAGES, {"role": "user", "content": said}, {"role": "assistant", "content": said}]
+    path = write(tmp_path / "c.jsonl", {"messages": messages})
+    [conversation] = read_conversations(path, tiny_renderer(MARKED_TEMPLATE))
+    expected = tiny_tokenizer(MARKED_TEMPLATE).apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert conversation.input_ids.tolist() == expected["input_ids"]
+    assert conversation.is_trainable.astype(int).tolist() == expected["assistant_masks"]
+    [by_prefixes] = read_conversations(path, tiny_renderer())
+    assert by_prefixes.input_ids.tolist() == expected["input_ids"]
+    assert by_prefixes.is_trainable.tolist() == conversation.is_trainable.tolist()
+
+
+def test_a_template_that_refuses_a_conversation_names_the_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.jsonl", {"messages": MESSAGES})
+    with pytest.raises(TaskFileError, match=r"c\.jsonl:1: .*no tools here"):
+        read_conversations(path, tiny_renderer("{{ raise_exception('no tools here') }}"))
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_has_one_name_in_templates(tmp_path: Path, key: str) -> None:
+    template = TEMPLATE.replace(
+        "{{ message['content'] }}", "{{ message.reasoning_content }}{{ message.content }}"
+    )
+    messages = [{"role": "assistant", "content": "four", key: "two and two"}]
+    renderer = tiny_renderer(template)
+    [conversation] = read_conversations(write(tmp_path / "c.jsonl", {"messages": messages}), renderer)
+    assert "two and twofour" in renderer.decode(conversation.input_ids.tolist())
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "c.jsonl:2: "),
+        ([1], "no list of messages"),
+        ({"messages": "x"}, "no list of messages"),
+        ({"messages": [{"content": "x"}]}, "no list of messages"),
+        ({"messages": MESSAGES[:1]}, "nothing to learn"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: object, says: str) -> None:
+    path = write(tmp_path / "c.jsonl", {"messages": MESSAGES}, line)
+    with pytest.raises(TaskFileError, match=says) as caught:
+        read_conversations(path, tiny_renderer())
+    assert "c.jsonl:2" in str(caught.value)
+
+
+def test_a_template_that_rewrites_what_was_said_is_refused(tmp_path: Path) -> None:
+    rewriting = "{% for m in messages %}{{ m['role'] if loop.last else 'x' }}{{ m['content'] }}{% endfor %}"
+    path = write(tmp_path / "c.jsonl", {"messages": MESSAGES})
+    with pytest.raises(TaskFileError, match="as a prefix"):
+        read_conversations(path, tiny_renderer(rewriting))
+
+
+def test_a_file_that_is_missing_or_empty_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TaskFileError, match="cannot be read"):
+        read_conversations(tmp_path / "none.jsonl", tiny_renderer())
+    with pytest.raises(TaskFileError, match="holds no conversation"):
+        read_conversations(write(tmp_path / "c.jsonl", ""), tiny_renderer())
