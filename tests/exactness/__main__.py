@@ -17,7 +17,7 @@ from exactness.steps import make_step, random_shape
 
 LIMIT = 1e-5
 MERGING: tuple[PrefixMerging, ...] = ("off", "trajectory", "group")
-EXECUTORS = ("sdpa", "varlen", "paths")
+EXECUTORS = ("sdpa", "varlen", "per_sequence")
 
 
 def largest_deviation(loss: str, model_name: str, executor: str, device: str) -> float:
@@ -53,14 +53,14 @@ def main() -> int:
     print(
         f"largest deviation of loss and gradients from the plain model, a call at a time: float32, {device}"
     )
-    print(f"{'loss':<13} {'model':<{width}} " + " ".join(f"{name:>8}" for name in executors))
+    print(f"{'loss':<13} {'model':<{width}} " + " ".join(f"{name:>12}" for name in executors))
     worst = 0.0
     for loss in LOSSES:
         for model_name in MODELS:
             found = [largest_deviation(loss, model_name, executor, device) for executor in executors]
             worst = max(worst, *found)
             print(
-                f"{loss:<13} {model_name:<{width}} " + " ".join(f"{value:8.1e}" for value in found),
+                f"{loss:<13} {model_name:<{width}} " + " ".join(f"{value:12.1e}" for value in found),
                 flush=True,
             )
     print(f"largest {worst:.1e}, limit {LIMIT:g}")

@@ -51,7 +51,7 @@ SHAPES = st.builds(
 )
 STEPS = st.builds(make_step, SHAPES, st.integers(0, 2**16)).filter(bool)
 MERGING = st.sampled_from(["off", "trajectory", "group"])
-EXECUTORS = st.sampled_from(["auto", "sdpa", "varlen", "paths", "padded"])
+EXECUTORS = st.sampled_from(["auto", "sdpa", "varlen", "per_sequence", "per_sequence_padded"])
 
 
 @st.composite

@@ -24,7 +24,7 @@ from agentrl.distributed.pipeline_parallel.stages import run_stage
 from agentrl.distributed.pipeline_parallel.tied import sum_tied_gradients
 from agentrl.losses.metrics import TokenMetrics
 from agentrl.losses.reduce import Denominators
-from agentrl.model.attention import choose_executor
+from agentrl.model.attention.executor import ForestExecutor, build_executor
 from agentrl.model.logprobs import token_logprobs
 from agentrl.model.output_head import OutputHead, output_head
 from agentrl.train.step import ForwardOptions, Ranks, count_step
@@ -62,7 +62,7 @@ class RankedModel(nn.Module):
             return self._run_shared(forest, options, received)
         device = self.model.device
         with torch.autocast(device.type, options.autocast_dtype, options.autocast_dtype is not None):
-            hidden = run_stage(self.model, forest, self._executor(forest, options), received)
+            hidden = run_stage(self._executor(options), forest, received)
         if not self._mesh.is_last_stage:
             return hidden.to(self.model.dtype).contiguous()
         parent = torch.from_numpy(forest.parent[forest.target]).to(device)
@@ -88,10 +88,11 @@ class RankedModel(nn.Module):
             return hidden.to(self.model.dtype).contiguous()
         return context.logprobs(forest, options, hidden, self._head())
 
-    def _executor(self, forest: TokenForest, options: ForwardOptions) -> str:
-        """What runs ``forest``: processes that shard a model must all call it equally often, so once."""
-        name = choose_executor(self.model, forest) if options.executor == "auto" else options.executor
-        return "padded" if name == "paths" and isinstance(self, FSDPModule) else name
+    def _executor(self, options: ForwardOptions) -> ForestExecutor:
+        """Return what runs forests."""
+        is_sharded = isinstance(self, FSDPModule)
+        model = self.model
+        return build_executor(model, options.executor, trains=model.training, equal_calls=is_sharded)
 
     def tokens(self, forest: TokenForest) -> int:
         """How many of the tokens of ``forest`` this process computes, padding included."""

@@ -7,35 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
-from agentrl.errors import ModelError
-from agentrl.model.output_head import OutputHead, Projection, output_head, rows_of
+from agentrl.model.output_head import DEFAULT_VOCAB_CHUNK, OutputHead, Projection, rows_of
 
 DEFAULT_CHUNK = 1024
 """Tokens per chunk of the projection."""
-DEFAULT_VOCAB_CHUNK = 8192
-"""Vocabulary entries per chunk."""
 
 _LOWEST = -1e30
 _STRIPES = 8
-
-
-@torch.no_grad()
-def check_output_head(model: nn.Module, hidden: Tensor, logits: Tensor, *, tolerance: float = 1e-2) -> None:
-    """Refuse a model whose own ``logits`` [n, V] are not ``output_head`` of its ``hidden`` [n, H].
-
-    Raises ModelError: its head does something that its config does not declare.
-    """
-    head = output_head(model)
-    blocks = Projection(head, DEFAULT_VOCAB_CHUNK).blocks(hidden, 1.0)  # all in one buffer
-    ours = torch.cat([block.clone() for _, block in blocks], -1)
-    error = float((ours - logits.float()).abs().max())
-    if not error <= tolerance * max(1.0, float(logits.abs().max())):
-        raise ModelError(
-            f"the logits of {type(model).__name__} differ by {error:.3g} from its linear head's",
-            hint="use a model whose logits are a linear layer of the last hidden state",
-        )
 
 
 def token_logprobs(

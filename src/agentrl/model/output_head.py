@@ -11,6 +11,9 @@ from torch import Tensor, distributed, nn
 
 from agentrl.errors import ModelError
 
+DEFAULT_VOCAB_CHUNK = 8192
+"""Vocabulary entries per block of logits."""
+
 
 @dataclass(frozen=True, slots=True)
 class OutputHead:
@@ -44,6 +47,23 @@ def output_head(model: nn.Module) -> OutputHead:
         getattr(config, "logits_scaling", None) or 1.0
     )
     return OutputHead(layer.weight, layer.bias, scale, getattr(config, "final_logit_softcapping", None))
+
+
+@torch.no_grad()
+def check_output_head(model: nn.Module, hidden: Tensor, logits: Tensor, *, tolerance: float = 1e-2) -> None:
+    """Raise ModelError where ``output_head`` of ``hidden`` [n, H] is not the model's own ``logits`` [n, V].
+
+    Such a head does something that the model's config does not declare.
+    """
+    head = output_head(model)
+    blocks = Projection(head, DEFAULT_VOCAB_CHUNK).blocks(hidden, 1.0)  # all in one buffer
+    ours = torch.cat([block.clone() for _, block in blocks], -1)
+    error = float((ours - logits.float()).abs().max())
+    if not error <= tolerance * max(1.0, float(logits.abs().max())):
+        raise ModelError(
+            f"the logits of {type(model).__name__} differ by {error:.3g} from its linear head's",
+            hint="use a model whose logits are a linear layer of the last hidden state",
+        )
 
 
 class Projection:

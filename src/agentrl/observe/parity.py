@@ -159,7 +159,7 @@ def compare_samples(
 ) -> list[Difference]:
     """One Difference per executor: the trainer scores every sample in one forest of chains."""
     from agentrl.data.forest import forest_from_sequences
-    from agentrl.model.attention import EXECUTORS
+    from agentrl.model.attention.executor import EXECUTORS
     from agentrl.train.step import ForwardOptions, forest_logprobs
 
     forest = forest_from_sequences(

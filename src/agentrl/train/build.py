@@ -24,7 +24,8 @@ from agentrl.distributed.mesh import Layout, build_mesh, parallelize, plan_layou
 from agentrl.errors import ConfigError
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import load_policy
-from agentrl.model.logprobs import DEFAULT_CHUNK, DEFAULT_VOCAB_CHUNK
+from agentrl.model.logprobs import DEFAULT_CHUNK
+from agentrl.model.output_head import DEFAULT_VOCAB_CHUNK
 from agentrl.train.compute import PolicyTrainer
 from agentrl.train.memory import checkpointing_mode, compile_layers, enable_checkpointing
 from agentrl.train.optimizer import build_optimizer, freeze

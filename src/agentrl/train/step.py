@@ -16,15 +16,10 @@ from agentrl.losses.metrics import TokenMetrics
 from agentrl.losses.reduce import Denominators
 from agentrl.losses.registry import reads_trajectory
 from agentrl.losses.settings import LossSettings
-from agentrl.model.attention import run_forest, usable_executors
-from agentrl.model.attention.implementation import use_attention
-from agentrl.model.logprobs import (
-    DEFAULT_CHUNK,
-    DEFAULT_VOCAB_CHUNK,
-    check_output_head,
-    token_logprobs,
-)
-from agentrl.model.output_head import output_head
+from agentrl.model.attention.compatibility import set_attention
+from agentrl.model.attention.executor import build_executor
+from agentrl.model.logprobs import DEFAULT_CHUNK, token_logprobs
+from agentrl.model.output_head import DEFAULT_VOCAB_CHUNK, check_output_head, output_head
 from agentrl.train.clock import Stopwatch
 from agentrl.train.step_loss import StepLoss, TrajectorySums, token_batch
 
@@ -89,10 +84,11 @@ def forest_logprobs(
     Both are of softmax(logits/temperature), with the temperature that each token was sampled at.
     """
     options = options or ForwardOptions()
+    executor = build_executor(model, options.executor, trains=model.training)
     device = model.device
     enabled = options.autocast_dtype is not None
     with torch.autocast(device.type, dtype=options.autocast_dtype, enabled=enabled):
-        hidden = run_forest(model, forest, options.executor)
+        hidden = executor(forest)
     return token_logprobs(
         hidden,
         output_head(model),
@@ -233,11 +229,12 @@ def check_model(model: Any) -> None:
     common = [index % vocabulary for index in range(8)]
     sequences = [[*common, 2 % vocabulary, 0, 1], [*common, 3 % vocabulary, 1]]
     forest = merge_prefixes(forest_from_sequences(sequences, [[False] * len(ids) for ids in sequences]))
-    use_attention(model, "sdpa")
+    set_attention(model, "sdpa")
     alone = [
         model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0]
         for ids in sequences
     ]
     logits = torch.cat([alone[0], alone[1][len(common) :]])
-    for executor in usable_executors(model, forest):
-        check_output_head(model, run_forest(model, forest, executor), logits)
+    for name in build_executor(model, trains=model.training).choices(forest):
+        executor = build_executor(model, name, trains=model.training)
+        check_output_head(model, executor(forest), logits)

@@ -191,8 +191,8 @@ def test_a_state_along_the_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_an_executor_that_shares_no_tokens_is_refused() -> None:
     context = Context(tiny_model("llama"), cast(Any, None))
-    with pytest.raises(ConfigError, match="'paths' does not share tokens"):
-        context.run(packed(chains()), ForwardOptions(executor="paths"))
+    with pytest.raises(ConfigError, match="'per_sequence' does not share tokens"):
+        context.run(packed(chains()), ForwardOptions(executor="per_sequence"))
 
 
 def test_a_layer_that_is_not_told_who_shares_its_tokens_is_refused() -> None:

@@ -24,7 +24,7 @@ from agentrl.distributed.pipeline_parallel.stages import (
     tied_weight,
 )
 from agentrl.errors import ConfigError, ModelError
-from agentrl.model.attention import run_forest
+from agentrl.model.attention.executor import build_executor
 from agentrl.train.clock import Stopwatch
 from agentrl.train.step import ForwardOptions
 from agentrl.train.step_loss import StepLoss
@@ -107,15 +107,15 @@ def test_stages_hold_every_parameter_once_under_its_own_name(tied: bool) -> None
     assert all(stage.get_input_embeddings().num_embeddings == VOCABULARY for stage in cut(model))  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("executor", ["sdpa", "varlen", "paths"])
+@pytest.mark.parametrize("executor", ["sdpa", "varlen", "per_sequence"])
 def test_stages_after_each_other_are_the_model_and_so_are_their_gradients(executor: str) -> None:
     model = tiny_model("qwen3", num_hidden_layers=4)
     forest = packed([*chains(1, 2), tree(1)])
-    run_forest(model, forest, executor).square().sum().backward()
+    build_executor(model, executor)(forest).square().sum().backward()
     stages, passed = cut(model), [None]
     outputs: list[Tensor] = []
     for stage in stages:
-        outputs.append(run_stage(stage, forest, executor, cast("Any", passed[-1])))
+        outputs.append(run_stage(build_executor(stage, executor), forest, cast("Any", passed[-1])))
         passed.append(cast("Any", outputs[-1].detach().requires_grad_()))
     gradient = 2 * outputs[-1].detach()
     for output, received in zip(reversed(outputs), reversed(passed[:-1]), strict=True):

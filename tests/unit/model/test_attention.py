@@ -12,9 +12,9 @@ from transformers import Lfm2Config, Lfm2ForCausalLM, PreTrainedModel
 
 from agentrl.data.forest import TokenForest, forest_from_sequences
 from agentrl.errors import ConfigError, ModelError
-from agentrl.model.attention import choose_executor, run_forest
+from agentrl.model.attention.executor import build_executor
 from agentrl.model.attention.sdpa import forest_mask
-from agentrl.model.attention.varlen import Segment, SegmentPlan, cut_ways, split_segments
+from agentrl.model.attention.varlen import Segment, SegmentPlan, plan_segments, split_segments
 from agentrl.train.memory import enable_checkpointing
 from agentrl.train.step import ForwardOptions, check_model, forest_logprobs
 
@@ -52,7 +52,7 @@ def test_packed_chains_equal_each_chain_alone(kind: str, executor: str, tied: bo
 
 @pytest.mark.exactness
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize("executor", ["varlen", "sdpa", "paths", "padded"])
+@pytest.mark.parametrize("executor", ["varlen", "sdpa", "per_sequence", "per_sequence_padded"])
 def test_a_tree_equals_each_of_its_branches_alone(kind: str, executor: str) -> None:
     forest = packed([tree(0), *chains(1, 2), tree(2)])
     assert len(paths(forest)) == 8
@@ -87,15 +87,15 @@ def test_segments_follow_the_branches() -> None:
 
 
 def test_segments_are_cut_where_others_branch_off() -> None:
-    assert cut_ways(split_segments(packed([tree()]))) == SegmentPlan(
+    assert plan_segments(split_segments(packed([tree()]))) == SegmentPlan(
         segments=(15, 4, 7), pieces=(6, 4, 5, 4, 7), paths=((0, 1, 2), (0, 1, 3), (0, 4))
     )
     forest = packed([tree(0), *chains(1, 2), tree(2)])
     segments = split_segments(forest)
-    ways = cut_ways(segments)
-    bounds = np.cumsum([0, *ways.pieces])
+    plan = plan_segments(segments)
+    bounds = np.cumsum([0, *plan.pieces])
     assert bounds[-1] == forest.tokens
-    for segment, path in zip(segments, ways.paths, strict=True):
+    for segment, path in zip(segments, plan.paths, strict=True):
         seen = [token for piece in path for token in range(bounds[piece], bounds[piece + 1])]
         way = [segment.end - 1]
         while (parent := int(forest.parent[way[-1]])) >= 0:
@@ -105,32 +105,37 @@ def test_segments_are_cut_where_others_branch_off() -> None:
 
 def test_a_model_called_around_the_executor_is_refused() -> None:
     model = tiny_model("llama")
-    run_forest(model, packed(chains()))
-    with pytest.raises(ModelError, match="not told where sequences end"):
+    build_executor(model)(packed(chains()))
+    with pytest.raises(ModelError, match="called without a segment plan"):
         model(input_ids=torch.tensor([[1, 2]]))
 
 
 def test_the_choice_of_executor() -> None:
-    model = tiny_model("llama")
+    executor = build_executor(tiny_model("llama"))
     wide, narrow = (
-        SimpleNamespace(device=torch.device("cuda"), config=tiny_model("llama", hidden_size=4 * width).config)
+        build_executor(
+            SimpleNamespace(
+                device=torch.device("cuda"), config=tiny_model("llama", hidden_size=4 * width).config
+            ),
+            trains=False,
+        )
         for width in (16, 8)
     )
     many = [tree(seed) for seed in range(30)]
-    assert choose_executor(model, packed([tree()])) == "sdpa"
-    assert choose_executor(model, packed(many)) == "varlen"
-    assert choose_executor(model, packed(chains())) == "varlen"
-    assert choose_executor(wide, packed(chains())) == choose_executor(wide, packed(many)) == "flex"
-    assert choose_executor(narrow, packed(many)) == "varlen"
+    assert executor.choose(packed([tree()])) == "sdpa"
+    assert executor.choose(packed(many)) == "varlen"
+    assert executor.choose(packed(chains())) == "varlen"
+    assert wide.choose(packed(chains())) == wide.choose(packed(many)) == "flex"
+    assert narrow.choose(packed(many)) == "varlen"
     with pytest.raises(ConfigError, match="attention executor 'flash'"):
-        run_forest(tiny_model("llama"), packed([tree()]), "flash")
+        build_executor(tiny_model("llama"), "flash")(packed([tree()]))
 
 
 def test_dropout_is_refused_in_training_only() -> None:
     model = tiny_model("llama", attention_dropout=0.1)
     with pytest.raises(ModelError, match=r"dropout 0\.1"):
-        run_forest(model, packed(chains()))
-    run_forest(model.eval(), packed(chains()))
+        build_executor(model)(packed(chains()))
+    build_executor(model.eval(), trains=False)(packed(chains()))
 
 
 @pytest.mark.parametrize(
@@ -146,19 +151,19 @@ def test_what_depends_on_its_neighbors_is_refused(attribute: str, value: object,
     model = tiny_model("llama")
     setattr(model.config, attribute, value)
     with pytest.raises(ModelError, match=message):
-        run_forest(model, packed(chains()))
+        build_executor(model)(packed(chains()))
 
 
 def test_a_window_shorter_than_a_trajectory_runs_each_path_alone(caplog: pytest.LogCaptureFixture) -> None:
     windowed = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
     model = tiny_model("qwen3", **windowed)
-    assert choose_executor(model, packed([tree()])) == "paths"
+    assert build_executor(model).choose(packed([tree()])) == "per_sequence"
     assert "layers that see 8 tokens back" in caplog.text
     assert_same(model, packed([tree(), *chains()]), "auto")
     with pytest.raises(ModelError, match="'varlen' would not be exact"):
-        run_forest(model, packed([tree()]), "varlen")
+        build_executor(model, "varlen")(packed([tree()]))
     short = forest_from_sequences([list(range(8))], [[False] * 8])
-    packed_states = run_forest(model, short)
+    packed_states = build_executor(model)(short)
     model.set_attn_implementation("sdpa")
     alone = model.model(input_ids=torch.arange(8)[None], use_cache=False).last_hidden_state[0]
     torch.testing.assert_close(packed_states, alone, rtol=1e-5, atol=1e-5)
@@ -168,11 +173,11 @@ def test_layers_that_cannot_be_masked_run_each_path_alone() -> None:
     model = tiny_model("qwen3")
     model.config.layer_types = ["linear_attention", "full_attention"]
     with pytest.raises(ModelError, match="linear_attention"):
-        run_forest(model, packed(chains()), "sdpa")
+        build_executor(model, "sdpa")(packed(chains()))
     recurrent = tiny_model("llama")
     recurrent._is_stateful = True
     with pytest.raises(ModelError, match="a recurrent state"):
-        run_forest(recurrent, packed(chains()), "sdpa")
+        build_executor(recurrent, "sdpa")(packed(chains()))
     assert_same(recurrent, packed([tree()]), "auto")
 
 
@@ -184,7 +189,7 @@ def test_a_model_with_convolutions_runs_each_path_alone() -> None:
     )  # fmt: skip
     model = Lfm2ForCausalLM(config).train()
     check_model(model)
-    assert choose_executor(model, packed([tree()])) == "paths"
+    assert build_executor(model).choose(packed([tree()])) == "per_sequence"
     assert_same(model, packed([tree(), *chains()]), "auto")
 
 
@@ -200,6 +205,6 @@ def test_padding_free_states_do_not_depend_on_neighbors() -> None:
     model = tiny_model("llama").eval()
     ids = np.arange(12).tolist()
     with torch.no_grad():
-        alone = run_forest(model, forest_from_sequences([ids], [[False] * 12]))
-        beside = run_forest(model, forest_from_sequences([ids[::-1], ids], [[False] * 12] * 2))
+        alone = build_executor(model)(forest_from_sequences([ids], [[False] * 12]))
+        beside = build_executor(model)(forest_from_sequences([ids[::-1], ids], [[False] * 12] * 2))
     torch.testing.assert_close(beside[12:], alone, rtol=0, atol=1e-6)

@@ -15,7 +15,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from agentrl.data.forest import TokenForest, forest_from_sequences
 from agentrl.data.prefix_merging import merge_prefixes
 from agentrl.errors import ModelError
-from agentrl.model.attention import run_forest
+from agentrl.model.attention.executor import build_executor
 from agentrl.model.attention.flex import (
     block_kinds,
     forest_block_mask,
@@ -40,7 +40,7 @@ def assert_same_gradients(model: Any, limit: float) -> None:
     gradients = []
     for executor in ("flex", "sdpa"):
         model.zero_grad()
-        hidden = run_forest(model, forest, executor)
+        hidden = build_executor(model, executor)(forest)
         weights = torch.linspace(0, 1000, hidden.numel()).sin().reshape(hidden.shape)
         (hidden * weights.to(hidden.device)).mean().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
@@ -85,15 +85,15 @@ def test_hidden_states_are_those_of_the_dense_mask(kind: str) -> None:
     model = tiny_model(kind, **WIDE)
     forest = packed([tree(seed) for seed in range(6)] + chains())
     with torch.no_grad():
-        ours = run_forest(model, forest, "flex")
-        expected = run_forest(model, forest, "sdpa")
+        ours = build_executor(model, "flex")(forest)
+        expected = build_executor(model, "sdpa")(forest)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_layer_that_is_not_told_the_mask_is_refused() -> None:
     model = tiny_model("llama", **WIDE)
     model.set_attn_implementation("agentrl_flex")
-    with pytest.raises(ModelError, match="not told which tokens see which"):
+    with pytest.raises(ModelError, match="called without a block mask"):
         model(input_ids=torch.tensor([[1, 2]]), use_cache=False)
 
 

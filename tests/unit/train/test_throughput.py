@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, Qwen3MoeConfig
 
 from agentrl.data.prefix_merging import merge_prefixes
-from agentrl.model.attention import run_forest
+from agentrl.model.attention.executor import build_executor
 from agentrl.train.clock import Stopwatch, peak_flops
 from agentrl.train.throughput import (
     ModelShape,
@@ -31,7 +31,7 @@ SECONDS = StepSeconds(forward=1.0, backward=2.0, optimizer=1.0)
 def test_flops_are_those_that_torch_counts(kind: str) -> None:
     model, forest = tiny_model(kind), packed(chains())
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        run_forest(model, forest, "sdpa")
+        build_executor(model, "sdpa")(forest)
     shape = ModelShape.of(model.config)
     dense = forest.tokens**2
     counted = counter.get_total_flops()

@@ -16,10 +16,8 @@ from agentrl.distributed.context_parallel.chunks import TokenShare, share_tokens
 from agentrl.distributed.context_parallel.exchange import TokenExchange
 from agentrl.distributed.pipeline_parallel.stages import receiving
 from agentrl.errors import ConfigError
-from agentrl.model.attention import has_flex
-from agentrl.model.attention.compatibility import check_limits, unmaskable_at
-from agentrl.model.attention.flex import BLOCK, forest_block_mask
-from agentrl.model.attention.implementation import use_attention
+from agentrl.model.attention.compatibility import MaskLimits, check_compatibility, set_attention
+from agentrl.model.attention.flex import BLOCK, forest_block_mask, has_flex
 from agentrl.model.logprobs import token_logprobs
 from agentrl.model.output_head import OutputHead
 from agentrl.train.step import ForwardOptions
@@ -27,7 +25,7 @@ from agentrl.train.step import ForwardOptions
 
 def check_context(model: Any, max_tokens: int) -> None:
     """Raise ConfigError for a model that no mask makes exact on forests of up to ``max_tokens``."""
-    reason = unmaskable_at(model, max_tokens)
+    reason = MaskLimits.of(model).reason(max_tokens)
     if reason is not None:
         raise ConfigError(
             f"--cp_size: {type(model).__name__} has {reason} (--max_tokens {max_tokens}), so that its tokens"
@@ -49,8 +47,8 @@ class Context:
     def run(self, forest: TokenForest, options: ForwardOptions, received: Tensor | None = None) -> Tensor:
         """Hidden states [n, H] of this process's tokens; ``received``: those before, from another stage."""
         is_flex = self._is_flex(options.executor)
-        check_limits(self.model)
-        use_attention(self.model, IMPLEMENTATION)
+        check_compatibility(self.model, trains=self.model.training)
+        set_attention(self.model, IMPLEMENTATION)
         share, model = self._share(forest), self.model
         tokens, device = share.tokens, model.device
         seen: dict[str, Any] = (

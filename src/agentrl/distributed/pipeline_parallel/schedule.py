@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from agentrl.data.forest import TokenForest
-from agentrl.model.attention.implementation import use_attention
+from agentrl.model.attention.compatibility import set_attention
 from agentrl.train.clock import Stopwatch
 from agentrl.train.step import Begin, ForwardOptions
 from agentrl.train.step_loss import StepLoss
@@ -116,7 +116,7 @@ class Pipeline:
         self, item: InFlight, gradient: Tensor | None, watch: Stopwatch, *, is_final: bool
     ) -> Tensor | None:
         """Add up this stage's gradients; returns that of what it received."""
-        use_attention(self.model, item.attention)
+        set_attention(self.model, item.attention)
         self.begin(is_last=is_final)
         torch.autograd.backward(item.output, gradient)
         watch.lap("backward")

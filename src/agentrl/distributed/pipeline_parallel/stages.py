@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from agentrl.data.forest import TokenForest, forest_from_sequences
 from agentrl.errors import ConfigError, ModelError
-from agentrl.model.attention import run_forest
+from agentrl.model.attention.executor import ForestExecutor, build_executor
 from agentrl.train.throughput import ModelShape
 
 _PROJECTED = 0.5
@@ -94,12 +94,12 @@ def receiving(model: Any, states: Tensor | None) -> Iterator[None]:
         table.states = None
 
 
-def run_stage(model: Any, forest: TokenForest, executor: str, received: Tensor | None) -> Tensor:
-    """Hidden states [N, H] after this stage's layers; ``received`` are those before, None on the first."""
+def run_stage(executor: ForestExecutor, forest: TokenForest, received: Tensor | None) -> Tensor:
+    """Return hidden states [N, H] after this stage's layers; ``received`` from the stage before, or None."""
     if received is not None:
         forest = replace(forest, input_ids=np.arange(forest.tokens))
-    with receiving(model, received):
-        return run_forest(model, forest, executor)
+    with receiving(executor.model, received):
+        return executor(forest)
 
 
 def keep_stage(model: Any, stage: int, shares: Sequence[range]) -> None:
@@ -117,7 +117,8 @@ def check_stages(model: Any, shares: Sequence[range]) -> None:
     Refused with ConfigError is one of which a stage would have nothing to train.
     """
     forest = forest_from_sequences([[0, 1, 2, 3, 4], [2, 1, 0]], [[False] * 5, [False] * 3])
-    whole = run_forest(model, forest)
+    executor = build_executor(model, trains=model.training)
+    whole = executor(forest)
     hidden = None
     for stage in range(len(shares)):
         with _cut(model, stage, shares):
@@ -126,7 +127,7 @@ def check_stages(model: Any, shares: Sequence[range]) -> None:
                     f"--freeze leaves nothing to train in stage {stage} of --pp_size {len(shares)}",
                     hint="freeze less, or lower --pp_size",
                 )
-            hidden = run_stage(model, forest, "auto", hidden)
+            hidden = run_stage(executor, forest, hidden)
     error = float((cast(Tensor, hidden) - whole).abs().max())
     if not error <= 1e-2 * float(whole.abs().max()):
         raise ModelError(

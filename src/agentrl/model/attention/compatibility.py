@@ -1,12 +1,12 @@
-"""Says which models would compute something else on a packed forest than on each sequence alone."""
+"""Check whether a model gives each sequence of a packed forest what it gives that sequence alone."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from agentrl.data.forest import TokenForest
 from agentrl.errors import ModelError
 
 _FULL = frozenset({"full_attention", "attention"})
@@ -14,15 +14,45 @@ _WINDOWED = {"sliding_attention": "sliding_window", "chunked_attention": "attent
 _NOISE = ("dropout", "pdrop", "router_jitter_noise", "layerdrop")
 
 
-def check_limits(model: Any) -> None:
-    """Raise ModelError where the model's result would depend on what its sequences are packed with.
+@dataclass(frozen=True, slots=True)
+class MaskLimits:
+    """Where an attention mask cannot make a model exact on a forest; a path run alone is always exact."""
 
-    Such are dropout and other noise in training, an auxiliary loss over the micro-batch's router decisions,
-    experts that drop tokens beyond a capacity, and scores capped inside attention kernels.
+    state: str | None
+    """Layers that carry a state along the row (linear attention, convolutions, recurrences), and so read
+    what was packed before a sequence."""
+    window: int | None
+    """Tokens of the smallest attention window: a layer measures it along the row, not by depth in a tree."""
+
+    @classmethod
+    def of(cls, model: Any) -> MaskLimits:
+        """Read them from the model's configuration."""
+        config = model.config.get_text_config()
+        layers = set(getattr(config, "layer_types", None) or ())
+        stateful = sorted(layers - _FULL - set(_WINDOWED))
+        state = None
+        if stateful or getattr(model, "_is_stateful", False):
+            state = ", ".join(stateful) or "a recurrent state"
+        return cls(state, _window(config))
+
+    def reason(self, depth: int) -> str | None:
+        """Return why no mask is exact on paths of up to ``depth`` tokens; None where one is."""
+        if self.state is not None:
+            return f"{self.state}, which goes on from one sequence into the next"
+        if self.window is not None and depth > self.window:
+            return f"layers that see {self.window} tokens back, fewer than a sequence has"
+        return None
+
+
+def check_compatibility(model: Any, *, trains: bool = True) -> None:
+    """Raise ModelError for a model whose result depends on what its sequences are packed with.
+
+    The causes are an auxiliary router loss over a micro-batch, experts with a token capacity, attention
+    scores that are capped inside the kernel, and, where the model ``trains``, dropout and other noise.
     """
     name = type(model).__name__
     config = model.config.get_text_config()
-    if model.training:
+    if trains:
         _check_noise(name, model, config)
     if getattr(config, "output_router_logits", False):
         raise ModelError(
@@ -42,30 +72,22 @@ def check_limits(model: Any) -> None:
         )
 
 
-def unmaskable(model: Any, forest: TokenForest) -> str | None:
-    """Why no attention mask makes the model exact on ``forest``; None where one does.
-
-    Layers that carry a state along the row (linear attention, convolutions, recurrences) read whatever was
-    packed before; windows are measured along the row, and not in depth. Both are exact on a path alone.
-    """
-    return unmaskable_at(model, forest.depth)
-
-
-def unmaskable_at(model: Any, depth: int) -> str | None:
-    """``unmaskable`` for all forests of up to ``depth`` tokens on a path."""
-    config = model.config.get_text_config()
-    layers = set(getattr(config, "layer_types", None) or ())
-    stateful = sorted(layers - _FULL - set(_WINDOWED))
-    if stateful or getattr(model, "_is_stateful", False):
-        return f"{', '.join(stateful) or 'a recurrent state'}, which goes on from one sequence into the next"
-    window = attention_window(config)
-    if window is not None and depth > window:
-        return f"layers that see {window} tokens back, fewer than a sequence has"
-    return None
+def set_attention(model: Any, implementation: str) -> None:
+    """Make every attention layer use ``implementation``; ModelError where the model does not allow it."""
+    if model.config._attn_implementation == implementation:
+        return
+    hint = "use a model that transformers runs through its attention interface (Llama, Qwen, Mistral, …)"
+    name = type(model).__name__
+    try:
+        model.set_attn_implementation(implementation)
+    except ValueError as error:
+        raise ModelError(f"{name} has no {implementation!r} attention: {error}", hint=hint) from error
+    if model.config._attn_implementation != implementation:
+        raise ModelError(f"{name} does not let its attention be set to {implementation!r}", hint=hint)
 
 
-def attention_window(config: Any) -> int | None:
-    """The smallest window of the model's attention layers in tokens; None where all see everything."""
+def _window(config: Any) -> int | None:
+    """Return the smallest window of the attention layers, in tokens; None where all see everything."""
     layers = getattr(config, "layer_types", None)
     if layers is None:
         used = getattr(config, "use_sliding_window", True)

@@ -1,4 +1,4 @@
-"""Executor for any forest on a GPU: FlexAttention under a block mask that is computed from the tree."""
+"""Executor for GPUs: FlexAttention under a block mask that is computed from the tree."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from transformers import AttentionInterface
 
 from agentrl.data.forest import Ints, TokenForest
 from agentrl.errors import ModelError
-from agentrl.model.attention.implementation import use_attention
+from agentrl.model.attention.compatibility import set_attention
 
 IMPLEMENTATION = "agentrl_flex"
 BLOCK = 128
 """Tokens along each side of a mask block; rows are padded to a multiple of it."""
 MIN_HEAD_DIM = 16
+"""Width of the narrowest attention head that its kernels take."""
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def mask_function(subtree_end: Tensor, tokens: Tensor | None = None) -> MaskFunction:
-    """mask_mod(batch, head, query, key): True where the query is the key or follows it on a path.
+    """Return mask_mod(batch, head, query, key), True where the query is the key or follows it on a path.
 
     With ``tokens``, query q is token ``tokens[q]``.
     """
@@ -39,13 +40,13 @@ def mask_function(subtree_end: Tensor, tokens: Tensor | None = None) -> MaskFunc
 
 
 def padded_ends(subtree_end: Ints) -> Ints:
-    """``subtree_end`` for N rounded up to whole blocks: each token of the padding sees itself alone."""
+    """Pad ``subtree_end`` to whole blocks; a padding token sees only itself."""
     count = len(subtree_end)
     return np.concatenate([subtree_end, np.arange(count, -(-count // BLOCK) * BLOCK) + 1])
 
 
 def block_kinds(subtree_end: Ints, block: int = BLOCK) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """(partial, full) bool[query blocks, key blocks]: where some, and where all queries see all keys.
+    """Return (partial, full), bool[query blocks, key blocks]: some, or all, queries see all keys there.
 
     A query after key k sees it up to ``subtree_end[k]``, so the largest and the smallest end in a key block
     decide every block below the diagonal. N must be a multiple of ``block``; the cost is (N / block)².
@@ -59,9 +60,9 @@ def block_kinds(subtree_end: Ints, block: int = BLOCK) -> tuple[NDArray[np.bool_
 
 
 def forest_block_mask(subtree_end: Ints, device: torch.device | str, tokens: Ints | None = None) -> BlockMask:
-    """The BlockMask of a forest whose ``subtree_end`` is padded to whole blocks, without N² work.
+    """Return the BlockMask of a forest whose ``subtree_end`` is padded to whole blocks, without N² work.
 
-    ``tokens``: the queries, where they are not all tokens; whole blocks of them, in order.
+    ``tokens``: the queries, if they are not all tokens; whole blocks, in ascending order.
     """
     kinds = block_kinds(subtree_end)
     places = None if tokens is None else torch.from_numpy(tokens).to(device)
@@ -78,15 +79,24 @@ def forest_block_mask(subtree_end: Ints, device: torch.device | str, tokens: Int
 
 
 def _indices(kind: NDArray[np.bool_], device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """(int32[1, 1, Q], int32[1, 1, Q, K]): how many key blocks each query block has, and those first."""
+    """Return the number of key blocks of each query block, int32[1, 1, Q], and their indices [1, 1, Q, K]."""
     counts = torch.from_numpy(kind.sum(1).astype(np.int32)).to(device)
     order = torch.from_numpy(np.argsort(~kind, axis=1, kind="stable").astype(np.int32)).to(device)
     return counts[None, None], order[None, None].contiguous()
 
 
+def has_flex(model: Any) -> bool:
+    """Return whether FlexAttention has a kernel for the model, backward included: on CUDA."""
+    if model.device.type != "cuda":
+        return False
+    config = model.config.get_text_config()
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return bool(width >= MIN_HEAD_DIM)
+
+
 def run_flex(model: Any, forest: TokenForest) -> Tensor:
-    """Hidden states [N, H] of any forest in one row; attention costs the blocks that paths touch."""
-    use_attention(model, IMPLEMENTATION)
+    """Return hidden states [N, H] of the forest in one row; attention costs the blocks that paths touch."""
+    set_attention(model, IMPLEMENTATION)
     device = model.device
     ends = padded_ends(forest.subtree_end)
     padding = (0, len(ends) - forest.tokens)
@@ -102,7 +112,7 @@ def run_flex(model: Any, forest: TokenForest) -> Tensor:
 
 @cache
 def _kernel(device_type: str) -> Callable[..., Tensor]:
-    """FlexAttention compiled where there is a kernel; more shapes than it may have are an error."""
+    """Return FlexAttention, compiled where it has a kernel."""
     if device_type == "cpu":
         return cast(Callable[..., Tensor], flex_attention)
     return cast(Callable[..., Tensor], torch.compile(flex_attention, fullgraph=True))
@@ -121,16 +131,16 @@ def block_attention(
     s_aux: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Attention under ``block_mask``, as transformers' attention interface calls it.
+    """Compute attention under ``block_mask``, as transformers' attention interface calls it.
 
     query [1, heads, N, d]; key and value [1, key-value heads, N, d]; returns ([1, N, heads, d], None).
-    Raises ModelError where the layer asks for what this attention does not do.
+    Raises ModelError without a mask, and for a layer with capped scores or attention sinks.
     """
     name = type(module).__name__
     if block_mask is None:
         raise ModelError(
-            f"{name} is not told which tokens see which",
-            hint='run the model through run_forest, or call model.set_attn_implementation("sdpa") before',
+            f"{name} was called without a block mask",
+            hint='run it through build_executor, or call model.set_attn_implementation("sdpa") before',
         )
     if softcap is not None or s_aux is not None:
         raise ModelError(f"{name} caps its scores or has attention sinks", hint="use a model without them")

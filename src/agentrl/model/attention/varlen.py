@@ -1,7 +1,7 @@
 """Executor without padding and without a dense mask: attention runs per unbranched segment.
 
-Everything but attention runs once over the N packed tokens. A segment's queries attend to its ancestors' keys
-and, causally, to their own; a chain is one segment with no ancestors, and so plain causal attention.
+All other layers run once over the N packed tokens. A segment's queries attend to its ancestors' keys and,
+causally, to its own keys. A chain is one segment without ancestors: plain causal attention.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from transformers import AttentionInterface
 
 from agentrl.data.forest import TokenForest
 from agentrl.errors import ModelError
-from agentrl.model.attention.implementation import use_attention
+from agentrl.model.attention.compatibility import set_attention
 
 IMPLEMENTATION = "agentrl_segments"
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens ``[start, end)``, each the parent of the next, and where their ancestors lie."""
+    """An unbranched run of tokens ``[start, end)``, each the parent of the next, and their ancestors."""
 
     start: int
     end: int
     ancestors: tuple[tuple[int, int], ...]
-    """Token ranges from the root down to the segment's parent; empty at a root."""
+    """Token ranges from the root to the segment's parent; empty at a root."""
 
     @property
     def ancestor_count(self) -> int:
-        """Tokens before the segment."""
+        """Number of tokens on the path before the segment."""
         return sum(end - start for start, end in self.ancestors)
 
     @property
     def path(self) -> list[tuple[int, int]]:
-        """Token ranges from the root to the segment's end, adjacent ones in one."""
+        """Token ranges from the root to the segment's end; adjacent ranges are joined."""
         joined: list[tuple[int, int]] = []
         for start, end in (*self.ancestors, (self.start, self.end)):
             if joined and joined[-1][1] == start:
@@ -48,7 +48,7 @@ class Segment:
 
 
 def split_segments(forest: TokenForest) -> list[Segment]:
-    """The segments of ``forest``, in order; they tile its tokens."""
+    """Split ``forest`` into segments, in order; they cover its tokens without overlap."""
     starts = np.flatnonzero(forest.parent != np.arange(forest.tokens) - 1)
     if forest.tokens:
         starts = np.union1d(starts, [0])
@@ -66,21 +66,22 @@ def split_segments(forest: TokenForest) -> list[Segment]:
 
 @dataclass(frozen=True, slots=True)
 class SegmentPlan:
-    """The same segments in pieces: the tokens cut wherever a segment begins or another branches off it.
+    """How to split keys and values, so that each segment's path is a concatenation of pieces.
 
-    Gradients of pieces cost what the pieces hold; those of slices would be as long as the forest, each.
+    Tokens are cut where a segment begins and where another branches off. The gradient of a piece has the
+    piece's length; that of a slice would have the length of the forest.
     """
 
     segments: tuple[int, ...]
-    """Tokens of each segment."""
+    """Length of each segment in tokens."""
     pieces: tuple[int, ...]
-    """Tokens of each piece; the pieces tile the forest's tokens."""
+    """Length of each piece in tokens; the pieces cover the forest without overlap."""
     paths: tuple[tuple[int, ...], ...]
-    """The pieces that each segment sees, from the root down to its own."""
+    """Indices of the pieces that each segment sees, from the root to its own."""
 
 
-def cut_ways(segments: list[Segment]) -> SegmentPlan:
-    """The pieces of ``segments``, which tile the tokens of a forest."""
+def plan_segments(segments: list[Segment]) -> SegmentPlan:
+    """Return the plan of ``segments``, which cover the tokens of a forest."""
     ranges = [(*segment.ancestors, (segment.start, segment.end)) for segment in segments]
     cuts = np.unique([bound for path in ranges for range_ in path for bound in range_]).tolist()
     number = {bound: index for index, bound in enumerate(cuts)}
@@ -95,8 +96,8 @@ def cut_ways(segments: list[Segment]) -> SegmentPlan:
 
 
 def run_varlen(model: Any, forest: TokenForest) -> Tensor:
-    """Hidden states [N, H] of any forest; attention costs what its paths cost, without their repetition."""
-    use_attention(model, IMPLEMENTATION)
+    """Return hidden states [N, H] of the forest; no token is computed twice."""
+    set_attention(model, IMPLEMENTATION)
     device = model.device
     segments = split_segments(forest)
     output = model.get_decoder()(
@@ -104,14 +105,14 @@ def run_varlen(model: Any, forest: TokenForest) -> Tensor:
         position_ids=torch.from_numpy(forest.position_ids).to(device)[None],
         attention_mask=None,
         use_cache=False,
-        ways=cut_ways(segments),
+        segment_plan=plan_segments(segments),
         segment_masks=[segment_mask(segment, device) for segment in segments],
     )
     return cast(Tensor, output.last_hidden_state[0])
 
 
 def segment_mask(segment: Segment, device: torch.device) -> Tensor | None:
-    """bool[m, ancestors + m] of what a segment's m queries see; None where that is plainly causal."""
+    """Return bool[m, ancestors + m], what a segment's m queries see; None for plain causal attention."""
     before, length = segment.ancestor_count, segment.end - segment.start
     if before == 0:
         return None
@@ -127,26 +128,26 @@ def segment_attention(
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
-    ways: SegmentPlan | None = None,
+    segment_plan: SegmentPlan | None = None,
     segment_masks: list[Tensor | None] | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Attention along each path of the forest, as transformers' attention interface calls it.
+    """Compute attention along each path of the forest, as transformers' attention interface calls it.
 
     query [1, heads, N, d]; key and value [1, key-value heads, N, d]; returns ([1, N, heads, d], None).
-    Raises ModelError where the layer asks for what this attention does not do.
+    Raises ModelError without a plan, and for a layer with capped scores or attention sinks.
     """
     name = type(module).__name__
-    if ways is None or segment_masks is None:
+    if segment_plan is None or segment_masks is None:
         raise ModelError(
-            f"{name} is not told where sequences end",
-            hint='run the model through run_forest, or call model.set_attn_implementation("sdpa") before',
+            f"{name} was called without a segment plan",
+            hint='run it through build_executor, or call model.set_attn_implementation("sdpa") before',
         )
     if softcap is not None or s_aux is not None:
         raise ModelError(f"{name} caps its scores or has attention sinks", hint="use a model without them")
-    keys, values = key.split_with_sizes(ways.pieces, 2), value.split_with_sizes(ways.pieces, 2)
+    keys, values = (states.split_with_sizes(segment_plan.pieces, 2) for states in (key, value))
     outputs = [
         scaled_dot_product_attention(
             states,
@@ -159,7 +160,7 @@ def segment_attention(
             enable_gqa=query.shape[1] != key.shape[1],
         ).transpose(1, 2)
         for states, path, mask in zip(
-            query.split_with_sizes(ways.segments, 2), ways.paths, segment_masks, strict=True
+            query.split_with_sizes(segment_plan.segments, 2), segment_plan.paths, segment_masks, strict=True
         )
     ]
     return _joined(outputs, 1), None

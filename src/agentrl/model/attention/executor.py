@@ -1,0 +1,107 @@
+"""Choose what runs forests through a causal LM, once, and run them.
+
+Executors, each for any forest and each with the same hidden states: ``sdpa`` (one dense mask), ``varlen``
+(attention segment by segment, no padding), ``flex`` (FlexAttention under a block mask; GPU), ``per_sequence``
+(each path as a sequence of its own; any causal model) and ``per_sequence_padded`` (the same in one call).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from agentrl.data.forest import TokenForest
+from agentrl.errors import ConfigError, ModelError
+from agentrl.model.attention.compatibility import MaskLimits, check_compatibility
+from agentrl.model.attention.flex import has_flex, run_flex
+from agentrl.model.attention.sdpa import run_per_sequence, run_per_sequence_padded, run_sdpa
+from agentrl.model.attention.varlen import run_varlen
+
+logger = logging.getLogger(__name__)
+
+EXECUTORS: dict[str, Callable[[Any, TokenForest], Tensor]] = {
+    "sdpa": run_sdpa,
+    "varlen": run_varlen,
+    "flex": run_flex,
+    "per_sequence": run_per_sequence,
+    "per_sequence_padded": run_per_sequence_padded,
+}
+_WITHOUT_MASK = ("per_sequence", "per_sequence_padded")
+
+DENSE_TOKENS = 512
+"""A CPU runs a branching forest of up to this many tokens under one dense mask: fewer, larger calls."""
+
+
+@dataclass(frozen=True)
+class ForestExecutor:
+    """Runs forests through the model that it was built for; ``build_executor`` makes it."""
+
+    model: Any
+    name: str
+    """A key of ``EXECUTORS``, or ``auto``: the fastest exact one for each forest."""
+    limits: MaskLimits
+    has_flex: bool
+    equal_calls: bool
+
+    def __call__(self, forest: TokenForest) -> Tensor:
+        """Return the last hidden states [N, H] of ``forest``, before the output head, with gradient.
+
+        Each token sees its ancestors and itself, at positions that count from its root. Runs on the model's
+        device, under the caller's autocast. The model keeps the attention implementation that was used,
+        because recomputed activations need it in the backward. Raises ModelError where the executor would
+        not be exact on ``forest``.
+        """
+        return EXECUTORS[self.choose(forest)](self.model, forest)
+
+    def choose(self, forest: TokenForest) -> str:
+        """Return the name of the executor for ``forest``.
+
+        ``auto`` is ``flex`` on a GPU; elsewhere ``varlen``, or ``sdpa`` for a small branching forest. A model
+        that no mask makes exact runs each path alone, and one warning says why.
+        """
+        reason = self.limits.reason(forest.depth)
+        model = type(self.model).__name__
+        if self.name != "auto":
+            if reason is not None and self.name not in _WITHOUT_MASK:
+                raise ModelError(
+                    f"{model} has {reason}: {self.name!r} would not be exact",
+                    hint="use executor 'auto' or 'per_sequence', which run each sequence alone",
+                )
+            return self.name
+        if reason is not None:
+            _warn_once(f"{model} has {reason}: each sequence runs alone, and no prefix is shared")
+            return "per_sequence_padded" if self.equal_calls else "per_sequence"
+        if self.has_flex:
+            return "flex"
+        return "varlen" if forest.is_chains or forest.tokens > DENSE_TOKENS else "sdpa"
+
+    def choices(self, forest: TokenForest) -> list[str]:
+        """Return every executor that ``auto`` may choose for forests such as ``forest``."""
+        if self.limits.reason(forest.depth) is not None:
+            return list(_WITHOUT_MASK)
+        return ["flex"] if self.has_flex else ["sdpa", "varlen"]
+
+
+def build_executor(
+    model: Any, name: str = "auto", *, trains: bool = True, equal_calls: bool = False
+) -> ForestExecutor:
+    """Return what runs forests through ``model`` (on its device already), after checking that it can.
+
+    ``trains``: the model is run in training mode, where dropout and other noise are refused. ``equal_calls``:
+    processes shard the model's weights, so that each must call it equally often. Raises ConfigError for an
+    unknown executor, ModelError for a model whose result depends on what its sequences are packed with.
+    """
+    if name not in ("auto", *EXECUTORS):
+        raise ConfigError(f"attention executor {name!r}", hint=f"use auto, {' or '.join(EXECUTORS)}")
+    check_compatibility(model, trains=trains)
+    return ForestExecutor(model, name, MaskLimits.of(model), has_flex(model), equal_calls)
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
