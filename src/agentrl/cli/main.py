@@ -19,7 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "try": ("agentrl.rollout.try_task", "run one task's trajectory, print it, store nothing"),
     "eval": ("agentrl.rollout.evaluate", "sample an evaluation file at one policy version and report"),
     "sft": ("agentrl.train.sft", "supervised fine-tuning on conversations"),
-    "audit": ("agentrl.observe.audit", "look at a run: its state, a trajectory, its curve"),
+    "audit": ("agentrl.cli.audit", "look at a run: its state, a trajectory, its curve"),
     "doctor": (
         "agentrl.cli.doctor",
         "what is missing on this machine, and what mends it",

@@ -46,7 +46,6 @@ class Outcome:
 async def read_outcome(run: QuickstartRun, mongo_dir: str) -> Outcome:
     """Read the rewards from the database and draw the curve. Raises AgentRLError with no step at all."""
     from agentrl.observe.audit.curve import plot_curve
-    from agentrl.observe.audit.groups import count_groups
     from agentrl.store.client import open_store
 
     async with await open_store(RunConfig(run_name=run.name, mongo_dir=mongo_dir)) as store:
@@ -56,9 +55,9 @@ async def read_outcome(run: QuickstartRun, mongo_dir: str) -> Outcome:
                 "the time was over before the first optimizer step", hint="give it more: --minutes 15"
             )
         plot = run.output / "curve.png"
-        plot_curve(run.name, steps, plot)
+        plot_curve(run.name, await store.views.steps(), plot)
         metrics = [step.metrics for step in steps]
-        groups = await count_groups(store)
+        groups = await store.views.group_counts()
         return Outcome(
             rewards=[float(item["reward"]) for item in metrics],
             seconds=median(item["seconds_forward_backward"] + item["seconds_optimizer"] for item in metrics),

@@ -27,7 +27,7 @@ from agentrl.errors import ConfigError, FailureError, ScorerError, TaskFileError
 from agentrl.inference.client import Generation
 from agentrl.inference.engines.launch import engine_client
 from agentrl.inference.router import EngineRouter
-from agentrl.observe.audit.record import render_record
+from agentrl.observe.audit.record import render_trajectory
 from agentrl.observe.tables import stdout_console
 from agentrl.rollout.agents import AGENTS
 from agentrl.rollout.context import CONTEXT_MANAGERS
@@ -38,6 +38,7 @@ from agentrl.scoring.agent_config import load_section
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.registry import ScorerContext, ScoreResult, get_scorer, run_scorer
 from agentrl.store.client import Store, open_existing
+from agentrl.store.views.read import WholeTrajectory
 from agentrl.tools.pool import ToolPool
 from agentrl.user_code import contain
 
@@ -135,7 +136,9 @@ async def run_trial(configs: Configs, wanted: str, *, line: int | None, engine_u
             await trial.run()
         except FailureError as error:
             failure = Failure(kind=error.kind, message=str(error))
-    stdout_console().print(render_record(_record(trial, failure), trial.calls, ()))
+    stdout_console().print(
+        render_trajectory(WholeTrajectory(record=_record(trial, failure), calls=trial.calls))
+    )
     return 1 if failure else 0
 
 

@@ -20,8 +20,8 @@ from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.data.usable import problem_of
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.status import DataStatus
-from agentrl.observe.audit.list import quarantined, read_records, render_records
-from agentrl.observe.audit.run import read_state, render_state
+from agentrl.observe.audit.record import render_rows
+from agentrl.observe.audit.run import render_state
 from agentrl.store import blobs
 from agentrl.store.admin.check.run import Checks
 from agentrl.store.client import Store
@@ -83,10 +83,9 @@ async def test_one_bad_datum_is_set_aside_and_the_rest_of_its_group_is_trained(
     assert (await store.training.counts("train"))[DataStatus.QUARANTINED] == 1
     report = await Checks(store.connection).run(OPTIONS)
     assert [str(violation.problem) for violation in report.violations] == []
-    state = await read_state(store)
+    state = await store.views.state()
     assert why in shown(render_state(state, alive_seconds=9.0))
-    records = await read_records(store, None, 20)
-    assert "quarantined: " in shown(render_records(records, await quarantined(store, records)))
+    assert "quarantined: " in shown(render_rows(await store.views.trajectories(limit=20)))
     trajectory = await store.database["audit_trajectories"].find_one({"_id": BAD})
     assert trajectory is not None
     assert why in trajectory["quarantined_because"]

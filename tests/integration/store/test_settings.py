@@ -13,7 +13,7 @@ from agentrl.config.facts import sampler_facts, trainer_facts
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.observe.audit.run import read_state, render_state
+from agentrl.observe.audit.run import render_state
 from agentrl.observe.begin_run import begin_run
 from agentrl.rollout.evaluate import evaluation_rules
 from agentrl.store.client import Store
@@ -128,6 +128,6 @@ async def test_the_flags_of_each_role_are_kept_without_secrets_and_shown(store: 
     assert "sk-0123456789" not in everything
     console = Console(width=160, record=True, file=None)
     with console.capture() as shown:
-        console.print(render_state(await read_state(store), alive_seconds=10))
+        console.print(render_state(await store.views.state(), alive_seconds=10))
     assert "Begun with" in shown.get()
     assert "num_generations 8" in shown.get()

@@ -24,7 +24,6 @@ from agentrl.documents.status import ServiceStatus
 from agentrl.documents.task import task_key
 from agentrl.documents.training import TrainStep
 from agentrl.errors import StoreError
-from agentrl.observe.audit.run import read_state
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store import blobs
 from agentrl.store.admin.transfer import Transfer
@@ -196,7 +195,7 @@ async def test_an_auditor_reads_everything_and_writes_nothing(
     users: dict[str, RunConfig], tmp_path: Path
 ) -> None:
     async with await open_existing(users["auditor"]) as store:
-        assert not (await read_state(store)).empty
+        assert not (await store.views.state()).empty
         assert await store.database["audit_trajectories"].find_one({}) is not None
         assert await agentrl_db(users["auditor"], "check") == 0
         manifest = await Transfer(store.connection).export(tmp_path / "run")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, VersionSpan
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus, RecordStatus, StepStatus, StopReason
-from agentrl.documents.training import TrainStep
+from agentrl.store.views.rows import StepRow, TrajectoryRow
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)
 RECORD_ID = "train/0/task_001/3/1"
@@ -75,11 +76,16 @@ def two_turns() -> list[DispatchedSamplingTask]:
     return [first, second]
 
 
-def step(number: int, **changes: Any) -> TrainStep:
-    """A committed optimizer step."""
+def row(**changes: Any) -> TrajectoryRow:
+    """The row of the trajectory of ``record`` in ``audit_trajectories``."""
+    return replace(TrajectoryRow.from_document(record().to_document()), **changes)
+
+
+def step_row(number: int, **changes: Any) -> StepRow:
+    """The row of a committed optimizer step in ``audit_steps``."""
     fields: dict[str, Any] = {
         "id": f"a/{number}", "step": number, "status": StepStatus.COMMITTED, "policy_version": number - 1,
-        "data": (), "owner": "trainer", "planned_at": NOW, "committed_at": NOW,
+        "trajectories": 0, "groups": 0, "owner": "trainer", "planned_at": NOW, "committed_at": NOW,
         "metrics": {"reward": number / 10, "staleness_mean": 0.5, "staleness_max": 1.0},
     }  # fmt: skip
-    return TrainStep(**(fields | changes))
+    return StepRow(**(fields | changes))

@@ -11,18 +11,17 @@ import audit_documents as documents
 import pytest
 from rich.console import Console, RenderableType
 
+from agentrl.cli import audit
 from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.record import Failure
-from agentrl.documents.service import InferenceService
 from agentrl.documents.status import CallStatus, RecordStatus, ServiceStatus, StepStatus, StopReason
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.observe import audit
 from agentrl.observe.audit.curve import plot_curve, running_mean
-from agentrl.observe.audit.groups import GroupCount
-from agentrl.observe.audit.list import render_records
-from agentrl.observe.audit.record import render_record
-from agentrl.observe.audit.run import DataCount, FailureCount, LengthBias, RunState, render_state
+from agentrl.observe.audit.record import render_rows, render_trajectory
+from agentrl.observe.audit.run import render_state
 from agentrl.observe.sanitize_terminal import clean, excerpt
+from agentrl.store.views.read import RunState, WholeTrajectory
+from agentrl.store.views.rows import DataCount, EngineRow, FailureCount, GroupCount, LengthBias
 
 
 def printed(page: RenderableType, width: int = 160) -> str:
@@ -32,7 +31,11 @@ def printed(page: RenderableType, width: int = 160) -> str:
 
 
 def test_a_trajectory_reads_turn_by_turn() -> None:
-    page = printed(render_record(documents.record(), documents.two_turns(), (6,)))
+    page = printed(
+        render_trajectory(
+            WholeTrajectory(record=documents.record(), calls=documents.two_turns(), trained_at_steps=(6,))
+        )
+    )
     expected = [
         "train/0/task_001/3/1  READY  score 1.000",
         "2 turns · 1 tool calls · 0 context resets · 42 generated tokens · last prompt 140 tokens · policy"
@@ -68,7 +71,7 @@ def test_a_failed_attempt_says_why() -> None:
         stop_reason=StopReason.FAILED,
         failure=Failure(kind="tool", message="the server went away"), completed_at=None, score_details={},
     )  # fmt: skip
-    page = printed(render_record(failed, [], (), [failed]))
+    page = printed(render_trajectory(WholeTrajectory(record=failed, failures=[failed])))
     assert "attempt 1 " in page
     assert "FAILED  score –" in page
     assert "not trained" in page
@@ -82,7 +85,9 @@ def test_malformed_calls_and_context_resets_are_shown() -> None:
         response={"content": None, "tool_calls": [{"name": "calculate", "arguments": "{17"}]},
         messages=({"role": "user", "content": [{"type": "text", "text": "part one"}]},),
     )  # fmt: skip
-    page = printed(render_record(documents.record(), [documents.call(0), broken], ()))
+    page = printed(
+        render_trajectory(WholeTrajectory(record=documents.record(), calls=[documents.call(0), broken]))
+    )
     assert "the context was reset" in page
     assert "formaterror" in page
     assert "→ calculate({17)" in page
@@ -94,7 +99,11 @@ def test_what_a_model_writes_cannot_touch_the_terminal() -> None:
     evil = "[red]markup[/] \x1b[2J\x1b]0;title\x07 \x1b]8;;http://x\x1b\\link \x9b31m \u202e :smile: \x00"
     message = {"role": evil, "content": evil}
     turn = documents.call(0, response={"content": evil}, messages=(message,), error=evil)
-    page = printed(render_record(documents.record(query=evil, final_answer=evil, owner=evil), [turn], ()))
+    page = printed(
+        render_trajectory(
+            WholeTrajectory(record=documents.record(query=evil, final_answer=evil, owner=evil), calls=[turn])
+        )
+    )
     assert not [letter for letter in page if ord(letter) < 32 and letter != "\n"]
     assert not {"\x7f", "\x9b", "\u202e"} & set(page)
     assert "[red]markup[/]" in page
@@ -111,17 +120,18 @@ def test_clean_keeps_text_and_drops_sequences() -> None:
 
 def state(**changes: Any) -> RunState:
     now = documents.NOW
-    engine = InferenceService(
+    engine = EngineRow(
         id="e1", url="http://127.0.0.1:4000", engine="local", model="train-model", status=ServiceStatus.READY,
-        policy_version=7, running_requests=3, host="h", pid=1, heartbeat=now - timedelta(seconds=1),
+        policy_version=7, running_requests=3, host="h", pid=1, started_at=now,
+        heartbeat=now - timedelta(seconds=1),
     )  # fmt: skip
-    dead = InferenceService(
+    dead = EngineRow(
         id="e2", url="http://127.0.0.1:4001", engine="sglang", model="train-model", host="h", pid=2,
-        status=ServiceStatus.READY, heartbeat=now - timedelta(minutes=9),
+        status=ServiceStatus.READY, started_at=now, heartbeat=now - timedelta(minutes=9),
     )  # fmt: skip
-    stopped = InferenceService(
+    stopped = EngineRow(
         id="e3", url="http://127.0.0.1:4002", engine="local", model="m", host="h", pid=3,
-        status=ServiceStatus.STOPPED, heartbeat=now,
+        status=ServiceStatus.STOPPED, started_at=now, heartbeat=now,
     )  # fmt: skip
     version = PolicyVersion(
         id=7, step=7, location="/out/weights/v000007", files=(), train_step="a/7",
@@ -142,9 +152,10 @@ def state(**changes: Any) -> RunState:
         "samplers": {"host-1": 3},
         "engines": [engine, dead, stopped], "versions": [version],
         "steps": [
-            documents.step(6), documents.step(7, status=StepStatus.PLANNED, committed_at=None, metrics={}),
+            documents.step_row(6),
+            documents.step_row(7, status=StepStatus.PLANNED, committed_at=None, metrics={}),
         ],
-        "at": now,
+        "at": now, "settings": [],
     }  # fmt: skip
     return RunState(**(fields | changes))
 
@@ -171,33 +182,32 @@ def test_the_state_of_a_run_is_tables() -> None:
     assert rows(page, "7 ")[1][1:4] == ["planned", "6", "–"]
 
 
-def test_an_empty_run_says_so() -> None:
+def test_tables_without_rows_are_left_out() -> None:
     nothing: dict[str, Any] = {
         "tasks": {}, "records": {}, "failures": [], "data": [], "lengths": [], "engines": [], "versions": [],
-        "steps": [],
+        "steps": [], "samplers": {}, "groups": [],
     }  # fmt: skip
     assert state(**nothing).empty
     assert not state().empty
-    printed(render_state(state(**nothing), alive_seconds=10.0))
+    page = printed(render_state(state(**nothing), alive_seconds=10.0))
+    assert page == "run demo, 2026-11-21 12:00:00 UTC"
 
 
 def test_records_are_listed_with_their_reasons() -> None:
-    failed = documents.record(
+    failed = documents.row(
         id="train/0/a/0/1", status=RecordStatus.FAILED, failure=Failure(kind="engine", message="gone"),
         score=None, advantage=None, final_answer=None, min_version=None, max_version=None,
     )  # fmt: skip
-    unused = documents.record(
-        id="train/0/b/0/1", status=RecordStatus.ABANDONED, abandoned_because="zero_spread"
-    )
-    page = printed(render_records([documents.record(), failed, unused]))
+    unused = documents.row(id="train/0/b/0/1", status=RecordStatus.ABANDONED, abandoned_because="zero_spread")
+    page = printed(render_rows([documents.row(), failed, unused]))
     assert rows(page, "train/0/task_001")[0][1:6] == ["ready", "answered", "391", "1.000", "+0.500"]
     assert rows(page, "train/0/a")[0][1:5] == ["failed", "engine:", "gone", "–"]
     assert rows(page, "train/0/b")[0][1:3] == ["abandoned", "zero_spread"]
 
 
 def test_the_curve_is_a_picture_of_the_committed_steps(tmp_path: Path) -> None:
-    steps = [documents.step(number) for number in (3, 1, 2)]
-    steps.append(documents.step(4, status=StepStatus.REVERTED))
+    steps = [documents.step_row(number) for number in (3, 1, 2)]
+    steps.append(documents.step_row(4, status=StepStatus.REVERTED))
     out = tmp_path / "plots" / "curve.png"
     plot_curve("demo", steps, out)
     assert out.read_bytes().startswith(b"\x89PNG")
@@ -207,7 +217,7 @@ def test_the_curve_is_a_picture_of_the_committed_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "steps", [[], [documents.step(1, status=StepStatus.PLANNED)], [documents.step(1, metrics={})]]
+    "steps", [[], [documents.step_row(1, status=StepStatus.PLANNED)], [documents.step_row(1, metrics={})]]
 )
 def test_a_run_without_steps_has_no_curve(steps: list[Any], tmp_path: Path) -> None:
     with pytest.raises(AgentRLError, match="no committed optimizer step"):
@@ -219,7 +229,7 @@ def test_a_run_without_steps_has_no_curve(steps: list[Any], tmp_path: Path) -> N
 def test_a_plot_that_cannot_be_written(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
-        plot_curve("demo", [documents.step(1)], tmp_path / name)
+        plot_curve("demo", [documents.step_row(1)], tmp_path / name)
 
 
 def test_running_mean_is_over_what_came_before() -> None:

@@ -1,4 +1,4 @@
-"""Plots a run: reward with its running mean, and staleness below it, over optimizer steps."""
+"""Plots reward with its running mean, and staleness below it, over the optimizer steps of a run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.documents.status import StepStatus
-from agentrl.documents.training import TrainStep
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.store.views.rows import StepRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,7 +19,7 @@ _STALENESS = "#b35c1e"
 _GRID = "#dddddd"
 
 
-def plot_curve(run_name: str, steps: Sequence[TrainStep], out: Path) -> None:
+def plot_curve(run_name: str, steps: Sequence[StepRow], out: Path) -> None:
     """Draw the committed ``steps`` into ``out``, whose suffix names the format (.png, .svg, .pdf).
 
     Raises AgentRLError when no committed step has a reward, ConfigError when ``out`` cannot be written.
@@ -46,12 +46,12 @@ def plot_curve(run_name: str, steps: Sequence[TrainStep], out: Path) -> None:
     _save(figure, out)
 
 
-def _is_drawn(step: TrainStep) -> bool:
+def _is_drawn(step: StepRow) -> bool:
     return step.status is StepStatus.COMMITTED and _value(step, "reward") is not None
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean of each value and up to ``window − 1`` before it."""
+    """Return the mean of each value and up to ``window − 1`` values before it."""
     means = []
     for end in range(1, len(values) + 1):
         part = values[max(0, end - window) : end]
@@ -59,7 +59,7 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
     return means
 
 
-def _plot_reward(axes: Axes, steps: Sequence[TrainStep]) -> None:
+def _plot_reward(axes: Axes, steps: Sequence[StepRow]) -> None:
     x = [step.step for step in steps]
     rewards = [float(step.metrics["reward"]) for step in steps]
     window = max(3, len(steps) // 10)
@@ -71,7 +71,7 @@ def _plot_reward(axes: Axes, steps: Sequence[TrainStep]) -> None:
     _finish(axes)
 
 
-def _plot_staleness(axes: Axes, steps: Sequence[TrainStep]) -> None:
+def _plot_staleness(axes: Axes, steps: Sequence[StepRow]) -> None:
     lines = (("staleness_mean", "mean", 2.0, 1.0), ("staleness_max", "max", 1.2, 0.5))
     for key, label, width, alpha in lines:
         points = [(step.step, value) for step in steps if (value := _value(step, key)) is not None]
@@ -91,7 +91,7 @@ def _finish(axes: Axes) -> None:
     axes.legend(frameon=False, fontsize=9, loc="best")
 
 
-def _value(step: TrainStep, key: str) -> float | None:
+def _value(step: StepRow, key: str) -> float | None:
     value = step.metrics.get(key)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 

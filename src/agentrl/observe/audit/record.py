@@ -1,12 +1,11 @@
-"""One trajectory as a person reads it: turn by turn, with tool calls, versions, answer and score."""
+"""The pages of trajectories: the list of the newest, and one turn by turn with its tool calls."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -14,66 +13,59 @@ from rich.rule import Rule
 from rich.text import Text
 
 from agentrl.data.sampled import masked_because
+from agentrl.documents.base import now
 from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, without_results
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus
-from agentrl.errors import ConfigError
 from agentrl.observe.sanitize_terminal import clean, excerpt, plain
-from agentrl.observe.tables import fixed, versions
+from agentrl.observe.tables import MISSING, age, fixed, table, versions
+from agentrl.store.views.read import WholeTrajectory
+from agentrl.store.views.rows import TrajectoryRow
 
-if TYPE_CHECKING:
-    from agentrl.store.client import Store
-
-_MATCHES_SHOWN = 10
 _ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
-async def find_record(store: Store, wanted: str) -> Record:
-    """The Record whose id is ``wanted``, or the only one whose id begins or ends with it.
-
-    Raises ConfigError when there is none, and when there are several.
-    """
-    collection = store.database["Record"]
-    document = await collection.find_one({"_id": wanted})
-    if document is None:
-        part = re.escape(wanted)
-        query = {"$or": [{"_id": {"$regex": f"^{part}"}}, {"_id": {"$regex": f"{part}$"}}]}
-        found = await collection.find(query).sort("_id").to_list(_MATCHES_SHOWN + 1)
-        if not found:
-            raise ConfigError(
-                f"run {store.run_name!r} has no Record whose id begins or ends with {wanted!r}",
-                hint="`agentrl audit records` lists them",
-            )
-        if len(found) > 1:
-            ids = ", ".join(clean(item["_id"]) for item in found[:_MATCHES_SHOWN])
-            more = ", …" if len(found) > _MATCHES_SHOWN else ""
-            raise ConfigError(f"{wanted!r} fits several Records: {ids}{more}", hint="give more of the id")
-        document = found[0]
-    return Record.from_document(document)
-
-
-async def trained_at(store: Store, record_id: str) -> tuple[int, ...]:
-    """The optimizer steps that trained the Record."""
-    document = await store.database["DBRecordData"].find_one({"_id": record_id}, {"trained_at_steps": 1})
-    return tuple(document.get("trained_at_steps", ())) if document else ()
+def render_rows(rows: Sequence[TrajectoryRow]) -> RenderableType:
+    """Return a table of trajectories: state, reason, answer, score, length, policy versions."""
+    at = now()
+    cells = [
+        [
+            row.id,
+            row.status,
+            _reason(row),
+            excerpt(MISSING if row.final_answer is None else row.final_answer, 30),
+            fixed(row.score),
+            fixed(row.advantage, sign=True),
+            row.turns,
+            row.generated_tokens,
+            versions(row.min_version, row.max_version),
+            age(row.created_at, at),
+        ]
+        for row in rows
+    ]
+    columns = [
+        "id", "status", "why", "answer", "score", "advantage", "turns", "tokens", "versions", "created",
+    ]  # fmt: skip
+    return table("Records, newest first", columns, cells, text=4)
 
 
-def render_record(
-    record: Record,
-    calls: Sequence[DispatchedSamplingTask],
-    trained_at_steps: Sequence[int],
-    failures: Sequence[Record] = (),
-) -> RenderableType:
-    """The whole page. Everything that a model or a tool wrote is cleaned of control characters.
+def _reason(row: TrajectoryRow) -> str:
+    if row.quarantined_because is not None:
+        return excerpt(f"quarantined: {row.quarantined_because}", 90)
+    if row.failure:
+        return excerpt(f"{row.failure.kind}: {row.failure.message}", 60)
+    return excerpt(row.abandoned_because or row.stop_reason or "", 60)
 
-    ``failures`` are the failed attempts at the same trajectory, this Record among them or not.
-    """
+
+def render_trajectory(trajectory: WholeTrajectory) -> RenderableType:
+    """Return the page of one trajectory. Text of a model or a tool is cleaned of control characters."""
+    record, calls = trajectory.record, trajectory.calls
     by_id = {call.id: call for call in calls}
-    parts: list[RenderableType] = [_header(record, calls, trained_at_steps)]
+    parts: list[RenderableType] = [_header(record, calls, trajectory.trained_at_steps)]
     for call in calls:
         parts += _turn(call, by_id.get(call.parent) if call.parent else None)
     parts += _ending(record)
-    parts += _history(failures)
+    parts += _history(trajectory.failures)
     return Group(*parts)
 
 
@@ -99,7 +91,7 @@ def _header(record: Record, calls: Sequence[DispatchedSamplingTask], trained_at_
 
 
 def _scored_at(record: Record) -> datetime | None:
-    """When the first score was written; a later rescoring says nothing of the trajectory's time."""
+    """Return when the first score was written; a later rescoring does not count."""
     if record.score_history:
         return cast("datetime | None", record.score_history[0].get("scored_at"))
     return record.scored_at
@@ -112,7 +104,7 @@ def _ended_at(record: Record) -> datetime | None:
 
 
 def _seconds(begin: datetime | None, end: datetime | None) -> float | None:
-    """Between two times, which may be of two clocks; None where one is not known."""
+    """Return the seconds between two times, which two clocks may have given; None if one is unknown."""
     return None if begin is None or end is None else max(0.0, (end - begin).total_seconds())
 
 
@@ -179,7 +171,7 @@ def _ending(record: Record) -> Iterator[RenderableType]:
 
 
 def _history(failures: Sequence[Record]) -> Iterator[RenderableType]:
-    """Why each attempt at the trajectory failed."""
+    """Yield a line for each failed attempt at the trajectory."""
     if not failures:
         return
     yield Rule(Text("failed attempts at this trajectory"), align="left", style="dim")
