@@ -16,7 +16,7 @@ from agentrl.documents.record import Record
 from agentrl.documents.run import RunSettings
 from agentrl.documents.status import STEPPED, RecordStatus, StepStatus, TaskStatus, values
 from agentrl.scoring.groups import FAILED
-from agentrl.store.connection import Json, Part, database_call
+from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.dispatches import read_calls
 from agentrl.store.liveness import Presence
 from agentrl.store.names import DATA, RECORD, STEP, TASK, VERSION
@@ -82,7 +82,7 @@ class RunState:
         return not (self.tasks or self.records or self.engines or self.versions or self.steps)
 
 
-class Views(Part):
+class Views(Repository):
     """The read path of the audit pages, the quickstart's report and notebooks. It never writes.
 
     Rows come from the pipelines of the ``audit_*`` views, run on the collections: a database whose views an
