@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from agentrl.losses.settings import OLD_LOGPROBS
-from agentrl.losses.spec import get_spec
+from agentrl.config.loss import OLD_LOGPROBS, OldLogprobs
+from agentrl.losses.registry import LOSSES
 
 _MASKS = ("icepop:0.5:4", "token_mask:0.5:3", "seq_mask:0.7:1.5", "seq_kl:0.6")
 _WEIGHTS = ("tis:1.5", "seq_tis:1.5", "tis:1.5,seq_mask:0.7:1.5", "seq_tis:1.5,token_mask:0.5:3")
@@ -11,13 +11,13 @@ _WEIGHTS = ("tis:1.5", "seq_tis:1.5", "tis:1.5,seq_mask:0.7:1.5", "seq_tis:1.5,t
 
 def corrections_of(loss: str, old_logprobs: str) -> tuple[str, ...]:
     """Return the valid values of ``--importance_correction`` for a loss and π_old; the first is none."""
-    spec = get_spec(loss)
-    if not spec.from_policy:
+    declared = LOSSES.get(loss)
+    if not declared.from_policy:
         return ("",)
-    weighs = old_logprobs != "behavior" or spec.contains_weight
+    weighs = old_logprobs != "behavior" or declared.contains_weight
     return ("", *_MASKS, *(_WEIGHTS if weighs else ()))
 
 
-def cases_of(loss: str) -> list[tuple[str, str]]:
+def cases_of(loss: str) -> list[tuple[OldLogprobs, str]]:
     """Return every pair of ``--old_logprobs`` and ``--importance_correction``."""
     return [(old, correction) for old in OLD_LOGPROBS for correction in corrections_of(loss, old)]

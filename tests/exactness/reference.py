@@ -13,10 +13,8 @@ from torch import Tensor
 from agentrl.data.planner import PrefixMerging, build_micro_batches
 from agentrl.documents.packing import unpack_floats, unpack_ids
 from agentrl.documents.training import DBRecordData, Node
-from agentrl.losses.batch import TokenBatch
-from agentrl.losses.old_policy import old_logprobs
-from agentrl.losses.reduce import Denominators, reduce_losses
-from agentrl.losses.registry import token_losses
+from agentrl.losses.batch import TokenBatch, old_logprobs
+from agentrl.losses.compute import Denominators, reduce_losses, token_losses
 from agentrl.losses.settings import LossSettings
 from agentrl.train.step import ForwardOptions, forward_backward
 
@@ -120,7 +118,7 @@ def _loss(
     row, version = (torch.tensor([c[i] for c in columns], device=device) for i in (0, 3))
     advantages, behavior = (torch.tensor([c[i] for c in columns], device=device) for i in (1, 2))
     age = torch.tensor([AGES[column[3]] for column in columns], device=device)
-    if not settings.spec.from_policy:
+    if not settings.loss.from_policy:
         behavior = logprobs.detach()
     batch = TokenBatch(
         logprobs=logprobs,

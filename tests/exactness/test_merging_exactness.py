@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from agentrl.config.loss import OldLogprobs
 from agentrl.data.planner import PrefixMerging
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError
 from agentrl.losses.registry import LOSSES
 from agentrl.losses.settings import LossSettings
-from agentrl.losses.spec import get_spec
 from agentrl.train.step import ForwardOptions
 from exactness.corrections import cases_of
 from exactness.models import MODELS, tiny_model
@@ -57,28 +57,28 @@ EXECUTORS = st.sampled_from(["auto", "sdpa", "varlen", "per_sequence", "per_sequ
 @st.composite
 def loss_settings(draw: st.DrawFn, loss: str) -> LossSettings:
     """Any reduction, bonus, old policy and correction that the loss takes; bounds may mask tokens or not."""
-    spec = get_spec(loss)
+    declared = LOSSES.get(loss)
     token_level = draw(st.booleans())
     reduction: dict[str, Any] = {
         "token_level_loss": token_level,
         "skip_length_normalization": not token_level and draw(st.booleans()),
         "loss_length_divisor": None if token_level else draw(st.sampled_from([None, 9])),
     }
-    if not spec.from_policy:
+    if not declared.from_policy:
         return LossSettings(loss_calculater=loss, **reduction)
     old, correction = draw(st.sampled_from(cases_of(loss)))
-    keeps = "ce_grpo_beta_1" in spec.own_flags and draw(st.booleans())
+    keeps = "ce_grpo_beta_1" in declared.flags and draw(st.booleans())
     return LossSettings(
         loss_calculater=loss,
         **reduction,
         epsilon=0.2,
-        epsilon_higher=0.1 if spec.clips else 0.0,
+        epsilon_higher=0.1 if declared.clips else 0.0,
         old_logprobs=old,
         importance_correction=correction,
         strict_in_bound=False,
         importance_weight_cap_ratio=draw(st.sampled_from([4.0, math.inf])),
         out_of_date_decay=draw(st.sampled_from([None, 0.3])),
-        dual_clip=draw(st.sampled_from([None, 3.0])) if "dual_clip" in spec.own_flags else None,
+        dual_clip=draw(st.sampled_from([None, 3.0])) if "dual_clip" in declared.flags else None,
         ce_grpo_beta_1=0.5 if keeps else None,
         ce_grpo_beta_2=0.7 if keeps else None,
         entropy_coef=draw(st.sampled_from([0.0, 0.1])),
@@ -102,7 +102,7 @@ SPLIT = make_step(Shape(groups=[[_TURNS] * 4]), 5)
 
 
 @pytest.mark.parametrize("model_name", MODELS)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", LOSSES.names())
 @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(data=STEPS, choice=st.data(), merging=MERGING, room=st.floats(0, 1), executor=EXECUTORS)
 def test_a_step_equals_one_call_at_a_time(
@@ -135,7 +135,9 @@ def test_trajectories_spread_over_micro_batches_equal_whole_ones(merging: Prefix
 
 @pytest.mark.parametrize(("old", "correction"), cases_of("MINIRL"))
 @pytest.mark.parametrize("loss", ["GRPO", "MINIRL"])
-def test_corrections_act_and_are_exact_under_every_old_policy(loss: str, old: str, correction: str) -> None:
+def test_corrections_act_and_are_exact_under_every_old_policy(
+    loss: str, old: OldLogprobs, correction: str
+) -> None:
     if (old, correction) not in cases_of(loss):
         with pytest.raises(ConfigError, match="would count it twice"):
             LossSettings(loss_calculater=loss, old_logprobs=old, importance_correction=correction)

@@ -7,7 +7,7 @@ from graphlib import CycleError, TopologicalSorter
 import grimp
 import pytest
 
-KNOWN = {"agentrl.losses.settings", "agentrl.distributed.mesh"}
+KNOWN = {"agentrl.distributed.mesh"}
 
 
 def test_no_two_modules_import_each_other() -> None:

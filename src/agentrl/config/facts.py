@@ -20,7 +20,6 @@ from agentrl.config.schema import (
     TrainConfig,
 )
 from agentrl.documents.sampling import SamplingParams
-from agentrl.losses.settings import LossSettings
 
 Facts = dict[str, dict[str, Any]]
 """Concern → setting → value."""
@@ -49,20 +48,15 @@ def sampler_facts(configs: Configs) -> Facts:
     }
 
 
-def trainer_facts(configs: Configs) -> Facts:
-    """Return what the trainer decides: the loss and the adapters."""
+def trainer_facts(configs: Configs, loss: LossConfig) -> Facts:
+    """Return what the trainer decides: the loss, with its defaults filled in, and the adapters."""
     return {
         "loss": {
-            **loss_facts(configs[LossConfig]),
+            **dataclasses.asdict(loss),
             "advantage_whitening": configs[TrainConfig].advantage_whitening,
         },
         "adapter": dataclasses.asdict(configs[AdapterConfig]),
     }
-
-
-def loss_facts(loss: LossConfig) -> dict[str, Any]:
-    """Return every setting of the loss with its defaults filled in. Raises ConfigError."""
-    return dataclasses.asdict(LossSettings(**dataclasses.asdict(loss)))
 
 
 def model_facts(folder: Path) -> dict[str, Any]:

@@ -1,21 +1,109 @@
-"""What configuration dataclasses are made of: a field with its help, and the checks of values."""
+"""Declares flags as dataclass fields, with a help text, a range and a unit, and checks their values."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from dataclasses import field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from agentrl.errors import ConfigError
 
 
-def flag(default: Any, help: str, *, repr: bool = True, **metadata: Any) -> Any:
-    """A dataclass field with a default and the line that ``--help`` prints. ``repr`` False: a secret."""
-    return field(default=default, repr=repr, metadata={"help": help, **metadata})
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The interval of valid values of a flag, read from mathematical notation such as ``[0, 1)``."""
+
+    low: float
+    high: float
+    includes_low: bool
+    includes_high: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Range:
+        """Read ``[0, 1)``; a square bracket includes its end, a round one excludes it."""
+        low, high = (float(number) for number in text[1:-1].split(","))
+        return cls(low, high, text[0] == "[", text[-1] == "]")
+
+    def __contains__(self, value: float) -> bool:
+        above = value >= self.low if self.includes_low else value > self.low
+        below = value <= self.high if self.includes_high else value < self.high
+        return above and below
+
+    def __str__(self) -> str:
+        """Return the range as help texts show it, such as ``≥ 1 or inf``."""
+        if not math.isinf(self.high):
+            ends = "[" if self.includes_low else "(", "]" if self.includes_high else ")"
+            return f"in {ends[0]}{self.low:g}, {self.high:g}{ends[1]}"
+        return f"{'≥' if self.includes_low else '>'} {self.low:g}{' or inf' if self.includes_high else ''}"
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    within: str | None = None,
+    unit: str | None = None,
+    secret: bool = False,
+    repr: bool = True,
+    ignored: bool = False,
+) -> Any:
+    """Declare a flag as a dataclass field.
+
+    ``help`` is the line that ``--help`` and docs/flags.md print. ``within`` is the range of valid values in
+    mathematical notation, such as ``[0, 1)``; None is always valid where the type allows it. ``unit`` is the
+    unit of the value. A ``secret`` flag is never printed or stored. An ``ignored`` flag is accepted without
+    effect.
+    """
+    metadata = {
+        "help": help,
+        "within": None if within is None else Range.parse(within),
+        "unit": unit,
+        "ignored": ignored,
+    }
+    return field(default=default, repr=repr and not secret, metadata=metadata)
+
+
+def constraint(item: dataclasses.Field[Any]) -> str:
+    """Return the range and the unit of a flag as text, such as ``> 0 seconds``; empty without both."""
+    return " ".join(str(item.metadata[key]) for key in ("within", "unit") if item.metadata.get(key))
+
+
+class Flags:
+    """Base of the dataclasses of flags: checks ranges and choices when an object is made."""
+
+    section: ClassVar[str]
+    """Key of the group's section in a YAML file."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a value outside its flag's range or choices."""
+        kind: Any = type(self)
+        choices = _choices(kind)
+        for item in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, item.name)
+            if value is None:
+                continue
+            within = item.metadata.get("within")
+            if within is not None:
+                require(
+                    value in within, f"--{item.name} is {value}", f"give a value {constraint(item).strip()}"
+                )
+            if item.name in choices:
+                allowed = choices[item.name]
+                require(value in allowed, f"--{item.name} is {value!r}", f"use one of {', '.join(allowed)}")
+
+
+@cache
+def _choices(group: type) -> Mapping[str, tuple[str, ...]]:
+    """Return the choices of each flag of ``group`` that has some."""
+    hints = get_type_hints(group)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
 def require(condition: bool, message: str, hint: str) -> None:
-    """ConfigError unless ``condition``."""
+    """Raise ConfigError unless ``condition`` holds."""
     if not condition:
         raise ConfigError(message, hint=hint)
 

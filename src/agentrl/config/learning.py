@@ -9,52 +9,6 @@ from agentrl.config.fields import flag, require, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossConfig:
-    """The loss (docs/losses.md)."""
-
-    loss_calculater: Literal["GRPO", "GSPO", "CISPO", "MINIRL", "SAPO", "CrossEntropy"] = flag(
-        "GRPO", "the loss"
-    )
-    token_level_loss: bool | None = flag(
-        None, "mean over the step's tokens; else over its trajectories (default: the loss's own)"
-    )
-    skip_length_normalization: bool | None = flag(
-        None, "a trajectory's loss is its sum, not its mean (default: the loss's own)"
-    )
-    loss_length_divisor: int | None = flag(
-        None, "a trajectory's loss is its sum over this many tokens, e.g. the generation budget (Dr. GRPO)"
-    )
-    strict_in_bound: bool | None = flag(
-        None, "mask tokens outside [1-epsilon, 1+epsilon+epsilon_higher] (default: the loss's own)"
-    )
-    epsilon: float | None = flag(None, "lower clip: 1 - epsilon (default: the loss's own)")
-    epsilon_higher: float | None = flag(
-        None, "upper clip: 1 + epsilon + epsilon_higher (default: the loss's own)"
-    )
-    importance_weight_cap_ratio: float | None = flag(
-        None,
-        "mask tokens outside the bounds widened by this, e.g. 4; inf masks none (default: the loss's own)",
-    )
-    out_of_date_decay: float | None = flag(
-        None, "narrows the bounds by exp(-decay) per optimizer step of a token's age"
-    )
-    importance_correction: str = flag(
-        "", "tis, seq_tis, icepop, token_mask, seq_mask, seq_kl; e.g. 'icepop:0.5:5,seq_kl:0.1'"
-    )
-    dual_clip: float | None = flag(None, "GRPO: lower bound c·A of the objective for A < 0")
-    ce_grpo_beta_1: float | None = flag(None, "GRPO: gradient kept below the clip interval")
-    ce_grpo_beta_2: float | None = flag(None, "GRPO: gradient kept above the clip interval")
-    sapo_tau_pos: float | None = flag(None, "SAPO: how fast the gate closes for A > 0 (default: 1.0)")
-    sapo_tau_neg: float | None = flag(None, "SAPO: how fast the gate closes for A <= 0 (default: 1.05)")
-    old_logprobs: Literal["behavior", "recompute", "loglinear"] = flag("behavior", "where π_old comes from")
-    kl_coef: float = flag(0.0, "weight of the KL to a reference model in the loss (0: none)")
-    kl_estimator: Literal["weighted_k3", "k1", "k2", "k3"] = flag(
-        "weighted_k3", "how that KL is estimated from a sampled token; weighted_k3 is unbiased off-policy"
-    )
-    entropy_coef: float = flag(0.0, "weight of the policy's entropy, which the loss rewards (0: none)")
-
-
-@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """The optimizer and its schedule."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import difflib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import yaml
@@ -76,13 +77,26 @@ def parse(
 
 
 def _parser(base: Any, groups: Sequence[type], command: str) -> Any:
-    class Parser(base):  # type: ignore[misc]
+    class Parser(_flag_parser(base)):  # type: ignore[misc]
         def error(self, message: str) -> NoReturn:
             raise ConfigError(message, hint=f"see: {command} --help")
 
     parser = Parser(groups, prog=command, add_help=False, allow_abbrev=False)
     _add_bare_switches(parser, groups)
     return parser
+
+
+def _flag_parser(base: Any) -> Any:
+    """Return ``base``, an HfArgumentParser, as one that accepts the metadata of flags."""
+
+    class FlagParser(base):  # type: ignore[misc]
+        @staticmethod
+        def _parse_dataclass_field(parser: Any, item: dataclasses.Field[Any]) -> None:
+            plain = copy.copy(item)
+            plain.metadata = MappingProxyType({"help": item.metadata["help"]})
+            base._parse_dataclass_field(parser, plain)
+
+    return FlagParser
 
 
 def _add_bare_switches(parser: Any, groups: Sequence[type]) -> None:
@@ -99,7 +113,7 @@ def _add_bare_switches(parser: Any, groups: Sequence[type]) -> None:
 def _print_help(command: str, description: str, groups: Sequence[type]) -> NoReturn:
     from transformers.hf_argparser import HfArgumentParser
 
-    shown = HfArgumentParser(
+    shown = _flag_parser(HfArgumentParser)(
         cast("Any", list(groups)),
         prog=command,
         usage=f"{command} [--config FILE.yaml] [--flag VALUE …]",

@@ -8,7 +8,8 @@ from typing import Literal
 
 from agentrl.config.fields import flag, require, require_positive
 from agentrl.config.groups import GroupConfig
-from agentrl.config.learning import AdapterConfig, LossConfig, OptimConfig
+from agentrl.config.learning import AdapterConfig, OptimConfig
+from agentrl.config.loss import LossConfig
 from agentrl.config.memory import MemoryConfig
 
 __all__ = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Protocol, TypeVar
 
 from agentrl.config.fields import require
@@ -10,14 +9,10 @@ from agentrl.config.schema import (
     AgentConfig,
     EngineConfig,
     GroupConfig,
-    LossConfig,
-    OptimConfig,
     SamplingConfig,
     TrainConfig,
 )
 from agentrl.documents.sampling import COLDEST, SamplingParams, logprobs_of, shaping
-from agentrl.losses.inert import unclipped_flags
-from agentrl.losses.settings import LossSettings
 
 T = TypeVar("T")
 
@@ -36,7 +31,6 @@ def require_trainable(configs: Groups) -> None:
     _require_progress(configs[SamplingConfig], configs[TrainConfig])
     _require_whitening(configs[GroupConfig], configs[TrainConfig])
     _require_fitting(configs[AgentConfig], configs[SamplingConfig], configs[TrainConfig])
-    _require_acting(configs[LossConfig], configs[OptimConfig], configs[TrainConfig])
     _require_known_distribution(configs[SamplingConfig], configs[EngineConfig])
 
 
@@ -89,28 +83,6 @@ def _require_fitting(agent: AgentConfig, sampling: SamplingConfig, training: Tra
         f" {training.max_tokens}",
         f"set --max_tokens {longest} or more, or lower one of the other two; samplers and the trainer get"
         " the same flags",
-    )
-
-
-def _require_acting(loss: LossConfig, optim: OptimConfig, training: TrainConfig) -> None:
-    """Refuse flags of the loss that cannot act with the other flags; see also ``losses.inert``."""
-    settings = LossSettings(**dataclasses.asdict(loss))
-    given = frozenset(name for name, value in dataclasses.asdict(loss).items() if value is not None)
-    updates = optim.num_epochs_per_batch * min(optim.mini_batches, training.groups_per_step)
-    idle = unclipped_flags(given, settings, updates)
-    require(
-        not idle,
-        f"{', '.join(f'--{name} {getattr(settings, name)}' for name in idle)} with --old_logprobs recompute:"
-        " it bounds πθ/π_old, which is 1 in a step of one update",
-        "use --old_logprobs behavior; or --num_epochs_per_batch or --mini_batches above 1; or leave it out,"
-        " and bound πθ/μ with --importance_correction token_mask or --importance_weight_cap_ratio 4",
-    )
-    require(
-        loss.out_of_date_decay is None or training.staleness_policy == "decay" or settings.narrows_bounds,
-        f"--out_of_date_decay is {loss.out_of_date_decay}, and {loss.loss_calculater} has no bounds that it"
-        " could narrow",
-        "give them, e.g. --strict_in_bound false --importance_weight_cap_ratio 4; or use --staleness_policy"
-        " decay; or leave it out",
     )
 
 

@@ -22,8 +22,8 @@ from agentrl.distributed.mesh import Mesh
 from agentrl.distributed.pipeline_parallel.schedule import Pipeline
 from agentrl.distributed.pipeline_parallel.stages import run_stage
 from agentrl.distributed.pipeline_parallel.tied import sum_tied_gradients
+from agentrl.losses.compute import Denominators
 from agentrl.losses.metrics import TokenMetrics
-from agentrl.losses.reduce import Denominators
 from agentrl.model.attention.executor import ForestExecutor, build_executor
 from agentrl.model.logprobs import token_logprobs
 from agentrl.model.output_head import OutputHead, output_head

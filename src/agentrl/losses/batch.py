@@ -1,25 +1,29 @@
-"""What a loss takes and gives: flat tensors with one entry per trainable token."""
+"""The input and output of a loss: flat tensors with one entry per trainable token."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from agentrl.config.loss import OLD_LOGPROBS
+from agentrl.errors import ConfigError
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to ± this before ``exp``."""
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp of a log-ratio in float32, clamped to ±20; the gradient is 0 where the clamp holds."""
+    """Return exp of a log-ratio in float32, clamped to ±20; the gradient is 0 where it is clamped."""
     return torch.exp(log_ratio.float().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 def trajectory_mean(values: Tensor, mask: Tensor, row: Tensor, trajectories: int) -> Tensor:
-    """Mean of ``values[T]`` over each trajectory's masked tokens, given back to every token: [T].
+    """Return the mean of ``values[T]`` over the tokens of each token's trajectory, [T].
 
-    A trajectory without a masked token has mean 0.
+    Tokens outside ``mask`` do not count. A trajectory without a token in it has mean 0.
     """
     weights = mask.to(values.dtype)
     totals = values.new_zeros(trajectories).index_add(0, row, values * weights)
@@ -29,21 +33,22 @@ def trajectory_mean(values: Tensor, mask: Tensor, row: Tensor, trajectories: int
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryMeans:
-    """Means over whole trajectories, for micro-batches that hold parts of some."""
+    """Means over whole trajectories, for micro-batches that hold only parts of some."""
 
     log_ratio: Tensor
     """float32[R], of log πθ − log π_old."""
     log_weight: Tensor
     """float32[R], of log π_old − log μ."""
     divergence: Tensor
-    """float32[R], of the k3 estimate that ``losses.correction.divergence`` gives."""
+    """float32[R], of ``losses.correction.divergence``, the k3 estimate of the KL from μ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """The trainable tokens of one micro-batch: T tokens of R trajectories, whole where not said otherwise.
+    """The trainable tokens of one micro-batch: T tokens of R trajectories.
 
-    ``logprobs`` carries the gradient, and so may ``entropy``; every other tensor is data.
+    ``logprobs`` carries the gradient, and ``entropy`` may carry one; every other tensor is data. Trajectories
+    are whole unless ``lengths`` and ``means`` are given.
     """
 
     logprobs: Tensor
@@ -59,57 +64,57 @@ class TokenBatch:
     version: Tensor
     """int64[T], the policy version that sampled the token."""
     age: Tensor
-    """int64[T], optimizer steps between the weights that sampled the token and those that train it, ≥ 0."""
+    """int64[T], optimizer steps between the weights that sampled the token and the current ones, ≥ 0."""
     mask: Tensor
-    """bool[T], the loss mask m: False tokens are in no numerator and no denominator."""
+    """bool[T], the loss mask m: a False token counts in no numerator and no denominator."""
     trajectories: int
     """R."""
     reference_logprobs: Tensor | None = None
-    """float32[T], log π_ref of the model that the policy is kept near."""
+    """float32[T], log π_ref of the reference model of ``--kl_coef``."""
     lengths: Tensor | None = None
-    """int64[R], tokens in the loss mask of each whole trajectory; None: what the micro-batch holds of it."""
+    """int64[R], tokens in the loss mask of each whole trajectory; None: count those of the micro-batch."""
     means: TrajectoryMeans | None = None
-    """None: those of what the micro-batch holds."""
+    """None: compute them from the tokens of the micro-batch."""
     entropy: Tensor | None = None
     """float32[T], entropy in nats of each token's distribution; with gradient if ``entropy_coef`` is set."""
 
     @property
     def log_ratio(self) -> Tensor:
-        """log r = log πθ − log π_old, float32[T], with gradient."""
+        """Return log r = log πθ − log π_old, float32[T], with gradient."""
         return self.logprobs.float() - self.old_logprobs.float()
 
     @property
     def log_weight(self) -> Tensor:
-        """log w = log π_old − log μ, float32[T]."""
+        """Return log w = log π_old − log μ, float32[T]."""
         return self.old_logprobs.float() - self.behavior_logprobs.float()
 
     @property
     def log_rho(self) -> Tensor:
-        """log ρ = log πθ − log μ, float32[T], detached."""
+        """Return log ρ = log πθ − log μ, float32[T], detached."""
         return self.logprobs.detach().float() - self.behavior_logprobs.float()
 
     @property
     def mean_log_ratio(self) -> Tensor:
-        """The mean of log r over each token's trajectory, float32[T], detached."""
+        """Return the mean of log r over each token's trajectory, float32[T], detached."""
         if self.means is not None:
             return self.means.log_ratio[self.row]
         return self.trajectory_mean(self.log_ratio.detach())
 
     @property
     def mean_log_weight(self) -> Tensor:
-        """The mean of log w over each token's trajectory, float32[T]."""
+        """Return the mean of log w over each token's trajectory, float32[T]."""
         if self.means is not None:
             return self.means.log_weight[self.row]
         return self.trajectory_mean(self.log_weight)
 
     @property
     def mean_log_rho(self) -> Tensor:
-        """The mean of log ρ over each token's trajectory, float32[T], detached."""
+        """Return the mean of log ρ over each token's trajectory, float32[T], detached."""
         return self.mean_log_ratio + self.mean_log_weight
 
     @property
     def trajectory_tokens(self) -> Tensor:
-        """The number of tokens in the loss mask of each token's trajectory, float32[T]."""
+        """Return the number of tokens in the loss mask of each token's trajectory, float32[T]."""
         if self.lengths is not None:
             return self.lengths.float()[self.row]
         return torch.bincount(self.row[self.mask], minlength=self.trajectories).float()[self.row]
@@ -119,17 +124,47 @@ class TokenBatch:
         return trajectory_mean(values, self.mask, self.row, self.trajectories)
 
 
+_NONE: Any = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLosses:
-    """Per-token losses before any reduction, with what the metrics need."""
+    """Per-token losses before any reduction, and what the metrics need. Only ``losses`` must be given."""
 
     losses: Tensor
     """float32[T] with gradient; 0 where ``masked``."""
-    ratio: Tensor
-    """float32[T], detached: the ratio that the loss clips (r; for GSPO the trajectory's s)."""
-    clipped: Tensor
-    """bool[T]: clipping took the token's gradient, or bounded it."""
-    masked: Tensor
-    """bool[T]: a bound or a correction took the token out of the numerator."""
+    ratio: Tensor = _NONE
+    """float32[T], detached: the ratio that the loss clips (r; for GSPO the trajectory's s). Default: 1."""
+    clipped: Tensor = _NONE
+    """bool[T]: clipping removed or bounded the token's gradient. Default: no token."""
+    masked: Tensor = _NONE
+    """bool[T]: a bound or a correction removed the token from the numerator. Default: no token."""
     capped: Tensor | None = None
     """bool[T]: a correction capped the token's weight; None: no correction caps."""
+
+    def __post_init__(self) -> None:
+        losses = self.losses.detach()
+        if self.ratio is None:
+            object.__setattr__(self, "ratio", torch.ones_like(losses))
+        for name in ("clipped", "masked"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, torch.zeros_like(losses, dtype=torch.bool))
+
+
+def old_logprobs(method: str, logprobs: Tensor, behavior_logprobs: Tensor, age: Tensor) -> Tensor:
+    """Return log π_old, float32[T], detached, as ``--old_logprobs`` says.
+
+    ``behavior`` is log μ. ``recompute`` is ``logprobs``, the trainer's own at the start of the step; in a
+    step of one optimizer update these are the logprobs of the update itself. ``loglinear`` is
+    log μ + α·(log πθ − log μ) with α = a/(a + 1) for a token of ``age`` a, int64[T] in optimizer steps (the
+    interpolation of AReaL, arXiv 2505.24298, and A-3PO, arXiv 2512.06547).
+    """
+    current, behavior = logprobs.detach().float(), behavior_logprobs.float()
+    if method == "behavior":
+        return behavior
+    if method == "recompute":
+        return current
+    if method == "loglinear":
+        steps = age.to(behavior.dtype)
+        return behavior + steps / (steps + 1) * (current - behavior)
+    raise ConfigError(f"--old_logprobs is {method!r}", hint=f"use one of {', '.join(OLD_LOGPROBS)}")

@@ -1,4 +1,4 @@
-"""Importance corrections for the sampler–trainer mismatch, and bounds on staleness."""
+"""Corrects the mismatch between engine and trainer, and bounds the staleness of tokens."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from agentrl.config.loss import Correction
 from agentrl.losses.batch import LOG_RATIO_LIMIT, TokenBatch, bounded_exp
-from agentrl.losses.correction_spec import Correction
 from agentrl.losses.settings import LossSettings
 
 
@@ -26,11 +26,11 @@ class Weighting:
 
 
 def weigh(batch: TokenBatch, settings: LossSettings) -> Weighting:
-    """Apply the corrections to a micro-batch; their order does not matter, every bound looks at the mismatch.
+    """Return the weights and masks of all corrections; their order does not matter.
 
-    The mismatch is w = π_old/μ, or ρ = πθ/μ where π_old is μ. There the loss's ratio is ρ already, so that
-    corrections mask by it and weigh nothing. A loss that contains w (MINIRL) has it uncapped where no
-    correction caps it; where π_old is μ, a cap holds for the ρ that it contains.
+    The mismatch is w = π_old/μ, or ρ = πθ/μ where π_old is μ. In the second case the loss's ratio is ρ
+    already: corrections only drop tokens, and the weight is 1. A loss that contains w (MINIRL) uses it
+    uncapped unless a correction caps it; where π_old is μ, the cap applies to the ρ that the loss contains.
     """
     mismatch = bounded_exp(log_mismatch(batch, settings))
     weight, masked, capped = mismatch, torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)
@@ -65,18 +65,22 @@ def _product(batch: TokenBatch, settings: LossSettings) -> Tensor:
     return bounded_exp(_mean_log_mismatch(batch, settings) * batch.trajectory_tokens)
 
 
+def _outside(correction: Correction, values: Tensor) -> Tensor:
+    return (values < correction.low) | (values > correction.high)
+
+
 def _token_outside(batch: TokenBatch, settings: LossSettings, correction: Correction) -> Tensor:
-    return correction.excludes(bounded_exp(log_mismatch(batch, settings)))
+    return _outside(correction, bounded_exp(log_mismatch(batch, settings)))
 
 
 def _trajectory_outside(batch: TokenBatch, settings: LossSettings, correction: Correction) -> Tensor:
-    return correction.excludes(bounded_exp(_mean_log_mismatch(batch, settings)))
+    return _outside(correction, bounded_exp(_mean_log_mismatch(batch, settings)))
 
 
 def _trajectory_diverged(batch: TokenBatch, settings: LossSettings, correction: Correction) -> Tensor:
     if batch.means is not None:
-        return correction.excludes(batch.means.divergence[batch.row])
-    return correction.excludes(batch.trajectory_mean(divergence(batch, settings)))
+        return _outside(correction, batch.means.divergence[batch.row])
+    return _outside(correction, batch.trajectory_mean(divergence(batch, settings)))
 
 
 _MASKS: dict[str, Callable[[TokenBatch, LossSettings, Correction], Tensor]] = {
@@ -88,7 +92,7 @@ _MASKS: dict[str, Callable[[TokenBatch, LossSettings, Correction], Tensor]] = {
 
 
 def out_of_bound(batch: TokenBatch, settings: LossSettings) -> Tensor:
-    """Return bool[T]: tokens whose ρ = πθ/μ is out of bounds in the direction of their advantage.
+    """Return bool[T], the tokens whose ρ = πθ/μ is out of bounds in the direction of their advantage.
 
     The bound is [1−ε, 1+ε+ε_h] with ``strict_in_bound``; otherwise [1 − ε·cap·d, 1 + (ε+ε_h)·cap·d], where
     cap is ``importance_weight_cap_ratio`` and d = exp(−age·``out_of_date_decay``), or 1 without a decay. A
@@ -96,12 +100,12 @@ def out_of_bound(batch: TokenBatch, settings: LossSettings) -> Tensor:
     """
     if not settings.bounds_staleness:
         return torch.zeros_like(batch.mask)
-    rho = bounded_exp(batch.mean_log_rho if settings.spec.reads_trajectory else batch.log_rho)
+    rho = bounded_exp(batch.mean_log_rho if settings.loss.reads_trajectory else batch.log_rho)
     width = torch.ones_like(rho)
     if not settings.strict_in_bound:
-        width = width * settings.importance_weight_cap_ratio
+        width = width * settings.bound_scale
         if settings.out_of_date_decay is not None:
             width = width * torch.exp(-batch.age.to(rho.dtype) * settings.out_of_date_decay)
-    lower = 1.0 - settings.epsilon * width
-    upper = 1.0 + (settings.epsilon + settings.epsilon_higher) * width
+    lower = 1.0 - settings.lower_width * width
+    upper = 1.0 + settings.upper_width * width
     return ((batch.advantages > 0) & (rho > upper)) | ((batch.advantages < 0) & (rho < lower))

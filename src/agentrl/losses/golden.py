@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from agentrl.losses.batch import TokenBatch
-from agentrl.losses.old_policy import old_logprobs
+from agentrl.config.loss import OldLogprobs
+from agentrl.losses.batch import TokenBatch, old_logprobs
+from agentrl.losses.compute import Denominators, reduce_losses, token_losses
 from agentrl.losses.recipes import RECIPES
-from agentrl.losses.reduce import Denominators, reduce_losses
-from agentrl.losses.registry import token_losses
 from agentrl.losses.settings import LossSettings
 from agentrl.losses.whitening import whitened
 
@@ -77,7 +76,7 @@ def _case(
     upper: float = 0.2,
     correction: str = "",
     token_mean: bool = True,
-    old: str = "recompute",
+    old: OldLogprobs = "recompute",
     length_divisor: int | None = None,
     kept: tuple[int, ...] | None = None,
 ) -> Golden:

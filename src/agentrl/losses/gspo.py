@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from agentrl.losses.batch import TokenBatch, TokenLosses, bounded_exp
 from agentrl.losses.grpo import clipped_surrogate
+from agentrl.losses.registry import loss
 from agentrl.losses.settings import LossSettings
 
 
-def gspo(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
-    """GRPO's form with s = exp(Σ m·log r / Σ m) over the trajectory (GSPO-token, arXiv 2507.18071).
+@loss("GSPO", epsilon=3e-4, epsilon_higher=1e-4, reads_trajectory=True)
+def gspo(
+    batch: TokenBatch,
+    settings: LossSettings,
+    *,
+    dual_clip: float | None,
+    ce_grpo_beta_1: float | None,
+    ce_grpo_beta_2: float | None,
+) -> TokenLosses:
+    """Return GRPO's loss of s = exp(Σ m·log r / Σ m) over the trajectory (GSPO-token, arXiv 2507.18071).
 
-    Each token's ratio is s in value, while its gradient is s·∇log πθ of that token alone, so that tokens of
-    one trajectory may have advantages of their own.
+    The ratio of each token has the value s and the gradient s·∇log πθ of that token alone, so that tokens of
+    one trajectory may have different advantages. The paper's bounds, 3e-4 and 4e-4, are of this ratio.
     """
     per_token = batch.logprobs.float() - batch.logprobs.detach().float()
-    return clipped_surrogate(bounded_exp(per_token + batch.mean_log_ratio), batch.advantages, settings)
+    ratio = bounded_exp(per_token + batch.mean_log_ratio)
+    return clipped_surrogate(ratio, batch.advantages, settings, dual_clip, ce_grpo_beta_1, ce_grpo_beta_2)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agentrl.losses.batch import TokenBatch, TokenLosses, bounded_exp
-from agentrl.losses.reference import reference_kl
+from agentrl.losses.compute import reference_kl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,142 +1,228 @@
-"""LossSettings: the numbers of a loss, checked when they are made."""
+"""The settings of a run's loss: its flags with the loss's own defaults filled in, and checked together."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+from agentrl.config.fields import require
+from agentrl.config.loss import CAPS, LOSS_PARAMETERS, WEIGHTS, LossConfig
+from agentrl.config.schema import OptimConfig, TrainConfig
 from agentrl.errors import ConfigError
-from agentrl.losses.correction_spec import WEIGHS, Correction, parse_corrections
-from agentrl.losses.inert import require_acting
-from agentrl.losses.spec import OWN_DEFAULTS, LossSpec, get_spec
+from agentrl.losses.registry import LOSSES, Loss
 
-OLD_LOGPROBS = ("behavior", "recompute", "loglinear")
-KL_ESTIMATORS = ("weighted_k3", "k1", "k2", "k3")
+T = TypeVar("T")
 
 
-OWN: Any = None
-"""Placeholder for the loss's own default; ``__post_init__`` replaces it."""
+@dataclass(frozen=True, kw_only=True)
+class LossSettings(LossConfig):
+    """LossConfig with every flag that is None set to the loss's own default.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossSettings:
-    """One run's loss. The fields carry the names of the command-line flags; a bad value is a ConfigError.
-
-    A field that is None when the object is made takes the loss's own default (``losses.spec``).
+    Raises ConfigError for an unknown loss, for a flag that could not act, and for corrections that do not
+    compose. A flag with the loss's own default is never refused.
     """
 
-    loss_calculater: str = "GRPO"
-    token_level_loss: bool = OWN
-    """Mean over the step's tokens. Where False, a mean over its trajectories."""
-    skip_length_normalization: bool = OWN
-    """With ``token_level_loss`` False: a trajectory counts with its sum instead of its mean."""
-    loss_length_divisor: int | None = None
-    """Constant that divides a trajectory's sum, in tokens (Dr. GRPO)."""
-    strict_in_bound: bool = OWN
-    epsilon: float = OWN
-    epsilon_higher: float = OWN
-    importance_weight_cap_ratio: float = OWN
-    """inf: no bounds on staleness, unless they are strict."""
-    out_of_date_decay: float | None = None
-    importance_correction: str = ""
-    dual_clip: float | None = None
-    ce_grpo_beta_1: float | None = None
-    ce_grpo_beta_2: float | None = None
-    sapo_tau_pos: float = OWN
-    """SAPO: how fast its gate closes for A > 0."""
-    sapo_tau_neg: float = OWN
-    """SAPO: how fast it closes for A ≤ 0."""
-    old_logprobs: str = "behavior"
-    kl_coef: float = 0.0
-    """Weight of the KL to a reference model."""
-    kl_estimator: str = "weighted_k3"
-    entropy_coef: float = 0.0
-    """Weight of the bonus on the policy's entropy."""
-
     def __post_init__(self) -> None:
-        for name in OWN_DEFAULTS:
+        loss = self.loss
+        for name, value in loss.defaults.items():
             if getattr(self, name) is None:
-                object.__setattr__(self, name, getattr(self.spec, name))
-        parse_corrections(self.importance_correction)
-        self._require(0 <= self.epsilon <= 1, "epsilon", self.epsilon, "give a value in [0, 1]")
-        for name in ("epsilon_higher", "out_of_date_decay", "ce_grpo_beta_1", "ce_grpo_beta_2"):
-            value = getattr(self, name)
-            good = value is None or (math.isfinite(value) and value >= 0)
-            self._require(good, name, value, "give a finite value of 0 or more")
-        cap = self.importance_weight_cap_ratio
-        self._require(cap >= 1, "importance_weight_cap_ratio", cap, "give 1 or more; inf turns the bound off")
-        self._check_length_divisor()
-        for name in ("sapo_tau_pos", "sapo_tau_neg"):
-            tau = getattr(self, name)
-            self._require(math.isfinite(tau) and tau > 0, name, tau, "give a finite value above 0")
-        clip = self.dual_clip
-        self._require(clip is None or clip > 1, "dual_clip", clip, "give a value above 1, such as 3")
-        old = self.old_logprobs
-        self._require(old in OLD_LOGPROBS, "old_logprobs", old, f"use one of {', '.join(OLD_LOGPROBS)}")
-        kl = self.kl_coef
-        self._require(math.isfinite(kl) and kl >= 0, "kl_coef", kl, "give a finite value of 0 or more")
-        kind = self.kl_estimator
-        self._require(kind in KL_ESTIMATORS, "kl_estimator", kind, f"use one of {', '.join(KL_ESTIMATORS)}")
-        bonus = self.entropy_coef
-        good = math.isfinite(bonus) and bonus >= 0
-        self._require(good, "entropy_coef", bonus, "give a finite value of 0 or more")
-        require_acting(self)
+                object.__setattr__(self, name, value)
+        super().__post_init__()
+        plain = {name: value for name, value in loss.bind(self.arguments).items() if _is_json(value)}
+        object.__setattr__(self, "loss_args", json.dumps(plain, sort_keys=True))
+        _check_flags_are_read(self)
+        _check_reduction(self)
+        _check_corrections(self)
 
-    def _check_length_divisor(self) -> None:
-        divisor = self.loss_length_divisor
-        self._require(divisor is None or divisor >= 1, "loss_length_divisor", divisor, "give 1 token or more")
-        hint = "set --token_level_loss false: a mean over the step's tokens divides by their number"
-        self._require(divisor is None or not self.token_level_loss, "loss_length_divisor", divisor, hint)
-
-    @staticmethod
-    def _require(good: bool, name: str, value: object, hint: str) -> None:
-        if not good:
-            raise ConfigError(f"--{name} is {value}", hint=hint)
+    @classmethod
+    def of(cls, config: LossConfig) -> LossSettings:
+        """Return the settings of a run with the flags ``config``."""
+        return cls(**dataclasses.asdict(config))
 
     @property
-    def spec(self) -> LossSpec:
-        """Defaults of the loss's paper."""
-        return get_spec(self.loss_calculater)
-
-    @property
-    def corrections(self) -> tuple[Correction, ...]:
-        """``importance_correction``, read."""
-        return parse_corrections(self.importance_correction)
+    def loss(self) -> Loss:
+        """The loss and what it declares."""
+        return LOSSES.get(self.loss_calculater)
 
     @property
     def ratio_is_rho(self) -> bool:
-        """True if π_old is μ: then w = π_old/μ is 1 and r = πθ/π_old is ρ = πθ/μ."""
+        """Whether π_old is μ: then w = π_old/μ is 1 and r = πθ/π_old is ρ = πθ/μ."""
         return self.old_logprobs == "behavior"
 
     @property
     def weighs(self) -> bool:
-        """True if corrections weight the loss; else they only mask tokens."""
-        if self.spec.contains_weight:
+        """Whether corrections weight the loss; otherwise they only drop tokens."""
+        if self.loss.contains_weight:
             return True
-        return not self.ratio_is_rho and any(found.name in WEIGHS for found in self.corrections)
+        return not self.ratio_is_rho and any(found.name in WEIGHTS for found in self.corrections)
+
+    @property
+    def reads_trajectory(self) -> bool:
+        """Whether a token's loss depends on its whole trajectory (``TokenBatch.means``)."""
+        if not self.loss.from_policy:
+            return False
+        return self.loss.reads_trajectory or any(found.reads_trajectory for found in self.corrections)
 
     @property
     def bounds_staleness(self) -> bool:
-        """True if bounds on staleness mask tokens by ρ = πθ/μ."""
-        return self.strict_in_bound or math.isfinite(self.importance_weight_cap_ratio)
+        """Whether bounds on staleness drop tokens by ρ = πθ/μ."""
+        return bool(self.strict_in_bound) or math.isfinite(self.bound_scale)
 
     @property
     def narrows_bounds(self) -> bool:
-        """True if ``out_of_date_decay`` narrows the bounds on staleness."""
+        """Whether ``out_of_date_decay`` narrows the bounds on staleness."""
         return self.bounds_staleness and not self.strict_in_bound
 
     @property
     def lower(self) -> float:
         """Lower end of the clip interval, 1 − ε."""
-        return 1.0 - self.epsilon
+        return 1.0 - _number(self.epsilon)
 
     @property
     def upper(self) -> float:
         """Upper end of the clip interval, 1 + ε + ε_h."""
-        return 1.0 + self.epsilon + self.epsilon_higher
+        return 1.0 + _number(self.epsilon) + _number(self.epsilon_higher)
+
+    @property
+    def lower_width(self) -> float:
+        """ε, the distance from 1 to the lower end of the clip interval."""
+        return _number(self.epsilon)
+
+    @property
+    def upper_width(self) -> float:
+        """ε + ε_h, the distance from 1 to the upper end of the clip interval."""
+        return _number(self.epsilon) + _number(self.epsilon_higher)
+
+    @property
+    def bound_scale(self) -> float:
+        """Factor by which bounds on staleness are wider than the clip interval; inf: no such bounds."""
+        return _number(self.importance_weight_cap_ratio)
 
     @property
     def keeps_gradient(self) -> bool:
-        """True where clipped tokens keep a bounded gradient (CE-GPPO)."""
+        """Whether clipped tokens keep a bounded gradient (CE-GPPO)."""
         return self.ce_grpo_beta_1 is not None or self.ce_grpo_beta_2 is not None
+
+
+class Groups(Protocol):
+    """The parsed groups of flags."""
+
+    def __getitem__(self, cls: type[T]) -> T: ...
+
+
+def check_loss(configs: Groups) -> None:
+    """Raise ConfigError for flags of the loss that are invalid, alone or with the other flags of the run."""
+    loss, optim, training = configs[LossConfig], configs[OptimConfig], configs[TrainConfig]
+    settings = LossSettings.of(loss)
+    usual = {field.name: field.default for field in dataclasses.fields(LossConfig)}
+    given = (name for name, default in usual.items() if getattr(loss, name) != default)
+    updates = optim.num_epochs_per_batch * min(optim.mini_batches, training.groups_per_step)
+    idle = unclipped_flags(given, settings, updates)
+    require(
+        not idle,
+        f"{', '.join(f'--{name} {getattr(settings, name)}' for name in idle)} with --old_logprobs recompute:"
+        " it bounds πθ/π_old, which is 1 in a step of one update",
+        "use --old_logprobs behavior; or --num_epochs_per_batch or --mini_batches above 1; or leave it out,"
+        " and bound πθ/μ with --importance_correction token_mask or --importance_weight_cap_ratio 4",
+    )
+    require(
+        loss.out_of_date_decay is None or training.staleness_policy == "decay" or settings.narrows_bounds,
+        f"--out_of_date_decay is {loss.out_of_date_decay}, and {loss.loss_calculater} has no bounds that it"
+        " could narrow",
+        "add bounds, e.g. --strict_in_bound false --importance_weight_cap_ratio 4; or use --staleness_policy"
+        " decay; or leave it out",
+    )
+
+
+def unclipped_flags(given: Iterable[str], settings: LossSettings, updates: int) -> list[str]:
+    """Return the flags of ``given`` that bound r = πθ/π_old although r is 1 in every update of a step.
+
+    That is so with recomputed π_old and a single update per step. Bounds on staleness act on ρ = πθ/μ, and
+    read ``epsilon`` and ``epsilon_higher`` too.
+    """
+    if settings.old_logprobs != "recompute" or updates > 1 or not settings.loss.from_policy:
+        return []
+    clips = set(LOSS_PARAMETERS & settings.loss.flags)
+    if not settings.bounds_staleness:
+        clips |= {"epsilon", "epsilon_higher"}
+    return sorted(clips.intersection(given))
+
+
+def _check_flags_are_read(settings: LossSettings) -> None:
+    loss, name = settings.loss, settings.loss_calculater
+    for flag in sorted(LOSS_PARAMETERS - loss.flags):
+        if not _is_default(settings, flag):
+            readers = [known for known in LOSSES.names() if flag in LOSSES.get(known).flags]
+            hint = f"leave it out, or use --loss_calculater {' or '.join(readers)}"
+            _require(False, settings, flag, f"{name} does not read it", hint)
+    _require(
+        not (settings.keeps_gradient and settings.strict_in_bound), settings, "strict_in_bound",
+        "it drops the tokens whose gradient --ce_grpo_beta_1 and --ce_grpo_beta_2 keep",
+        "turn it off, or leave those two out",
+    )  # fmt: skip
+    cap = "importance_weight_cap_ratio"
+    _require(
+        not settings.strict_in_bound or _is_default(settings, cap), settings, cap,
+        "it widens the bounds only where they are not strict", "add --strict_in_bound false, or leave it out",
+    )  # fmt: skip
+    for flag in ("epsilon", "epsilon_higher"):
+        _require(
+            loss.clips or settings.bounds_staleness or _is_default(settings, flag), settings, flag,
+            f"{name} does not clip", "leave it out, or bound staleness with --importance_weight_cap_ratio",
+        )  # fmt: skip
+    if loss.from_policy:
+        return
+    bounds = ("epsilon", "epsilon_higher", cap, "strict_in_bound")
+    for flag in (*bounds, "importance_correction", "kl_coef", "entropy_coef"):
+        _require(_is_default(settings, flag), settings, flag, f"{name} samples no policy", "leave it out")
+
+
+def _check_reduction(settings: LossSettings) -> None:
+    flag = "skip_length_normalization"
+    _require(
+        not (settings.token_level_loss and settings.skip_length_normalization) or _is_default(settings, flag),
+        settings, flag, "a mean over tokens has no trajectory lengths", "add --token_level_loss false",
+    )  # fmt: skip
+
+
+def _check_corrections(settings: LossSettings) -> None:
+    flag = "importance_correction"
+    names = {correction.name for correction in settings.corrections}
+    _require(
+        "seq_tis" not in names or not names & {"tis", "icepop"}, settings, flag,
+        "it weighs by the tokens' ratio and by the trajectory's, which counts the ratio twice",
+        "keep one of them; token_mask:low:high drops what icepop drops and weighs nothing",
+    )  # fmt: skip
+    twice = sorted(names & set(CAPS))
+    _require(
+        not twice or settings.weighs, settings, flag,
+        f"with --old_logprobs behavior the ratio of {settings.loss_calculater} is πθ/μ already, and"
+        f" {' and '.join(twice)} would count it twice",
+        "add --old_logprobs recompute; or use icepop, token_mask, seq_mask or seq_kl, which drop",
+    )  # fmt: skip
+
+
+def _is_default(settings: LossSettings, flag: str) -> bool:
+    """Return whether ``flag`` has the loss's own default, or that of the flag where the loss has none."""
+    usual = LossConfig.__dataclass_fields__[flag].default
+    return bool(getattr(settings, flag) == settings.loss.defaults.get(flag, usual))
+
+
+def _require(condition: bool, settings: LossSettings, flag: str, why: str, hint: str) -> None:
+    if not condition:
+        raise ConfigError(f"--{flag} is {getattr(settings, flag)}: {why}", hint=hint)
+
+
+def _number(value: float | None) -> float:
+    """Return a number that ``LossSettings`` has resolved."""
+    if value is None:
+        raise ValueError("LossSettings resolves every number")
+    return value
+
+
+def _is_json(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))

@@ -59,7 +59,7 @@ def build_computer(
     ``total_steps`` is where a falling schedule ends. ``team``: the processes that train together; each of
     them calls this. Raises ModelError and ConfigError.
     """
-    settings = LossSettings(**dataclasses.asdict(recipe.loss))
+    settings = LossSettings.of(recipe.loss)
     _check_processes(recipe, team)
     layout = plan_layout(recipe.train, team.world if team else 1)
     device = team.device if team else _own_device()

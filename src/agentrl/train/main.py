@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
         command="agentrl train",
         description="The trainer: waits for sampled groups, trains them and publishes the weights.",
         shown=_SHOWN,
-        validate=require_trainable,
+        validate=_check_flags,
     )
     from agentrl.distributed.world import launched_world
     from agentrl.model.load import base_folder
@@ -166,15 +166,24 @@ async def _train_until(stop: asyncio.Event, configs: Configs, team: World | None
         team.tell("end")
 
 
+def _check_flags(configs: Configs) -> None:
+    """Raise ConfigError for flags that no trainer could work with."""
+    from agentrl.losses.settings import check_loss
+
+    require_trainable(configs)
+    check_loss(configs)
+
+
 async def _join(configs: Configs) -> Store:
     """The run's store; ConfigError where these flags contradict what the run was begun with."""
     from agentrl.config.facts import trainer_facts
+    from agentrl.losses.settings import LossSettings
     from agentrl.observe.begin_run import begin_model, begin_run
     from agentrl.store.client import open_store
 
     store = await open_store(configs[RunConfig])
     try:
-        await begin_run(store, configs, "train", trainer_facts(configs))
+        await begin_run(store, configs, "train", trainer_facts(configs, LossSettings.of(configs[LossConfig])))
         await begin_model(store, configs[ModelConfig].model_name_or_path, "train")
     except BaseException:
         await store.close()

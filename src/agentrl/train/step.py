@@ -12,9 +12,8 @@ from torch import Tensor
 from agentrl.data.forest import TokenForest, forest_from_sequences
 from agentrl.data.prefix_merging import merge_prefixes
 from agentrl.errors import ForestError
+from agentrl.losses.compute import Denominators
 from agentrl.losses.metrics import TokenMetrics
-from agentrl.losses.reduce import Denominators
-from agentrl.losses.registry import reads_trajectory
 from agentrl.losses.settings import LossSettings
 from agentrl.model.attention.compatibility import set_attention
 from agentrl.model.attention.executor import build_executor
@@ -124,7 +123,7 @@ def trajectory_sums(
     It is needed where the loss of a token depends on its whole trajectory (GSPO, corrections named ``seq_…``)
     and a forest of any process holds a part of one.
     """
-    if not reads_trajectory(settings):
+    if not settings.reads_trajectory:
         return None
     numbers = 1 + max((int(forest.trajectory.max(initial=-1)) for forest in forests), default=-1)
     found = torch.tensor([any(forest.holds_parts for forest in forests), numbers], device=model.device)

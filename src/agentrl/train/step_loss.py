@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from agentrl.data.forest import TokenForest
-from agentrl.losses.batch import TokenBatch, TrajectoryMeans
+from agentrl.losses.batch import TokenBatch, TrajectoryMeans, old_logprobs
+from agentrl.losses.compute import Denominators, reduce_losses, token_losses
 from agentrl.losses.correction import divergence
 from agentrl.losses.metrics import TokenMetrics
-from agentrl.losses.old_policy import old_logprobs
-from agentrl.losses.reduce import Denominators, reduce_losses
-from agentrl.losses.registry import token_losses
 from agentrl.losses.settings import LossSettings
 
 
@@ -95,7 +93,7 @@ def token_batch(
         None if array is None else torch.from_numpy(array).to(logprobs.device)
         for array in (forest.start_logprob, forest.reference_logprob)
     )
-    if not settings.spec.from_policy:
+    if not settings.loss.from_policy:
         behavior = logprobs.detach()
     return TokenBatch(
         logprobs=logprobs,

@@ -11,8 +11,9 @@ from small_run import add_task, claim
 
 from agentrl.config.facts import sampler_facts, trainer_facts
 from agentrl.config.load import Configs, parse
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema import LossConfig, RunConfig
 from agentrl.errors import ConfigError
+from agentrl.losses.settings import LossSettings
 from agentrl.observe.audit.run import render_state
 from agentrl.observe.begin_run import begin_run
 from agentrl.rollout.evaluate import evaluation_rules
@@ -27,7 +28,11 @@ def flags(*words: str) -> Configs:
 
 async def join(store: Store, role: str, *words: str) -> None:
     configs = flags(*words)
-    facts = sampler_facts(configs) if role == "sample" else trainer_facts(configs)
+    facts = (
+        sampler_facts(configs)
+        if role == "sample"
+        else trainer_facts(configs, LossSettings.of(configs[LossConfig]))
+    )
     await begin_run(store, configs, role, facts)
 
 

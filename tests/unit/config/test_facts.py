@@ -9,12 +9,14 @@ import pytest
 
 from agentrl.config.facts import trainer_facts
 from agentrl.config.load import parse
+from agentrl.config.schema import LossConfig
 from agentrl.errors import ConfigError
+from agentrl.losses.settings import LossSettings
 
 
 def loss_facts(*flags: str) -> dict[str, object]:
     configs = parse(flags, command="agentrl train", description="", shown=[])
-    return trainer_facts(configs)["loss"]
+    return trainer_facts(configs, LossSettings.of(configs[LossConfig]))["loss"]
 
 
 def test_a_value_given_and_the_same_by_default_agree() -> None:

@@ -179,33 +179,3 @@ def test_other_commands_take_the_same_flags() -> None:
 def test_an_evaluation_samples_however_it_likes() -> None:
     with pytest.raises(ConfigError, match="nothing to evaluate"):
         evaluate.main(REFUSED["greedy"][0])
-
-
-RECOMPUTE = ["--old_logprobs", "recompute"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "hint"),
-    [
-        ([*RECOMPUTE, "--epsilon", "0.2"], "--num_epochs_per_batch"),
-        ([*RECOMPUTE, "--dual_clip", "3", "--importance_weight_cap_ratio", "4"], "--num_epochs_per_batch"),
-        ([*RECOMPUTE, "--ce_grpo_beta_1", "0.5"], "--old_logprobs behavior"),
-        ([*RECOMPUTE, "--epsilon", "0.2", "--mini_batches", "2", "--groups_per_step", "1"], "--mini_batches"),
-        (["--out_of_date_decay", "0.5"], "--importance_weight_cap_ratio 4"),
-        (["--out_of_date_decay", "0.5", "--loss_calculater", "MINIRL"], "--strict_in_bound false"),
-        (["--importance_correction", "tis"], "--old_logprobs recompute"),
-        ([*RECOMPUTE, "--epsilon", "0.2", "--mini_batches", "2"], None),
-        ([*RECOMPUTE, "--epsilon", "0.2", "--importance_weight_cap_ratio", "4"], None),
-        ([*RECOMPUTE, "--importance_correction", "tis"], None),
-        (["--out_of_date_decay", "0.5", "--staleness_policy", "decay"], None),
-        (["--out_of_date_decay", "0.5", "--importance_weight_cap_ratio", "4"], None),
-    ],
-)
-def test_flags_of_the_loss_that_cannot_act_are_refused_at_start(flags: list[str], hint: str | None) -> None:
-    configs = parse(flags, command="agentrl", description="", shown=[])
-    if hint is None:
-        require_trainable(configs)
-        return
-    with pytest.raises(ConfigError) as refused:
-        require_trainable(configs)
-    assert hint in str(refused.value.hint)

@@ -16,8 +16,7 @@ from agentrl.data.freshness import Freshness, choose_groups
 from agentrl.documents.packing import pack_floats
 from agentrl.documents.training import DBRecordData, TrainableSpan
 from agentrl.errors import ConfigError
-from agentrl.losses.reduce import reduce_losses
-from agentrl.losses.registry import token_losses
+from agentrl.losses.compute import reduce_losses, token_losses
 from agentrl.losses.settings import LossSettings
 from agentrl.train.step import count_step
 from agentrl.train.step_loss import token_batch

@@ -10,10 +10,10 @@ import torch
 from token_batches import random_batch, three_tokens
 from torch import Tensor
 
+from agentrl.config.loss import Correction, parse_corrections
 from agentrl.errors import ConfigError
 from agentrl.losses.batch import TrajectoryMeans
 from agentrl.losses.correction import divergence, out_of_bound, weigh
-from agentrl.losses.correction_spec import Correction, parse_corrections
 from agentrl.losses.settings import LossSettings
 
 

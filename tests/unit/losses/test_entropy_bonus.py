@@ -10,12 +10,11 @@ import torch
 from token_batches import random_batch
 
 from agentrl.errors import ConfigError
-from agentrl.losses.reduce import Denominators, reduce_losses
-from agentrl.losses.registry import token_losses
+from agentrl.losses.compute import Denominators, reduce_losses, token_losses
+from agentrl.losses.registry import LOSSES
 from agentrl.losses.settings import LossSettings
-from agentrl.losses.spec import SPECS
 
-POLICY_LOSSES = [name for name, spec in SPECS.items() if spec.from_policy]
+POLICY_LOSSES = [name for name in LOSSES.names() if LOSSES.get(name).from_policy]
 
 
 @pytest.mark.parametrize("loss", POLICY_LOSSES)

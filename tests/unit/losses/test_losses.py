@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,8 @@ from token_batches import random_batch, three_tokens
 from agentrl.config.schema import LossConfig
 from agentrl.errors import ConfigError
 from agentrl.losses.batch import TokenBatch
-from agentrl.losses.registry import LOSSES, token_losses
+from agentrl.losses.compute import token_losses
+from agentrl.losses.registry import LOSSES
 from agentrl.losses.settings import LossSettings
 
 ORIGINAL: dict[str, Any] = {
@@ -130,17 +130,17 @@ def test_ce_gppo_keeps_a_bounded_gradient_beyond_the_clip_and_leaves_the_value()
 
 def test_extreme_log_ratios_stay_finite() -> None:
     batch = three_tokens((500.0, -500.0, 0.0), (-1.0, -1.0, 1.0), behavior=(0.0, -900.0, 900.0))
-    for name in LOSSES:
+    for name in LOSSES.names():
         numbers = LossSettings(loss_calculater=name)
-        if numbers.spec.from_policy:
-            bounds = {"epsilon_higher": 0.1 if numbers.spec.clips else 0.0}
+        if numbers.loss.from_policy:
+            bounds = {"epsilon_higher": 0.1 if numbers.loss.clips else 0.0}
             numbers = settings(name, importance_correction="tis:inf", old_logprobs="recompute", **bounds)
         assert torch.isfinite(token_losses(batch, numbers).losses).all()
         assert torch.isfinite(gradient(batch, numbers)).all()
 
 
 def test_every_flag_of_the_loss_is_a_setting() -> None:
-    settings = LossSettings(**dataclasses.asdict(LossConfig()))
+    settings = LossSettings.of(LossConfig())
     assert settings == LossSettings()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from agentrl.config.schema import LossConfig
 from agentrl.config.validate import require_trainable
 from agentrl.losses.golden import STEP, TOLERANCE, batch_of, loss_of
 from agentrl.losses.recipes import RECIPES, Recipe, table
-from agentrl.losses.settings import LossSettings
+from agentrl.losses.settings import LossSettings, check_loss
 
 ROOT = Path(__file__).parents[3]
 BY_NAME = {recipe.name: recipe for recipe in RECIPES}
@@ -172,7 +171,8 @@ def test_a_rows_flags_start_a_run(recipe: Recipe) -> None:
     words = recipe.row.split("`")[1].split()
     configs = parse(words, command="agentrl train", description="", shown=[])
     require_trainable(configs)
-    assert LossSettings(**dataclasses.asdict(configs[LossConfig])) == recipe.settings
+    check_loss(configs)
+    assert LossSettings.of(configs[LossConfig]) == recipe.settings
 
 
 def test_rows_that_differ_in_flags_differ_in_value() -> None:

@@ -10,11 +10,10 @@ import torch
 from token_batches import random_batch, three_tokens
 
 from agentrl.errors import ConfigError
-from agentrl.losses.batch import TokenBatch
+from agentrl.losses.batch import TokenBatch, old_logprobs
+from agentrl.losses.compute import Denominators, reduce_losses, token_losses
 from agentrl.losses.metrics import TokenMetrics
-from agentrl.losses.old_policy import old_logprobs
-from agentrl.losses.reduce import Denominators, reduce_losses
-from agentrl.losses.registry import LOSSES, token_losses
+from agentrl.losses.registry import LOSSES
 from agentrl.losses.settings import LossSettings
 
 REDUCTIONS = [(True, False, None), (False, False, None), (False, True, None), (False, False, 7)]
@@ -53,7 +52,7 @@ def step(
 
 @pytest.mark.exactness
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", LOSSES.names())
 def test_micro_batches_change_neither_loss_nor_gradient(
     loss: str, reduction: tuple[bool, bool, int | None]
 ) -> None:
@@ -63,7 +62,7 @@ def test_micro_batches_change_neither_loss_nor_gradient(
         skip_length_normalization=reduction[1],
         loss_length_divisor=reduction[2],
     )
-    if settings.spec.from_policy:
+    if settings.loss.from_policy:
         settings = replace(
             settings, importance_correction="tis,seq_mask:0.8:1.2,seq_kl:0.2", old_logprobs="recompute",
             strict_in_bound=False, importance_weight_cap_ratio=4.0, out_of_date_decay=0.3,

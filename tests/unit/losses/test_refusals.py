@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from agentrl.config.load import parse
 from agentrl.errors import ConfigError
-from agentrl.losses.inert import unclipped_flags
-from agentrl.losses.settings import LossSettings
-from agentrl.losses.spec import OWN_DEFAULTS, SPECS
+from agentrl.losses.registry import LOSSES
+from agentrl.losses.settings import LossSettings, check_loss, unclipped_flags
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,11 @@ def test_what_acts_is_accepted(flags: dict[str, Any]) -> None:
     LossSettings(**flags)
 
 
-@pytest.mark.parametrize("loss", SPECS)
+@pytest.mark.parametrize("loss", LOSSES.names())
 def test_a_losss_own_defaults_may_be_given(loss: str) -> None:
-    given = {name: getattr(SPECS[loss], name) for name in OWN_DEFAULTS}
-    assert LossSettings(loss_calculater=loss, **given) == LossSettings(loss_calculater=loss)
+    assert LossSettings(loss_calculater=loss, **LOSSES.get(loss).defaults) == LossSettings(
+        loss_calculater=loss
+    )
 
 
 def test_what_bounds_a_ratio_of_one() -> None:
@@ -68,3 +69,33 @@ def test_what_bounds_a_ratio_of_one() -> None:
     assert unclipped_flags(given, bounded, 1) == ["dual_clip"]
     for old in ("behavior", "loglinear"):
         assert unclipped_flags(given, LossSettings(old_logprobs=old), 1) == []
+
+
+RECOMPUTE = ["--old_logprobs", "recompute"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "hint"),
+    [
+        ([*RECOMPUTE, "--epsilon", "0.2"], "--num_epochs_per_batch"),
+        ([*RECOMPUTE, "--dual_clip", "3", "--importance_weight_cap_ratio", "4"], "--num_epochs_per_batch"),
+        ([*RECOMPUTE, "--ce_grpo_beta_1", "0.5"], "--old_logprobs behavior"),
+        ([*RECOMPUTE, "--epsilon", "0.2", "--mini_batches", "2", "--groups_per_step", "1"], "--mini_batches"),
+        (["--out_of_date_decay", "0.5"], "--importance_weight_cap_ratio 4"),
+        (["--out_of_date_decay", "0.5", "--loss_calculater", "MINIRL"], "--strict_in_bound false"),
+        (["--importance_correction", "tis"], "--old_logprobs recompute"),
+        ([*RECOMPUTE, "--epsilon", "0.2", "--mini_batches", "2"], None),
+        ([*RECOMPUTE, "--epsilon", "0.2", "--importance_weight_cap_ratio", "4"], None),
+        ([*RECOMPUTE, "--importance_correction", "tis"], None),
+        (["--out_of_date_decay", "0.5", "--staleness_policy", "decay"], None),
+        (["--out_of_date_decay", "0.5", "--importance_weight_cap_ratio", "4"], None),
+    ],
+)
+def test_flags_of_the_loss_that_cannot_act_are_refused_at_start(flags: list[str], hint: str | None) -> None:
+    configs = parse(flags, command="agentrl", description="", shown=[])
+    if hint is None:
+        check_loss(configs)
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_loss(configs)
+    assert hint in str(refused.value.hint)

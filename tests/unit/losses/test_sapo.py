@@ -9,7 +9,7 @@ import torch
 from token_batches import random_batch, three_tokens
 
 from agentrl.errors import ConfigError
-from agentrl.losses.registry import token_losses
+from agentrl.losses.compute import token_losses
 from agentrl.losses.settings import LossSettings
 
 
@@ -19,7 +19,8 @@ def test_the_gradient_is_grpos_times_a_gate_that_is_one_at_ratio_one(
     seed: int, positive: float | None, negative: float | None
 ) -> None:
     batch = random_batch(seed)
-    settings = LossSettings(loss_calculater="SAPO", sapo_tau_pos=positive, sapo_tau_neg=negative)  # type: ignore[arg-type]
+    given = {"sapo_tau_pos": positive, "sapo_tau_neg": negative} if positive else {}
+    settings = LossSettings(loss_calculater="SAPO", **given)  # type: ignore[arg-type]
     result = token_losses(batch, settings)
     (found,) = torch.autograd.grad(result.losses.sum(), batch.logprobs)
     ratio = torch.exp(batch.logprobs.detach() - batch.old_logprobs)

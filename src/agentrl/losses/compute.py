@@ -1,0 +1,123 @@
+"""Computes the loss of a micro-batch: per token, with corrections and bonuses, and reduced over the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from agentrl.losses.batch import LOG_RATIO_LIMIT, TokenBatch, TokenLosses, bounded_exp
+from agentrl.losses.correction import out_of_bound, weigh
+from agentrl.losses.settings import LossSettings
+
+WEIGHT_CAP = 10.0
+"""Cap of ρ = πθ/μ in ``weighted_k3``: it bounds the variance and biases tokens above it."""
+
+
+def token_losses(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
+    """Return the loss of each token, [T], with corrections and bounds applied, before any reduction.
+
+    The KL to a reference model (``kl_coef``) and the entropy bonus (``entropy_coef``) apply to every token,
+    also to those that a bound or a correction drops. Raises ValueError if the batch lacks the tensors that
+    they need.
+    """
+    result = settings.loss(batch, settings)
+    if not settings.loss.from_policy:
+        return result
+    weighting = weigh(batch, settings)
+    masked = weighting.masked | out_of_bound(batch, settings)
+    losses = torch.where(masked, 0.0, result.losses * weighting.weight)
+    if settings.kl_coef:
+        losses = losses + settings.kl_coef * reference_kl(batch, settings.kl_estimator)
+    if settings.entropy_coef:
+        if batch.entropy is None:
+            raise ValueError("the batch has no entropy")
+        losses = losses - settings.entropy_coef * batch.entropy
+    return replace(result, losses=losses, masked=masked, capped=weighting.capped)
+
+
+def reference_kl(batch: TokenBatch, estimator: str) -> Tensor:
+    """Return the estimate of the KL to the reference model per token in nats, float32[T], with gradient.
+
+    Below, d = log πθ/π_ref.
+    ``weighted_k3``: ρ·(e^−d − 1 + d) with ρ = πθ/μ capped at ``WEIGHT_CAP``. The gradient, ρ·d·∇log πθ, goes
+    through ρ; under μ its expectation is the gradient of KL(πθ‖π_ref) (DeepSeek-V3.2, arXiv 2512.02556).
+    The other estimators ignore μ and hold for tokens that πθ sampled.
+    ``k3``: e^−d − 1 + d, never negative (GRPO, arXiv 2402.03300). Its value estimates KL(πθ‖π_ref), its
+    gradient is that of KL(π_ref‖πθ).
+    ``k2``: d²/2, with the gradient of KL(πθ‖π_ref) (arXiv 2510.01555).
+    ``k1``: d. Its own gradient would vanish on average; it gets that of k2, d·∇log πθ, as if d were
+    subtracted from the reward.
+    Raises ValueError for a batch without reference logprobs.
+    """
+    if batch.reference_logprobs is None:
+        raise ValueError("the batch has no reference logprobs")
+    logprobs = batch.logprobs.float()
+    log_ratio = (logprobs - batch.reference_logprobs.float()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if estimator == "k2":
+        return log_ratio.square() / 2
+    if estimator == "k1":
+        value = log_ratio.detach()
+        return value + value * (logprobs - logprobs.detach())
+    k3 = torch.exp(-log_ratio) - 1 + log_ratio
+    if estimator == "k3":
+        return k3
+    weight = bounded_exp(batch.log_rho).clamp(max=WEIGHT_CAP)
+    return weight * torch.exp(logprobs - logprobs.detach()) * k3
+
+
+@dataclass(frozen=True, slots=True)
+class Denominators:
+    """The counts that a step's loss is divided by, before any bound or correction drops a token.
+
+    ``tokens`` is Σ m, ``trajectories`` the number of trajectories with at least one token in the mask.
+    Sums over micro-batches and ranks are those of the whole step; a part of a trajectory counts as the share
+    of its tokens that it holds.
+    """
+
+    tokens: int
+    trajectories: float
+
+    @classmethod
+    def of(cls, mask: Tensor, row: Tensor) -> Self:
+        """Count one micro-batch: mask bool[T], row int64[T]."""
+        return cls(int(mask.sum()), int(torch.unique(row[mask]).numel()))
+
+    def __add__(self, other: Denominators) -> Denominators:
+        return Denominators(self.tokens + other.tokens, self.trajectories + other.trajectories)
+
+
+def reduce_losses(
+    losses: Tensor,
+    mask: Tensor,
+    row: Tensor,
+    trajectories: int,
+    whole: Denominators,
+    settings: LossSettings,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """Return a micro-batch's share of the step's loss, a float32 scalar.
+
+    The shares of all micro-batches add up to the loss of the step, and so do their gradients. With
+    ``token_level_loss`` it is Σ m·loss / Σ m. Without, it is the mean over trajectories of a trajectory's
+    mean, of its sum with ``skip_length_normalization``, or of its sum over ``loss_length_divisor`` where that
+    is set (Dr. GRPO, arXiv 2503.20783).
+
+    losses float32[T]; mask bool[T]; row int64[T] in [0, ``trajectories``). ``lengths`` [``trajectories``] are
+    the tokens in the mask of the whole trajectories; without it, a trajectory is whole in its micro-batch.
+    ``whole`` counts the step over all micro-batches and ranks.
+    """
+    weights = mask.to(losses.dtype)
+    if settings.token_level_loss:
+        weights = weights / max(whole.tokens, 1)
+    else:
+        if settings.loss_length_divisor is not None:
+            weights = weights / settings.loss_length_divisor
+        elif not settings.skip_length_normalization:
+            if lengths is None:
+                lengths = weights.new_zeros(trajectories).index_add(0, row, weights)
+            weights = weights / lengths.to(weights.dtype).clamp(min=1.0)[row]
+        weights = weights / (whole.trajectories or 1.0)
+    return (losses * weights).sum()
