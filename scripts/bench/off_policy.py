@@ -31,7 +31,7 @@ from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import Policy
-from agentrl.scoring.advantages import ESTIMATORS
+from agentrl.scoring.advantages import estimate
 from agentrl.train.compute import PolicyTrainer
 from agentrl.train.optimizer import build_optimizer
 from agentrl.train.schedules import build_scheduler
@@ -139,7 +139,7 @@ def step_data(model: Qwen3ForCausalLM, version: int, generator: torch.Generator)
     data = []
     for first in range(0, len(ids), GROUP_SIZE):
         members = range(first, first + GROUP_SIZE)
-        advantages = ESTIMATORS["leave_one_out"]([scores[place] for place in members])
+        advantages = estimate("leave_one_out", [scores[place] for place in members])
         for place, advantage in zip(members, advantages, strict=True):
             data.append(_data(first, place, ids[place], logprobs[place], scores[place], advantage, version))
     return data

@@ -17,7 +17,7 @@ AgentRLError
     ├── ToolServerError    a tool server cannot be reached (a tool's own error is no failure)
     ├── ScorerError        the scorer raised
     ├── TrajectoryError    the conversation itself cannot go on
-    └── GroupFilterError   a group filter raised; it ends a group, not a trajectory
+    └── GroupError         a group filter or an advantage estimator failed; it ends a group
 """
 
 from __future__ import annotations
@@ -119,7 +119,10 @@ class TrajectoryError(FailureError):
     kind = "trajectory"
 
 
-class GroupFilterError(FailureError):
-    """A group filter raised, hung or returned a malformed result; its group is not trained."""
+class GroupError(FailureError):
+    """A group filter or an advantage estimator raised, hung or returned a malformed result.
+
+    The group is not trained.
+    """
 
     kind = "group"

@@ -67,16 +67,19 @@ class Registry(Generic[T]):
         kind: str,
         *,
         group: str,
+        flag: str = "",
         built_in: Sequence[str] = (),
         convert: Callable[[Any], T] | None = None,
     ) -> None:
-        """``kind`` names an extension in errors, such as ``scorer``; ``group`` is the entry-point group.
+        """``kind`` names an extension in errors, such as ``scorer``; ``group`` is the entry-point group;
+        ``flag`` is the command-line flag that chooses one, if there is one.
 
         ``built_in`` names the modules that register built-in extensions. ``convert`` turns the object of a
         path or of an entry point into a ``T``, or raises TypeError; by default any callable passes as it is.
         """
         self._kind = kind
         self._group = group
+        self._flag = f" ({flag})" if flag else ""
         self._built_in = tuple(built_in)
         self._convert = convert or _callable
         self._registered: dict[str, T] = {}
@@ -117,7 +120,8 @@ class Registry(Generic[T]):
             return self._import(name, point.load)
         known = self.names()
         raise ConfigError(
-            f"unknown {self._kind} {name!r}" + (f"; choose one of {', '.join(known)}" if known else ""),
+            f"unknown {self._kind} {name!r}{self._flag}"
+            + (f"; choose one of {', '.join(known)}" if known else ""),
             hint=f"{_did_you_mean(name, known)}a path module:name of your own works too",
         )
 

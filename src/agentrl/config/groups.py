@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from agentrl.config.fields import flag, require, require_positive
 
@@ -16,8 +15,10 @@ RIGHT_THRESHOLD = 0.5
 class GroupConfig:
     """How the scores of a group become advantages."""
 
-    advantage: Literal["leave_one_out", "grpo", "dr_grpo", "reward"] = flag(
-        "leave_one_out", "advantage estimator; reward: the score itself, without a baseline"
+    advantage: str = flag(
+        "leave_one_out",
+        "advantage estimator: leave_one_out, grpo, dr_grpo, reward (the score, without a baseline), or your"
+        " own as module:name",
     )
     adv_scaling: float = flag(1.0, "factor on every advantage")
     right_threshold: float = flag(RIGHT_THRESHOLD, "a trajectory is right when its score is above this")

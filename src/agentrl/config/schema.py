@@ -139,12 +139,16 @@ class AgentConfig:
     max_turns: int = flag(16, "model calls per trajectory")
     max_prompt_tokens: int = flag(32768, "longest prompt; a longer context is reset or ends the trajectory")
     prompt_reserve_tokens: int = flag(1024, "a context is full at max_prompt_tokens less these")
-    new_context: Literal["disabled", "discard_all_tools", "discard_all"] = flag(
-        "disabled", "what happens to a full context: end the trajectory, or drop tool results, or summarize"
+    new_context: str = flag(
+        "disabled",
+        "context manager, called when the context is full: disabled (ends the trajectory), discard_all_tools"
+        " (drops tool results), discard_all (starts from a summary), or your own as module:name",
     )
     repetition_early_stop_times: int = flag(-1, "end after the same assistant text this often (-1: never)")
     enable_repetition_compress: bool = flag(False, "reset the context on repetition instead of ending")
-    tool_call_parser: str = flag("hermes", "how tool calls are written: hermes, qwen, llama, minicpm, …")
+    tool_call_parser: str = flag(
+        "hermes", "how tool calls are written: hermes, qwen, llama, minicpm, …, or your own as module:name"
+    )
     mcp_manager_url: str | None = flag(None, "MCP manager (…/mcpapi) or MCP streamable-HTTP endpoint")
     mcp_server_name: str = flag("all", "server to use behind --mcp_manager_url")
     mcp_servers_file: str | None = flag(None, "YAML file of MCP servers by name (command or url)")
@@ -241,7 +245,9 @@ class TrainConfig:
         True, "check training data against their Records and model calls before a step trains them"
     )
     data_wait_seconds: float = flag(3600.0, "give up when no step's worth of data comes for this long")
-    report_to: str = flag("none", "trackers: none, tensorboard, wandb, mlflow; comma-separated")
+    report_to: str = flag(
+        "none", "trackers, comma-separated: none, tensorboard, wandb, mlflow, or your own as module:name"
+    )
     dp_replicate_size: int = flag(1, "copies of the model; each is sharded over the ranks that are left")
     tp_size: int = flag(1, "ranks that compute each layer between them (tensor parallelism)")
     pp_size: int = flag(1, "ranks that hold the layers one after the other (pipeline parallelism)")

@@ -17,8 +17,9 @@ from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import StoreError
+from agentrl.scoring.advantages import BUILT_IN
 from agentrl.scoring.group_filters import dropped_by_filter
-from agentrl.scoring.groups import Decision, decide_group, filtered_of, summarize
+from agentrl.scoring.groups import Decision, decide_group, filtered_of, recorded_decisions, summarize
 from agentrl.store.groups import GroupOutcome, RecordOutcome
 
 logger = logging.getLogger(__name__)
@@ -37,12 +38,14 @@ class GroupRules:
     seed: int
     filtered: Mapping[str, str] | None = None
     """Recorded drops of ``--group_filter``, {id: reason}. None: call the filter."""
+    recorded: bool = False
+    """True: take the advantages that Records hold, unless a built-in ``--advantage`` computes them again."""
 
     @classmethod
     def of_group(cls, group: Mapping[str, Any]) -> GroupRules:
-        """Return the rules of ``Task.group`` with its recorded drops, so that no filter is imported."""
+        """Return the rules of ``Task.group`` for deciding it again without importing a user's code."""
         rules = cls.stored(group["rules"])
-        return replace(rules, filtered=filtered_of(group) or {})
+        return replace(rules, filtered=filtered_of(group) or {}, recorded=True)
 
     @classmethod
     def stored(cls, rules: Mapping[str, Any]) -> GroupRules:
@@ -74,8 +77,11 @@ class GroupRules:
             summed = {**summarize(scored, failed, 0, rules), "right_threshold": self.config.right_threshold}
             return GroupOutcome(records=tuple(outcomes), summary=summed)
         filtered = self._filtered(task, scored)
-        rng = random.Random(f"{self.seed}/{task.id}")
-        decisions = decide_group(scored, self.config, rng, filtered)
+        if self.recorded and self.config.advantage not in BUILT_IN:
+            decisions = recorded_decisions(scored)
+        else:
+            rng = random.Random(f"{self.seed}/{task.id}")
+            decisions = decide_group(scored, self.config, rng, filtered)
         by_id = {record.id: record for record in scored}
         data: list[DBRecordData] = []
         outcomes = []

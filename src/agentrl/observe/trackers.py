@@ -1,4 +1,4 @@
-"""Experiment trackers behind one interface: tensorboard, wandb, mlflow, several of them, or none."""
+"""Experiment trackers: tensorboard, wandb, mlflow or your own, chosen by ``--report_to``."""
 
 from __future__ import annotations
 
@@ -12,39 +12,47 @@ from typing import Any, Protocol
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.registry import Registry
 
 
 class Tracker(Protocol):
-    """Where the metrics of a run go."""
+    """Receives the metrics of a run."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Send one step's metrics. Numbers only; nested mappings become ``key/inner``."""
+        """Send one step's metrics, all of them finite numbers."""
 
     def close(self) -> None:
-        """Send what is buffered and end."""
+        """Flush and close."""
+
+
+TrackerFactory = Callable[[RunConfig, Path, Mapping[str, Any]], Tracker]
+"""Opens a tracker for a run, with its output folder and the parameters to show beside the run."""
+
+TRACKERS: Registry[TrackerFactory] = Registry("tracker", group="agentrl.trackers", flag="--report_to")
+
+
+def tracker(*names: str) -> Callable[[TrackerFactory], TrackerFactory]:
+    """Register a class or function ``(RunConfig, output folder, parameters) -> Tracker`` under ``names``."""
+    return TRACKERS.register(*names)
 
 
 def open_trackers(
     report_to: str, run: RunConfig, output: str | Path, parameters: Mapping[str, Any] | None = None
 ) -> Tracker:
-    """The trackers named in ``report_to`` (comma-separated, or ``none``), as one.
+    """Return the trackers named in ``report_to`` (comma-separated, or ``none``) as one.
 
-    Their files go below ``output``. ``parameters`` are shown beside the run where a tracker can. wandb works
+    Their files go below ``output``. ``parameters`` are shown beside the run if the tracker can. wandb works
     offline unless WANDB_API_KEY or WANDB_MODE is set; mlflow writes to MLFLOW_TRACKING_URI, by default to a
     file in ``output``.
     Raises ConfigError for an unknown name and for a library that is not installed.
     """
     names = [name.strip() for name in report_to.split(",") if name.strip() not in ("", "none")]
-    for name in names:
-        if name not in _TRACKERS:
-            raise ConfigError(
-                f"--report_to names {name!r}", hint=f"give one or more of: none, {', '.join(_TRACKERS)}"
-            )
-    return _Several([_TRACKERS[name](run, Path(output), parameters or {}) for name in names])
+    factories = [TRACKERS.get(name) for name in names]
+    return _Several([open_tracker(run, Path(output), parameters or {}) for open_tracker in factories])
 
 
 def flatten(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The finite numbers of ``metrics``; nested mappings become ``key/inner``, all else is left out."""
+    """Return the finite numbers of ``metrics``, those of nested mappings as ``key/inner``."""
     flat: dict[str, float] = {}
     for key, value in metrics.items():
         if isinstance(value, Mapping):
@@ -68,8 +76,9 @@ class _Several:
             tracker.close()
 
 
+@tracker("tensorboard")
 class _TensorBoard:
-    """Writes event files with tensorboard alone, without torch."""
+    """Writes event files without torch."""
 
     def __init__(self, run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> None:
         writer = _load("tensorboard.summary.writer.event_file_writer", "tensorboard")
@@ -87,6 +96,7 @@ class _TensorBoard:
         self._writer.close()
 
 
+@tracker("wandb")
 class _Wandb:
     def __init__(self, run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> None:
         wandb = _load("wandb", "wandb")
@@ -108,6 +118,7 @@ class _Wandb:
         self._run.finish()
 
 
+@tracker("mlflow")
 class _Mlflow:
     def __init__(self, run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> None:
         self._mlflow = _load("mlflow", "mlflow")
@@ -123,13 +134,6 @@ class _Mlflow:
 
     def close(self) -> None:
         self._mlflow.end_run()
-
-
-_TRACKERS: dict[str, Callable[[RunConfig, Path, Mapping[str, Any]], Tracker]] = {
-    "tensorboard": _TensorBoard,
-    "wandb": _Wandb,
-    "mlflow": _Mlflow,
-}
 
 
 def _load(module: str, library: str) -> Any:

@@ -9,7 +9,7 @@ from agentrl.registry import Registry
 from agentrl.rollout.rollout import ContextManager, Rollout
 
 CONTEXT_MANAGERS: Registry[ContextManager] = Registry(
-    "context manager (--new_context)", group="agentrl.context_managers"
+    "context manager", group="agentrl.context_managers", flag="--new_context"
 )
 
 SUMMARY_REQUEST = (

@@ -78,10 +78,11 @@ async def _evaluate_until(stop: asyncio.Event, configs: Configs) -> int:
     from agentrl.rollout.probe import probe
     from agentrl.rollout.report import failure_lines, report_table
     from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
-    from agentrl.rollout.setup import load_tasks, open_worker, owner_name
+    from agentrl.rollout.setup import load_tasks, open_worker, owner_name, require_extensions
     from agentrl.store.client import open_store
 
     run, tasks, sampling = configs[RunConfig], configs[TaskConfig], configs[SamplingConfig]
+    require_extensions(configs)
     async with await open_store(run) as store:
         version = await served_version(store, configs)
         split = split_name(version, configs[EvalConfig].eval_label)

@@ -11,7 +11,7 @@ from agentrl.config.schema import GroupConfig, SamplingConfig
 from agentrl.errors import AgentRLError, ConfigError, ToolServerError
 from agentrl.rollout.agents import AGENTS
 from agentrl.rollout.rollout import Tools
-from agentrl.scoring.advantages import needs_others
+from agentrl.scoring.advantages import ESTIMATORS
 from agentrl.scoring.agent_config import AgentSection, ModelEndpoint, load_section
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.group_filters import get_group_filter
@@ -38,7 +38,7 @@ def require_groups(groups: GroupConfig, num_generations: int) -> None:
             f" {groups.min_score_spread:g}: nothing would be trained",
             hint="give --num_generations 2 or more (8 by default)",
         )
-    if num_generations == 1 and needs_others(groups.advantage):
+    if num_generations == 1 and ESTIMATORS.get(groups.advantage).needs_others:
         raise ConfigError(
             f"--num_generations is 1, and --advantage {groups.advantage} compares a group's trajectories:"
             " nothing would be trained",

@@ -51,13 +51,15 @@ async def _sample_until(stop: asyncio.Event, configs: Configs) -> None:
     from agentrl.rollout.finalizer import TRAIN_SPLIT, GroupFinalizer
     from agentrl.rollout.probe import probe, require_groups
     from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
-    from agentrl.rollout.setup import load_tasks, open_worker, owner_name
+    from agentrl.rollout.setup import load_tasks, open_worker, owner_name, require_extensions
     from agentrl.store.client import open_store
     from agentrl.store.selection import PASS_RATE, Selection
 
     run, tasks, sampling = configs[RunConfig], configs[TaskConfig], configs[SamplingConfig]
+    groups = configs[GroupConfig]
+    require_extensions(configs)
     if tasks.train_file is not None:
-        require_groups(configs[GroupConfig], tasks.num_generations)
+        require_groups(groups, tasks.num_generations)
     async with await open_store(run) as store:
         await begin_run(store, configs, "sample", sampler_facts(configs))
         await begin_model(store, configs[ModelConfig].model_name_or_path, "sample")
@@ -69,14 +71,14 @@ async def _sample_until(stop: asyncio.Event, configs: Configs) -> None:
         if sampling.resample_error_records:
             await store.claims.reopen_failed(TRAIN_SPLIT)
         async with open_worker(store, configs, stop=stop) as (worker, router):
-            await probe(store, worker.tools, sampling, TRAIN_SPLIT, configs[GroupConfig])
-            await store.imports.add(paths_among({configs[GroupConfig].group_filter or ""}))
+            await probe(store, worker.tools, sampling, TRAIN_SPLIT, groups)
+            await store.imports.add(paths_among({groups.group_filter or "", groups.advantage}))
             await store.settings.begin("chat", worker.renderer.facts, "sample")
             admission = Admission(sampling, configs[TrainConfig])
             sampler = Sampler(
                 store,
                 worker,
-                GroupFinalizer(store, configs[GroupConfig], split=TRAIN_SPLIT, seed=run.seed),
+                GroupFinalizer(store, groups, split=TRAIN_SPLIT, seed=run.seed),
                 SamplerConfig(
                     split=TRAIN_SPLIT,
                     owner=owner_name(),

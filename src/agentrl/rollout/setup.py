@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.chat.parsers import get_parser
+from agentrl.chat.parsers import PARSERS, get_parser
 from agentrl.chat.renderer import ChatRenderer
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
@@ -34,6 +34,7 @@ from agentrl.registry import allow_imports, paths_among
 from agentrl.rollout.agents import AGENTS
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.worker import Worker
+from agentrl.scoring.advantages import ESTIMATORS
 from agentrl.scoring.registry import scorer_names
 from agentrl.tools.pool import ToolPool
 
@@ -85,11 +86,25 @@ async def live_engines(
     return [item for item in services if version is None or item.policy_version == version]
 
 
+def require_extensions(configs: Configs) -> None:
+    """Raise ConfigError for an extension that the flags name and that cannot be found.
+
+    Call it before the run stores its flags.
+    """
+    agent = configs[AgentConfig]
+    AGENTS.get(agent.agent_name)
+    CONTEXT_MANAGERS.get(agent.new_context)
+    PARSERS.get(agent.tool_call_parser)
+    ESTIMATORS.get(configs[GroupConfig].advantage)
+
+
 async def allow_configured_imports(store: Store, configs: Configs) -> None:
-    """Import from now on what the flags and the run's list name, whatever Task documents name."""
-    allow_imports(configs[TaskConfig].allowed_names | {configs[AgentConfig].agent_name})
-    if (group_filter := configs[GroupConfig].group_filter) is not None:
-        allow_imports({group_filter})
+    """Restrict imports to the modules that this process's flags and the run's Imports document name."""
+    agent, groups = configs[AgentConfig], configs[GroupConfig]
+    own = {agent.agent_name, agent.new_context, agent.tool_call_parser, groups.advantage}
+    if groups.group_filter is not None:
+        own.add(groups.group_filter)
+    allow_imports(configs[TaskConfig].allowed_names | own)
     allow_imports(await store.imports.paths())
 
 
@@ -138,8 +153,6 @@ async def open_worker(
     """
     agent, sampling, engine = configs[AgentConfig], configs[SamplingConfig], configs[EngineConfig]
     await allow_configured_imports(store, configs)
-    AGENTS.get(agent.agent_name)
-    CONTEXT_MANAGERS.get(agent.new_context)
     parser = get_parser(agent.tool_call_parser)
     renderer = await open_renderer(store, configs[ModelConfig])
     params = sampling_params(sampling, renderer)

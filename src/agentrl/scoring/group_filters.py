@@ -11,7 +11,7 @@ from typing import Any
 from agentrl.documents.record import Record
 from agentrl.documents.sanitize_bson import clean
 from agentrl.documents.task import Task
-from agentrl.errors import GroupFilterError
+from agentrl.errors import GroupError
 from agentrl.registry import Registry
 from agentrl.user_code import contain_call, describe
 
@@ -69,14 +69,14 @@ def get_group_filter(name: str) -> GroupFilter:
 def dropped_by_filter(name: str, task: Task, records: Sequence[Record]) -> dict[str, str]:
     """Return which of the scored ``records`` of a group the filter ``name`` drops: {id: reason}.
 
-    Raises GroupFilterError for an exception in the filter and for a malformed result, ConfigError for a
+    Raises GroupError for an exception in the filter and for a malformed result, ConfigError for a
     filter that does not exist or that this process may not import.
     """
     function = get_group_filter(name)
     what = f"group filter {name}"
-    result = contain_call(lambda: function(_view(task, records)), what, GroupFilterError)
+    result = contain_call(lambda: function(_view(task, records)), what, GroupError)
     reasons = contain_call(
-        lambda: _reasons(what, result, [record.id for record in records]), what, GroupFilterError
+        lambda: _reasons(what, result, [record.id for record in records]), what, GroupError
     )
     return {key: f"{what}: {reason}" for key, reason in reasons.items()}
 
@@ -98,15 +98,15 @@ def _view(task: Task, records: Sequence[Record]) -> ScoredGroup:
 
 
 def _reasons(what: str, result: Any, ids: Sequence[str]) -> dict[str, str]:
-    """Return {id: reason} of a filter's result. Raises GroupFilterError for a malformed one."""
+    """Return {id: reason} of a filter's result. Raises GroupError for a malformed one."""
     if inspect.iscoroutine(result):
         result.close()
-        raise GroupFilterError(f"{what} is async", hint="write a plain function: def, not async def")
+        raise GroupError(f"{what} is async", hint="write a plain function: def, not async def")
     if not isinstance(result, (Mapping, list, tuple, set, frozenset)):
-        raise GroupFilterError(f"{what} returned {describe(result)}", hint=_CURE)
+        raise GroupError(f"{what} returned {describe(result)}", hint=_CURE)
     for key in result:
         if not isinstance(key, str) or key not in ids:
-            raise GroupFilterError(
+            raise GroupError(
                 f"{what} names {describe(key)}, which is not a trajectory of the group", hint=_CURE
             )
     if not isinstance(result, Mapping):
@@ -116,7 +116,7 @@ def _reasons(what: str, result: Any, ids: Sequence[str]) -> dict[str, str]:
 
 def _reason(what: str, key: str, reason: Any) -> str:
     if not isinstance(reason, str) or not reason.strip():
-        raise GroupFilterError(f"{what} drops {key} for the reason {describe(reason)}", hint=_CURE)
+        raise GroupError(f"{what} drops {key} for the reason {describe(reason)}", hint=_CURE)
     return str(clean(reason))[:_REASON_CHARS]
 
 

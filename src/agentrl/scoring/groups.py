@@ -11,7 +11,7 @@ from typing import Any
 from agentrl.config.groups import RIGHT_THRESHOLD, GroupConfig
 from agentrl.documents.record import Record
 from agentrl.documents.status import StopReason
-from agentrl.scoring.advantages import ESTIMATORS, agrees, needs_others
+from agentrl.scoring.advantages import ESTIMATORS, agrees, estimate
 from agentrl.scoring.shaping import overlong_penalty
 
 EFFICIENCY_SPREAD = 0.2
@@ -51,6 +51,15 @@ def decide_group(
     return [decided.get(record.id) or _abandon(record, gone[record.id]) for record in scored]
 
 
+def recorded_decisions(records: Sequence[Record]) -> list[Decision]:
+    """Return the decisions that a finalized group's scored Records hold."""
+    return [
+        Decision(record_id=record.id, advantage=record.advantage, abandoned_because=record.abandoned_because)
+        for record in records
+        if record.score is not None
+    ]
+
+
 def filtered_of(summary: Mapping[str, Any]) -> dict[str, str] | None:
     """Return {id: reason} of what ``--group_filter`` dropped, from ``Task.group``; None if it has no list."""
     listed = summary.get("filtered")
@@ -67,7 +76,7 @@ def _decide(scored: Sequence[Record], config: GroupConfig, rng: random.Random) -
         return [_abandon(record, "no spread in the group's scores") for record in scored]
     dropped = _balance(scored, config, rng) if config.balance_sample else _filter(scored, config, rng)
     kept = [record for record in scored if record.id not in dropped]
-    if len(kept) == 1 and needs_others(config.advantage):
+    if len(kept) == 1 and ESTIMATORS.get(config.advantage).needs_others:
         dropped[kept.pop().id] = "alone in its group"
     advantages = _advantages(kept, config) if kept else {}
     return [
@@ -147,7 +156,7 @@ def _advantages(records: Sequence[Record], config: GroupConfig) -> dict[str, flo
     if config.efficient_rewarding:
         adjustments = _efficiency(records, config)
         scores = {key: score + adjustments[key] for key, score in scores.items()}
-    raw = ESTIMATORS[config.advantage](list(scores.values()))
+    raw = estimate(config.advantage, list(scores.values()))
     result = {}
     for record, value in zip(records, raw, strict=True):
         scaled = value * config.adv_scaling

@@ -16,7 +16,7 @@ from agentrl.documents.record import Record
 from agentrl.documents.status import RECORD_EDGES, RecordStatus, SlotStatus, TaskStatus, sources
 from agentrl.documents.task import Begin, Task
 from agentrl.documents.training import DBRecordData
-from agentrl.errors import GroupFilterError, StoreError
+from agentrl.errors import GroupError, StoreError
 from agentrl.scoring.groups import FAILED, summarize
 from agentrl.store import slots
 from agentrl.store.admin.regroup import read_records
@@ -232,12 +232,12 @@ def slot_problem(task: Task, records: Sequence[Record]) -> str | None:
 
 
 async def _decided(group: StoredGroup, decide: Decide) -> GroupOutcome:
-    """Run ``decide`` in a thread. Raises GroupFilterError after ``DECIDE_SECONDS``; the thread goes on."""
+    """Run ``decide`` in a thread. Raises GroupError after ``DECIDE_SECONDS``; the thread goes on."""
     try:
         async with asyncio.timeout(DECIDE_SECONDS):
             return await asyncio.to_thread(decide, group.task, list(group.records), group.calls)
     except TimeoutError as error:
-        raise GroupFilterError(
+        raise GroupError(
             f"the decision on group {group.task.id} took longer than {DECIDE_SECONDS:g} s",
             hint="see that the --group_filter returns; it must not wait for anything",
         ) from error

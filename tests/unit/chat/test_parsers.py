@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.chat.parsers import ToolCall, get_parser, parser_names, typed_call, validate_call
+from agentrl.chat.parsers import PARSERS, ToolCall, get_parser, typed_call, validate_call
 from agentrl.errors import ConfigError
 
 ADD = {
@@ -43,13 +43,13 @@ def test_one_call_behind_text(name: str) -> None:
     assert validate_call(call, [ADD]) is None
 
 
-@pytest.mark.parametrize("name", parser_names())
+@pytest.mark.parametrize("name", PARSERS.names())
 def test_plain_text_is_content(name: str) -> None:
     parsed = get_parser(name).parse("  The answer is 3.  ")
     assert (parsed.content, parsed.tool_calls, parsed.error) == ("The answer is 3.", (), None)
 
 
-@pytest.mark.parametrize("name", parser_names())
+@pytest.mark.parametrize("name", PARSERS.names())
 @given(text=st.text(alphabet=st.sampled_from('<tool_call>/{}[]"name:,|python_tag\n ;=()1')))
 def test_any_text_is_read_without_raising(name: str, text: str) -> None:
     for opening in ("", "<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<|tool_call_start|>"):
@@ -129,7 +129,7 @@ def test_code_tags_inside_json_are_text() -> None:
 
 
 def test_an_unknown_parser_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="did you mean hermes"):
+    with pytest.raises(ConfigError, match="did you mean 'hermes'"):
         get_parser("hermess")
 
 

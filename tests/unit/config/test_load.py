@@ -153,7 +153,7 @@ def test_yaml_keeps_its_types(tmp_path: Path) -> None:
         ("seed: true\n", ["seed", "bool", "int"]),
         ("max_staleness: null\n", ["max_staleness", "None", "it takes int"]),
         ("token_level_loss: 1\n", ["token_level_loss", "bool"]),
-        ("advantage: gae\n", ["advantage", "gae", "dr_grpo"]),
+        ("engine: tgi\n", ["engine", "tgi", "sglang"]),
         ("dtype: 16\n", ["dtype", "float32, bfloat16"]),
         ("out_of_date_decay: much\n", ["out_of_date_decay", "float or null"]),
         ("run_name: [a, b]\n", ["run_name", "list"]),

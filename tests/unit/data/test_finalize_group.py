@@ -114,6 +114,20 @@ def test_a_filters_answer_is_kept_with_the_group() -> None:
     assert len(ASKED) == 2
 
 
+def test_the_advantages_of_an_estimator_that_is_not_built_in_are_those_that_records_hold() -> None:
+    rules = GroupRules(config=GroupConfig(advantage="nowhere:at_all"), seed=7)
+    summary = {**decide(0.0, 1.0).summary, "rules": rules.to_store()}
+    records = [
+        replace(record(0, 0.0), advantage=-3.0),
+        replace(record(1, 1.0), abandoned_because="its advantage is 0"),
+    ]
+    again = GroupRules.of_group(summary).decide(TASK, records, {item.id: [call(item)] for item in records})
+    assert [item.advantage for item in again.data] == [-3.0]
+    assert [item.because for item in again.records] == [None, "its advantage is 0"]
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        decide(0.0, 1.0, rules=rules)
+
+
 def test_a_group_decided_elsewhere_imports_nothing() -> None:
     rules = GroupRules(config=GroupConfig(group_filter="nowhere:at_all"), seed=7)
     summary = {**decide(0.0, 1.0).summary, "rules": rules.to_store()}

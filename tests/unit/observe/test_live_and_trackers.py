@@ -84,7 +84,8 @@ def test_no_tracker_is_a_tracker(report_to: str, tmp_path: Path) -> None:
 def test_an_unknown_tracker_is_named_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'tensorbord'") as caught:
         open_trackers("tensorbord", RunConfig(), tmp_path)
-    assert "tensorboard, wandb, mlflow" in str(caught.value.hint)
+    assert "mlflow, tensorboard, wandb" in caught.value.message
+    assert "did you mean 'tensorboard'" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])

@@ -14,7 +14,7 @@ from agentrl.config.schema import GroupConfig
 from agentrl.documents.record import Record
 from agentrl.documents.status import StopReason
 from agentrl.documents.task import Task
-from agentrl.errors import ConfigError, GroupFilterError
+from agentrl.errors import ConfigError, GroupError
 from agentrl.registry import allow_imports
 from agentrl.scoring.group_filters import (
     ScoredGroup,
@@ -105,14 +105,14 @@ async def _async() -> dict[str, str]:
     ],
 )
 def test_another_result_is_named(answer: Any, words: str) -> None:
-    with pytest.raises(GroupFilterError) as raised:
+    with pytest.raises(GroupError) as raised:
         dropped(answer)
     assert f"group filter scripted {words}" in raised.value.message
     assert "return {id: reason}" in str(raised.value.hint)
 
 
 def test_an_async_filter_is_named() -> None:
-    with pytest.raises(GroupFilterError, match="group filter scripted is async"):
+    with pytest.raises(GroupError, match="group filter scripted is async"):
         dropped(_async())
 
 
@@ -128,7 +128,7 @@ def exits(group: ScoredGroup) -> list[str]:
 
 @pytest.mark.parametrize(("name", "words"), [("raises", "KeyError: 'a'"), ("exits", "SystemExit: 3")])
 def test_what_a_filter_raises_is_named(name: str, words: str) -> None:
-    with pytest.raises(GroupFilterError) as raised:
+    with pytest.raises(GroupError) as raised:
         dropped_by_filter(name, TASK, records())
     assert raised.value.message == f"group filter {name} raised {words}"
 

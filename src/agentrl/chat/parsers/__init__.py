@@ -1,15 +1,16 @@
 """How models write tool calls: text → calls, one format a file, found by name."""
 
 from agentrl.chat.parsers.base import ParsedMessage, ToolCall, ToolCallParser
-from agentrl.chat.parsers.registry import get_parser, parser_names
+from agentrl.chat.parsers.registry import PARSERS, get_parser, tool_call_parser
 from agentrl.chat.parsers.validate import typed_call, validate_call
 
 __all__ = [
+    "PARSERS",
     "ParsedMessage",
     "ToolCall",
     "ToolCallParser",
     "get_parser",
-    "parser_names",
+    "tool_call_parser",
     "typed_call",
     "validate_call",
 ]

@@ -13,6 +13,7 @@ from agentrl.chat.parsers.base import (
     shown,
     split_thought,
 )
+from agentrl.chat.parsers.registry import tool_call_parser
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 CODE_TOOLS = frozenset({"PythonInterpreter", "execute_code"})
@@ -21,6 +22,7 @@ CODE_TOOLS = frozenset({"PythonInterpreter", "execute_code"})
 _CODE = re.compile(r"<code>\n?(.*?)\n?</code>", re.DOTALL)
 
 
+@tool_call_parser("hermes")
 class HermesParser:
     """Calls between ``<tool_call>`` tags, anywhere behind the thought."""
 

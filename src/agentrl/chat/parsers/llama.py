@@ -13,10 +13,12 @@ from agentrl.chat.parsers.base import (
     shown,
     split_thought,
 )
+from agentrl.chat.parsers.registry import tool_call_parser
 
 PYTHON_TAG = "<|python_tag|>"
 
 
+@tool_call_parser("llama", "llama3")
 class LlamaParser:
     """JSON calls that make up the whole message, or everything behind the python tag."""
 

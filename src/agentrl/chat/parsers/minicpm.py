@@ -6,6 +6,7 @@ import ast
 import re
 
 from agentrl.chat.parsers.base import CallSyntaxError, ParsedMessage, ToolCall, shown, split_thought
+from agentrl.chat.parsers.registry import tool_call_parser
 
 START, END = "<|tool_call_start|>", "<|tool_call_end|>"
 THOUGHT_START, THOUGHT_END = "<|thought_start|>", "<|thought_end|>"
@@ -13,6 +14,7 @@ THOUGHT_START, THOUGHT_END = "<|thought_start|>", "<|thought_end|>"
 _FENCE = re.compile(r"^```(?:python)?\s*\n?(.*?)\n?```$", re.DOTALL)
 
 
+@tool_call_parser("minicpm")
 class MiniCPMParser:
     """The block is one Python expression statement a call; values are literals."""
 

@@ -12,10 +12,12 @@ from agentrl.chat.parsers.base import (
     shown,
     split_thought,
 )
+from agentrl.chat.parsers.registry import tool_call_parser
 
 MARK, ARGS = "[TOOL_CALLS]", "[ARGS]"
 
 
+@tool_call_parser("mistral")
 class MistralParser:
     """Both generations of the form; which one is seen in each part behind the mark."""
 

@@ -6,11 +6,13 @@ import re
 
 from agentrl.chat.parsers.base import CallSyntaxError, ToolCall, shown
 from agentrl.chat.parsers.hermes import HermesParser
+from agentrl.chat.parsers.registry import tool_call_parser
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]*)>(.*?)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
 
 
+@tool_call_parser("qwen3_coder")
 class QwenCoderParser(HermesParser):
     """``<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>``."""
 
@@ -31,6 +33,7 @@ class QwenCoderParser(HermesParser):
         return ToolCall(name, arguments, typed=False)
 
 
+@tool_call_parser("qwen", "qwen25")
 class QwenParser(HermesParser):
     """Qwen2.5 and Qwen3 write JSON; a block that opens with ``<function=`` is read as Qwen3-Coder's."""
 

@@ -1,44 +1,27 @@
-"""``--tool_call_parser NAME`` → parser."""
+"""Tool-call parsers by name: ``--tool_call_parser``."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 
 from agentrl.chat.parsers.base import ToolCallParser
-from agentrl.chat.parsers.hermes import HermesParser
-from agentrl.chat.parsers.llama import LlamaParser
-from agentrl.chat.parsers.minicpm import MiniCPMParser
-from agentrl.chat.parsers.mistral import MistralParser
-from agentrl.chat.parsers.qwen import QwenCoderParser, QwenParser
-from agentrl.errors import ConfigError
+from agentrl.registry import Registry
 
-PARSERS: dict[str, Callable[[], ToolCallParser]] = {
-    "hermes": HermesParser,
-    "qwen": QwenParser,
-    "qwen25": QwenParser,
-    "qwen3_coder": QwenCoderParser,
-    "llama": LlamaParser,
-    "llama3": LlamaParser,
-    "minicpm": MiniCPMParser,
-    "mistral": MistralParser,
-}
-"""Names as inference servers spell them too."""
+ParserFactory = Callable[[], ToolCallParser]
+
+PARSERS: Registry[ParserFactory] = Registry(
+    "tool-call parser",
+    group="agentrl.tool_call_parsers",
+    flag="--tool_call_parser",
+    built_in=[f"agentrl.chat.parsers.{name}" for name in ("hermes", "llama", "minicpm", "mistral", "qwen")],
+)
+
+
+def tool_call_parser(*names: str) -> Callable[[ParserFactory], ParserFactory]:
+    """Register a class that makes a ``ToolCallParser`` without arguments under ``names``."""
+    return PARSERS.register(*names)
 
 
 def get_parser(name: str) -> ToolCallParser:
-    """The parser of that name; ConfigError with the nearest one otherwise."""
-    factory = PARSERS.get(name)
-    if factory is None:
-        nearest = difflib.get_close_matches(name, PARSERS, n=1)
-        hint = f"did you mean {nearest[0]}? " if nearest else ""
-        raise ConfigError(
-            f"--tool_call_parser is {name!r}, and no parser has that name",
-            hint=f"{hint}known: {', '.join(parser_names())}",
-        )
-    return factory()
-
-
-def parser_names() -> list[str]:
-    """Every name that ``--tool_call_parser`` takes."""
-    return sorted(PARSERS)
+    """Return a new parser of the format ``name``. Raises ConfigError for an unknown name."""
+    return PARSERS.get(name)()

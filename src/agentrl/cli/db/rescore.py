@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from agentrl.documents.dispatch import whole_messages
-from agentrl.errors import ConfigError, GroupFilterError, ScorerError, StoreError
+from agentrl.errors import ConfigError, GroupError, ScorerError, StoreError
 
 if TYPE_CHECKING:
     from agentrl.config.schema import RunConfig
@@ -112,7 +112,7 @@ async def _rescore_group(state: _Run, task_id: str) -> None:
         done = await state.rescoring.apply(
             task_id, scores, _decide_by(group.task), dry_run=state.arguments.dry_run
         )
-    except (ConfigError, GroupFilterError) as error:
+    except (ConfigError, GroupError) as error:
         state.errors.append(f"{task_id}: {error.message}")
         return
     _count(state.splits.setdefault(group.task.split, _Split()), group, scores, done)

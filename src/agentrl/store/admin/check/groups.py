@@ -11,6 +11,7 @@ from typing import Any
 from agentrl.config.schema import GroupConfig
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
+from agentrl.scoring.advantages import BUILT_IN
 from agentrl.scoring.groups import FAILED, decide_group, filtered_of, summarize
 from agentrl.store.admin.check.findings import Problem
 from agentrl.store.admin.check.reading import differing
@@ -81,7 +82,7 @@ def group_problems(task: Json, records: Sequence[Json], trained: int) -> Iterato
         if not _close(value, group.get(key))
     )
     rules = group.get("rules")
-    if rules is not None and not given_up:
+    if rules is not None and not given_up and rules.get("advantage", "leave_one_out") in BUILT_IN:
         yield from _advantages(task, records, scored, group)
 
 

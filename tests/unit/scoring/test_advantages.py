@@ -1,0 +1,72 @@
+"""Advantage estimators: by name and path, with checked results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from agentrl.errors import ConfigError, GroupError
+from agentrl.scoring.advantages import BUILT_IN, ESTIMATORS, advantage, estimate
+
+RESULT: list[Any] = []
+
+
+@advantage("scripted", needs_others=False)
+def scripted(rewards: Sequence[float]) -> list[Any]:
+    """Return what the test has put into ``RESULT``."""
+    if RESULT == ["raise"]:
+        raise SystemExit("no more")
+    return RESULT
+
+
+def doubled(rewards: Sequence[float]) -> list[float]:
+    return [2 * reward for reward in rewards]
+
+
+def test_the_built_in_estimators_are_known() -> None:
+    assert set(ESTIMATORS.names()) >= BUILT_IN
+    assert [name for name in sorted(BUILT_IN) if not ESTIMATORS.get(name).needs_others] == ["reward"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("leave_one_out", [1.0, -0.5, -0.5]),
+        ("dr_grpo", [2 / 3, -1 / 3, -1 / 3]),
+        ("grpo", [1.1547, -0.57735, -0.57735]),
+        ("reward", [1.0, 0.0, 0.0]),
+        (f"{__name__}:doubled", [2.0, 0.0, 0.0]),
+    ],
+)
+def test_advantages_of_one_right_answer_in_three(name: str, expected: list[float]) -> None:
+    assert estimate(name, [1.0, 0.0, 0.0]) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_plain_function_compares_trajectories_and_a_decorated_one_says_so() -> None:
+    assert ESTIMATORS.get(f"{__name__}:doubled").needs_others
+    assert not ESTIMATORS.get(f"{__name__}:scripted").needs_others
+    with pytest.raises(ConfigError, match="cannot be used as advantage estimator"):
+        ESTIMATORS.get(f"{__name__}:RESULT")
+
+
+@pytest.mark.parametrize(
+    ("result", "problem"),
+    [
+        ([1.0], "returned 1 advantages for 2 rewards"),
+        ([1.0, float("nan")], "returned nan, which is not a finite number"),
+        ([1.0, "2"], "returned '2', which is not a finite number"),
+        (["raise"], "raised SystemExit: no more"),
+    ],
+)
+def test_what_an_estimator_does_wrong_is_an_error_of_its_group(result: list[Any], problem: str) -> None:
+    RESULT[:] = result
+    with pytest.raises(GroupError, match=f"advantage estimator scripted {problem}"):
+        estimate("scripted", [0.0, 1.0])
+
+
+def test_an_unknown_estimator_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match=r"unknown advantage estimator 'drgrpo' \(--advantage\)") as refused:
+        estimate("drgrpo", [0.0, 1.0])
+    assert "did you mean 'dr_grpo'?" in str(refused.value)
