@@ -1,30 +1,37 @@
-"""Expert parallelism: processes that train different data hold a mixture's experts between them.
+"""Expert parallelism: ranks that train different data split a mixture's experts between them.
 
-The processes that compute a layer together (tensor parallelism) share experts as well, whole ones.
+Tokens travel to the experts that the router chose, and back, by all-to-all. Tensor-parallel ranks split the
+experts too; each holds whole ones.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from agentrl.distributed.dispatch import Dispatch
 from agentrl.distributed.mesh import Layout, Mesh
 from agentrl.errors import ConfigError
 
+LocalExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(rows [R, H], local expert indices int64[R, 1], weights [R, 1]) → rows [R, H]."""
+
 
 def is_experts(module: nn.Module) -> bool:
-    """True for a mixture's experts that can be shared out: parameters fused over ``num_experts``.
+    """Return whether ``module`` holds a mixture's experts, fused over ``num_experts``, that can be split.
 
-    Each parameter's first size is the number of experts, some have three dimensions, no submodule has any,
-    and ``forward`` takes tokens [T, H], their experts [T, k] and weights [T, k].
+    The first dimension of each parameter is the number of experts, some parameters have three dimensions, no
+    submodule has parameters, and ``forward`` takes tokens [T, H], experts [T, k] and weights [T, k].
     """
     count = getattr(module, "num_experts", None)
     own = list(module.parameters(recurse=False))
@@ -38,35 +45,35 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def find_experts(model: nn.Module) -> dict[str, Any]:
-    """The experts of each layer by name; none in a dense model."""
+    """Return the experts module of each layer by name; empty for a dense model."""
     return {name: module for name, module in model.named_modules() if is_experts(module)}
 
 
 def check_experts(model: nn.Module, layout: Layout) -> None:
     """Raise ConfigError for ``ep`` without experts, and for experts that ``ep`` × ``tp`` does not divide."""
-    kind, found, processes = type(model).__name__, find_experts(model), layout.ep * layout.tp
+    kind, found, ranks = type(model).__name__, find_experts(model), layout.ep * layout.tp
     if layout.ep > 1 and not found:
         raise ConfigError(
             f"--ep_size {layout.ep}: {kind} has no experts that are fused in one parameter",
-            hint="set --ep_size 1: its layers are sharded over all processes that are left",
+            hint="set --ep_size 1: its layers are then sharded over these processes",
         )
     for name, module in found.items():
-        if module.num_experts % processes:
+        if module.num_experts % ranks:
             raise ConfigError(
                 f"{kind} has {module.num_experts} experts in {name}, which --ep_size {layout.ep} ×"
-                f" --tp_size {layout.tp} = {processes} does not divide",
+                f" --tp_size {layout.tp} = {ranks} does not divide",
                 hint="choose an --ep_size and a --tp_size whose product divides them",
             )
 
 
-def share_experts(model: nn.Module, mesh: Mesh) -> None:
-    """Give each process of (ep, tp) its experts, sharded over the others, and let tokens travel to them."""
+def shard_experts(model: nn.Module, mesh: Mesh) -> None:
+    """Split the experts over (ep, tp), shard them over the remaining ranks, and dispatch tokens to them."""
     holders = mesh.sparse["ep", "tp"]._flatten("experts")
     for module in find_experts(model).values():
-        _share(module, mesh, holders)
+        _shard(module, mesh, holders)
 
 
-def _share(module: Any, mesh: Mesh, holders: DeviceMesh) -> None:
+def _shard(module: Any, mesh: Mesh, holders: DeviceMesh) -> None:
     dispatch = Dispatch(mesh.sparse["ep", "tp"], module.num_experts // holders.size())
     local = _without_weights(module)
     local.num_experts = dispatch.count
@@ -85,20 +92,136 @@ def _share(module: Any, mesh: Mesh, holders: DeviceMesh) -> None:
 
 
 def _without_weights(module: nn.Module) -> Any:
-    """A copy that computes the same with whatever parameters it is called with, and follows its config."""
-    instead: dict[int, Any] = {
+    """Return a copy of ``module`` without storage, for ``functional_call``, that shares its config object."""
+    replacements: dict[int, Any] = {
         id(parameter): nn.Parameter(torch.empty(0, device="meta"), parameter.requires_grad)
         for parameter in module.parameters()
     }
     config = getattr(module, "config", None)
-    return copy.deepcopy(module, instead | {id(config): config})
+    return copy.deepcopy(module, replacements | {id(config): config})
 
 
 def _even_shards(size: int) -> Any:
-    """Along which dimension FSDP splits a parameter: within each expert, where ``size`` divides it."""
+    """Return the function that chooses FSDP's dimension: one within an expert, if ``size`` divides it."""
 
     def choose(parameter: nn.Parameter) -> Shard:
         sizes = enumerate(parameter.shape)
         return Shard(next((place for place, length in sizes if place > 0 and length % size == 0), 0))
 
     return choose
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The rows that one rank exchanges: one row per pair of a token and an expert chosen for it."""
+
+    pairs: Tensor
+    """int64[P]: the pairs sent, as token · k + choice, sorted by expert."""
+    sent: list[int]
+    """Number of rows to each rank of the ep group."""
+    received: list[int]
+    """Number of rows from each rank."""
+    experts: Tensor
+    """int64[R]: the local index of the expert for each received row."""
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Exchanges tokens among the ranks of ``devices`` = (ep, tp), each of which holds ``count`` experts.
+
+    Rank i // count holds expert i, with (ep, tp) counted in row-major order. Ranks of tp have the same
+    tokens: each sends the pairs for experts of its own tp rank, and the results are summed.
+    """
+
+    devices: DeviceMesh
+    count: int
+
+    def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor, run: LocalExperts) -> Tensor:
+        """Return Σ over k of weights · expert(hidden), [T, H].
+
+        hidden [T, H]; index int64[T, k]; weights [T, k]. Collective: every rank takes part in every exchange,
+        forward and backward, even if it receives no row.
+        """
+        tensor_parallel = self.devices["tp"]
+        if tensor_parallel.size() > 1:
+            hidden, weights = (_enter(tensor, tensor_parallel) for tensor in (hidden, weights))
+        routes, group = self.plan(index), self.devices.get_group("ep")
+        rows = exchange(hidden[routes.pairs // index.shape[1]], routes.sent, routes.received, group)
+        rows = exchange(run_rows(run, rows, routes.experts), routes.received, routes.sent, group)
+        rows = rows * weights.reshape(-1)[routes.pairs, None]
+        by_pair = rows.new_zeros(index.numel(), hidden.shape[1]).index_copy(0, routes.pairs, rows)
+        result = by_pair.view(*index.shape, -1).sum(1).to(hidden.dtype)
+        return _leave(result, tensor_parallel) if tensor_parallel.size() > 1 else result
+
+    def plan(self, index: Tensor) -> Routes:
+        """Return the routes of tokens whose experts are ``index`` int64[T, k]; collective over ep."""
+        ep, tp = self.devices.shape
+        expert = index.reshape(-1)
+        pairs = own_pairs(expert, self.count, tp, self.devices.get_local_rank("tp"))
+        sent = _count(expert[pairs], self.count, tp, ep)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.devices.get_group("ep"))
+        own = torch.arange(self.count, device=index.device)
+        experts = own.repeat(ep).repeat_interleave(received.view(-1))
+        return Routes(pairs, sent.sum(1).tolist(), received.sum(1).tolist(), experts)
+
+
+def own_pairs(expert: Tensor, count: int, tp: int, tp_rank: int) -> Tensor:
+    """Return int64[P], the positions in ``expert`` int64[T·k] of ``tp_rank``'s experts, sorted by expert."""
+    pairs = (expert // count % tp == tp_rank).nonzero().flatten()
+    return pairs[expert[pairs].argsort(stable=True)]
+
+
+def _count(expert: Tensor, count: int, tp: int, ep: int) -> Tensor:
+    """Return int64[ep, count], the number of rows for each rank of ep and each of its experts."""
+    slot = expert // (count * tp) * count + expert % count
+    return torch.bincount(slot, minlength=ep * count).view(ep, count)
+
+
+def run_rows(run: LocalExperts, rows: Tensor, experts: Tensor) -> Tensor:
+    """Run each of ``rows`` [R, H] through its expert, int64[R].
+
+    Without any row, runs one row of zeros and drops its result: the parameters then get zero gradients, which
+    the reduction over ranks needs.
+    """
+    missing = 1 if len(rows) == 0 else 0
+    padded = torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
+    index = torch.cat([experts, experts.new_zeros(missing)])[:, None]
+    return run(padded, index, padded.new_ones(index.shape))[: len(rows)]
+
+
+def exchange(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    """Send ``sent[i]`` of ``rows`` [n, H], in order, to rank i, and return the received; with gradient."""
+    if len(sent) == 1:
+        return rows
+    exchanged: Tensor = _AllToAll.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
+    return exchanged
+
+
+class _AllToAll(torch.autograd.Function):
+    """Sends gradients back along the routes of the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+        ctx.route = (sent, received, group)
+        result = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        sent, received, group = ctx.route
+        (gradient,) = gradients
+        result = gradient.new_empty(sum(sent), *gradient.shape[1:])
+        dist.all_to_all_single(result, gradient.contiguous(), sent, received, group=group)
+        return result, None, None, None
+
+
+def _enter(tensor: Tensor, devices: DeviceMesh) -> Tensor:
+    """Return ``tensor``, equal on all ``devices``, with a gradient that is summed over them."""
+    return DTensor.from_local(tensor, devices, [Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def _leave(tensor: Tensor, devices: DeviceMesh) -> Tensor:
+    """Return the sum over ``devices``; each gets the whole gradient."""
+    return DTensor.from_local(tensor, devices, [Partial()]).redistribute(placements=[Replicate()]).to_local()

@@ -20,8 +20,7 @@ from agentrl.distributed.context_parallel.model import Context
 from agentrl.distributed.gradients import clip_gradients, sum_partial_gradients
 from agentrl.distributed.mesh import Mesh
 from agentrl.distributed.pipeline_parallel.schedule import Pipeline
-from agentrl.distributed.pipeline_parallel.stages import run_stage
-from agentrl.distributed.pipeline_parallel.tied import sum_tied_gradients
+from agentrl.distributed.pipeline_parallel.stages import run_stage, sum_tied_gradients
 from agentrl.losses.compute import Denominators
 from agentrl.losses.metrics import TokenMetrics
 from agentrl.model.attention.executor import ForestExecutor, build_executor

@@ -140,18 +140,18 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
 def parallelize(model: Any, mesh: Mesh, config: TrainConfig) -> None:
     """Spread ``model``, whole and equal on every process, over ``mesh``, in place.
 
-    Its parameters become DTensors, of which each process holds its part; ``parallel.data.RankedModel`` runs
+    Its parameters become DTensors, of which each process holds its part; ``fsdp.RankedModel`` runs
     it. With stages of layers, those of the others leave it. Raises ConfigError for a model that the layout
     cannot split, ModelError for one that is not its layers one after the other.
     """
     from agentrl.distributed.context_parallel.model import check_context
-    from agentrl.distributed.expert_parallel import check_experts, share_experts
+    from agentrl.distributed.expert_parallel import check_experts, shard_experts
     from agentrl.distributed.fsdp import shard_layers
-    from agentrl.distributed.pipeline_parallel.stages import check_stages, deal_model, keep_stage
+    from agentrl.distributed.pipeline_parallel.stages import assign_model_layers, check_stages, keep_stage
     from agentrl.distributed.tensor_parallel import split_layers
 
     layout = mesh.layout
-    shares = deal_model(model, layout.pp) if layout.pp > 1 else []
+    shares = assign_model_layers(model, layout.pp) if layout.pp > 1 else []
     if layout.cp > 1:
         check_context(model, config.max_tokens)
     check_experts(model, layout)
@@ -162,6 +162,6 @@ def parallelize(model: Any, mesh: Mesh, config: TrainConfig) -> None:
     if shares:
         keep_stage(model, mesh.coordinate("pp"), shares)
     if layout.ep * layout.tp > 1:
-        share_experts(model, mesh)
+        shard_experts(model, mesh)
     if layout.shard * layout.dp_replicate > 1:
         shard_layers(model, mesh)

@@ -1,4 +1,4 @@
-"""Tensor parallelism: a layer's matrices are split over processes that see the same tokens (DTensor)."""
+"""Tensor parallelism: split a layer's matrices over ranks that compute the same tokens (DTensor)."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from agentrl.distributed.mesh import Mesh
 from agentrl.errors import ConfigError
 
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
-"""transformers' name for a module that every process holds whole and feeds with its own heads."""
+"""transformers' name for a module that every rank holds whole and applies to its own heads."""
 
 _LINEAR = ("colwise", "rowwise")
 
 
 def split_layers(model: Any, mesh: Mesh) -> None:
-    """Split a Hugging Face causal LM as its configuration's plan says, its vocabulary by rows.
+    """Split a Hugging Face causal LM by its configuration's plan, and its vocabulary by rows.
 
-    Modules that see a process's heads alone (norms of queries and keys) stay whole, marked so that
-    ``sum_partial_gradients`` finds them. Raises ConfigError for heads, sizes or layers that do not split.
+    Modules that each rank applies to its own heads (norms of queries and keys) stay whole, and are marked for
+    ``sum_partial_gradients``. Raises ConfigError for heads, sizes or layers that cannot be split.
     """
     size = mesh.layout.tp
     config = model.config.get_text_config()
@@ -53,13 +53,13 @@ def _layer_styles(decoder: nn.Module, config: Any) -> dict[str, ParallelStyle]:
         if style not in _LINEAR or not isinstance(module, nn.Linear):
             raise ConfigError(
                 f"--tp_size: {type(decoder).__name__} has {name} ({type(module).__name__}, plan {style!r}),"
-                " which is not split over processes",
+                " which cannot be split over processes",
                 hint="set --tp_size 1, or train a model with separate projections (Llama, Qwen3, Mistral)",
             )
         styles[name] = ColwiseParallel() if style == "colwise" else RowwiseParallel()
     if not styles:
         raise ConfigError(
-            f"--tp_size: {type(decoder).__name__} has no plan of tensor parallelism", hint="set --tp_size 1"
+            f"--tp_size: {type(decoder).__name__} has no tensor-parallel plan", hint="set --tp_size 1"
         )
     return styles
 
@@ -70,7 +70,7 @@ def _planned(name: str, config: Any) -> str | None:
 
 
 def _split_vocabulary(model: Any, devices: Any) -> None:
-    """Embedding and head by rows of the vocabulary; tied ones stay one tensor."""
+    """Split embedding and output head by rows of the vocabulary; tied ones stay one tensor."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is embedding.weight
     parallelize_module(embedding, devices, RowwiseParallel(input_layouts=Replicate()))
@@ -81,7 +81,7 @@ def _split_vocabulary(model: Any, devices: Any) -> None:
 
 
 def check_divides(name: str, config: Any, size: int) -> None:
-    """Raise ConfigError where ``size`` does not divide what is split."""
+    """Raise ConfigError if ``size`` does not divide heads, features or vocabulary."""
     for key, what in (
         ("num_attention_heads", "attention heads"),
         ("num_key_value_heads", "key-value heads"),

@@ -15,10 +15,9 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.functional import scaled_dot_product_attention
 
 from agentrl.data.forest import TokenForest, forest_from_sequences
-from agentrl.distributed.context_parallel.attention import shared_attention
-from agentrl.distributed.context_parallel.chunks import TokenShare, share_tokens
-from agentrl.distributed.context_parallel.exchange import TokenExchange
+from agentrl.distributed.context_parallel.attention import split_attention
 from agentrl.distributed.context_parallel.model import Context, check_context
+from agentrl.distributed.context_parallel.tokens import RankTokens, TokenExchange, split_tokens
 from agentrl.errors import ConfigError, ModelError
 from agentrl.model.attention.flex import BLOCK, forest_block_mask
 from agentrl.model.attention.sdpa import forest_mask
@@ -32,8 +31,8 @@ forests = st.builds(
 ranks = st.integers(1, 5)
 
 
-def all_shares(forest: TokenForest, ranks: int, block: int = 1) -> list[TokenShare]:
-    return [share_tokens(forest, ranks, rank, block=block) for rank in range(ranks)]
+def all_shares(forest: TokenForest, ranks: int, block: int = 1) -> list[RankTokens]:
+    return [split_tokens(forest, ranks, rank, block=block) for rank in range(ranks)]
 
 
 @given(forests, ranks, st.sampled_from([1, 4, BLOCK]))
@@ -106,14 +105,14 @@ class Whole:
         return self.states
 
 
-def attend(query: Tensor, exchange: Whole, share: TokenShare, **seen: Any) -> Tensor:
+def attend(query: Tensor, exchange: Whole, share: RankTokens, **seen: Any) -> Tensor:
     """[1, heads, n, d] of a share's queries; ``query`` [1, heads, N, d]."""
     tokens = torch.from_numpy(share.tokens)
     own = query[:, :, tokens]
     key, value = (each[:, :, tokens] for each in exchange.states)
     module = nn.Identity()
     others = cast(TokenExchange, exchange)
-    output, _ = shared_attention(module, own, key, value, None, exchange=others, **seen)
+    output, _ = split_attention(module, own, key, value, None, exchange=others, **seen)
     return output.transpose(1, 2)
 
 
@@ -195,8 +194,8 @@ def test_an_executor_that_shares_no_tokens_is_refused() -> None:
         context.run(packed(chains()), ForwardOptions(executor="per_sequence"))
 
 
-def test_a_layer_that_is_not_told_who_shares_its_tokens_is_refused() -> None:
+def test_a_layer_without_a_token_exchange_is_refused() -> None:
     model = tiny_model("llama")
-    model.set_attn_implementation("agentrl_shared_tokens")
-    with pytest.raises(ModelError, match="not told which processes"):
+    model.set_attn_implementation("agentrl_context_parallel")
+    with pytest.raises(ModelError, match="without a token exchange"):
         model(input_ids=torch.tensor([[1, 2]]), use_cache=False)

@@ -7,8 +7,14 @@ from torch import nn
 from transformers import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
-from agentrl.distributed.dispatch import exchange, own_pairs, run_rows
-from agentrl.distributed.expert_parallel import check_experts, find_experts, is_experts
+from agentrl.distributed.expert_parallel import (
+    check_experts,
+    exchange,
+    find_experts,
+    is_experts,
+    own_pairs,
+    run_rows,
+)
 from agentrl.distributed.mesh import Layout
 from agentrl.errors import ConfigError
 

@@ -17,8 +17,8 @@ from agentrl.data.forest import TokenForest
 from agentrl.distributed.pipeline_parallel.schedule import InFlight, Pipeline
 from agentrl.distributed.pipeline_parallel.stages import (
     assign_layers,
+    assign_model_layers,
     check_stages,
-    deal_model,
     keep_stage,
     run_stage,
     tied_weight,
@@ -54,14 +54,14 @@ def test_layers_are_dealt_so_that_the_slowest_stage_has_least(
 
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ConfigError, match="--pp_size is 3, and the model has 2 layers"):
-        deal_model(tiny_model("llama"), 3)
+        assign_model_layers(tiny_model("llama"), 3)
 
 
 def test_a_decoder_without_a_list_of_layers_is_refused() -> None:
     model = tiny_model("llama")
     cast("Any", model.get_decoder()).layers = nn.Identity()
     with pytest.raises(ModelError, match="no list of layers"):
-        deal_model(model, 2)
+        assign_model_layers(model, 2)
 
 
 def test_a_model_that_is_more_than_its_layers_is_refused_and_left_whole() -> None:

@@ -1,1 +1,1 @@
-"""Context parallelism: a group of ranks shares the tokens of the same forests."""
+"""Context parallelism: a group of ranks splits the tokens of each forest."""

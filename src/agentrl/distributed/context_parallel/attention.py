@@ -1,4 +1,4 @@
-"""Context parallelism: attention of a process's queries to the keys of all, under the forest's mask."""
+"""Context parallelism: attention of a rank's queries to the keys of all ranks, under the forest's mask."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from agentrl.distributed.context_parallel.exchange import TokenExchange
+from agentrl.distributed.context_parallel.tokens import TokenExchange
 from agentrl.errors import ModelError
 from agentrl.model.attention.flex import block_attention
 from agentrl.model.attention.varlen import Segment, segment_mask
 
-IMPLEMENTATION = "agentrl_shared_tokens"
+IMPLEMENTATION = "agentrl_context_parallel"
 TILE = 64
-"""Queries of a head that are computed at once where they need a mask."""
+"""Queries that are computed at once where they need a mask."""
 
 
-def shared_attention(
+def split_attention(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -35,17 +35,17 @@ def shared_attention(
     s_aux: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over a forest whose tokens several processes share, as transformers' interface calls it.
+    """Compute attention over a forest that ranks split, as transformers' attention interface calls it.
 
-    query [1, heads, n, d]; key and value [1, key-value heads, n, d], all of this process's n tokens; returns
-    ([1, n, heads, d], None). The processes meet in the forward and in the backward. Under ``block_mask`` it
-    runs as FlexAttention, else by ``segments``. Raises ModelError where the layer asks for what this
-    attention does not do.
+    query [1, heads, n, d]; key and value [1, key-value heads, n, d], all of this rank's n tokens; returns
+    ([1, n, heads, d], None). Collective, forward and backward. Runs FlexAttention under ``block_mask``, or
+    SDPA per segment of ``segments``. Raises ModelError without either, and for a layer with capped scores or
+    attention sinks.
     """
     name = type(module).__name__
     if exchange is None or (segments is None) == (block_mask is None):
         raise ModelError(
-            f"{name} is not told which processes share its tokens",
+            f"{name} was called without a token exchange",
             hint='call model.set_attn_implementation("sdpa") before the model is run elsewhere',
         )
     if softcap is not None or s_aux is not None:
@@ -56,12 +56,12 @@ def shared_attention(
     if block_mask is not None:
         key, value = exchange.gather_with_gradient(key, value)
         return block_attention(module, query, key, value, None, scaling=scaling, block_mask=block_mask)
-    output = _SegmentsOfMany.apply(query, key, value, exchange, segments, scaling)  # type: ignore[no-untyped-call]
+    output = _SegmentAttention.apply(query, key, value, exchange, segments, scaling)  # type: ignore[no-untyped-call]
     return output.transpose(1, 2), None
 
 
-class _SegmentsOfMany(torch.autograd.Function):
-    """Keeps this process's tokens alone: the backward gathers the others' again, and makes masks again."""
+class _SegmentAttention(torch.autograd.Function):
+    """Saves this rank's tokens only; the backward gathers keys and values, and builds masks, again."""
 
     @staticmethod
     def forward(
@@ -112,13 +112,13 @@ class _SegmentsOfMany(torch.autograd.Function):
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, segment: Segment, scaling: float | None) -> Tensor:
-    """[1, heads, m, d] of a segment's m queries, which see its ancestors and, causally, themselves."""
+    """Return [1, heads, m, d] of a segment's m queries, which see its ancestors and, causally, themselves."""
     groups = query.shape[1] // key.shape[1]
     mask = segment_mask(segment, query.device)
     if mask is None:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
-    stacked = query.reshape(1, key.shape[1], groups * query.shape[2], -1)  # heads with the same keys are one
+    stacked = query.reshape(1, key.shape[1], groups * query.shape[2], -1)  # heads with the same keys, stacked
     output = scaled_dot_product_attention(
         stacked, key, value, attn_mask=mask.repeat(groups, 1), scale=scaling
     )
@@ -126,23 +126,23 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, segment: Segment, scaling
 
 
 def _parts(states: Tensor, segments: list[Segment]) -> tuple[Tensor, ...]:
-    """[1, heads, m, d] for each segment: they tile the process's tokens in order."""
+    """Split [1, heads, n, d] by segment; the segments cover the rank's tokens in order."""
     lengths = [segment.end - segment.start for segment in segments]
     return torch.split(states, lengths, 2)
 
 
 def _along_path(states: Tensor, segment: Segment) -> Tensor:
-    """[1, heads, ancestors + m, d]: the states of a segment's ancestors and its own; a view if adjacent."""
+    """Return the states along a segment's path, [1, heads, ancestors + m, d]; a view if contiguous."""
     pieces = [states[:, :, start:end] for start, end in segment.path]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
 
 
 def _add_along_path(total: Tensor, found: Tensor, segment: Segment) -> None:
-    """Add gradients of ``_along_path``'s result to those of what it was taken from."""
+    """Add ``found``, the gradient of ``_along_path(states)``, to ``total``, that of the states."""
     done = 0
     for start, end in segment.path:
         total[:, :, start:end] += found[:, :, done : done + end - start]
         done += end - start
 
 
-AttentionInterface.register(IMPLEMENTATION, shared_attention)
+AttentionInterface.register(IMPLEMENTATION, split_attention)

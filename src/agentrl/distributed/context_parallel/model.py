@@ -12,8 +12,7 @@ from torch.distributed import ProcessGroup
 
 from agentrl.data.forest import TokenForest
 from agentrl.distributed.context_parallel.attention import IMPLEMENTATION, TILE
-from agentrl.distributed.context_parallel.chunks import TokenShare, share_tokens
-from agentrl.distributed.context_parallel.exchange import TokenExchange
+from agentrl.distributed.context_parallel.tokens import RankTokens, TokenExchange, split_tokens
 from agentrl.distributed.pipeline_parallel.stages import receiving
 from agentrl.errors import ConfigError
 from agentrl.model.attention.compatibility import MaskLimits, check_compatibility, set_attention
@@ -97,9 +96,9 @@ class Context:
         """n: this process's tokens, padding included."""
         return len(self._share(forest).tokens)
 
-    def _share(self, forest: TokenForest) -> TokenShare:
+    def _share(self, forest: TokenForest) -> RankTokens:
         block = BLOCK if has_flex(self.model) else 1
-        return share_tokens(forest, self.group.size(), self.group.rank(), block=block)
+        return split_tokens(forest, self.group.size(), self.group.rank(), block=block)
 
     def _is_flex(self, executor: str) -> bool:
         if executor not in ("auto", "flex", "varlen"):

@@ -1,4 +1,4 @@
-"""Which layers a pipeline's stage holds, and a whole model cut down to one stage, its names kept."""
+"""Pipeline stages: which layers each holds, a model reduced to one stage, gradients of a tied embedding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from agentrl.data.forest import TokenForest, forest_from_sequences
 from agentrl.errors import ConfigError, ModelError
@@ -17,17 +20,18 @@ from agentrl.model.attention.executor import ForestExecutor, build_executor
 from agentrl.train.throughput import ModelShape
 
 _PROJECTED = 0.5
-"""The share of tokens that the output head is taken to project: those that are trained on."""
+"""The fraction of tokens that the output head is assumed to project: the trained ones."""
 
-Swap = tuple[nn.Module, str, nn.Module]
-"""A parent, the name of its child, and what stands there instead."""
+Replacement = tuple[nn.Module, str, nn.Module]
+"""(parent, name of its child, the module to put there)."""
 
 
 def assign_layers(layers: int, stages: int, head: float = 0.0) -> list[range]:
-    """Which of ``layers`` each stage holds, so that the slowest has least to do.
+    """Return the layers of each stage, with the smallest possible load on the slowest stage.
 
-    The last stage also has the output head, the work of ``head`` layers; of what does not divide, earlier
-    stages, which keep more micro-batches, get less. Raises ConfigError for more stages than layers.
+    The last stage also computes the output head, which costs as much as ``head`` layers. Earlier stages keep
+    more micro-batches in memory, so that a remainder goes to later ones. Raises ConfigError for more stages
+    than layers.
     """
     if stages > layers:
         raise ConfigError(
@@ -44,12 +48,12 @@ def assign_layers(layers: int, stages: int, head: float = 0.0) -> list[range]:
     return [*map(range, bounds[:-1], bounds[1:]), range(layers - last, layers)]
 
 
-def deal_model(model: Any, stages: int) -> list[range]:
-    """``assign_layers`` for a causal LM; ModelError where its decoder has no list of them."""
+def assign_model_layers(model: Any, stages: int) -> list[range]:
+    """Return ``assign_layers`` for a causal LM; ModelError if its decoder has no list of layers."""
     layers = getattr(model.get_decoder(), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ModelError(
-            f"the decoder of {type(model).__name__} has no list of layers to deal to stages",
+            f"the decoder of {type(model).__name__} has no list of layers to split into stages",
             hint="set --pp_size 1",
         )
     shape = ModelShape.of(model.config)
@@ -58,31 +62,31 @@ def deal_model(model: Any, stages: int) -> list[range]:
 
 
 class Identity(nn.Module):
-    """In place of what another stage computes: hidden states go through as they came."""
+    """Stands in for a module of another stage: returns hidden states unchanged."""
 
     def forward(self, hidden: Tensor, *unused: Any, **named: Any) -> Tensor:
-        """``hidden``."""
+        """Return ``hidden``."""
         return hidden
 
 
 class ReceivedStates(nn.Module):
-    """In place of a later stage's embedding: the row of token i is the hidden state that came for it."""
+    """Stands in for the embedding on a later stage: row i is the hidden state received for token i."""
 
     def __init__(self, embedding: nn.Embedding, *, keeps_weight: bool) -> None:
         super().__init__()
         self.num_embeddings = embedding.num_embeddings
         self.weight = embedding.weight if keeps_weight else None
-        """Of a tied output head, under the name that the whole model has for it."""
+        """The tied output head's weight, under the name that it has in the whole model."""
         self.states: Tensor | None = None
 
     def forward(self, index: Tensor) -> Tensor:
-        """Hidden states [..., H] of the tokens ``index``, with gradient."""
+        """Return the received hidden states [..., H] of the tokens ``index``, with gradient."""
         return nn.functional.embedding(index, cast(Tensor, self.states))
 
 
 @contextmanager
 def receiving(model: Any, states: Tensor | None) -> Iterator[None]:
-    """Let a later stage's embedding give ``states`` [n, H] for the indices 0 to n; None on the first."""
+    """Set what a later stage's embedding returns for indices 0 to n: ``states`` [n, H]; None on the first."""
     if states is None:
         yield
         return
@@ -103,25 +107,25 @@ def run_stage(executor: ForestExecutor, forest: TokenForest, received: Tensor | 
 
 
 def keep_stage(model: Any, stage: int, shares: Sequence[range]) -> None:
-    """Cut ``model`` down to one stage's layers, in place; parameters keep the names of the whole model.
+    """Reduce ``model`` to one stage's layers, in place; parameters keep their names.
 
-    A tied embedding stays, with both its names, on the first stage and on the last.
+    A tied embedding stays on the first and on the last stage, under both its names.
     """
-    _put(_swaps(model, stage, shares))
+    _replace(_replacements(model, stage, shares))
 
 
 @torch.no_grad()
 def check_stages(model: Any, shares: Sequence[range]) -> None:
-    """Refuse, before it is cut, a model whose stages after each other are not the whole; ModelError.
+    """Raise ModelError if the stages of ``model``, run one after the other, do not equal the whole model.
 
-    Refused with ConfigError is one of which a stage would have nothing to train.
+    Call it before ``keep_stage``. Raises ConfigError if a stage would have nothing to train.
     """
     forest = forest_from_sequences([[0, 1, 2, 3, 4], [2, 1, 0]], [[False] * 5, [False] * 3])
     executor = build_executor(model, trains=model.training)
     whole = executor(forest)
     hidden = None
     for stage in range(len(shares)):
-        with _cut(model, stage, shares):
+        with _reduced(model, stage, shares):
             if not any(parameter.requires_grad for parameter in model.parameters()):
                 raise ConfigError(
                     f"--freeze leaves nothing to train in stage {stage} of --pp_size {len(shares)}",
@@ -138,50 +142,50 @@ def check_stages(model: Any, shares: Sequence[range]) -> None:
 
 
 def tied_weight(model: Any) -> nn.Parameter | None:
-    """The weight that the model's embedding, or what stands for it, shares with its head; None without."""
+    """Return the weight that the embedding, or its stand-in, shares with the output head; None if untied."""
     embedding = getattr(model.get_input_embeddings(), "weight", None)
     head = getattr(model.get_output_embeddings(), "weight", None)
     return cast(nn.Parameter, head) if head is not None and head is embedding else None
 
 
 @contextmanager
-def _cut(model: Any, stage: int, shares: Sequence[range]) -> Iterator[None]:
-    swaps = _swaps(model, stage, shares)
-    whole = [(parent, name, cast(nn.Module, getattr(parent, name))) for parent, name, _ in swaps]
-    _put(swaps)
+def _reduced(model: Any, stage: int, shares: Sequence[range]) -> Iterator[None]:
+    replacements = _replacements(model, stage, shares)
+    whole = [(parent, name, cast(nn.Module, getattr(parent, name))) for parent, name, _ in replacements]
+    _replace(replacements)
     try:
         yield
     finally:
-        _put(whole)
+        _replace(whole)
 
 
-def _put(swaps: Sequence[Swap]) -> None:
-    for parent, name, module in swaps:
+def _replace(replacements: Sequence[Replacement]) -> None:
+    for parent, name, module in replacements:
         setattr(parent, name, module)
 
 
-def _swaps(model: Any, stage: int, shares: Sequence[range]) -> list[Swap]:
-    """What ``keep_stage`` puts where."""
+def _replacements(model: Any, stage: int, shares: Sequence[range]) -> list[Replacement]:
+    """Return the modules that ``keep_stage`` puts in place of other stages'."""
     decoder, embedding = model.get_decoder(), model.get_input_embeddings()
     is_first, is_last = stage == 0, stage == len(shares) - 1
     is_tied = tied_weight(model) is not None
-    swaps: list[Swap] = [
+    replacements: list[Replacement] = [
         (decoder.layers, str(place), Identity())
         for place in range(len(decoder.layers))
         if place not in shares[stage]
     ]
     if not is_first:
         received = ReceivedStates(embedding, keeps_weight=is_last and is_tied)
-        swaps.append((*_place(model, embedding), received))
+        replacements.append((*_place(model, embedding), received))
     if not is_last:
-        swaps += [(decoder, name, Identity()) for name in _after_layers(decoder)]
+        replacements += [(decoder, name, Identity()) for name in _after_layers(decoder)]
     if not is_last and not (is_first and is_tied):
-        swaps.append((*_place(model, model.get_output_embeddings()), Identity()))
-    return swaps
+        replacements.append((*_place(model, model.get_output_embeddings()), Identity()))
+    return replacements
 
 
 def _after_layers(decoder: nn.Module) -> list[str]:
-    """What a decoder computes with weights after its layers: its final norm."""
+    """Return the names of a decoder's modules with weights after its layers: the final norm."""
     names = [name for name, _ in decoder.named_children()]
     return [
         name
@@ -191,7 +195,42 @@ def _after_layers(decoder: nn.Module) -> list[str]:
 
 
 def _place(model: nn.Module, module: nn.Module) -> tuple[nn.Module, str]:
-    """The parent of ``module`` within ``model``, and the name that it has there."""
+    """Return the parent of ``module`` within ``model``, and its name there."""
     path = next(name for name, found in model.named_modules() if found is module)
     parent, _, name = path.rpartition(".")
     return model.get_submodule(parent), name
+
+
+def sum_tied_gradients(model: Any, stages: ProcessGroup) -> nn.Parameter | None:
+    """Sum the gradients of the two copies of a tied embedding, on the first and last stage; collective.
+
+    Both get the same bits, and so stay equal. Returns the parameter to leave out of the gradient norm here:
+    the last stage's copy, since the first stage counts it.
+    """
+    stage, last = dist.get_rank(stages), dist.get_world_size(stages) - 1
+    weight = tied_weight(model)
+    if stage not in (0, last) or weight is None or not weight.requires_grad:
+        return None
+    own = _placed_gradient(weight)
+    sent, other = own.contiguous(), torch.empty_like(own, memory_format=torch.contiguous_format)
+    peer = last - stage
+    operations = [
+        dist.P2POp(dist.isend, sent, group=stages, group_peer=peer),
+        dist.P2POp(dist.irecv, other, group=stages, group_peer=peer),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    own.add_(other)
+    return weight if stage == last else None
+
+
+def _placed_gradient(weight: nn.Parameter) -> Tensor:
+    """Return the local part of the gradient of ``weight``, after redistributing it like ``weight``.
+
+    The gradient of a tensor-parallel embedding arrives whole on every rank.
+    """
+    gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    if isinstance(gradient, DTensor) and isinstance(weight, DTensor):
+        gradient = gradient.redistribute(weight.device_mesh, weight.placements)
+    weight.grad = gradient
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).with_name("shared_experts.py")
+PROGRAM = Path(__file__).with_name("sharded_experts.py")
 
 
 @pytest.mark.integration
 @pytest.mark.timeout(240)
-def test_shared_experts_compute_what_whole_ones_do() -> None:
+def test_sharded_experts_compute_what_whole_ones_do() -> None:
     finished = subprocess.run(
         [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",

@@ -1,6 +1,6 @@
-"""A program for torchrun: experts that two processes share, against whole ones in one process.
+"""A program for torchrun: experts split over two processes, against whole ones in one process.
 
-    torchrun --nproc_per_node 2 tests/integration/distributed/shared_experts.py
+    torchrun --nproc_per_node 2 tests/integration/distributed/sharded_experts.py
 
 Rank 0 prints a line for each: kinds of experts and what computes them, whatever the routing, over ep and
 over tp; and a step of a model whose activations are recomputed.
@@ -38,7 +38,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tiny_models import tiny_model
 
-from agentrl.distributed.expert_parallel import share_experts
+from agentrl.distributed.expert_parallel import shard_experts
 from agentrl.distributed.mesh import Layout, Mesh, build_mesh
 from agentrl.distributed.world import leave_processes
 from agentrl.train.memory import enable_checkpointing
@@ -102,7 +102,7 @@ def deviation(mesh: Mesh, kind: str, implementation: str, routing: str) -> float
     """The largest difference of a result or gradient; inf where a process holds more than its share."""
     whole = experts_of(kind, implementation)
     shared = nn.ModuleDict({"experts": copy.deepcopy(whole)})
-    share_experts(shared, mesh)
+    shard_experts(shared, mesh)
     count = mesh.layout.data
     expected = [run(whole, seed, routing) for seed in range(count)][mesh.data_rank]
     pairs = list(zip(run(shared["experts"], mesh.data_rank, routing), expected, strict=True))
