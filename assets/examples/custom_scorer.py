@@ -9,7 +9,7 @@ A package registers it under a short name by an entry point in the group ``agent
 
 from __future__ import annotations
 
-from agentrl.scoring.registry import ScorerContext, ScoreResult, scorer
+from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
 
 
 @scorer("close_number")

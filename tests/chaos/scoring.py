@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from agentrl.scoring.registry import ScorerContext
+from agentrl.scoring.scorers import ScorerContext
 from chaos.trainer_kills import hashed_score
 
 LONGEST_SECONDS = 4.0

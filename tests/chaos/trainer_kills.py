@@ -27,7 +27,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.documents.status import DataStatus
 from agentrl.errors import AgentRLError
 from agentrl.processes import signal_session, start_child, stop_children, tail
-from agentrl.scoring.registry import ScorerContext
+from agentrl.scoring.scorers import ScorerContext
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.supervise import StoppedBySignalError, stop_on_signals

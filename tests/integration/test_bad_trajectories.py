@@ -21,7 +21,7 @@ from agentrl.rollout import housekeeping
 from agentrl.rollout import sampler as sampler_module
 from agentrl.rollout.agents import agent
 from agentrl.rollout.rollout import Outcome, Rollout
-from agentrl.scoring.registry import ScorerContext, ScoreResult, scorer
+from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -112,7 +112,7 @@ BAD_SCORERS = {
     "cancelled": ("scorer", "scorer bad_scorer raised CancelledError"),
     "not a number": ("scorer", "returned nan"),
     "text": ("scorer", "returned 'good'"),
-    "no mapping": ("scorer", "which are no mapping"),
+    "no mapping": ("scorer", "which is not a mapping"),
     "large details": ("internal", "scores: score"),
 }
 

@@ -7,7 +7,7 @@ import pytest
 from agentrl.errors import ConfigError
 from agentrl.registry import Registry, allow_imports, check_importable, is_importable, paths_among
 from agentrl.rollout.agents import AGENTS
-from agentrl.scoring.registry import get_scorer
+from agentrl.scoring.scorers import SCORERS
 
 
 def test_an_extension_is_registered_under_each_of_its_names() -> None:
@@ -74,7 +74,7 @@ def test_a_path_is_imported_where_it_its_module_or_a_package_is_listed(
     assert copy_context().run(check) is importable
 
 
-@pytest.mark.parametrize("get", [get_scorer, AGENTS.get])
+@pytest.mark.parametrize("get", [SCORERS.get, AGENTS.get])
 def test_what_is_not_listed_is_refused_before_it_is_imported(get: object) -> None:
     def use() -> None:
         allow_imports(["json"])

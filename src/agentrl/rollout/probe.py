@@ -14,8 +14,8 @@ from agentrl.rollout.rollout import Tools
 from agentrl.scoring.advantages import ESTIMATORS
 from agentrl.scoring.agent_config import AgentSection, ModelEndpoint, load_section
 from agentrl.scoring.answers import check_schema
-from agentrl.scoring.group_filters import get_group_filter
-from agentrl.scoring.registry import get_scorer
+from agentrl.scoring.group_filters import GROUP_FILTERS
+from agentrl.scoring.scorers import SCORERS
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -58,12 +58,12 @@ async def probe(
     for name, task in named.agents.items():
         _try(problems, task, lambda name=name: AGENTS.get(name))  # type: ignore[misc]
     for name, task in named.scorers.items():
-        _try(problems, task, lambda name=name: get_scorer(name))  # type: ignore[misc]
+        _try(problems, task, lambda name=name: SCORERS.get(name))  # type: ignore[misc]
     for schema, task in named.answer_schemas.items():
         _try(problems, task, lambda schema=schema: check_schema(schema))  # type: ignore[misc]
     await _try_tools(problems, tools, named)
     if groups is not None and (own := groups.group_filter) is not None:
-        _try(problems, None, lambda: get_group_filter(own))
+        _try(problems, None, lambda: GROUP_FILTERS.get(own))
     if groups is not None and named.smallest_group is not None:
         _try(problems, None, lambda: require_groups(groups, named.smallest_group or 0))
     judged = sorted(JUDGES & named.scorers.keys())

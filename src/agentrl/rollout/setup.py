@@ -35,7 +35,7 @@ from agentrl.rollout.agents import AGENTS
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.worker import Worker
 from agentrl.scoring.advantages import ESTIMATORS
-from agentrl.scoring.registry import scorer_names
+from agentrl.scoring.scorers import SCORERS
 from agentrl.tools.pool import ToolPool
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ async def load_tasks(
         shuffle=tasks.shuffle_tasks,
         num_generations=num_generations,
         skip_bad_lines=tasks.skip_bad_lines,
-        known_scorers=scorer_names(),
+        known_scorers=SCORERS.names(),
         known_agents=AGENTS.names(),
     )
     for warning in result.warnings:

@@ -82,11 +82,11 @@ def unknown_names(names: Mapping[str, Collection[str]]) -> list[str]:
     """Say which agents, scorers and answer schemas of tasks cannot be used on this machine, and why."""
     from agentrl.rollout.agents import AGENTS
     from agentrl.scoring.answers import check_schema
-    from agentrl.scoring.registry import get_scorer
+    from agentrl.scoring.scorers import SCORERS
 
     checks: dict[str, Callable[[str], object]] = {
         "agent_name": AGENTS.get,
-        "scorer": get_scorer,
+        "scorer": SCORERS.get,
         "answer_schema": check_schema,
     }
     warnings = []

@@ -36,7 +36,7 @@ from agentrl.rollout.rollout import Engine, Outcome, Rollout
 from agentrl.rollout.setup import allow_configured_imports, live_engines, open_renderer, sampling_params
 from agentrl.scoring.agent_config import load_section
 from agentrl.scoring.answers import check_schema
-from agentrl.scoring.registry import ScorerContext, ScoreResult, get_scorer, run_scorer
+from agentrl.scoring.scorers import SCORERS, ScorerContext, ScoreResult, run_scorer
 from agentrl.store.client import Store, open_existing
 from agentrl.store.views.read import WholeTrajectory
 from agentrl.tools.pool import ToolPool
@@ -204,7 +204,7 @@ def _task_of_file(path: Path, line: int | None) -> Task:
 def _require_usable(configs: Configs, task: Task) -> None:
     """ConfigError for what no sampler could work with."""
     AGENTS.get(task.agent_name or configs[AgentConfig].agent_name)
-    get_scorer(task.scorer)
+    SCORERS.get(task.scorer)
     check_schema(task.answer_schema)
     if task.scorer in JUDGES:
         load_section(configs[SamplingConfig].agent_config_path, "scorer_agent")

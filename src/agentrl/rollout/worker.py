@@ -34,7 +34,7 @@ from agentrl.rollout.failures import failure_text
 from agentrl.rollout.outcome import checked_outcome
 from agentrl.rollout.rollout import Engine, Outcome, Rollout, Tools
 from agentrl.scoring.answers import check_schema
-from agentrl.scoring.registry import ScorerContext, ScoreResult, get_scorer, run_scorer
+from agentrl.scoring.scorers import SCORERS, ScorerContext, ScoreResult, run_scorer
 from agentrl.user_code import contain, contain_call
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Worker:
         if not all(map(is_importable, (agent_name, claim.task.scorer))):
             allow_imports(await self.store.imports.paths())  # loaded after this process began
         agent = contain_call(lambda: AGENTS.get(agent_name), f"agent {agent_name}", TrajectoryError)
-        contain_call(lambda: get_scorer(claim.task.scorer), f"scorer {claim.task.scorer}", ScorerError)
+        contain_call(lambda: SCORERS.get(claim.task.scorer), f"scorer {claim.task.scorer}", ScorerError)
         check_schema(claim.task.answer_schema)
         await self._advance(claim, RecordStatus.RUNNING)
         schemas = await contain(lambda: self.tools.schemas(claim.task.tools), "tools", ToolServerError)

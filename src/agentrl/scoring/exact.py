@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentrl.errors import ScorerError
-from agentrl.scoring.registry import ScorerContext, scorer
+from agentrl.scoring.scorers import ScorerContext, scorer
 from agentrl.scoring.text import same
 
 

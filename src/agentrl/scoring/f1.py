@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from agentrl.errors import ScorerError
-from agentrl.scoring.registry import ScorerContext, scorer
+from agentrl.scoring.scorers import ScorerContext, scorer
 from agentrl.scoring.text import normalized
 
 

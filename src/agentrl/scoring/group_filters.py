@@ -53,17 +53,14 @@ class ScoredGroup:
 GroupFilter = Callable[[ScoredGroup], Mapping[str, str] | Collection[str]]
 """Returns the ids to drop, each with a reason, as a mapping; or the ids to keep, as a list, tuple or set."""
 
-_filters: Registry[GroupFilter] = Registry("group filter", group="agentrl.group_filters", built_in=())
+GROUP_FILTERS: Registry[GroupFilter] = Registry(
+    "group filter", group="agentrl.group_filters", flag="--group_filter"
+)
 
 
 def group_filter(*names: str) -> Callable[[GroupFilter], GroupFilter]:
     """Register a function ``(ScoredGroup) -> {id: reason}`` or ``-> [id, …]`` under ``names``."""
-    return _filters.register(*names)
-
-
-def get_group_filter(name: str) -> GroupFilter:
-    """Return the filter with this name or path ``module:function``. Raises ConfigError if there is none."""
-    return _filters.get(name)
+    return GROUP_FILTERS.register(*names)
 
 
 def dropped_by_filter(name: str, task: Task, records: Sequence[Record]) -> dict[str, str]:
@@ -72,7 +69,7 @@ def dropped_by_filter(name: str, task: Task, records: Sequence[Record]) -> dict[
     Raises GroupError for an exception in the filter and for a malformed result, ConfigError for a
     filter that does not exist or that this process may not import.
     """
-    function = get_group_filter(name)
+    function = GROUP_FILTERS.get(name)
     what = f"group filter {name}"
     result = contain_call(lambda: function(_view(task, records)), what, GroupError)
     reasons = contain_call(

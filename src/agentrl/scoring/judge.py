@@ -8,7 +8,7 @@ import re
 
 from agentrl.errors import ScorerError
 from agentrl.scoring.agent_config import AgentSection, ModelEndpoint, load_section
-from agentrl.scoring.registry import ScorerContext, ScoreResult, scorer
+from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
 from agentrl.scoring.text import same
 
 logger = logging.getLogger(__name__)

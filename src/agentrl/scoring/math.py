@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 
 from agentrl.errors import ScorerError
-from agentrl.scoring.registry import ScorerContext, scorer
+from agentrl.scoring.scorers import ScorerContext, scorer
 from agentrl.scoring.text import number, same
 
 SECONDS = 5

@@ -21,7 +21,7 @@ from agentrl.data.verify import verifier
 from agentrl.documents.task import task_key
 from agentrl.errors import ConfigError, StoreError
 from agentrl.registry import allow_imports
-from agentrl.scoring.registry import get_scorer
+from agentrl.scoring.scorers import SCORERS
 from agentrl.store.client import Store, open_existing
 
 pytestmark = pytest.mark.integration
@@ -164,7 +164,7 @@ async def _name_a_path(thief: Store, store: Store) -> None:
     def score() -> None:
         allow_imports(paths)
         with pytest.raises(ConfigError, match="may not import"):
-            get_scorer(task.scorer)
+            SCORERS.get(task.scorer)
 
     contextvars.copy_context().run(score)
 

@@ -17,10 +17,10 @@ from agentrl.documents.task import Task
 from agentrl.errors import ConfigError, GroupError
 from agentrl.registry import allow_imports
 from agentrl.scoring.group_filters import (
+    GROUP_FILTERS,
     ScoredGroup,
     ScoredTrajectory,
     dropped_by_filter,
-    get_group_filter,
     group_filter,
 )
 from agentrl.scoring.groups import decide_group, filtered_of
@@ -135,8 +135,8 @@ def test_what_a_filter_raises_is_named(name: str, words: str) -> None:
 
 def test_a_filter_is_found_by_its_name_or_an_allowed_path() -> None:
     with pytest.raises(ConfigError, match="unknown group filter 'scriptd'"):
-        get_group_filter("scriptd")
-    assert get_group_filter("json:dumps")
+        GROUP_FILTERS.get("scriptd")
+    assert GROUP_FILTERS.get("json:dumps")
 
     def refused() -> None:
         allow_imports({"json.decoder"})

@@ -15,7 +15,7 @@ import yaml
 from agentrl.errors import ConfigError, ScorerError
 from agentrl.scoring.agent_config import load_section
 from agentrl.scoring.judge import judge_prompt, verdict_of
-from agentrl.scoring.registry import ScorerContext, run_scorer
+from agentrl.scoring.scorers import ScorerContext, run_scorer
 
 
 class Endpoint(ThreadingHTTPServer):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentrl.errors import ConfigError, ScorerError
-from agentrl.scoring.registry import ScorerContext, get_scorer, run_scorer, scorer_names
+from agentrl.scoring.scorers import SCORERS, ScorerContext, run_scorer
 
 
 def context(final_answer: str | None, answer: Any, *more: Any) -> ScorerContext:
@@ -106,8 +106,8 @@ async def test_a_scorer_that_cannot_be_imported_is_no_failure_of_a_trajectory() 
 
 def test_an_unknown_scorer_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'exact'"):
-        get_scorer("exac")
-    assert {"agentcpm", "asearcher", "exact", "f1", "math"} <= set(scorer_names())
+        SCORERS.get("exac")
+    assert {"agentcpm", "asearcher", "exact", "f1", "math"} <= set(SCORERS.names())
 
 
 async def test_the_example_scorer_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from agentrl.documents.dispatch import DispatchedSamplingTask
     from agentrl.documents.record import Record
     from agentrl.documents.task import Task
-    from agentrl.scoring.registry import ScorerContext
+    from agentrl.scoring.scorers import ScorerContext
     from agentrl.store.admin.rescore import NewScore, Rescored, Rescoring
     from agentrl.store.groups import Decide, StoredGroup
 
@@ -73,14 +73,14 @@ async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
     from agentrl.documents.status import RecordStatus
     from agentrl.observe.tables import stdout_console
     from agentrl.registry import allow_imports
-    from agentrl.scoring.registry import get_scorer
+    from agentrl.scoring.scorers import SCORERS
     from agentrl.store.admin.rescore import SCORED, Rescoring
     from agentrl.store.client import open_existing
 
     allow_imports(name.strip() for name in arguments.allowed_modules.split(",") if name.strip())
     allow_imports({arguments.scorer} if arguments.scorer else {})
     if arguments.scorer is not None:
-        get_scorer(arguments.scorer)
+        SCORERS.get(arguments.scorer)
     arguments.status = [RecordStatus(status) for status in arguments.status] or list(SCORED)
     async with await open_existing(run) as store:
         allow_imports(await store.imports.paths())
@@ -119,7 +119,7 @@ async def _rescore_group(state: _Run, task_id: str) -> None:
 
 
 async def _scores(state: _Run, group: StoredGroup) -> dict[str, NewScore]:
-    from agentrl.scoring.registry import run_scorer
+    from agentrl.scoring.scorers import run_scorer
     from agentrl.store.admin.rescore import NewScore
 
     arguments = state.arguments
@@ -145,7 +145,7 @@ def scorer_context(
     task: Task, record: Record, calls: Sequence[DispatchedSamplingTask], agent_config_path: str
 ) -> ScorerContext:
     """What a scorer saw of the trajectory, out of what is stored; no messages where they were pruned."""
-    from agentrl.scoring.registry import ScorerContext
+    from agentrl.scoring.scorers import ScorerContext
 
     first = max((number for number, call in enumerate(calls) if call.parent is None), default=0)
     messages = [

@@ -1,4 +1,4 @@
-"""Scorers by name: ``@scorer``, entry points ``agentrl.scorers``, and Python paths ``module:function``."""
+"""Scorers by name, and what they take and return: ``@scorer``, ``ScorerContext``, ``ScoreResult``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentrl.user_code import contain, describe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerContext:
-    """What a scorer sees of one trajectory. ``final_answer`` is None where the model gave none."""
+    """One finished trajectory, as a scorer gets it. ``final_answer`` is None if the model gave none."""
 
     query: str
     final_answer: str | None
@@ -29,14 +29,14 @@ class ScorerContext:
 
     @property
     def accepted(self) -> tuple[str, ...]:
-        """Every accepted answer as text."""
+        """The answers that count as right, as text."""
         answers = self.answer if isinstance(self.answer, (list, tuple)) else (self.answer,)
         return tuple(str(answer) for answer in (*answers, *self.aug_answers) if answer is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreResult:
-    """A score, usually in [0, 1], and what a person may want to know about it."""
+    """A score, usually in [0, 1], with details for the reader of the Record."""
 
     score: float
     details: dict[str, Any] = field(default_factory=dict)
@@ -45,39 +45,27 @@ class ScoreResult:
 Scorer = Callable[[ScorerContext], Awaitable[float | ScoreResult]]
 
 
-_scorers: Registry[Scorer] = Registry(
+SCORERS: Registry[Scorer] = Registry(
     "scorer",
     group="agentrl.scorers",
-    built_in=(
-        "agentrl.scoring.exact", "agentrl.scoring.f1", "agentrl.scoring.math", "agentrl.scoring.judge",
-    ),
-)  # fmt: skip
+    built_in=[f"agentrl.scoring.{name}" for name in ("exact", "f1", "math", "judge")],
+)
 
 
 def scorer(*names: str) -> Callable[[Scorer], Scorer]:
     """Register an async function ``(ScorerContext) -> float | ScoreResult`` under ``names``."""
-    return _scorers.register(*names)
-
-
-def scorer_names() -> list[str]:
-    """Every registered name, built in or from an entry point."""
-    return _scorers.names()
-
-
-def get_scorer(name: str) -> Scorer:
-    """The scorer of a name or of a path ``module:function``; ConfigError if there is none."""
-    return _scorers.get(name)
+    return SCORERS.register(*names)
 
 
 async def run_scorer(name: str, context: ScorerContext, timeout: float) -> ScoreResult:
-    """Score one trajectory within ``timeout`` seconds; ``details.scorer`` of the result is ``name``.
+    """Score one trajectory within ``timeout`` seconds. The result's details are storable and name the scorer.
 
-    Its details are storable. What goes wrong is a ScorerError, never a score; the cancellation of this task
-    passes, and so does a ConfigError: the scorer cannot work in this process.
+    Raises ScorerError for an exception in the scorer, a malformed result and a timeout, and ConfigError if
+    the scorer cannot work in this process. Cancellation of the calling task passes through.
     """
 
     async def call() -> ScoreResult:
-        return _checked(name, await get_scorer(name)(context))
+        return _checked(name, await SCORERS.get(name)(context))
 
     try:
         async with asyncio.timeout(timeout):
@@ -91,16 +79,18 @@ async def run_scorer(name: str, context: ScorerContext, timeout: float) -> Score
 
 
 def _checked(name: str, result: float | ScoreResult) -> ScoreResult:
-    """The result with its details made storable; ScorerError where it is no score."""
+    """Return the result with storable details. Raises ScorerError for anything but a score."""
     if not isinstance(result, ScoreResult):
         return ScoreResult(_number(name, result), {"scorer": name})
     details = storable(result.details)
     if not isinstance(details, dict):
-        raise ScorerError(f"scorer {name} gave the details {describe(result.details)}, which are no mapping")
+        raise ScorerError(
+            f"scorer {name} returned the details {describe(result.details)}, which is not a mapping"
+        )
     return ScoreResult(_number(name, result.score), {**details, "scorer": name})
 
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, numbers.Real) and math.isfinite(value):
         return float(value)
-    raise ScorerError(f"scorer {name} returned {describe(value)}, which is no finite number")
+    raise ScorerError(f"scorer {name} returned {describe(value)}, which is not a finite number")
