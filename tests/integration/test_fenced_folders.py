@@ -20,7 +20,7 @@ from agentrl.store.client import Store
 from agentrl.train.lease import TrainerLease
 from agentrl.weights import publish as publishing
 from agentrl.weights.manifest import verify
-from agentrl.weights.publish import Shelf, publish, publish_base
+from agentrl.weights.publish import PublishTarget, publish, publish_base
 
 pytestmark = pytest.mark.integration
 
@@ -53,7 +53,7 @@ class Run:
 
     async def publish(self, attempt: int, step: int) -> PolicyVersion:
         return await publish(
-            self.store, Model(), Shelf(root=self.output / "weights", attempt=attempt, keep=2),
+            self.store, Model(), PublishTarget(root=self.output / "weights", attempt=attempt, keep=2),
             tokenizer_files_from=self.base, step=step, train_step_id=None,
         )  # fmt: skip
 

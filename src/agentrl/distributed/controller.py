@@ -22,7 +22,7 @@ from agentrl.distributed.world import World
 from agentrl.documents.training import DBRecordData
 from agentrl.model.load import Policy
 from agentrl.train.compute import PolicyTrainer, StepResult
-from agentrl.weights.folder import SavableModel
+from agentrl.weights.model_folder import SavableModel
 
 
 @dataclass(frozen=True)

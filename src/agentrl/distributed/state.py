@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.model.load import Policy
 from agentrl.model.lora import Adapter
-from agentrl.weights.stream import FILE_BYTES, Part, model_parts, write_files
+from agentrl.weights.sharded_writer import FILE_BYTES, Part, model_parts, write_files
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 
 _UPDATE_SECONDS = 600.0
 _FOLLOW_POLL_SECONDS = 2.0
-_PAGE = 8
 
 
 def main(argv: list[str]) -> int:
@@ -173,12 +172,14 @@ class ServedEngine:
         )
 
     async def _follow(self) -> None:
-        from agentrl.weights.follow import versions
+        from agentrl.weights.follow import newer_versions
 
         newest = self._version
         while True:
             with log_store_errors(log, "published versions cannot be read, trying again"):
-                async for version in versions(self._store, after=newest, poll_seconds=_FOLLOW_POLL_SECONDS):
+                async for version in newer_versions(
+                    self._store, after=newest, poll_seconds=_FOLLOW_POLL_SECONDS
+                ):
                     newest = version.id
                     await self.update(version)
             await asyncio.sleep(_FOLLOW_POLL_SECONDS)
@@ -210,38 +211,21 @@ class ServedEngine:
 
 
 async def _starting_weights(store: Store, model: ModelConfig) -> tuple[int, str]:
-    """The newest published version that is whole, and its folder; --model_name_or_path where there is none.
+    """Return the number and the folder of the newest intact version; else 0 and ``--model_name_or_path``.
 
-    PublishError where versions are published and none of them is whole.
+    Raises PublishError if versions are published and none of them is intact.
     """
-    from agentrl.weights.manifest import verify
+    from agentrl.weights.follow import newest_intact_version
 
-    refused: PublishError | None = None
-    async for version in _published(store):
-        try:
-            await asyncio.to_thread(verify, version.location, version.files)
-        except PublishError as error:
-            log.error("version %d refused: %s", version.id, error.message)
-            refused = refused or error
-        else:
-            return version.id, version.location
-    if refused is not None:
-        raise refused
+    version = await newest_intact_version(store)
+    if version is not None:
+        return version.id, version.location
     if model.model_name_or_path is None:
         raise ConfigError(
             "there is no published version to serve, and no model to start from",
             hint="pass --model_name_or_path",
         )
     return 0, str(Path.cwd() / model.model_name_or_path)
-
-
-async def _published(store: Store) -> AsyncIterator[PolicyVersion]:
-    """Every published version, newest first, read a few at a time."""
-    below: int | None = None
-    while page := await store.policies.published(_PAGE, below=below):
-        for version in page:
-            yield version
-        below = page[-1].id
 
 
 def _reachable(host: str) -> str:

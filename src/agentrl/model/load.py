@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from agentrl.model.lora import Adapter
-    from agentrl.weights.folder import SavableModel
+    from agentrl.weights.model_folder import SavableModel
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _ARCHITECTURE_KEYS = (

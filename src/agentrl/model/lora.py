@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from agentrl.config.learning import AdapterConfig
 from agentrl.errors import ConfigError, ModelError
-from agentrl.weights.stream import Part, model_parts
+from agentrl.weights.sharded_writer import Part, model_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

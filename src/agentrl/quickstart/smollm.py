@@ -105,7 +105,7 @@ def convert(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
-    from agentrl.weights.folder import atomic_folder
+    from agentrl.weights.model_folder import atomic_model_folder
 
     source, name = str(gguf.parent), gguf.name
     model = AutoModelForCausalLM.from_pretrained(
@@ -122,7 +122,7 @@ def convert(gguf: Path, folder: Path) -> None:
     model.generation_config = GenerationConfig.from_dict(
         {"bos_token_id": start, "eos_token_id": end, "pad_token_id": end}
     )
-    with atomic_folder(folder, FLOAT32_BYTES) as temporary:
+    with atomic_model_folder(folder, FLOAT32_BYTES) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
 

@@ -30,7 +30,7 @@ def build_tiny_model(folder: Path, seed: int, template: Path = CHAT_TEMPLATE) ->
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-    from agentrl.weights.folder import atomic_folder
+    from agentrl.weights.model_folder import atomic_model_folder
 
     tokenizer = _tokenizer()
     start, end, pad = tokenizer.convert_tokens_to_ids([START, END, PAD])
@@ -55,7 +55,7 @@ def build_tiny_model(folder: Path, seed: int, template: Path = CHAT_TEMPLATE) ->
     model.generation_config = GenerationConfig.from_dict(
         {"bos_token_id": start, "eos_token_id": end, "pad_token_id": pad}
     )
-    with atomic_folder(folder, MODEL_BYTES) as temporary:
+    with atomic_model_folder(folder, MODEL_BYTES) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         install_template(template, temporary)

@@ -23,8 +23,13 @@ from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, ModelError
 from agentrl.model.load import Policy, architecture
 from agentrl.train.shards import load_optimizer
-from agentrl.weights.folder import SavableModel, atomic_folder, save_model_files, weight_bytes
-from agentrl.weights.links import share_files
+from agentrl.weights.model_folder import (
+    SavableModel,
+    atomic_model_folder,
+    link_equal_files,
+    save_model_files,
+    weight_bytes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -118,11 +123,11 @@ def save(
     """
     policy, kept = trained.policy, trained.kept()
     target = root / _folder_name(state)
-    with atomic_folder(target, weight_bytes(kept) * _ADAM_COPIES) as temporary:
+    with atomic_model_folder(target, weight_bytes(kept) * _ADAM_COPIES) as temporary:
         (temporary / "model").mkdir()
         save_model_files(kept, policy.base, temporary / "model", policy.chat_template)
         if same_as is not None:
-            share_files(temporary / "model", same_as)
+            link_equal_files(temporary / "model", same_as)
         trained.save_optimizer(temporary / _OPTIMIZER)
         torch.save(
             {

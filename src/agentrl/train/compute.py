@@ -27,7 +27,7 @@ from agentrl.train.shards import save_optimizer
 from agentrl.train.step import ForwardOptions, each_logprobs, forward_backward
 from agentrl.train.throughput import ModelShape, StepSeconds, call_tokens, sharing_metrics, step_metrics
 from agentrl.train.updates import join_metrics, split_updates
-from agentrl.weights.folder import SavableModel
+from agentrl.weights.model_folder import SavableModel
 
 if TYPE_CHECKING:
     from agentrl.distributed.fsdp import Parallel

@@ -93,6 +93,7 @@ async def _train(configs: Configs, team: World | None) -> None:
 
 
 async def _train_until(stop: asyncio.Event, configs: Configs, team: World | None) -> None:
+    from agentrl.atomic_folder import remove_leftovers
     from agentrl.observe.live import StepView
     from agentrl.observe.trackers import open_trackers
     from agentrl.train import resume
@@ -100,7 +101,6 @@ async def _train_until(stop: asyncio.Event, configs: Configs, team: World | None
     from agentrl.train.lease import hold
     from agentrl.train.loop import Trainer
     from agentrl.train.saving import Saver
-    from agentrl.weights.folder import remove_leftovers
 
     run, config = configs[RunConfig], configs[TrainConfig]
     output = Path(run.output)

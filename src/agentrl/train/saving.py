@@ -15,7 +15,7 @@ from agentrl.model.load import architecture
 from agentrl.train import checkpoint
 from agentrl.train.lease import TrainerLease
 from agentrl.train.resume import Progress
-from agentrl.weights.publish import Shelf, publish
+from agentrl.weights.publish import PublishTarget, publish
 
 if TYPE_CHECKING:
     from agentrl.distributed.controller import Leader
@@ -142,7 +142,7 @@ class Saver:
         published = await publish(
             self.store,
             await asyncio.to_thread(self.computer.published),
-            Shelf(
+            PublishTarget(
                 root=self.output / "weights",
                 attempt=progress.attempt,
                 keep=self.config.published_versions_kept,

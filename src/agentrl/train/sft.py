@@ -231,8 +231,8 @@ def _batches(count: int, size: int, seed: int) -> Iterator[Sequence[int]]:
 
 
 def _save(computer: PolicyTrainer | Leader, output: Path) -> None:
-    from agentrl.weights.folder import atomic_folder, save_model_files, weight_bytes
+    from agentrl.weights.model_folder import atomic_model_folder, save_model_files, weight_bytes
 
     policy, published = computer.policy, computer.published()
-    with atomic_folder(output, weight_bytes(published)) as temporary:
+    with atomic_model_folder(output, weight_bytes(published)) as temporary:
         save_model_files(published, policy.base, temporary, policy.chat_template)

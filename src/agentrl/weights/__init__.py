@@ -1,1 +1,1 @@
-"""Published weights: folders with a manifest, and the PolicyVersion documents that name them."""
+"""Publish weights: folders with a manifest, and the PolicyVersion documents that refer to them."""

@@ -1,20 +1,47 @@
-"""The newest policy version, as it is published."""
+"""Follow the published policy versions: the newest intact one at start, then each newer one."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from agentrl.documents.policy import PolicyVersion
+from agentrl.errors import PublishError
+from agentrl.weights.manifest import verify
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
 
+logger = logging.getLogger(__name__)
 
-async def versions(store: Store, after: int, poll_seconds: float) -> AsyncIterator[PolicyVersion]:
-    """Yield the newest published version whenever it is above ``after`` and above what was yielded before.
+_PAGE = 8
 
-    Versions that were superseded before they could be yielded are skipped. Ends only with its consumer.
+
+async def newest_intact_version(store: Store) -> PolicyVersion | None:
+    """Return the newest published version whose files match their checksums; None if none is published.
+
+    Raises PublishError if versions are published and none of them is intact.
+    """
+    refused: PublishError | None = None
+    async for version in _published(store):
+        try:
+            await asyncio.to_thread(verify, version.location, version.files)
+        except PublishError as error:
+            logger.error("version %d refused: %s", version.id, error.message)
+            refused = refused or error
+        else:
+            return version
+    if refused is not None:
+        raise refused
+    return None
+
+
+async def newer_versions(store: Store, after: int, poll_seconds: float) -> AsyncIterator[PolicyVersion]:
+    """Yield the newest published version whenever it is newer than ``after`` and than the last one yielded.
+
+    Versions that are superseded before they can be yielded are skipped. The iteration never ends by itself.
     """
     reached = after
     while True:
@@ -24,3 +51,12 @@ async def versions(store: Store, after: int, poll_seconds: float) -> AsyncIterat
             yield newest
         else:
             await store.wait_for_change("PolicyVersion", timeout=poll_seconds)
+
+
+async def _published(store: Store) -> AsyncIterator[PolicyVersion]:
+    """Yield every published version, newest first; read them a page at a time."""
+    below: int | None = None
+    while page := await store.policies.published(_PAGE, below=below):
+        for version in page:
+            yield version
+        below = page[-1].id

@@ -1,4 +1,4 @@
-"""Checksums of a model folder: written when it is published, verified before it is loaded."""
+"""Checksum the files of a model folder when it is published; verify them before they are loaded."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _CHUNK_BYTES = 1 << 20
 
 
 def checksums(folder: Path) -> tuple[FileChecksum, ...]:
-    """SHA-256 and size of every regular file directly in ``folder``, by name; hidden files are no part.
+    """Return SHA-256 and size of each regular file in ``folder``, ordered by name; hidden files are left out.
 
-    Files are read in chunks, several at a time (hashing releases the interpreter lock).
+    Several files are read at a time, in chunks: hashing releases the interpreter lock.
     """
     try:
         paths = sorted(path for path in folder.iterdir() if _belongs(path))
@@ -37,7 +37,7 @@ def write_manifest(
 ) -> tuple[FileChecksum, ...]:
     """Write ``manifest.json`` (the version, each file's size and SHA-256) and return the checksums.
 
-    ``files`` are the checksums where they have been computed already.
+    Pass ``files`` if the checksums are already known.
     """
     files = checksums(folder) if files is None else tuple(files)
     content = {"version": version, "files": [file.to_document() for file in files]}
@@ -46,7 +46,7 @@ def write_manifest(
 
 
 def verify(folder: str | Path, files: Sequence[FileChecksum]) -> None:
-    """Raise PublishError when a file is missing or differs, naming it, what is expected and what is there."""
+    """Raise PublishError if a file of ``folder`` is missing or differs from its checksum."""
     folder = Path(folder)
     for expected in files:
         try:
@@ -81,6 +81,6 @@ def _checksum(path: Path) -> FileChecksum:
 
 def _mismatch(folder: Path, name: str, expected: str, actual: str) -> PublishError:
     return PublishError(
-        f"{folder / name} is not what was published: expected {expected}, found {actual}",
+        f"{folder / name} differs from what was published: expected {expected}, found {actual}",
         hint="these weights are not loaded; the trainer's next version replaces them",
     )

@@ -1,4 +1,4 @@
-"""A set of weights becomes a policy version: it is reserved, its folder appears, then it is published."""
+"""Publish weights as a policy version: reserve its number, place its folder, publish its document."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.atomic_folder import discard_folder
 from agentrl.documents.base import now
 from agentrl.documents.policy import FileChecksum, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError
-from agentrl.weights.folder import SavableModel, discard_folder
-from agentrl.weights.links import share_files
 from agentrl.weights.manifest import checksums, verify
+from agentrl.weights.model_folder import SavableModel, link_equal_files
 from agentrl.weights.versions import (
     delete_folders,
     free_folder,
@@ -34,26 +34,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LIVE_ENGINE_SECONDS = 60.0
-"""An engine heard from within this time keeps the weights that it reports on disk."""
+"""The weights that an engine reports stay on disk while its last heartbeat is younger than this."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shelf:
-    """Where a trainer publishes, and what it keeps there."""
+class PublishTarget:
+    """Where a trainer publishes its versions, and which ones stay on disk."""
 
     root: Path
     attempt: int
-    """The trainer's lease: nothing is published or deleted once another trainer has taken over."""
+    """Fencing token of the trainer's lease: the store refuses writes once another trainer has taken over."""
     keep: int
-    """The newest versions that stay."""
+    """How many of the newest versions stay."""
     keep_every: int = 0
-    """Each version whose number this divides stays for ever; 0: none."""
+    """Versions whose number is a multiple of this stay permanently; 0: none."""
 
 
 async def publish(
     store: Store,
     model: SavableModel,
-    shelf: Shelf,
+    target: PublishTarget,
     *,
     tokenizer_files_from: Path,
     step: int,
@@ -61,44 +61,43 @@ async def publish(
     chat_template: str | None = None,
     same_as: Path | None = None,
 ) -> PolicyVersion:
-    """Publish the weights of ``step`` as ``root/v00000N`` and its PolicyVersion; prune older folders.
+    """Publish the weights of ``step`` as folder ``root/v00000N`` and as a PolicyVersion; prune old folders.
 
-    N is one more than any version before it, withdrawn ones included. Weights that equal, file by file, those
-    of a version that was withdrawn for the same step are that version again: it is re-instated, and the
-    tokens that were sampled with it keep the age they have. Files that equal those in the folder ``same_as``
-    share their space on disk.
+    N is one more than any earlier version, including withdrawn ones. If the files equal those of a version
+    that was withdrawn for the same step, that version is reinstated instead, so that tokens sampled with it
+    keep their age. Files that equal those in the folder ``same_as`` are linked to them.
 
     The number and the folder are reserved in the database before the folder appears, so that two trainers
-    never write one. Raises LeaseLostError when another trainer has taken over, and PublishError when the
-    weights cannot be written: nothing is published then, and it may be tried again.
+    never write the same folder. Raises LeaseLostError if another trainer has taken over, and PublishError if
+    the weights cannot be written; nothing is published then, and the call can be retried.
     """
     number, reserved = await _number(store)
     temporary, files = await asyncio.to_thread(
-        write_temporary, model, tokenizer_files_from, version_folder(shelf.root, number), chat_template
+        write_temporary, model, tokenizer_files_from, version_folder(target.root, number), chat_template
     )
     try:
         if same_as is not None:
-            await asyncio.to_thread(share_files, temporary, same_as)
+            await asyncio.to_thread(link_equal_files, temporary, same_as)
         twin = withdrawn_twin(await store.policies.withdrawn(step), files)
         if twin is not None:
-            document = await _reinstate(store, twin, shelf, temporary, train_step_id)
+            document = await _reinstate(store, twin, target, temporary, train_step_id)
         else:
             document = PolicyVersion(
-                id=number, step=step, location=_location(shelf, number, reserved), files=files,
-                train_step=train_step_id, attempt=shelf.attempt,
+                id=number, step=step, location=_location(target, number, reserved), files=files,
+                train_step=train_step_id, attempt=target.attempt,
             )  # fmt: skip
-            await store.policies.reserve(document, attempt=shelf.attempt)
+            await store.policies.reserve(document, attempt=target.attempt)
             await asyncio.to_thread(place_version, temporary, Path(document.location), number, files)
             document = replace(document, published_at=now())
-            await store.policies.publish(document, attempt=shelf.attempt)
+            await store.policies.publish(document, attempt=target.attempt)
     finally:
         await asyncio.to_thread(discard_folder, temporary)
-    await _prune(store, shelf)
+    await _prune(store, target)
     return document
 
 
 async def _number(store: Store) -> tuple[int, PolicyVersion | None]:
-    """The number of the next version, and the reservation that a trainer left for it."""
+    """Return the number of the next version, and the reservation that an earlier call left for it."""
     reserved = await store.policies.reserved()
     if reserved is not None:
         return reserved.id, reserved
@@ -106,39 +105,39 @@ async def _number(store: Store) -> tuple[int, PolicyVersion | None]:
     return 0 if newest is None else newest + 1, None
 
 
-def _location(shelf: Shelf, number: int, reserved: PolicyVersion | None) -> str:
-    if reserved is not None and reserved.attempt == shelf.attempt:
+def _location(target: PublishTarget, number: int, reserved: PolicyVersion | None) -> str:
+    if reserved is not None and reserved.attempt == target.attempt:
         return reserved.location
-    folder = free_folder(shelf.root, number, shelf.attempt, is_contested=reserved is not None)
+    folder = free_folder(target.root, number, target.attempt, is_contested=reserved is not None)
     return str(folder.resolve())
 
 
 def withdrawn_twin(withdrawn: Sequence[PolicyVersion], files: Sequence[FileChecksum]) -> PolicyVersion | None:
-    """The first version of ``withdrawn`` that holds the same ``files``."""
+    """Return the first of the ``withdrawn`` versions that has the same ``files``."""
     wanted = sorted(files, key=_name)
     return next((policy for policy in withdrawn if sorted(policy.files, key=_name) == wanted), None)
 
 
 async def _reinstate(
-    store: Store, earlier: PolicyVersion, shelf: Shelf, temporary: Path, train_step_id: str | None
+    store: Store, earlier: PolicyVersion, target: PublishTarget, temporary: Path, train_step_id: str | None
 ) -> PolicyVersion:
-    """Publish ``earlier`` again. If its folder was pruned or damaged, it gets the one just written."""
-    location = await asyncio.to_thread(_settle_folder, earlier, shelf, temporary)
+    """Publish ``earlier`` again; replace its folder by ``temporary`` if it was pruned or damaged."""
+    location = await asyncio.to_thread(_settle_folder, earlier, target, temporary)
     await store.policies.reinstate(
-        earlier.id, train_step=train_step_id, location=location, attempt=shelf.attempt
+        earlier.id, train_step=train_step_id, location=location, attempt=target.attempt
     )
-    logger.info("version %d is re-instated: the replayed step %d has its weights", earlier.id, earlier.step)
+    logger.info("version %d is reinstated: the replayed step %d has its weights", earlier.id, earlier.step)
     return replace(
         earlier, status=VersionStatus.PUBLISHED, train_step=train_step_id, location=location, pruned_at=None
     )
 
 
-def _settle_folder(earlier: PolicyVersion, shelf: Shelf, temporary: Path) -> str:
+def _settle_folder(earlier: PolicyVersion, target: PublishTarget, temporary: Path) -> str:
     if earlier.pruned_at is None:
         with contextlib.suppress(PublishError):
             verify(earlier.location, earlier.files)
             return earlier.location
-    own = version_folder(shelf.root, earlier.id, shelf.attempt)
+    own = version_folder(target.root, earlier.id, target.attempt)
     return place_version(temporary, own, earlier.id, earlier.files)
 
 
@@ -147,7 +146,7 @@ def _name(file: FileChecksum) -> str:
 
 
 async def publish_base(store: Store, folder: Path, attempt: int | None = None) -> PolicyVersion:
-    """Publish the model folder that the run starts from, as it lies, as version 0; idempotent."""
+    """Publish the model folder that the run starts from as version 0, in place; idempotent."""
     known = await store.policies.get(0)
     if known is not None:
         return known
@@ -161,22 +160,22 @@ def _describe_base(folder: Path) -> PolicyVersion:
     return PolicyVersion(id=0, step=0, location=str(folder.resolve()), files=files, train_step=None)
 
 
-async def _prune(store: Store, shelf: Shelf) -> None:
-    """Delete the folders that nobody needs; before each is deleted, the database says that it is given up."""
-    folders = await asyncio.to_thread(version_folders, shelf.root)
+async def _prune(store: Store, target: PublishTarget) -> None:
+    """Delete the folders that are no longer needed, after marking their versions as pruned."""
+    folders = await asyncio.to_thread(version_folders, target.root)
     known = await store.policies.of(sorted(set(folders.values())))
     newest = await store.policies.newest_id()
     live = await store.services.live(LIVE_ENGINE_SECONDS)
     in_use = {service.policy_version for service in live if service.policy_version is not None}
-    in_use.update(policy.id for policy in await store.policies.published(shelf.keep))
-    in_use.update(policy.id for policy in known if _is_kept_for_ever(policy, shelf.keep_every))
-    kept = kept_versions(folders.values(), in_use, keep=shelf.keep)
+    in_use.update(policy.id for policy in await store.policies.published(target.keep))
+    in_use.update(policy.id for policy in known if _is_permanent(policy, target.keep_every))
+    kept = kept_versions(folders.values(), in_use, keep=target.keep)
     deleted, pruned = surplus_folders(folders, known, kept, -1 if newest is None else newest)
     if deleted:
-        await store.policies.mark_pruned(pruned, attempt=shelf.attempt)
-        await asyncio.to_thread(delete_folders, shelf.root, deleted)
+        await store.policies.mark_pruned(pruned, attempt=target.attempt)
+        await asyncio.to_thread(delete_folders, target.root, deleted)
         logger.debug("deleted %s", deleted)
 
 
-def _is_kept_for_ever(policy: PolicyVersion, every: int) -> bool:
+def _is_permanent(policy: PolicyVersion, every: int) -> bool:
     return every > 0 and policy.id % every == 0 and policy.status is VersionStatus.PUBLISHED

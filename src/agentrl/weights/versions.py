@@ -1,4 +1,4 @@
-"""The folders of policy versions: their names, how one is written, which are kept."""
+"""Name, write and prune the folders of policy versions."""
 
 from __future__ import annotations
 
@@ -8,31 +8,30 @@ import shutil
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
+from agentrl.atomic_folder import discard_folder, finish_folder
 from agentrl.documents.policy import FileChecksum, PolicyVersion
 from agentrl.documents.status import VersionStatus
-from agentrl.weights.folder import (
+from agentrl.weights.manifest import checksums, write_manifest
+from agentrl.weights.model_folder import (
     SavableModel,
-    begin_folder,
-    discard_folder,
-    explaining_errors,
-    finish_folder,
+    begin_model_folder,
+    explain_write_errors,
     save_model_files,
     weight_bytes,
 )
-from agentrl.weights.manifest import checksums, write_manifest
 
 _FOLDER = re.compile(r"v(\d+)(-\d+)?")
 
 
 def version_folder(root: Path, version: int, attempt: int | None = None) -> Path:
-    """Where a version lies: ``root/v000007``, or ``root/v000007-3`` of the trainer with this attempt."""
+    """Return the folder of a version: ``root/v000007``, or ``root/v000007-3`` for trainer attempt 3."""
     return root / (f"v{version:06d}" + ("" if attempt is None else f"-{attempt}"))
 
 
 def free_folder(root: Path, version: int, attempt: int, *, is_contested: bool) -> Path:
-    """Return a folder for ``version`` that no other trainer writes, or has written.
+    """Return a folder for ``version`` that no other trainer writes or has written.
 
-    ``is_contested``: another trainer has reserved the number before, and may still write its folder.
+    ``is_contested``: another trainer has reserved the number and may still write its folder.
     """
     plain = version_folder(root, version)
     return version_folder(root, version, attempt) if is_contested or plain.exists() else plain
@@ -43,11 +42,11 @@ def write_temporary(
 ) -> tuple[Path, tuple[FileChecksum, ...]]:
     """Write weights, config and tokenizer into a temporary folder beside ``target``.
 
-    Raises PublishError, with nothing left behind, when it cannot be written.
+    Raises PublishError, and deletes the temporary folder, if a write fails.
     """
     needed = weight_bytes(model)
-    with explaining_errors(target, needed), contextlib.ExitStack() as on_error:
-        temporary = begin_folder(target, needed)
+    with explain_write_errors(target, needed), contextlib.ExitStack() as on_error:
+        temporary = begin_model_folder(target, needed)
         on_error.callback(discard_folder, temporary)
         save_model_files(model, base, temporary, chat_template)
         files = checksums(temporary)
@@ -56,15 +55,15 @@ def write_temporary(
 
 
 def place_version(temporary: Path, target: Path, version: int, files: Sequence[FileChecksum]) -> str:
-    """Write the manifest of ``version`` into ``temporary``, and rename it; returns where it lies."""
-    with explaining_errors(target, sum(file.bytes for file in files)):
+    """Write the manifest of ``version`` into ``temporary`` and rename it to ``target``; return its path."""
+    with explain_write_errors(target, sum(file.bytes for file in files)):
         write_manifest(temporary, version=version, files=files)
         finish_folder(temporary, target)
     return str(target.resolve())
 
 
 def version_folders(root: Path) -> dict[str, int]:
-    """Return {name of a folder: its version} for every folder of a version in ``root``."""
+    """Return {folder name: version} for the version folders in ``root``."""
     if not root.is_dir():
         return {}
     found = ((path.name, _FOLDER.fullmatch(path.name)) for path in root.iterdir())
@@ -72,17 +71,17 @@ def version_folders(root: Path) -> dict[str, int]:
 
 
 def kept_versions(folders: Iterable[int], in_use: Collection[int], *, keep: int) -> set[int]:
-    """Return the versions whose folders stay: the newest ``keep`` on disk, at least two, and those in use."""
+    """Return the versions to keep on disk: the newest ``keep`` (at least two) and those in use."""
     return set(sorted(set(folders))[-max(keep, 2) :]) | set(in_use)
 
 
 def surplus_folders(
     folders: dict[str, int], known: Iterable[PolicyVersion], kept: Collection[int], newest: int
 ) -> tuple[list[str], list[int]]:
-    """Return the folders to delete, and the versions that lose theirs.
+    """Return the names of the folders to delete, and the versions that lose their folder.
 
-    Deleted are folders of versions that are not ``kept``, and folders that no document names: a trainer that
-    was killed or replaced left them. A number above ``newest`` may just be becoming a version.
+    These are the versions outside ``kept``, and folders that no document refers to: a trainer that was killed
+    or replaced left them. A folder above ``newest`` stays, since it may be being published.
     """
     policies = {policy.id: policy for policy in known}
     deleted, pruned = [], []
@@ -98,6 +97,6 @@ def surplus_folders(
 
 
 def delete_folders(root: Path, names: Iterable[str]) -> None:
-    """Delete folders of versions."""
+    """Delete the folders ``names`` of ``root``."""
     for name in names:
         shutil.rmtree(root / name, ignore_errors=True)

@@ -23,7 +23,7 @@ from agentrl.train.checkpoint import Checkpoint, CheckpointState
 from agentrl.train.optimizer import build_optimizer
 from agentrl.train.schedules import build_scheduler
 from agentrl.train.shards import save_optimizer
-from agentrl.weights.folder import SavableModel
+from agentrl.weights.model_folder import SavableModel
 
 Usage = namedtuple("Usage", "total used free")
 

@@ -14,6 +14,7 @@ import pytest
 from fake_store import FakeStore
 from training_data import group
 
+from agentrl.atomic_folder import remove_leftovers
 from agentrl.documents.status import DataStatus, StepStatus, VersionStatus
 from agentrl.documents.task import Task
 from agentrl.errors import ConfigError, LeaseLostError, PublishError, TrainingError
@@ -22,7 +23,6 @@ from agentrl.train.compute import PolicyTrainer, StepResult
 from agentrl.train.loop import Trainer
 from agentrl.train.rewards import Window, step_window, trajectory_means, window_metrics
 from agentrl.train.saving import Saver
-from agentrl.weights.folder import remove_leftovers
 from agentrl.weights.manifest import verify
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ CRASHES: dict[str, Any] = {
     "computed": ("fake_store", "_Training.commit_step"),
     "committed, not saved": ("agentrl.train.checkpoint", "save"),
     "half a checkpoint": ("agentrl.train.checkpoint", "_random_states"),
-    "checkpoint written, not renamed": ("agentrl.weights.folder", "_replace"),
+    "checkpoint written, not renamed": ("agentrl.atomic_folder", "_replace"),
     "saved, not published": ("agentrl.train.saving", "publish"),
     "half a version": ("agentrl.weights.versions", "checksums"),
     "version reserved, not placed": ("agentrl.weights.versions", "write_manifest"),

@@ -17,7 +17,7 @@ from agentrl.train.build import Recipe, build_computer
 from agentrl.train.checkpoint import CheckpointState
 from agentrl.train.compute import PolicyTrainer
 from agentrl.train.step import forest_logprobs
-from agentrl.weights.folder import save_model_files
+from agentrl.weights.model_folder import save_model_files
 
 COMPARED = ("loss", "lr", "grad_norm")
 DATA = [*group("a"), *group("b")]

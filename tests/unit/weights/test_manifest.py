@@ -52,7 +52,7 @@ def test_an_untouched_folder_verifies(folder: Path) -> None:
 def test_damage_is_named(folder: Path, damage: object, says: str) -> None:
     files = checksums(folder)
     damage(folder / "model.safetensors")  # type: ignore[operator]
-    with pytest.raises(PublishError, match=rf"model\.safetensors is not what was published: {says}"):
+    with pytest.raises(PublishError, match=rf"model\.safetensors differs from what was published: {says}"):
         verify(folder, files)
 
 

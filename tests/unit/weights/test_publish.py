@@ -12,9 +12,9 @@ from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.service import InferenceService
 from agentrl.errors import PublishError
 from agentrl.model.load import Policy, load_policy
-from agentrl.weights.follow import versions
+from agentrl.weights.follow import newer_versions
 from agentrl.weights.manifest import verify
-from agentrl.weights.publish import Shelf, publish, publish_base
+from agentrl.weights.publish import PublishTarget, publish, publish_base
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -32,7 +32,7 @@ async def publish_step(
         await publish_base(cast("Store", store), policy.base)
     store.attempt = attempt
     return await publish(
-        cast("Store", store), policy.model, Shelf(root=root, attempt=attempt, keep=2),
+        cast("Store", store), policy.model, PublishTarget(root=root, attempt=attempt, keep=2),
         tokenizer_files_from=policy.base, step=step, train_step_id=f"{attempt}/{step}",
     )  # fmt: skip
 
@@ -78,7 +78,7 @@ async def test_no_document_without_a_folder(
 async def test_followers_see_the_newest_version_only(tmp_path: Path, policy: Policy) -> None:
     store = FakeStore()
     await publish_base(cast("Store", store), policy.base)
-    following = versions(cast("Store", store), after=0, poll_seconds=1.0)
+    following = newer_versions(cast("Store", store), after=0, poll_seconds=1.0)
     for version in (1, 2):
         await publish_step(store, policy, tmp_path, version)
     assert (await anext(following)).id == 2

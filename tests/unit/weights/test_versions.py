@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_folder import Model
+from test_model_folder import Model
 
 from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.status import VersionStatus

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.weights import links
-from agentrl.weights.links import share_files
+from agentrl.weights import model_folder
 from agentrl.weights.manifest import checksums, verify
+from agentrl.weights.model_folder import link_equal_files
 
 WEIGHTS = bytes(range(256)) * 64
 
@@ -24,15 +24,15 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_equal_files_are_one_on_disk(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_reflink", lambda *_: False)
+    monkeypatch.setattr(model_folder, "_reflink", lambda *_: False)
     model, version = folders
     before = checksums(version)
-    assert share_files(version, model) == len(WEIGHTS)
+    assert link_equal_files(version, model) == len(WEIGHTS)
     assert (version / "model.safetensors").samefile(model / "model.safetensors")
     for name in ("config.json", "manifest.json"):
         assert not (version / name).samefile(model / name)
     verify(version, before)
-    assert share_files(version, model) == 0
+    assert link_equal_files(version, model) == 0
     assert sorted(path.name for path in version.iterdir()) == [
         "config.json",
         "manifest.json",
@@ -42,7 +42,7 @@ def test_equal_files_are_one_on_disk(folders: tuple[Path, Path], monkeypatch: py
 
 def test_deleting_one_folder_leaves_the_other_whole(folders: tuple[Path, Path]) -> None:
     model, version = folders
-    share_files(version, model)
+    link_equal_files(version, model)
     (model / "model.safetensors").unlink()
     assert (version / "model.safetensors").read_bytes() == WEIGHTS
 
@@ -54,12 +54,12 @@ def test_a_file_system_without_links_keeps_copies(
         raise OSError(18, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", refuse)
-    monkeypatch.setattr(links, "_reflink", lambda *_: False)
+    monkeypatch.setattr(model_folder, "_reflink", lambda *_: False)
     model, version = folders
-    assert share_files(version, model) == 0
+    assert link_equal_files(version, model) == 0
     assert (version / "model.safetensors").read_bytes() == WEIGHTS
     assert not list(version.glob(".link-*"))
 
 
 def test_a_folder_that_is_gone_shares_nothing(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    assert share_files(folders[1], tmp_path / "gone") == 0
+    assert link_equal_files(folders[1], tmp_path / "gone") == 0

@@ -1,4 +1,8 @@
-"""Writes a model's weights a safetensors file at a time: no more than one file of them is in memory."""
+"""Write a model's weights one safetensors file at a time, so that only one file is held in memory.
+
+``huggingface_hub.save_torch_state_dict`` would need the whole state dict in memory, and would write fused
+tensors as they are instead of in the form in which transformers loads them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 FILE_BYTES = 2 << 30
-"""The most that a file of weights holds, unless one layer is more."""
+"""Largest size of a file of weights; a single larger layer still goes into one file."""
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
@@ -31,18 +35,18 @@ class Part:
 
     name: str
     like: Tensor
-    """Of the tensor's shape and dtype."""
+    """A tensor of the same shape and dtype, possibly on the meta device."""
     make: Callable[[], Tensor]
-    """The tensor; a DTensor where several processes hold it."""
+    """Returns the tensor; a DTensor if it is sharded over several processes."""
 
     @property
     def bytes(self) -> int:
-        """Of the whole tensor."""
+        """Bytes of the whole tensor."""
         return self.like.numel() * self.like.element_size()
 
 
 def model_parts(model: Any) -> Iterator[Part]:
-    """The tensors of ``model`` in the order of its state dict, tied ones once."""
+    """Yield the tensors of ``model`` in the order of its state dict; tied tensors once."""
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
@@ -57,10 +61,10 @@ def write_files(
     fetch: Callable[[Part], Tensor],
     limit: int = FILE_BYTES,
 ) -> None:
-    """Write ``parts`` into files of at most ``limit`` bytes, their index and the model's configuration.
+    """Write ``parts`` into files of at most ``limit`` bytes, with their index and the model's configuration.
 
-    ``fetch`` is called for one part after the other and returns it whole on the CPU. The files are those that
-    transformers writes and reads: what it fuses when it loads a model is taken apart again.
+    ``fetch`` is called once per part, in order, and returns the whole tensor on the CPU. The files have the
+    form that transformers reads and writes: tensors that it fuses when it loads a model are split again.
     """
     files = plan_files(model, parts, limit)
     place: dict[str, str] = {}
@@ -74,9 +78,9 @@ def write_files(
 
 
 def plan_files(model: Any, parts: Sequence[Part], limit: int) -> list[list[Part]]:
-    """The parts of each file, in order. A layer stays whole: transformers takes its tensors apart together.
+    """Return the parts of each file, in order; a layer stays in one file, so that it can be split again.
 
-    It is one file, whatever its size, for a model that transformers cannot take apart layer by layer.
+    A model that transformers cannot split layer by layer is written as one file of any size.
     """
     files: list[list[Part]] = []
     size = 0
@@ -95,7 +99,7 @@ def plan_files(model: Any, parts: Sequence[Part], limit: int) -> list[list[Part]
 
 
 def _write_file(model: Any, folder: Path, weights: dict[str, Tensor], name: str) -> list[str]:
-    """Write one file, and the configuration beside it; returns the names of its tensors."""
+    """Write one file and the model's configuration; return the names of the tensors in the file."""
     from safetensors import safe_open
 
     with tempfile.TemporaryDirectory(dir=folder, prefix=".") as scratch:
@@ -107,7 +111,7 @@ def _write_file(model: Any, folder: Path, weights: dict[str, Tensor], name: str)
 
 
 def _original_names(model: Any, files: Sequence[Sequence[Part]]) -> set[tuple[str, torch.Size]]:
-    """Names and shapes that transformers writes for each file, without its numbers."""
+    """Return the tensor names and shapes that transformers writes, computed on the meta device."""
     from transformers.core_model_loading import revert_weight_conversion
 
     found: set[tuple[str, torch.Size]] = set()
@@ -119,6 +123,6 @@ def _original_names(model: Any, files: Sequence[Sequence[Part]]) -> set[tuple[st
 
 
 def _layer(part: Part) -> str:
-    """``model.layers.3`` for what lies in it, else the part's own name."""
+    """Return the layer of a part, such as ``model.layers.3``; the part's own name outside of layers."""
     found = re.match(r"(.*?\.\d+)\.", part.name)
     return found[1] if found else part.name

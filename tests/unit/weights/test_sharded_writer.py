@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from agentrl.train.allocations import peak_allocated
-from agentrl.weights import stream
-from agentrl.weights.stream import Part, model_parts, write_files
+from agentrl.weights import sharded_writer
+from agentrl.weights.sharded_writer import Part, model_parts, write_files
 
 NUMBERS = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -80,7 +80,7 @@ def test_a_model_whose_layers_cannot_be_taken_apart_alone_is_one_file(
     def names(_: object, files: list[list[Part]]) -> set[int]:
         return {len(files)}
 
-    monkeypatch.setattr(stream, "_original_names", names)
+    monkeypatch.setattr(sharded_writer, "_original_names", names)
     write(dense(), tmp_path / "ours", LAYER_BYTES)
     assert [path.name for path in (tmp_path / "ours").glob("*.safetensors")] == ["model.safetensors"]
     assert "written as one file" in caplog.text

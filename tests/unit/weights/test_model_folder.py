@@ -1,12 +1,7 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,15 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from agentrl.errors import PublishError
-from agentrl.processes import identify
-from agentrl.weights.folder import (
-    ABANDONED_SECONDS,
-    atomic_folder,
-    begin_folder,
-    remove_leftovers,
-    save_model_files,
-    weight_bytes,
-)
+from agentrl.weights.model_folder import atomic_model_folder, save_model_files, weight_bytes
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -59,7 +46,7 @@ def base(tmp_path: Path) -> Path:
 
 def write(model: Model, base: Path, target: Path) -> None:
     """Write a model folder as sft does."""
-    with atomic_folder(target, weight_bytes(model)) as temporary:
+    with atomic_model_folder(target, weight_bytes(model)) as temporary:
         save_model_files(model, base, temporary)
 
 
@@ -91,7 +78,7 @@ def test_a_disk_that_fills_up_while_writing_leaves_nothing(tmp_path: Path, base:
 def test_torchs_own_error_is_a_publish_error(tmp_path: Path, base: Path) -> None:
     """torch.save hides what the system refused, if there is space again when it closes the file."""
     error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
-    with pytest.raises(PublishError, match="for want of space"):
+    with pytest.raises(PublishError, match="because the disk is full"):
         write(Model(error), base, tmp_path / "weights" / "v000001")
     assert list((tmp_path / "weights").iterdir()) == []
 
@@ -108,66 +95,3 @@ def test_safetensors_own_error_is_told_as_a_full_disk(tmp_path: Path, base: Path
 def test_another_write_error_is_named(tmp_path: Path, base: Path) -> None:
     with pytest.raises(PublishError, match="could not be written: Permission denied"):
         write(Model(OSError(errno.EACCES, "Permission denied")), base, tmp_path / "m")
-
-
-WRITES = """
-import sys
-from pathlib import Path
-from agentrl.weights.folder import begin_folder
-print(begin_folder(Path(sys.argv[1]) / "v000002", 1).name, flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.fixture
-def writer(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that has begun to write ``v000002`` into ``tmp_path`` and waits."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", WRITES, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    yield process
-    process.kill()
-    process.communicate(timeout=30)
-
-
-def test_leftovers_of_a_killed_writer_are_removed_and_those_of_a_live_one_stay(
-    tmp_path: Path, writer: subprocess.Popen[str]
-) -> None:
-    assert writer.stdout is not None
-    name = writer.stdout.readline().strip()
-    (tmp_path / "v000001").mkdir()
-    assert remove_leftovers(tmp_path) == []
-    writer.send_signal(signal.SIGSTOP)
-    assert remove_leftovers(tmp_path) == []
-    writer.kill()
-    writer.wait(30)
-    assert remove_leftovers(tmp_path) == [name]
-    assert [path.name for path in tmp_path.iterdir()] == ["v000001"]
-    assert remove_leftovers(tmp_path / "nowhere") == []
-
-
-def test_what_this_process_left_before_is_removed(tmp_path: Path) -> None:
-    left = begin_folder(tmp_path / "v000001", 1)
-    assert remove_leftovers(tmp_path) == [left.name]
-
-
-@pytest.mark.parametrize("name", [".tmp-v000001-7.7.00000000.00000000", ".tmp-v000001-7"])
-def test_leftovers_of_a_writer_elsewhere_are_removed_when_they_are_old(tmp_path: Path, name: str) -> None:
-    file = tmp_path / name / "inner" / "file"
-    file.parent.mkdir(parents=True)
-    file.write_text("x")
-    assert remove_leftovers(tmp_path) == []
-    long_ago = time.time() - ABANDONED_SECONDS - 60
-    for path in (file, file.parent, file.parent.parent):
-        os.utime(path, (long_ago, long_ago))
-    assert remove_leftovers(tmp_path) == [name]
-
-
-def test_two_writers_never_share_a_temporary_folder(tmp_path: Path) -> None:
-    assert begin_folder(tmp_path / "v000001", 1) != begin_folder(tmp_path / "v000001", 1)
-    here = identify(os.getpid())
-    assert here is not None
-    assert all(f"-{here.pid}.{here.started}." in path.name for path in tmp_path.iterdir())

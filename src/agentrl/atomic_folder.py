@@ -1,0 +1,124 @@
+"""Write a folder atomically: it appears complete under its name, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from agentrl.documents.run import ProcessIdentity
+from agentrl.processes import has_ended, identify
+
+logger = logging.getLogger(__name__)
+
+TEMPORARY = ".tmp-"
+"""Prefix of the names of temporary folders."""
+ABANDONED_SECONDS = 3600.0
+"""Age of the last change after which a temporary folder is removed when its writer cannot be observed."""
+_WRITER = re.compile(r"-(\d+)\.(\d+)\.([0-9a-f]{8})\.[0-9a-f]{8}$")
+"""The end of a temporary name: pid, start time, machine and a random part."""
+
+
+@contextlib.contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty temporary folder; at the end of the block flush it to disk and rename it to ``target``.
+
+    If the block raises, the temporary folder is deleted and ``target`` stays as it was. Raises OSError.
+    """
+    temporary = begin_folder(target)
+    try:
+        yield temporary
+        finish_folder(temporary, target)
+    finally:
+        discard_folder(temporary)
+
+
+def begin_folder(target: Path) -> Path:
+    """Create an empty temporary folder beside ``target``; its name identifies the process that writes it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.parent / _temporary_name(target.name)
+    temporary.mkdir()
+    return temporary
+
+
+def finish_folder(temporary: Path, target: Path) -> None:
+    """Flush ``temporary`` to disk and rename it to ``target``; delete an earlier ``target``."""
+    for path in (*temporary.rglob("*"), temporary):
+        _flush(path)
+    _replace(temporary, target)
+
+
+def discard_folder(temporary: Path) -> None:
+    """Delete a temporary folder, if it exists."""
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_leftovers(root: Path) -> list[str]:
+    """Remove the temporary folders that killed processes left in ``root``; return their names.
+
+    Call it before this process writes there. The folder of a running process stays. If the process cannot be
+    observed from here, the folder is removed once nothing in it has changed for ``ABANDONED_SECONDS``.
+    """
+    if not root.is_dir():
+        return []
+    temporary = sorted(path for path in root.iterdir() if path.name.startswith(TEMPORARY))
+    leftovers = [path for path in temporary if _is_abandoned(path)]
+    for path in leftovers:
+        shutil.rmtree(path, ignore_errors=True)
+        logger.info("removed %s, left by a process that was killed", path)
+    return [path.name for path in leftovers]
+
+
+def _is_abandoned(folder: Path) -> bool:
+    here, writer = identify(os.getpid()), _WRITER.search(folder.name)
+    if here is not None and writer is not None and writer[3] == _machine(here):
+        pid, started = int(writer[1]), int(writer[2])
+        is_own = (pid, started) == (here.pid, here.started)
+        return is_own or has_ended(ProcessIdentity(
+            boot_id=here.boot_id, pid_namespace=here.pid_namespace, pid=pid, started=started
+        ))  # fmt: skip
+    try:
+        changed = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
+    except FileNotFoundError:
+        return False
+    return time.time() - changed > ABANDONED_SECONDS
+
+
+def _temporary_name(name: str) -> str:
+    process = identify(os.getpid())
+    token = secrets.token_hex(4)
+    if process is None:
+        return f"{TEMPORARY}{name}-{os.getpid()}.{token}"
+    return f"{TEMPORARY}{name}-{process.pid}.{process.started}.{_machine(process)}.{token}"
+
+
+def _machine(process: ProcessIdentity) -> str:
+    """Return a short hash of the kernel boot and the pid namespace of ``process``."""
+    text = f"{process.boot_id} {process.pid_namespace}"
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def _replace(temporary: Path, target: Path) -> None:
+    if target.exists():
+        discarded = target.parent / _temporary_name(f"old-{target.name}")
+        target.rename(discarded)
+        temporary.rename(target)
+        shutil.rmtree(discarded, ignore_errors=True)
+    else:
+        temporary.rename(target)
+    _flush(target.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

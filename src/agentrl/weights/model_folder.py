@@ -1,0 +1,182 @@
+"""Write a model folder: weights, configuration and tokenizer; report a full disk as a PublishError."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import filecmp
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from agentrl.atomic_folder import atomic_folder, begin_folder
+from agentrl.errors import PublishError
+from agentrl.weights.manifest import MANIFEST
+
+logger = logging.getLogger(__name__)
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+_HEADROOM_BYTES = 16 << 20
+_READABLE = 0o644
+"""Engines may run as another user, and safetensors writes files that only their owner can read."""
+_TORCH_WRITER = ("inline_container.cc", "PytorchStreamWriter")
+"""Parts of the RuntimeError that ``torch.save`` raises instead of the operating system's error."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FICLONE = 0x40049409
+"""ioctl of Linux: share the blocks of two files until one of them is written (btrfs, XFS)."""
+
+
+class SavableModel(Protocol):
+    """The part of transformers' PreTrainedModel that writing needs."""
+
+    def save_pretrained(self, save_directory: str) -> Any:
+        """Write config and safetensors into the folder."""
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """Return names and tensors; tied tensors once."""
+
+
+def weight_bytes(model: SavableModel) -> int:
+    """Return the bytes of the model's parameters; tied ones count once."""
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in model.named_parameters())
+
+
+def save_model_files(model: SavableModel, base: Path, folder: Path, chat_template: str | None = None) -> None:
+    """Save weights and config into ``folder``, and copy the other Hugging Face files from ``base``.
+
+    ``chat_template`` replaces the template of ``base``, if given.
+    """
+    model.save_pretrained(str(folder))
+    for path in base.iterdir():
+        if _accompanies_weights(path) and not (folder / path.name).exists():
+            shutil.copyfile(path, folder / path.name)
+    if chat_template is not None:
+        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+    for path in folder.iterdir():
+        path.chmod(_READABLE)
+
+
+@contextlib.contextmanager
+def atomic_model_folder(target: Path, needed_bytes: int) -> Iterator[Path]:
+    """Yield an empty temporary folder that becomes ``target`` at the end of the block.
+
+    Raises PublishError if the disk has fewer than ``needed_bytes`` free or a write fails; ``target`` then
+    stays as it was.
+    """
+    with explain_write_errors(target, needed_bytes):
+        require_space(target, needed_bytes)
+        with atomic_folder(target) as temporary:
+            yield temporary
+
+
+def begin_model_folder(target: Path, needed_bytes: int) -> Path:
+    """Create a temporary folder beside ``target``; PublishError if fewer than ``needed_bytes`` are free."""
+    require_space(target, needed_bytes)
+    return begin_folder(target)
+
+
+def require_space(target: Path, needed_bytes: int) -> None:
+    """Raise PublishError unless the disk of ``target`` has ``needed_bytes`` free, and 16 MiB more."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if shutil.disk_usage(target.parent).free < needed_bytes + _HEADROOM_BYTES:
+        raise _disk_full(target, needed_bytes)
+
+
+@contextlib.contextmanager
+def explain_write_errors(target: Path, needed_bytes: int) -> Iterator[None]:
+    """Convert write errors of the block, which writes ``target``, to PublishError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise _disk_full(target, needed_bytes) from error
+        raise PublishError(
+            f"{target} could not be written: {error.strerror or error}", hint="check the folder's permissions"
+        ) from error
+    except Exception as error:
+        if type(error).__name__ == "SafetensorError":
+            raise _safetensors_failed(target, needed_bytes, error) from error
+        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _TORCH_WRITER):
+            raise _torch_failed(target, error) from error
+        raise
+
+
+def link_equal_files(folder: Path, source: Path) -> int:
+    """Replace files of ``folder`` that equal those of ``source`` by reflinks or hard links.
+
+    A checkpoint and a published version of one step thus take their space on disk once. Returns the bytes
+    saved; files stay copies where the file system supports neither kind of link. Both folders must be
+    complete: a file with two names must never be written in place.
+    """
+    if not source.is_dir():
+        return 0
+    saved = 0
+    for path in sorted(folder.iterdir()):
+        other = source / path.name
+        if path.name != MANIFEST and _are_equal(path, other) and _link(path, other):
+            saved += path.stat().st_size
+    return saved
+
+
+def _accompanies_weights(path: Path) -> bool:
+    name = path.name
+    hidden = name.startswith(".") or name == MANIFEST
+    return path.is_file() and not hidden and not name.endswith(_WEIGHT_SUFFIXES)
+
+
+def _are_equal(path: Path, other: Path) -> bool:
+    if not (path.is_file() and other.is_file()) or path.samefile(other):
+        return False
+    return path.stat().st_size == other.stat().st_size and filecmp.cmp(path, other, shallow=False)
+
+
+def _link(path: Path, other: Path) -> bool:
+    """Replace ``path`` by a link to ``other``; return False where the file system cannot."""
+    link = path.with_name(f".link-{path.name}")
+    try:
+        if not _reflink(other, link):
+            os.link(other, link)
+        link.chmod(path.stat().st_mode & 0o777)
+        link.replace(path)
+    except OSError as error:
+        logger.debug("%s stays a copy of %s: %s", path, other, error.strerror)
+        with contextlib.suppress(OSError):
+            link.unlink()
+        return False
+    return True
+
+
+def _reflink(source: Path, target: Path) -> bool:
+    with source.open("rb") as reader, target.open("xb") as writer:
+        try:
+            fcntl.ioctl(writer.fileno(), _FICLONE, reader.fileno())
+        except OSError:
+            target.unlink()
+            return False
+    return True
+
+
+def _disk_full(target: Path, needed_bytes: int) -> PublishError:
+    free = shutil.disk_usage(target.parent).free
+    return PublishError(
+        f"the disk of {target.parent} is full: {target.name} needs {needed_bytes:,} bytes, {free:,} are free",
+        hint="free space, lower --published_versions_kept or --save_total_limit, or move --output_dir",
+    )
+
+
+def _torch_failed(target: Path, error: RuntimeError) -> PublishError:
+    return PublishError(
+        f"{target} could not be written, most likely because the disk is full: {error}",
+        hint="free space, lower --published_versions_kept or --save_total_limit, or move --output_dir",
+    )
+
+
+def _safetensors_failed(target: Path, needed_bytes: int, error: Exception) -> PublishError:
+    text = str(error).lower()
+    if any(sign in text for sign in ("os error 28", "os error 27", "os error 122", "no space")):
+        return _disk_full(target, needed_bytes)
+    return PublishError(f"{target} could not be written: {error}", hint="check the folder and its disk")

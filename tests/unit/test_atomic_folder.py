@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agentrl.atomic_folder import ABANDONED_SECONDS, atomic_folder, begin_folder, remove_leftovers
+from agentrl.processes import identify
+
+
+def test_a_folder_replaces_an_earlier_one_at_the_end_of_the_block(tmp_path: Path) -> None:
+    target = tmp_path / "m"
+    target.mkdir()
+    (target / "old").write_text("x")
+    with atomic_folder(target) as temporary:
+        (temporary / "new").write_text("y")
+        assert [path.name for path in target.iterdir()] == ["old"]
+    assert [path.name for path in target.iterdir()] == ["new"]
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_an_error_in_the_block_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no"), atomic_folder(tmp_path / "m"):
+        raise ValueError("no")
+    assert list(tmp_path.iterdir()) == []
+
+
+WRITES = """
+import sys
+from pathlib import Path
+from agentrl.atomic_folder import begin_folder
+print(begin_folder(Path(sys.argv[1]) / "v000002").name, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that has begun to write ``v000002`` into ``tmp_path`` and waits."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITES, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    yield process
+    process.kill()
+    process.communicate(timeout=30)
+
+
+def test_leftovers_of_a_killed_writer_are_removed_and_those_of_a_live_one_stay(
+    tmp_path: Path, writer: subprocess.Popen[str]
+) -> None:
+    assert writer.stdout is not None
+    name = writer.stdout.readline().strip()
+    (tmp_path / "v000001").mkdir()
+    assert remove_leftovers(tmp_path) == []
+    writer.send_signal(signal.SIGSTOP)
+    assert remove_leftovers(tmp_path) == []
+    writer.kill()
+    writer.wait(30)
+    assert remove_leftovers(tmp_path) == [name]
+    assert [path.name for path in tmp_path.iterdir()] == ["v000001"]
+    assert remove_leftovers(tmp_path / "nowhere") == []
+
+
+def test_what_this_process_left_before_is_removed(tmp_path: Path) -> None:
+    left = begin_folder(tmp_path / "v000001")
+    assert remove_leftovers(tmp_path) == [left.name]
+
+
+@pytest.mark.parametrize("name", [".tmp-v000001-7.7.00000000.00000000", ".tmp-v000001-7"])
+def test_leftovers_of_a_writer_elsewhere_are_removed_when_they_are_old(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name / "inner" / "file"
+    file.parent.mkdir(parents=True)
+    file.write_text("x")
+    assert remove_leftovers(tmp_path) == []
+    long_ago = time.time() - ABANDONED_SECONDS - 60
+    for path in (file, file.parent, file.parent.parent):
+        os.utime(path, (long_ago, long_ago))
+    assert remove_leftovers(tmp_path) == [name]
+
+
+def test_two_writers_never_share_a_temporary_folder(tmp_path: Path) -> None:
+    assert begin_folder(tmp_path / "v000001") != begin_folder(tmp_path / "v000001")
+    here = identify(os.getpid())
+    assert here is not None
+    assert all(f"-{here.pid}.{here.started}." in path.name for path in tmp_path.iterdir())
