@@ -1,1 +1,1 @@
-"""From stored training data to the batches that one optimizer step trains."""
+"""Record → training data → TokenForest → micro-batches: the batches that one optimizer step trains."""

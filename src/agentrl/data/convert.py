@@ -1,19 +1,21 @@
-"""Record and its model calls → DBRecordData: which tokens are trained, and with which advantage."""
+"""Convert a Record and its model calls to DBRecordData: which tokens are trained, with which advantage."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.prefix_tree import build_tree
-from agentrl.data.sampled import call_temperature, masked_because
 from agentrl.documents.dispatch import DispatchedSamplingTask, VersionSpan
 from agentrl.documents.packing import pack_floats, pack_ids, unpack_floats
 from agentrl.documents.record import Record
+from agentrl.documents.sampling import COLDEST, shaping
 from agentrl.documents.status import CallStatus
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, TrainableSpan
@@ -21,7 +23,11 @@ from agentrl.errors import StoreError
 
 logger = logging.getLogger(__name__)
 
-FAULTY = frozenset({CallStatus.FORMAT_ERROR, CallStatus.REPEAT_ERROR})
+FAULTY: Final = frozenset({CallStatus.FORMAT_ERROR, CallStatus.REPEAT_ERROR})
+"""Model calls whose tokens never have a positive advantage."""
+
+_SHOWN: Final = 60
+"""Characters of a parameter's value in a reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +46,13 @@ def to_training_data(
     *,
     supervised: bool = False,
 ) -> DBRecordData | None:
-    """Training data of one scored trajectory, or None when no call of it is to be trained.
+    """Return the training data of one scored trajectory; None if no model call of it is trained.
 
-    ``calls`` are the Record's, ordered by index. Every generated token of a trainable call is trainable,
-    in one span per call and policy version, at the temperature that the call was sampled with. Calls that
-    another parameter shaped (``masked_because``) are context. ``supervised``: every call is trainable
-    however it was sampled, at temperature 1, since no loss reads its logprobs. Raises StoreError when the
-    calls contradict one another or the Record has no score.
+    ``calls`` are the Record's model calls, ordered by index. All generated tokens of a trainable call are
+    trained: one span per call and policy version, at the call's sampling temperature. Calls whose
+    distribution another parameter changed (``mask_reason``) are context. With ``supervised`` every call is
+    trainable, at temperature 1, because no loss reads its logprobs. Raises StoreError if the calls contradict
+    one another or if the Record has no score.
     """
     if record.score is None:
         raise StoreError(f"record {record.id} has no score and cannot become training data")
@@ -81,22 +87,49 @@ def to_training_data(
 
 
 def call_advantage(status: CallStatus, advantage: float) -> float | None:
-    """The advantage of one call's tokens; None where the call is not trained at all.
+    """Return the advantage of one model call's tokens; None if the call is not trained.
 
-    A malformed tool call and a repeated text earn 0, or the trajectory's advantage where that is lower.
+    Malformed tool calls and repeated texts get 0, or the trajectory's advantage if that is lower.
     """
     if status is CallStatus.FAILED:
         return None
     return min(advantage, 0.0) if status in FAULTY else advantage
 
 
+def call_temperature(call: DispatchedSamplingTask) -> float | None:
+    """Return the temperature to train ``call`` with; None if it is too low or not a number.
+
+    It is 1 if the document names none.
+    """
+    value = call.sampling_params.get("temperature")
+    if value is None:
+        return 1.0
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and COLDEST <= value < math.inf else None
+
+
+def mask_reason(call: DispatchedSamplingTask) -> str | None:
+    """Return the sampling parameter and value that mask ``call``; None if its tokens can be trained.
+
+    The trainer computes softmax(logits / temperature). A call that was sampled from another distribution
+    (top-p, a penalty, a grammar) has correct importance ratios only if its logprobs are of that distribution
+    (``logprobs_of``).
+    """
+    if call_temperature(call) is None:
+        return f"temperature {_shown(call.sampling_params['temperature'])}"
+    if call.logprobs_of == "sampled":
+        return None
+    for name in shaping(call.sampling_params):
+        return f"{name} {_shown(call.sampling_params[name])}"
+    return "logprobs of several distributions" if call.logprobs_of == "other" else None
+
+
 def masked_calls(calls: Sequence[DispatchedSamplingTask], advantage: float, config: GroupConfig) -> list[str]:
-    """Return, for each call masked only because of a sampling parameter, that parameter: ``top_p 0.9``."""
+    """Return the reason for each call that only a sampling parameter masks, such as ``top_p 0.9``."""
     return [
-        shaped
+        reason
         for call in calls
-        if _own_advantage(call, advantage, config) is not None
-        and (shaped := masked_because(call)) is not None
+        if _own_advantage(call, advantage, config) is not None and (reason := mask_reason(call)) is not None
     ]
 
 
@@ -109,13 +142,13 @@ def _trainable_calls(
         if own is None or not _is_consistent(call):
             continue
         temperature = 1.0 if supervised else call_temperature(call)
-        if temperature is not None and (supervised or masked_because(call) is None):
+        if temperature is not None and (supervised or mask_reason(call) is None):
             chosen.append(_TrainableCall(call, own, temperature))
     return chosen
 
 
 def _own_advantage(call: DispatchedSamplingTask, advantage: float, config: GroupConfig) -> float | None:
-    """Return the advantage of a call that has tokens to train, else None."""
+    """Return the advantage of a call with tokens to train, else None."""
     own = call_advantage(call.status, advantage)
     if own is None or not call.output_ids:
         return None
@@ -125,20 +158,21 @@ def _own_advantage(call: DispatchedSamplingTask, advantage: float, config: Group
 
 
 def _is_consistent(call: DispatchedSamplingTask) -> bool:
-    """False, with a warning, where the engine reported logprobs that no importance ratio can use."""
+    """Return whether every logprob is finite, as importance ratios need; log a warning if not."""
     logprobs = unpack_floats(call.logprobs)
     if len(logprobs) * 4 != len(call.output_ids):
         raise StoreError(
-            f"call {call.id} has {len(call.output_ids) // 4} generated tokens and {len(logprobs)} logprobs"
+            f"model call {call.id} has {len(call.output_ids) // 4} generated tokens"
+            f" and {len(logprobs)} logprobs"
         )
     if np.isfinite(logprobs).all():
         return True
-    logger.warning("call %s has logprobs that are not finite: it is not trained", call.id)
+    logger.warning("model call %s has logprobs that are not finite: it is not trained", call.id)
     return False
 
 
 def _versions(call: DispatchedSamplingTask, first: int) -> list[VersionSpan]:
-    """The call's version spans from token ``first`` on, neighbors of one version merged."""
+    """Return the call's version spans from token ``first`` on, with adjacent spans of one version merged."""
     merged: list[VersionSpan] = []
     reached = 0
     for span in call.versions:
@@ -151,7 +185,7 @@ def _versions(call: DispatchedSamplingTask, first: int) -> list[VersionSpan]:
             merged.append(span)
     if reached * 4 != len(call.output_ids):
         raise StoreError(
-            f"the policy versions of call {call.id} do not cover its {len(call.output_ids) // 4} tokens"
+            f"the policy versions of model call {call.id} do not cover its {len(call.output_ids) // 4} tokens"
         )
     kept = (VersionSpan(version=s.version, start=max(s.start, first), end=s.end) for s in merged)
     return [span for span in kept if span.start < span.end]
@@ -166,3 +200,8 @@ def _span(item: _TrainableCall, version: VersionSpan, output_start: int) -> Trai
         advantage=item.advantage,
         temperature=item.temperature,
     )
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -1,4 +1,4 @@
-"""A finished group → its outcome: which Records train, with which advantages, and the data made from them."""
+"""Decide a finished group: which Records are trained, with which advantages, and their training data."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 TRAIN_SPLIT: Final = "train"
 
 _LISTED: Final = 8
-"""Most parameters listed in a summary or a reason."""
+"""Largest number of parameters listed in a summary or a reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRules:
-    """The flags and the seed by which a group is decided. They are stored in it, as ``Task.group.rules``."""
+    """The flags and the seed that decide a group; stored with it as ``Task.group.rules``."""
 
     config: GroupConfig
     seed: int
@@ -49,13 +49,13 @@ class GroupRules:
 
     @classmethod
     def stored(cls, rules: Mapping[str, Any]) -> GroupRules:
-        """The rules of a finalized group; flags that it does not name have their defaults."""
+        """Return the rules of a finalized group; missing flags have their defaults."""
         known = {field.name for field in fields(GroupConfig)}
         config = GroupConfig(**{key: value for key, value in rules.items() if key in known})
         return cls(config=config, seed=int(rules.get("seed", 0)))
 
     def to_store(self) -> dict[str, Any]:
-        """``Task.group.rules``."""
+        """Return the rules as stored in ``Task.group.rules``."""
         return {**asdict(self.config), "seed": self.seed}
 
     def decide(
@@ -64,10 +64,10 @@ class GroupRules:
         records: Sequence[Record],
         calls: Mapping[str, Sequence[DispatchedSamplingTask]],
     ) -> GroupOutcome:
-        """What becomes of a group; the same whoever computes it, and however often.
+        """Decide a group. Deterministic: every process computes the same outcome.
 
-        A group filter may not be deterministic: its drops are stored (``Task.group.filtered``).
-        Groups of ``TRAIN_SPLIT`` become training data; those of any other split are only summed up.
+        A group filter may not be deterministic, so its drops are stored (``Task.group.filtered``). Groups of
+        ``TRAIN_SPLIT`` become training data; groups of other splits are only summarized.
         """
         scored = [record for record in records if record.score is not None]
         failed = sum(slot.status is SlotStatus.FAILED for slot in task.slots)
@@ -109,7 +109,7 @@ class GroupRules:
         return dropped_by_filter(self.config.group_filter, task, scored)
 
     def _masked(self, calls: Sequence[DispatchedSamplingTask], decision: Decision) -> list[str]:
-        """Return ``masked_calls`` of a Record that is trained, else nothing."""
+        """Return ``masked_calls`` of a Record that is trained, else an empty list."""
         return [] if decision.advantage is None else masked_calls(calls, decision.advantage, self.config)
 
     def _convert(
@@ -120,7 +120,7 @@ class GroupRules:
         decision: Decision,
         shaped: Sequence[str],
     ) -> DBRecordData | str:
-        """Training data, or why there is none."""
+        """Return the training data, or why there are none."""
         if decision.advantage is None:
             return decision.abandoned_because or "abandoned"
         try:

@@ -1,4 +1,4 @@
-"""TokenForest: packed rows, multi-turn chains and shared prefixes as one batch format, and its builders."""
+"""Pack trajectories as a TokenForest, the batch format of rows, multi-turn chains and merged prefixes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenForest:
-    """N tokens laid out depth-first, of which T are trainable, from R trajectories or parts of them.
+    """N tokens in depth-first order, T of them trainable, from R trajectories or parts of trajectories.
 
     Labels belong to edges: the logits at ``parent[target[j]]`` predict token ``target[j]``. A token of a
-    shared prefix may be the target of several rows.
+    merged prefix may be the target of several rows.
     """
 
     input_ids: Ints
@@ -48,15 +48,15 @@ class TokenForest:
     temperature: Floats
     """float32[T], temperature of the token's model call; its logprobs are of logits / temperature."""
     owner: Ints
-    """int64[N], the trajectory that generated the token or one before it; −1 at context to share."""
+    """int64[N], the trajectory that generated the token or an ancestor of it; −1: context, may be merged."""
     trajectory: Ints
     """int64[R], each row's number in the step: forests with the same number hold parts of one trajectory."""
     row_tokens: Ints
     """int64[R], trainable tokens of each row's whole trajectory, over all forests of the step."""
     start_logprob: Floats | None = None
-    """float32[T], the trainer's own at the start of a step that makes several updates."""
+    """float32[T], the trainer's logprobs at the start of a step with several updates."""
     reference_logprob: Floats | None = None
-    """float32[T], of the model that the policy is kept near."""
+    """float32[T], logprobs of the reference model."""
 
     @property
     def trajectories(self) -> int:
@@ -65,7 +65,7 @@ class TokenForest:
 
     @property
     def holds_parts(self) -> bool:
-        """True where a trajectory has trainable tokens in another forest of the step."""
+        """Whether a trajectory has trainable tokens in another forest of the step."""
         here = np.bincount(self.row, minlength=self.trajectories)
         return bool(np.any(here != self.row_tokens))
 
@@ -81,28 +81,28 @@ class TokenForest:
 
     @cached_property
     def root_starts(self) -> Ints:
-        """int64[trees], where each tree begins."""
+        """int64[trees], index of each root."""
         return np.flatnonzero(self.parent < 0)
 
     @cached_property
     def tree_lengths(self) -> Ints:
-        """int64[trees], tokens of each tree."""
+        """int64[trees], number of tokens of each tree."""
         return np.diff(np.append(self.root_starts, self.tokens))
 
     @cached_property
     def is_chains(self) -> bool:
-        """True where no tree branches."""
+        """Whether no tree branches."""
         follows = np.arange(self.tokens) - 1
         return bool(np.all((self.parent < 0) | (self.parent == follows)))
 
     @cached_property
     def depth(self) -> int:
-        """Tokens on the longest way from a root to a leaf."""
+        """Number of tokens on the longest path from a root to a leaf."""
         return int(self.position_ids.max(initial=-1)) + 1
 
 
 def concatenate(forests: Sequence[TokenForest]) -> TokenForest:
-    """One forest of all the trees, in order; rows and trajectories are numbered on. At least one forest."""
+    """Return one forest of all trees, in order; renumber rows and trajectories. Takes at least one forest."""
     tokens = np.cumsum([0] + [forest.tokens for forest in forests])
     rows = np.cumsum([0] + [forest.trajectories for forest in forests])
     placed = list(zip(forests, tokens, rows, strict=False))
@@ -129,14 +129,14 @@ def concatenate(forests: Sequence[TokenForest]) -> TokenForest:
 
 
 def at_or_below(chosen: Ints, subtree_end: Ints) -> NDArray[np.bool_]:
-    """bool[N]: tokens that are in ``chosen`` or have an ancestor there."""
+    """Return bool[N]: whether a token or one of its ancestors is in ``chosen``."""
     change = np.zeros(len(subtree_end) + 1, np.int64)
     np.add.at(change, chosen, 1)
     np.add.at(change, subtree_end[chosen], -1)
     return np.cumsum(change[:-1]) > 0
 
 
-_MISMATCH = "the document was written by another version or altered: convert its Record again"
+_MISMATCH = "another version wrote the document, or it was altered: convert its Record again"
 _VOCABULARY = "sample and train with the same model and tokenizer (--model_name_or_path)"
 
 
@@ -145,9 +145,9 @@ def forest_from_data(
 ) -> TokenForest:
     """Pack trajectories into one forest; trajectory i is row i.
 
-    ``ages`` maps each policy version to the age of its tokens in optimizer steps; None: all are 0. Nodes that
-    are not stored depth-first are laid out so. Raises ForestError, naming the document, for nodes that do not
-    tile the tokens or name no earlier parent, spans that are outside or overlap, a trainable root, lengths
+    ``ages`` maps each policy version to the age of its tokens in optimizer steps; None: all ages are 0. Nodes
+    are put in depth-first order. Raises ForestError, with the document's id, for nodes that do not tile the
+    tokens or whose parent does not come first, spans that overlap or lie outside, a trainable root, lengths
     that disagree, values that are not finite, ids outside [0, ``vocab_size``), and versions without an age.
     """
     _require_any(data)
@@ -163,8 +163,8 @@ def forest_from_sequences(
 ) -> TokenForest:
     """Pack sequences: each is one chain and one trajectory, with advantage 1, version 0 and age 0.
 
-    ``trainable[i][j]`` marks token j of sequence i; the first token of a sequence cannot be trainable, for
-    nothing predicts it. ``temperature`` is that of every token. Raises ForestError.
+    ``trainable[i][j]`` marks token j of sequence i. The first token of a sequence cannot be trainable,
+    because no token predicts it. All tokens have ``temperature``. Raises ForestError.
     """
     _require_any(input_ids)
     pairs = [
@@ -178,7 +178,7 @@ def forest_from_sequences(
 
 def _require_any(items: Sequence[object]) -> None:
     if len(items) == 0:
-        raise ForestError("a forest of no trajectories", hint="give at least one")
+        raise ForestError("a forest needs at least one trajectory; none was given", hint="give at least one")
 
 
 def _require(good: bool, name: str, message: str, hint: str = _MISMATCH) -> None:
@@ -203,7 +203,7 @@ def _one_sequence(
     _require(
         len(mask) == length, name, f"{length} ids, but a mask of {len(mask)}", "give one mask entry per id"
     )
-    _require(not mask[0], name, "its first token is trainable, and nothing predicts it", hint)
+    _require(not mask[0], name, "its first token is trainable, and no token predicts it", hint)
     _check_vocabulary(name, ids, vocab_size)
     target = np.flatnonzero(mask)
     subtree_end = np.full(length, length)
@@ -249,7 +249,7 @@ def _one_trajectory(
     _require(bool(usable.all()), data.id, f"temperature {temperature[~usable][:1]} is not a number above 0")
     placed = layout.place[target]
     roots = target[layout.parent[placed] < 0]
-    _require(roots.size == 0, data.id, f"token {roots[:1]} is trainable and a root: nothing predicts it")
+    _require(roots.size == 0, data.id, f"token {roots[:1]} is trainable and a root: no token predicts it")
     laid_out = np.empty_like(ids)
     laid_out[layout.place] = ids
     return TokenForest(
@@ -271,7 +271,7 @@ def _one_trajectory(
 
 
 def _span_ages(data: DBRecordData, ages: Mapping[int, int] | None) -> Ints:
-    """int64[spans], the age of each span's tokens."""
+    """Return int64[spans]: the age of each span's tokens."""
     if ages is None:
         return np.zeros(len(data.spans), np.int64)
     unknown = [span.version for span in data.spans if span.version not in ages]
@@ -286,14 +286,16 @@ def _check_nodes(data: DBRecordData) -> None:
         where = f"node {index} [{node.start}, {node.end})"
         _require(node.start == end and node.end > node.start, data.id, f"{where} does not follow token {end}")
         _require(
-            -1 <= node.parent < index, data.id, f"{where} names {node.parent}, no earlier node, as parent"
+            -1 <= node.parent < index,
+            data.id,
+            f"{where} has parent {node.parent}, not an earlier node",
         )
         end = node.end
     _require(end == data.tokens, data.id, f"nodes cover {end} of {data.tokens} tokens")
 
 
 def _targets(data: DBRecordData) -> Ints:
-    """int64[T], stored index of each trainable token, spans in order."""
+    """Return int64[T]: the stored index of each trainable token, in the order of spans."""
     pieces = [np.zeros(0, np.int64)]
     for span in data.spans:
         where = f"span [{span.start}, {span.end})"
@@ -308,7 +310,7 @@ def _targets(data: DBRecordData) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where each stored token goes, and the tree of the laid-out tokens; int64[N] each."""
+    """New index of each stored token, and the tree arrays in the new order; int64[N] each."""
 
     place: Ints
     parent: Ints
@@ -317,7 +319,7 @@ class _Layout:
 
 
 def _lay_out(nodes: Sequence[Node]) -> _Layout:
-    """Depth-first order of nodes, children in their stored order, and the arrays it gives."""
+    """Put nodes in depth-first order, children in their stored order."""
     children: list[list[int]] = [[] for _ in nodes]
     for index, node in enumerate(nodes):
         if node.parent >= 0:

@@ -1,11 +1,11 @@
-"""Choose the groups of a step, and drop, mask or decay their old tokens: pure functions of ages."""
+"""Choose the groups of a step, and drop, mask or decay their old tokens. Ages count optimizer steps."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
@@ -13,13 +13,16 @@ from agentrl.documents.packing import pack_floats, unpack_floats
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError
 
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
+
 StalenessPolicy = Literal["drop", "decay", "mask"]
 Place = tuple[int, ...]
-"""Sort key of a Task: the order in which groups are begun (number, epoch, order)."""
+"""Sort key of a Task: the order in which groups begin (number, epoch, order)."""
 
 
 class GroupMember(Protocol):
-    """What choosing needs to know of one DBRecordData."""
+    """The fields of a DBRecordData by which groups are chosen."""
 
     @property
     def id(self) -> str:
@@ -31,18 +34,18 @@ class GroupMember(Protocol):
 
     @property
     def trained_count(self) -> int:
-        """How often it has been trained."""
+        """Number of steps that trained it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Freshness:
-    """``--staleness_policy``: what becomes of tokens that are more than ``max_staleness`` steps old.
+    """``--staleness_policy``: how tokens are treated that are more than ``max_staleness`` steps old.
 
     The age of a token is the number of optimizer steps between the weights that sampled it and those that
-    train it. ``drop``: a group that holds an older token is stale as a whole. ``mask``: such tokens are not
-    trained, and data that hold no others are stale. ``decay``: nothing is stale; the advantage of such a
-    token is multiplied by exp(−``decay``) for every step beyond ``max_staleness``, as ``--out_of_date_decay``
-    narrows a token's bounds by the same factor for every step of its age.
+    train it. ``drop``: a group with an older token is stale as a whole. ``mask``: older tokens are not
+    trained; data with no other tokens are stale. ``decay``: nothing is stale; the advantage of an older token
+    is multiplied by exp(−``decay``) for every step beyond ``max_staleness``. ``--out_of_date_decay`` narrows
+    a token's bounds by the same factor for every step of its age.
     """
 
     max_staleness: int
@@ -52,13 +55,13 @@ class Freshness:
     def __post_init__(self) -> None:
         if self.policy == "decay" and self.decay is None:
             raise ConfigError(
-                "--staleness_policy decay is given without the rate at which old tokens lose weight",
+                "--staleness_policy decay needs the rate at which old tokens lose weight",
                 hint="give it, e.g. --out_of_date_decay 0.5; or choose drop or mask",
             )
 
     @property
     def stale_spans(self) -> Literal["any", "all"] | None:
-        """Whether data are stale when any span is too old, or when all are; None: never."""
+        """Return whether data are stale if any span is too old or if all spans are; None: never."""
         stale: dict[StalenessPolicy, Literal["any", "all"]] = {"drop": "any", "mask": "all"}
         return stale.get(self.policy)
 
@@ -83,7 +86,7 @@ class Freshness:
 
 
 def _masked(data: DBRecordData, beyond: Sequence[int]) -> DBRecordData:
-    """Turn spans that are too old into context: they are in no loss and in no denominator."""
+    """Turn spans that are too old into context: no loss and no denominator counts them."""
     ends = np.cumsum([span.end - span.start for span in data.spans])[:-1]
     logprobs = np.split(unpack_floats(data.behavior_logprobs), ends)
     spans = zip(data.spans, logprobs, beyond, strict=True)
@@ -102,12 +105,12 @@ def choose_groups(
     places: Mapping[str, Place] | None = None,
     avoid: Collection[str] = (),
 ) -> dict[str, list[str]]:
-    """At most ``count`` whole groups as {task: [data id, …]}, in the order in which they were begun.
+    """Return at most ``count`` whole groups, {task: [data id, …]}, in the order in which they began.
 
-    A group that took long goes before those that were begun after it and are ready sooner; one that has been
-    trained (``max_trained_count``) behind those that have not. Groups without a place in ``places`` come
-    behind the others, in their order in ``members``; so do, behind all, groups that hold an id of ``avoid``.
-    A group's ids are sorted: a choice among the same groups is always the same.
+    A slow group comes before groups that began later, even if they were ready sooner. Trained groups
+    (``max_trained_count``) come after untrained ones. Among equals, groups without a place in ``places`` come
+    last, in the order of ``members``. Groups with an id in ``avoid`` come after all others. The ids of a
+    group are sorted, so the choice is deterministic.
     """
     groups: dict[str, list[str]] = {}
     trained: dict[str, int] = {}
@@ -121,3 +124,39 @@ def choose_groups(
         return any(id in avoid for id in groups[task]), trained[task], known.get(task, last)
 
     return {task: sorted(groups[task]) for task in sorted(groups, key=rank)[:count]}
+
+
+class VersionSteps:
+    """Map each policy version to the step at which it was published, also if it was withdrawn later.
+
+    Ages count from that step. When a trainer resumes, version numbers jump and steps go back; ages do
+    neither. Each version is read once.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._steps: dict[int, int] = {}
+        """{version: step}, ascending."""
+
+    async def ages(self, versions: Iterable[int], step: int) -> dict[int, int]:
+        """Return {version: age} for weights after ``step`` steps, without versions never published."""
+        wanted = set(versions)
+        if not wanted <= self._steps.keys():
+            await self._read()
+        return {version: max(0, step - self._steps[version]) for version in wanted & self._steps.keys()}
+
+    async def published_before(self, step: int) -> tuple[tuple[int, int], ...]:
+        """Return inclusive ranges of the versions published before ``step``, ascending."""
+        await self._read()
+        ranges: list[tuple[int, int]] = []
+        is_open = False
+        for version, published in self._steps.items():
+            is_old = published < step
+            if is_old:
+                ranges.append((ranges.pop()[0], version) if is_open else (version, version))
+            is_open = is_old
+        return tuple(ranges)
+
+    async def _read(self) -> None:
+        newest = next(reversed(self._steps), -1)
+        self._steps |= await self._store.policies.steps_above(newest)

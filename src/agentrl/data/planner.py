@@ -1,4 +1,4 @@
-"""Which tokens share a micro-batch: a step's trees, cut and packed under a budget, balanced over ranks."""
+"""Plan the micro-batches of a step: cut its trees, pack them under a token budget, balance the ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from agentrl.data.forest import TokenForest, forest_from_data, forest_from_seque
 from agentrl.data.prefix_merging import merge_prefixes
 from agentrl.data.split import cut, join, restrict
 from agentrl.documents.training import DBRecordData
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, ForestError
 
 PrefixMerging = Literal["off", "trajectory", "group"]
 
-
 CPU_FILL = 1024
-"""Tokens of a micro-batch beyond which a CPU gains no speed: its activations only leave the cache."""
+"""Tokens of a micro-batch above which a CPU is no faster: the activations leave its cache."""
 
 
 def build_micro_batches(
@@ -31,22 +30,21 @@ def build_micro_batches(
     fill: int | None = None,
     ages: Mapping[int, int] | None = None,
 ) -> list[TokenForest]:
-    """The micro-batches of one optimizer step, each of at most ``max_tokens`` tokens.
+    """Return the micro-batches of one optimizer step, each of at most ``max_tokens`` tokens.
 
-    ``merging``: ``off`` makes every model call a sequence of its own, ``trajectory`` a tree per trajectory (a
-    chain, unless its context was reset), ``group`` a tree per group; trees of one micro-batch then also share
-    the context that groups have in common. A tree above ``max_tokens`` is cut at branch points, so that a
-    trajectory may be spread over micro-batches and ranks (``TokenForest.holds_parts``). With ``fill``,
-    micro-batches of ``off`` and ``trajectory`` grow no further than it, or than the longest tree; those of
-    ``group`` do, for the more groups one holds, the more of them share their context. ``ages``: see
-    ``forest_from_data``.
+    ``merging`` selects what becomes one tree: ``off`` a model call, ``trajectory`` a trajectory (a chain
+    unless its context was reset), ``group`` a group. With ``group``, the trees of a micro-batch also merge
+    the context that groups have in common. A tree above ``max_tokens`` is cut at branch points, so a
+    trajectory may be split over micro-batches and ranks (``TokenForest.holds_parts``). ``fill`` is a
+    second, smaller limit for ``off`` and ``trajectory``, raised to the longest tree; ``group`` ignores it,
+    because larger micro-batches merge more context. ``ages``: see ``forest_from_data``.
 
-    The plan depends on nothing but the arguments. Rank r of ``ranks`` runs ``[r::ranks]``: all run equally
-    many, with nearly the same number of tokens in each round and in all; where there is too little work for
-    all of them, some are one token that trains nothing.
+    The plan is a function of the arguments. Rank r of ``ranks`` runs ``[r::ranks]``: all ranks run the same
+    number of micro-batches, with nearly equal tokens in each round and in total. If there is too little work,
+    some micro-batches are one token that trains nothing.
 
-    Raises ConfigError, naming the trajectory, for a sequence above ``max_tokens``; ForestError for data that
-    are no forest.
+    Raises ConfigError, with the trajectory's id, for a sequence above ``max_tokens``; ForestError for data
+    that are not a forest.
     """
     names = [item.id for item in data]
     trees = step_trees(data, vocab_size=vocab_size, merging=merging, ages=ages)
@@ -66,9 +64,9 @@ def step_trees(
     merging: PrefixMerging,
     ages: Mapping[int, int] | None = None,
 ) -> list[TokenForest]:
-    """The forests that a plan packs: one for each model call, trajectory or group. Trajectory i is data[i].
+    """Return the trees that a plan packs: one per model call, trajectory or group. Trajectory i is data[i].
 
-    Tokens that no trainable token follows are left out, for no loss depends on them. ``ages``: see
+    Leaves out tokens that no trainable token follows: no loss depends on them. ``ages``: see
     ``forest_from_data``.
     """
     made: list[TokenForest] = []
@@ -91,31 +89,52 @@ def step_trees(
     return made or [merge_prefixes(join(trees)) for trees in groups.values()]
 
 
-def pack(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices into ``sizes``, grouped so that no group's sum exceeds ``budget``; deterministic.
+def packing_problem(data: DBRecordData, *, vocab_size: int, max_tokens: int) -> str | None:
+    """Return why a step cannot train ``data``; None if it can. One bad document must not end the training.
 
-    First-fit decreasing: at most 11/9 of the optimal number of groups, plus one. Within a group, indices are
-    in their given order. A size above the budget is a ConfigError.
+    Finds everything that packing refuses: arrays whose length contradicts the document, overlapping spans,
+    values that are not finite, ids outside [0, ``vocab_size``), no trainable token, and a sequence up to the
+    last trainable token that is longer than a micro-batch of ``max_tokens``.
+    """
+    try:
+        forest = forest_from_data([data], vocab_size=vocab_size)
+    except ForestError as error:
+        return error.message.removeprefix(f"training data {data.id}: ")
+    except ValueError as error:
+        return f"its packed arrays cannot be read: {error}"
+    if forest.trainable_tokens == 0:
+        return "it has no trainable token"
+    longest = int(forest.position_ids[forest.target].max()) + 1
+    if longest > max_tokens:
+        return f"a sequence of {longest} tokens is longer than a micro-batch of --max_tokens {max_tokens}"
+    return None
+
+
+def pack(sizes: Sequence[int], budget: int) -> list[list[int]]:
+    """Return indices into ``sizes``, grouped so that no group's sum exceeds ``budget``; deterministic.
+
+    First-fit decreasing: at most 11/9 of the optimal number of groups, plus one. Indices within a group are
+    sorted. Raises ConfigError for a size above the budget.
     """
     groups: list[list[int]] = []
-    room: list[int] = []
+    free: list[int] = []
     for index in _decreasing(sizes):
         size = sizes[index]
         _require_fits(size, budget)
-        fitting = next((group for group, left in enumerate(room) if left >= size), None)
+        fitting = next((group for group, left in enumerate(free) if left >= size), None)
         if fitting is None:
             groups.append([])
-            room.append(budget)
+            free.append(budget)
             fitting = len(groups) - 1
         groups[fitting].append(index)
-        room[fitting] -= size
+        free[fitting] -= size
     return [sorted(group) for group in groups]
 
 
 def balance(sizes: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
-    """``pack`` for ``ranks`` ranks: group g is rank g % ranks's; their number is a multiple of ``ranks``.
+    """Pack for ``ranks`` ranks: group g belongs to rank g % ranks; returns a multiple of ``ranks`` groups.
 
-    The groups of one round are near in size, and the ranks in their sums. A group may be empty where there
+    The groups of one round are close in size, and so are the sums of the ranks. Groups may be empty if there
     are fewer sizes than ranks.
     """
     groups = pack(sizes, budget)
@@ -133,7 +152,7 @@ def balance(sizes: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
 
 
 def _spread(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """``count`` groups of nearly equal sums: each size, decreasing, goes to the smallest group."""
+    """Return ``count`` groups of nearly equal sums: each size, largest first, goes to the smallest group."""
     groups: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
     for index in _decreasing(sizes):
@@ -148,13 +167,13 @@ def _decreasing(sizes: Sequence[int]) -> list[int]:
 
 
 def _even_limit(trees: Sequence[TokenForest], max_tokens: int, ranks: int) -> int:
-    """The size above which a tree is cut: a rank's even share of the step, or the longest path in it."""
-    share = -(-sum(tree.tokens for tree in trees) // ranks)
-    return min(max_tokens, max([share, *(tree.depth for tree in trees)]))
+    """Return the size above which a tree is cut: an even part of the step, or the longest path in it."""
+    even = -(-sum(tree.tokens for tree in trees) // ranks)
+    return min(max_tokens, max([even, *(tree.depth for tree in trees)]))
 
 
 def _numbered(forest: TokenForest, number: int) -> TokenForest:
-    """A forest of one trajectory, as trajectory ``number`` of its step."""
+    """Return a forest of one trajectory as trajectory ``number`` of its step."""
     return replace(
         forest,
         trajectory=np.array([number]),

@@ -1,4 +1,4 @@
-"""Shares equal prefixes: context that several paths of a forest have in common is kept once."""
+"""Merge equal prefixes: keep context that several paths of a forest have in common only once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from agentrl.data.split import segment_starts
 
 
 def merge_prefixes(forest: TokenForest) -> TokenForest:
-    """The same trajectories as a prefix tree over token ids; losses and gradients stay what they were.
+    """Return the same trajectories as a prefix tree over token ids; losses and gradients do not change.
 
-    Paths from a root that begin with the same ids share those tokens: within a trajectory all of them, so
-    that a context reset branches where it leaves the old context; across trajectories the context up to the
-    first generated token (``owner``). Labels move with their tokens and keep their order; the result has at
-    most as many tokens, and at most as many as there are different prefixes.
+    Paths that start with the same ids are merged: within a trajectory along all equal ids, so a context reset
+    branches where it leaves the old context; across trajectories along the context before the first generated
+    token (``owner``). Labels move with their tokens and keep their order. No prefix occurs twice in the
+    result.
     """
     keys = _keys(forest)
     paths = sorted(_paths(forest), key=lambda path: keys[path].astype(">u8").tobytes())
@@ -27,13 +27,13 @@ def merge_prefixes(forest: TokenForest) -> TokenForest:
     count = 0
     before, before_new = np.zeros(0, np.int64), np.zeros(0, np.int64)
     for path in paths:
-        shared = common_prefix(keys[path], keys[before])
-        subtree_end[before_new[shared:]] = count
-        added = np.arange(count, count + len(path) - shared)
-        path_new = np.concatenate([before_new[:shared], added])
+        merged = common_prefix(keys[path], keys[before])
+        subtree_end[before_new[merged:]] = count
+        added = np.arange(count, count + len(path) - merged)
+        path_new = np.concatenate([before_new[:merged], added])
         new_index[path] = path_new
-        kept.append(path[shared:])
-        parents.append(np.concatenate([[-1], path_new[:-1]])[shared:])
+        kept.append(path[merged:])
+        parents.append(np.concatenate([[-1], path_new[:-1]])[merged:])
         count += len(added)
         before, before_new = path, path_new
     subtree_end[before_new] = count
@@ -55,25 +55,25 @@ def merge_prefixes(forest: TokenForest) -> TokenForest:
 
 
 def _keys(forest: TokenForest) -> Ints:
-    """int64[N], equal for tokens that may be one: the id, and whose it is where there are several."""
+    """Return int64[N], equal for tokens that may be merged: the id, with the owner if there are several."""
     if forest.trajectories == 1:
         return forest.input_ids
     return forest.input_ids + (forest.owner + 1) * (int(forest.input_ids.max(initial=0)) + 1)
 
 
 def _paths(forest: TokenForest) -> list[Ints]:
-    """Token indices from root to leaf, one int64 array per leaf."""
+    """Return the token indices from root to leaf: one int64 array per leaf."""
     starts = segment_starts(forest)
     made: list[Ints] = []
     for start, end in zip(starts, np.append(starts[1:], forest.tokens), strict=True):
-        shared = forest.position_ids[start]
-        above = made[-1][:shared] if shared else np.zeros(0, np.int64)
+        depth = forest.position_ids[start]
+        above = made[-1][:depth] if depth else np.zeros(0, np.int64)
         made.append(np.concatenate([above, np.arange(start, end)]))
     return made
 
 
 def common_prefix(ids: Ints, others: Ints) -> int:
-    """How many leading ids are equal."""
+    """Return the number of equal leading ids."""
     length = min(len(ids), len(others))
     different = np.flatnonzero(ids[:length] != others[:length])
     return int(different[0]) if different.size else length

@@ -1,4 +1,4 @@
-"""Model calls with parent links → one token tree; it knows nothing of advantages or of the database."""
+"""Build one token tree from model calls with parent links. Knows neither advantages nor the database."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl.errors import StoreError
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
-    """Token runs in depth-first order. ``output_starts[call_id]`` is where a call's output begins."""
+    """Runs of tokens in depth-first order. The output of a call starts at ``output_starts[call_id]``."""
 
     nodes: tuple[Node, ...]
     input_ids: NDArray[np.int32]
@@ -24,11 +24,11 @@ class TokenTree:
 
 
 def build_tree(calls: Sequence[DispatchedSamplingTask], kept: Collection[str]) -> TokenTree:
-    """The tree of the calls ``kept`` and of every call that they continue.
+    """Return the tree of the model calls ``kept`` and all their ancestors.
 
-    A call adds its ``context_ids`` and its ``output_ids`` behind its parent's output. A call without a
-    parent starts a root; a parent with several children ends a node, and each child starts one. Calls
-    that lead to no kept call are left out. Raises StoreError where a parent is missing or comes later.
+    A call appends its ``context_ids`` and ``output_ids`` to its parent's output. A call without a parent
+    starts a root; a parent with several children ends a node, and each child starts one. Leaves out calls
+    without a kept descendant. Raises StoreError if a parent is missing or comes later.
     """
     children = _children(calls, kept)
     builder = _Builder(children)
@@ -44,8 +44,8 @@ def _children(
     for call in calls:
         if call.parent is not None and call.parent not in known:
             raise StoreError(
-                f"call {call.id} continues {call.parent}, which is not among the calls before it",
-                hint="the trajectory is damaged: `agentrl audit record` shows it; re-open its task",
+                f"model call {call.id} continues {call.parent}, which is not among the calls before it",
+                hint="the trajectory is damaged: look at it with `agentrl audit record`; reopen its task",
             )
         known[call.id] = call
     needed: set[str] = set()
@@ -72,7 +72,7 @@ class _Builder:
         self._output_starts: dict[str, int] = {}
 
     def add_branch(self, first: DispatchedSamplingTask) -> None:
-        """Lay out the subtree of ``first``, depth first, without recursion: chains may be long."""
+        """Append the subtree of ``first``, depth-first. Does not recurse: chains may be long."""
         pending = [(first, -1)]
         while pending:
             call, parent_node = pending.pop()

@@ -1,4 +1,4 @@
-"""Takes forests apart and puts them together: a part keeps the whole path of each of its trainable tokens."""
+"""Split forests into parts and join parts. A part has the whole path to each of its trainable tokens."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from agentrl.errors import ConfigError
 
 
 def restrict(forest: TokenForest, labels: NDArray[np.bool_]) -> TokenForest:
-    """The labels chosen by ``labels`` bool[T], with the tokens that they and their ancestors are.
+    """Return the trainable tokens chosen by ``labels`` bool[T], with their ancestors.
 
-    Rows without a chosen label are left out; ``row_tokens`` still counts whole trajectories.
+    Leaves out rows without a chosen token; ``row_tokens`` still counts whole trajectories.
     """
     target = forest.target[labels]
     before = np.zeros(forest.tokens + 1, np.int64)
@@ -44,7 +44,7 @@ def restrict(forest: TokenForest, labels: NDArray[np.bool_]) -> TokenForest:
 
 
 def join(parts: Sequence[TokenForest]) -> TokenForest:
-    """One forest of parts of one step: parts of the same trajectory get one row. At least one part."""
+    """Return one forest of at least one part of a step; parts of the same trajectory get one row."""
     forest = concatenate(parts)
     numbers, first, place = np.unique(
         np.concatenate([part.trajectory for part in parts]), return_index=True, return_inverse=True
@@ -59,16 +59,16 @@ def join(parts: Sequence[TokenForest]) -> TokenForest:
 
 
 def segment_starts(forest: TokenForest) -> Ints:
-    """int64[leaves], where each run of tokens begins of which each is the parent of the next."""
+    """Return int64[leaves]: where each segment starts. In a segment, each token is the parent of the next."""
     return np.flatnonzero((forest.parent < 0) | (forest.parent != np.arange(forest.tokens) - 1))
 
 
 def cut(forest: TokenForest, budget: int, names: Sequence[str]) -> list[TokenForest]:
-    """``forest`` in parts of at most ``budget`` tokens, cut at branch points.
+    """Cut ``forest`` at branch points into parts of at most ``budget`` tokens.
 
-    Each part repeats the path to where it begins, as context; every label is in exactly one part, and as few
-    tokens as possible are repeated. Every leaf must be trainable (``restrict`` leaves no other). Raises
-    ConfigError, with the name that ``names`` has for the trajectory, for a path above ``budget``.
+    Each part repeats the path to its start as context. Every trainable token is in exactly one part, and the
+    number of repeated tokens is minimal. Every leaf must be trainable, as ``restrict`` ensures. Raises
+    ConfigError, with the trajectory's name in ``names``, for a path above ``budget``.
     """
     if forest.tokens <= budget:
         return [forest]
@@ -97,9 +97,9 @@ def _require_paths_fit(
 
 
 def _cheapest_cuts(above: Sequence[int], own: Sequence[int], budget: int) -> list[int]:
-    """The first segment of each part, such that parts fit and repeat as few tokens as possible.
+    """Return the first segment of each part, so that parts fit and repeat as few tokens as possible.
 
-    A part of segments [a, b] holds ``above[a]`` tokens of the path before it and the segments' ``own``.
+    A part of segments [a, b] holds the ``above[a]`` tokens of the path before it and the segments' ``own``.
     """
     count = len(own)
     best: list[tuple[int, int]] = [(0, 0)] + [(0, 0)] * count

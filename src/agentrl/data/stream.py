@@ -1,4 +1,4 @@
-"""The trainer's data: waits for a step's worth of fresh groups, and fetches the next while one computes."""
+"""Stream training data to the trainer: wait for the fresh groups of a step, prefetch the next step's."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from agentrl.data.ages import VersionSteps
-from agentrl.data.freshness import Freshness, choose_groups
-from agentrl.data.whitening import whiten
+from agentrl.data.freshness import Freshness, VersionSteps, choose_groups
 from agentrl.documents.status import DataStatus
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import AgentRLError, TrainingError
+from agentrl.losses.whitening import whitened
 from agentrl.store.old_versions import OldVersions
 
 if TYPE_CHECKING:
@@ -25,20 +24,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 10.0
-"""How often the data are looked for when no change tells of any."""
+"""Interval between looks for data when the change stream reports none."""
 
 LOG_EVERY_SECONDS = 30.0
 _LOOKAHEAD_STEPS = 8
 _LONGEST_PROBLEM = 500
-"""Characters of a problem that are kept."""
+"""Longest problem that is stored, in characters."""
 
 _UNUSABLE_GROUPS = 8
-"""After so many groups in a row whose data are all bad, training stops: the model or the limits are wrong."""
+"""Training stops after this many consecutive groups without trainable data: model or limits are wrong."""
 
 
 @dataclass(frozen=True)
 class StepData:
-    """One step's groups. ``is_rest``: sampling has ended, and fewer groups than a step's were left."""
+    """The groups of one step. ``is_rest``: sampling has ended and left fewer groups than a step takes."""
 
     groups: tuple[str, ...]
     data: tuple[DBRecordData, ...]
@@ -49,25 +48,25 @@ class StepData:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSettings:
-    """How data are chosen, and how long they are waited for."""
+    """How data are chosen, and how long the stream waits for them."""
 
     split: str = "train"
     groups_per_step: int
     num_epochs: int
     freshness: Freshness
     whitening: Literal["none", "batch"] = "none"
-    """``batch``: the advantages of a step are whitened, once, over all of its data."""
+    """``batch``: whiten the advantages once, over all data of a step."""
     wait_seconds: float
     problem_of: Callable[[DBRecordData], str | None] = lambda _: None
-    """Why data cannot be trained; called in a worker thread for all data before a step is planned."""
+    """Returns why data cannot be trained, or None. Called in a worker thread before a step is planned."""
     engine_alive_seconds: float = 10.0
 
 
 class DataStream:
-    """Chooses whole groups, those begun first, that are fresh enough for the weights a step starts from.
+    """Choose whole groups, oldest first, that are fresh enough for the weights that a step starts from.
 
-    Step n starts from weights of n − 1 steps, published or not: ages count from them. A step that has been
-    undone takes what it took before, whatever else is ready: those data were fresh.
+    Step n starts from weights after n − 1 steps, published or not; ages count from them. A step that was
+    undone takes the same data again: they were fresh.
     """
 
     def __init__(
@@ -79,10 +78,10 @@ class DataStream:
         verify: Verify | None = None,
         attempt: int | None = None,
     ) -> None:
-        """``replay`` names what undone steps had planned: {step: (data id, …)}.
+        """``replay`` holds the data of undone steps: {step: (data id, …)}.
 
-        ``verify`` checks groups that a step would train first; those that it finds a problem with are
-        quarantined. None trusts whoever wrote them. ``attempt`` is the trainer's, whose writes it guards.
+        ``verify`` checks groups before their first step; groups with a problem are quarantined. None trusts
+        every writer. ``attempt`` is the trainer's, and fences its writes.
         """
         self._verify = verify
         self._attempt = attempt
@@ -95,14 +94,14 @@ class DataStream:
         self._avoid: frozenset[str] = frozenset()
         self._quarantined = 0
         self._unusable_groups = 0
-        """Groups in a row of which nothing can be trained."""
+        """Consecutive groups without trainable data."""
 
     def prefetch(self, step: int) -> None:
-        """Begin to wait for the data of ``step``."""
+        """Start to wait for the data of ``step``."""
         self._prefetched = (step, asyncio.create_task(self._wait(step)))
 
     async def take(self, step: int) -> StepData | None:
-        """The data of ``step``; None when all is sampled and trained.
+        """Return the data of ``step``; None when everything is sampled and trained.
 
         Marks data that are too old as stale. Raises TrainingError after ``wait_seconds``.
         """
@@ -115,17 +114,17 @@ class DataStream:
             raise await self._no_data() from error
 
     def avoid(self, data_ids: frozenset[str]) -> None:
-        """Prefer other groups than those of ``data_ids``, whose last step was skipped."""
+        """Prefer groups other than those of ``data_ids``, whose step was skipped."""
         self._avoid = data_ids
         self._replay = {step: ids for step, ids in self._replay.items() if data_ids.isdisjoint(ids)}
 
     def count_stale(self) -> int:
-        """Trajectories that were set aside as stale since the last call."""
+        """Return the number of trajectories marked stale since the last call."""
         stale, self._stale = self._stale, 0
         return stale
 
     def count_quarantined(self) -> int:
-        """Trajectories that were set aside since the last call because they cannot be trained."""
+        """Return the number of trajectories quarantined since the last call."""
         quarantined, self._quarantined = self._quarantined, 0
         return quarantined
 
@@ -139,7 +138,7 @@ class DataStream:
                 await task
 
     async def ready_groups(self, step: int) -> int:
-        """Groups that ``step`` could train now, counted up to a few steps' worth."""
+        """Return the number of groups that ``step`` could train now; stops counting at those of 8 steps."""
         return len(await self._choose(step, _LOOKAHEAD_STEPS * self._settings.groups_per_step))
 
     async def _take(self, step: int) -> StepData | None:
@@ -196,7 +195,7 @@ class DataStream:
         return OldVersions(ranges, freshness.stale_spans)
 
     async def _choose(self, step: int, count: int) -> dict[str, list[str]]:
-        """At most ``count`` whole groups; trained ones are read only where there are too few others."""
+        """Return at most ``count`` whole groups; reads trained groups only if there are too few others."""
         settings = self._settings
         old = await self._too_old(step)
         groups: dict[str, list[str]] = {}
@@ -211,9 +210,9 @@ class DataStream:
         return groups
 
     async def _replayed(self, step: int) -> StepData | None:
-        """What ``step`` took when it was last done; None where it was not, or some of it is not ready now.
+        """Return the data that ``step`` took before; None if there are none or if some are not ready now.
 
-        Data that cannot be trained any more are left out.
+        Leaves out data that can no longer be trained.
         """
         ids = self._replay.get(step)
         if not ids:
@@ -225,12 +224,12 @@ class DataStream:
         if len(found.keys() | problems.keys()) < len(ids) or any(
             item.status is not DataStatus.READY for item in data
         ):
-            logger.info("step %d cannot train what it trained before: some of it is taken", step)
+            logger.info("step %d cannot train the data it trained before: some of them are taken", step)
             return None
         return await self._step_data(data, step, is_rest=False) if data else None
 
     async def _quarantine_unproven(self, data: Sequence[DBRecordData]) -> bool:
-        """Set aside the groups that ``verify`` finds a problem with; True if there are any."""
+        """Quarantine the groups that fail ``verify``; return whether there are any."""
         problems = {} if self._verify is None else await self._verify(data)
         for task, problem in problems.items():
             count = await self._store.training.quarantine({"task": task}, problem, attempt=self._attempt)
@@ -241,7 +240,7 @@ class DataStream:
         return bool(problems)
 
     async def _usable(self, groups: Mapping[str, Sequence[str]], step: int) -> list[DBRecordData] | None:
-        """The data of ``groups``; None where some were set aside or have changed: the choice is made anew."""
+        """Return the data of ``groups``; None if some were quarantined or have changed: choose again."""
         ids = [id for members in groups.values() for id in members]
         found, problems = await self._read(ids, step)
         for members in groups.values():
@@ -251,7 +250,7 @@ class DataStream:
             key, why = next(iter(problems.items()))
             raise TrainingError(
                 f"no trajectory of the last {self._unusable_groups} groups can be trained; {key}: {why}",
-                hint="see that engines and the trainer have the same model (--model_name_or_path) and limits",
+                hint="give engines and the trainer the same model (--model_name_or_path) and limits",
             )
         await self._quarantine(problems)
         if problems or len(found) < len(ids):
@@ -260,7 +259,7 @@ class DataStream:
         return None if await self._quarantine_unproven(data) else data
 
     async def _read(self, ids: Sequence[str], step: int) -> tuple[dict[str, DBRecordData], dict[str, str]]:
-        """Return data by id, and the problem of each that ``step`` cannot train."""
+        """Return data by id, and the problem of each document that ``step`` cannot train."""
         found, problems = await self._store.training.fetch_readable(ids)
         ready = [item for item in found.values() if item.status is DataStatus.READY]
         problems |= await asyncio.to_thread(self._problems, ready)
@@ -281,7 +280,7 @@ class DataStream:
 
     async def _quarantine(self, problems: Mapping[str, str]) -> None:
         for id, why in problems.items():
-            logger.error("trajectory %s is set aside, and its group is trained without it: %s", id, why)
+            logger.error("trajectory %s is quarantined, and its group is trained without it: %s", id, why)
             self._quarantined += await self._store.training.quarantine(
                 {"_id": id}, why[:_LONGEST_PROBLEM], attempt=self._attempt
             )
@@ -292,10 +291,10 @@ class DataStream:
         return StepData(groups, self._weighed(data, ages), ages, is_rest)
 
     def _weighed(self, data: Sequence[DBRecordData], ages: Mapping[int, int]) -> tuple[DBRecordData, ...]:
-        """Mask old tokens, whiten the advantages, decay those of old tokens, as far as the flags say.
+        """Mask old tokens, whiten advantages and decay those of old tokens, according to the flags.
 
-        A masked token is in no mean. Decay comes last: whitening after it would give a token that has lost
-        its weight the advantage −mean / std.
+        Masking comes before whitening: no mean counts a masked token. Decay comes after it: otherwise
+        whitening would turn a decayed advantage into −mean / std.
         """
         freshness = self._settings.freshness
         whitens = self._settings.whitening == "batch"
@@ -305,7 +304,7 @@ class DataStream:
         return whiten(weighed) if whitens and freshness.policy != "decay" else weighed
 
     async def _sampling_finished(self) -> bool:
-        """True when every epoch holds every task and each of its groups is finalized."""
+        """Return whether every epoch holds every task and all groups are finalized."""
         split = self._settings.split
         if await self._store.tasks.next_epoch(split, self._settings.num_epochs) is not None:
             return False
@@ -313,10 +312,23 @@ class DataStream:
 
     async def _no_data(self) -> TrainingError:
         counts = await self._store.tasks.counts(self._settings.split)
-        told = ", ".join(f"{number} {status}" for status, number in counts.items()) or "none"
+        listed = ", ".join(f"{number} {status}" for status, number in counts.items()) or "none"
         return TrainingError(
             f"fewer than {self._settings.groups_per_step} groups became ready within"
-            f" {self._settings.wait_seconds:g} s; tasks: {told}",
-            hint="see that `agentrl serve` and `agentrl sample` run (`agentrl audit run` shows them), then"
+            f" {self._settings.wait_seconds:g} s; tasks: {listed}",
+            hint="check that `agentrl serve` and `agentrl sample` run (`agentrl audit run` shows them), then"
             " start the trainer again: it resumes; or raise --data_wait_seconds",
         )
+
+
+def whiten(data: Sequence[DBRecordData]) -> tuple[DBRecordData, ...]:
+    """Return ``data`` with whitened advantages; the weight of a span is its number of tokens.
+
+    The order of ``data`` changes no value.
+    """
+    spans = [span for item in data for span in item.spans]
+    advantages = iter(whitened([s.advantage for s in spans], [s.end - s.start for s in spans]))
+    return tuple(
+        replace(item, spans=tuple(replace(span, advantage=next(advantages)) for span in item.spans))
+        for item in data
+    )

@@ -1,7 +1,7 @@
-"""Proves training data before a step trains them: scores, advantages and tokens follow from what is stored.
+"""Verify stored training data against the documents that they come from, before a step trains them.
 
-Samplers may write Tasks, Records and training data, so each is compared with the others here. What a
-sampler could have sampled and scored by itself passes; everything else does not.
+Samplers may write Tasks, Records and training data, so the trainer compares each with the others. Data pass
+if a sampler could have sampled and scored them; all other data are refused.
 """
 
 from __future__ import annotations
@@ -12,9 +12,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from agentrl.data.compare import differences
+from agentrl.config.schema import GroupConfig
+from agentrl.data.convert import to_training_data
 from agentrl.data.finalize_group import GroupRules
-from agentrl.documents.status import TaskStatus
+from agentrl.documents.dispatch import DispatchedSamplingTask
+from agentrl.documents.record import Record
+from agentrl.documents.status import CallStatus, TaskStatus
+from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import AgentRLError, StoreUnavailableError
 from agentrl.store.groups import StoredGroup, slot_problem
@@ -23,14 +27,21 @@ if TYPE_CHECKING:
     from agentrl.store.client import Store
 
 Verify = Callable[[Sequence[DBRecordData]], Awaitable[dict[str, str]]]
-"""Training data → the groups among them that are not proven, and why: {task: problem}."""
+"""Training data → the groups that fail verification: {task: problem}."""
 
 _TOLERANCE = 1e-9
+"""Largest relative and absolute difference of two advantages that counts as rounding."""
+
 _ORIGIN = ("record", "task", "split", "score", "advantage", "turns")
+_COMPARED = (
+    "input_ids", "nodes", "spans", "behavior_logprobs", "tokens", "trainable_tokens", "min_version",
+    "max_version",
+)  # fmt: skip
+_PACKED = ("input_ids", "behavior_logprobs")
 
 
 def verifier(store: Store) -> Verify:
-    """Return the check of training data against the other documents of ``store``."""
+    """Return a check of training data against the other documents of ``store``."""
 
     async def verify(data: Sequence[DBRecordData]) -> dict[str, str]:
         by_task: dict[str, list[DBRecordData]] = {}
@@ -53,7 +64,7 @@ def verifier(store: Store) -> Verify:
 
 
 def group_problem(group: StoredGroup | None, data: Sequence[DBRecordData]) -> str | None:
-    """Say why ``data`` do not follow from their group; None where they do."""
+    """Return why ``data`` do not follow from their group; None if they do."""
     if group is None:
         return "it has no Task"
     if group.task.status is not TaskStatus.COMPLETED:
@@ -63,7 +74,7 @@ def group_problem(group: StoredGroup | None, data: Sequence[DBRecordData]) -> st
         return problem
     summary = group.task.group or {}
     if not isinstance(summary.get("rules"), Mapping):
-        return "its Task does not say by which rules it was decided"
+        return "its Task does not hold the rules by which it was decided"
     expected = {
         item.id: item
         for item in GroupRules.of_group(summary).decide(group.task, group.records, group.calls).data
@@ -77,7 +88,7 @@ def group_problem(group: StoredGroup | None, data: Sequence[DBRecordData]) -> st
 
 
 def _rounded_as(data: DBRecordData, expected: DBRecordData) -> DBRecordData:
-    """``expected`` with the advantages of ``data`` where they differ by rounding on another machine only."""
+    """Return ``expected`` with the advantages of ``data`` if they differ only by rounding."""
     found = [data.advantage, *(span.advantage for span in data.spans)]
     wanted = [expected.advantage, *(span.advantage for span in expected.spans)]
     if len(found) != len(wanted) or not all(map(_is_close, found, wanted)):
@@ -88,3 +99,47 @@ def _rounded_as(data: DBRecordData, expected: DBRecordData) -> DBRecordData:
 
 def _is_close(found: float, wanted: float) -> bool:
     return math.isclose(found, wanted, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+
+
+def explain_difference(
+    data: DBRecordData, calls: Sequence[DispatchedSamplingTask], config: GroupConfig | None
+) -> str | None:
+    """Compare ``data`` with a fresh conversion of its model calls; return the differences, or None.
+
+    ``calls`` are ordered by index. ``config`` holds the rules for which calls are trained; with None, the
+    calls that ``data`` names are. Raises StoreError if the calls contradict one another.
+    """
+    if config is None:
+        named = {span.call for span in data.spans}
+        calls = [call if call.index in named else replace(call, status=CallStatus.FAILED) for call in calls]
+        config = GroupConfig(drop_zero_advantage=False, minimal_advantage=0.0)
+    expected = to_training_data(_task(data), _record(data), calls, data.advantage, config)
+    if expected is None:
+        return "its model calls have no token to train"
+    return differences(data, expected)
+
+
+def differences(data: DBRecordData, expected: DBRecordData, *, also: Sequence[str] = ()) -> str | None:
+    """Return the fields of ``data`` that differ from ``expected``, or None. ``also``: more fields."""
+    found = [_difference(name, data, expected) for name in (*also, *_COMPARED)]
+    return "; ".join(text for text in found if text) or None
+
+
+def _difference(name: str, data: DBRecordData, expected: DBRecordData) -> str | None:
+    wanted, found = getattr(expected, name), getattr(data, name)
+    if wanted == found:
+        return None
+    if name in _PACKED:
+        return f"{name}: {len(found)} bytes that differ from the {len(wanted)} of its model calls"
+    return f"{name}: {found}, from its model calls {wanted}"
+
+
+def _task(data: DBRecordData) -> Task:
+    return Task(id=data.task, task_id="", split=data.split, epoch=0, order=0, query="")
+
+
+def _record(data: DBRecordData) -> Record:
+    return Record(
+        id=data.record, task=data.task, traj_id=0, attempt=1, split=data.split, epoch=0, query="",
+        score=data.score, turns=data.turns,
+    )  # fmt: skip

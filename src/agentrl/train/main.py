@@ -253,8 +253,8 @@ def _stream(
     store: Store, configs: Configs, computer: PolicyTrainer | Leader, progress: Progress
 ) -> DataStream:
     from agentrl.data.freshness import Freshness
+    from agentrl.data.planner import packing_problem
     from agentrl.data.stream import DataStream, StreamSettings
-    from agentrl.data.usable import problem_of
     from agentrl.data.verify import verifier
 
     sampling, tasks, train = configs[SamplingConfig], configs[TaskConfig], configs[TrainConfig]
@@ -269,7 +269,7 @@ def _stream(
         whitening=train.advantage_whitening,
         wait_seconds=train.data_wait_seconds,
         problem_of=partial(
-            problem_of,
+            packing_problem,
             vocab_size=computer.policy.model.config.get_text_config().vocab_size,
             max_tokens=train.max_tokens,
         ),

@@ -16,8 +16,8 @@ from rich.console import Console
 from agentrl.cli import db
 from agentrl.cli.db.check import options_of
 from agentrl.data.freshness import Freshness
+from agentrl.data.planner import packing_problem
 from agentrl.data.stream import DataStream, StreamSettings
-from agentrl.data.usable import problem_of
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.status import DataStatus
 from agentrl.observe.audit.record import render_rows
@@ -57,7 +57,7 @@ DAMAGES: dict[str, tuple[Callable[[Store], Awaitable[Any]], str]] = {
 def take_from(store: Store) -> DataStream:
     settings = StreamSettings(
         groups_per_step=1, num_epochs=1, wait_seconds=20.0, freshness=Freshness(max_staleness=1),
-        problem_of=partial(problem_of, vocab_size=1000, max_tokens=4096),
+        problem_of=partial(packing_problem, vocab_size=1000, max_tokens=4096),
     )  # fmt: skip
     return DataStream(store, settings)
 

@@ -175,7 +175,7 @@ def test_a_folder_without_tokenizer_or_template_says_what_mends_it(tmp_path: Pat
     with pytest.raises(ModelError, match="not valid Jinja"):
         ChatRenderer.open(tmp_path, broken)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelError, match="is no tokenizer"):
+    with pytest.raises(ModelError, match="is not a tokenizer"):
         ChatRenderer.open(tmp_path, broken)
 
 

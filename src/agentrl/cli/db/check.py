@@ -79,7 +79,7 @@ def last_checkpoint(output: Path) -> Checkpoint | None:
 def options_of(arguments: argparse.Namespace) -> CheckOptions:
     """The options that the flags of ``check`` say."""
     from agentrl.config.schema import ClaimConfig
-    from agentrl.data.compare import explain_difference
+    from agentrl.data.verify import explain_difference
     from agentrl.store.admin.check.reading import CheckOptions
 
     output = arguments.output_dir

@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from agentrl.data.sampled import masked_because
+from agentrl.data.convert import mask_reason
 from agentrl.documents.base import now
 from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, without_results
 from agentrl.documents.record import Record
@@ -131,7 +131,7 @@ def _turn(call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None) -
         yield from _execution(execution)
     if call.error:
         yield plain(f"  {call.error}", "red")
-    if (parameter := masked_because(call)) is not None:
+    if (parameter := mask_reason(call)) is not None:
         yield plain(f"  cannot be trained: sampled with {parameter}", "yellow")
 
 

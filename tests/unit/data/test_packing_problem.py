@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from training_data import group
 
-from agentrl.data.planner import build_micro_batches
-from agentrl.data.usable import problem_of
+from agentrl.data.planner import build_micro_batches, packing_problem
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 from agentrl.errors import AgentRLError
@@ -52,7 +51,7 @@ BAD: dict[str, tuple[DBRecordData, str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_datum_that_cannot_be_trained_says_why(name: str) -> None:
     data, why = BAD[name]
-    assert why in (problem_of(data, vocab_size=VOCABULARY, max_tokens=64) or "")
+    assert why in (packing_problem(data, vocab_size=VOCABULARY, max_tokens=64) or "")
 
 
 def branching(seed: int) -> DBRecordData:
@@ -83,5 +82,5 @@ def test_a_datum_is_too_long_exactly_where_packing_refuses_it(seed: int, merging
             build_micro_batches([data], max_tokens, vocab_size=VOCABULARY, merging=merging)
         except AgentRLError:
             refused = True
-        problem = problem_of(data, vocab_size=VOCABULARY, max_tokens=max_tokens)
+        problem = packing_problem(data, vocab_size=VOCABULARY, max_tokens=max_tokens)
         assert (problem is not None) == refused, (max_tokens, problem)

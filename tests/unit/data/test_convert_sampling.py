@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from agentrl.config.schema import GroupConfig
-from agentrl.data.compare import explain_difference
-from agentrl.data.convert import masked_calls, to_training_data
+from agentrl.data.convert import call_temperature, mask_reason, masked_calls, to_training_data
 from agentrl.data.finalize_group import GroupRules
-from agentrl.data.sampled import call_temperature, masked_because
+from agentrl.data.verify import explain_difference
 from agentrl.documents.dispatch import DispatchedSamplingTask, VersionSpan
 from agentrl.documents.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 from agentrl.documents.record import Record
@@ -82,7 +81,7 @@ def test_spans_have_the_temperature_of_their_call() -> None:
 )  # fmt: skip
 def test_what_shapes_the_distribution_masks_the_call(changes: dict[str, Any], reason: str) -> None:
     shaped = call(1, **changes)
-    assert masked_because(shaped) == reason
+    assert mask_reason(shaped) == reason
     data = convert(call(0), shaped, call(2))
     assert data is not None
     assert unpack_ids(data.input_ids).tolist() == [5, 6, 0, 1, 5, 6, 10, 11, 5, 6, 20, 21]
@@ -99,10 +98,10 @@ def test_logprobs_of_the_sampled_distribution_are_trained() -> None:
     data = convert(shaped)
     assert data is not None
     assert [span.temperature for span in data.spans] == [0.7]
-    assert masked_because(replace(shaped, logprobs_of="other")) == "top_p 0.9"
-    assert masked_because(replace(call(0), logprobs_of="other")) == "logprobs of several distributions"
+    assert mask_reason(replace(shaped, logprobs_of="other")) == "top_p 0.9"
+    assert mask_reason(replace(call(0), logprobs_of="other")) == "logprobs of several distributions"
     greedy = replace(call(0, temperature=0.0), logprobs_of="sampled")
-    assert masked_because(greedy) == "temperature 0.0"
+    assert mask_reason(greedy) == "temperature 0.0"
     assert call_temperature(greedy) is None
 
 

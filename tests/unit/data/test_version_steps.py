@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 from fake_store import FakeStore
 
-from agentrl.data.ages import VersionSteps
+from agentrl.data.freshness import VersionSteps
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
