@@ -62,7 +62,7 @@ async def _higher_score(store: Store) -> None:
 FORGERIES: dict[str, tuple[Forge, str]] = {
     "the score of a Record": (lambda s: _record(s, {"score": 5.0}), "has the score 5.0, and its slot 0.0"),
     "the score of a slot": (lambda s: _slot(s, {"score": 5.0}), "has the score 0.0, and its slot 5.0"),
-    "the score of both": (_higher_score, "score: 0.0, from its calls 5.0"),
+    "the score of both": (_higher_score, "score: 0.0, from its model calls 5.0"),
     "another attempt": (
         lambda s: _slot(s, {"attempt": 2, "record_id": f"{run.READY}/0/2"}),
         "its slot is not scored by it",

@@ -152,7 +152,7 @@ GOOD = training_data([1, 2, 3, 4], [(0, 4, -1)], [(1, 2), (3, 4)])
         (replace(GOOD, tokens=5), "says 5 tokens and holds 4"),
         (replace(GOOD, nodes=(Node(start=0, end=3),)), "nodes cover 3 of 4"),
         (replace(GOOD, nodes=(Node(start=1, end=4),)), "does not follow token 0"),
-        (replace(GOOD, nodes=(Node(start=0, end=4, parent=0),)), "names 0, no earlier node"),
+        (replace(GOOD, nodes=(Node(start=0, end=4, parent=0),)), "has parent 0, not an earlier node"),
         (training_data([1, 2], [(0, 2, -1)], [(1, 3)]), r"span \[1, 3\) is outside 2 tokens"),
         (training_data([1, 2, 3], [(0, 3, -1)], [(1, 3), (2, 3)]), "spans overlap"),
         (training_data([1, 2], [(0, 2, -1)], [(0, 2)]), "trainable and a root"),
@@ -182,7 +182,7 @@ def test_supervised_sequences() -> None:
         ([[1, 2]], [[True, True]], "first token is trainable"),
         ([[1, 2]], [[False]], "a mask of 1"),
         ([[1, 77]], [[False, True]], "token id 77"),
-        ([], [], "no trajectories"),
+        ([], [], "at least one trajectory"),
     ],
 )
 def test_sequences_that_are_none_are_refused(

@@ -83,7 +83,7 @@ def test_what_makes_data_stale(policy: str, spans: str | None) -> None:
 
 
 def test_a_decay_needs_its_rate() -> None:
-    with pytest.raises(ConfigError, match="decay is given without the rate"):
+    with pytest.raises(ConfigError, match="decay needs the rate"):
         fresh("decay", decay=None)
     assert fresh("drop", decay=None).policy == "drop"
 

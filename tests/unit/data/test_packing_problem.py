@@ -44,7 +44,7 @@ BAD: dict[str, tuple[DBRecordData, str]] = {
     "logprobs cut off": (datum(behavior_logprobs=pack_floats([-1.0])), "logprobs 1"),
     "nodes that do not tile": (datum(nodes=(Node(start=1, end=10),)), "does not follow token 0"),
     "nothing to train": (datum(spans=(), trainable_tokens=0, behavior_logprobs=b""), "no trainable token"),
-    "a trainable root": (datum(spans=(span(0, 4),)), "nothing predicts it"),
+    "a trainable root": (datum(spans=(span(0, 4),)), "no token predicts it"),
 }
 
 

@@ -71,7 +71,8 @@ def test_what_differs_is_named(name: str, value: Any) -> None:
 
 
 def test_data_without_a_token_to_train_are_told() -> None:
-    assert explain_difference(replace(data(), spans=()), CALLS, None) == "its calls have no token to train"
+    why = explain_difference(replace(data(), spans=()), CALLS, None)
+    assert why == "its model calls have no token to train"
 
 
 def test_calls_that_contradict_one_another_are_an_error() -> None:
