@@ -19,9 +19,8 @@ from agentrl.documents.training import DBRecordData
 from agentrl.errors import GroupError, StoreError
 from agentrl.scoring.groups import FAILED, summarize
 from agentrl.store import slots
-from agentrl.store.admin.regroup import read_records
 from agentrl.store.blobs import Blobs
-from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.dispatches import read_calls
 from agentrl.store.names import DATA, RECORD, TASK
 from agentrl.store.selection import ease_after_group
@@ -118,7 +117,7 @@ class Groups(Repository):
                 return False
             if data:
                 await self._collection(DATA).insert_many(data, session=session)
-            await self._settle(outcome.records, session)
+            await settle_records(self._connection, outcome.records, session)
             return True
 
         return await self._connection.transaction(write)
@@ -192,27 +191,41 @@ class Groups(Repository):
         calls = await read_calls(self._connection, sorted(_live(task)), readable=False)
         return StoredGroup(task=task, records=records, calls=calls)
 
-    async def _settle(self, outcomes: Sequence[RecordOutcome], session: AsyncClientSession) -> None:
-        updates = [
-            UpdateOne(
-                {"_id": outcome.record_id, "status": {"$in": sources(RECORD_EDGES, outcome.status)}},
-                {
-                    "$set": {
-                        "status": outcome.status.value, "advantage": outcome.advantage,
-                        "abandoned_because": outcome.because,
-                    }
-                },
-            )
-            for outcome in outcomes
-        ]  # fmt: skip
-        if not updates:
-            return
-        result = await self._collection(RECORD).bulk_write(updates, session=session)
-        if result.matched_count != len(updates):
-            raise StoreError(
-                f"{len(updates) - result.matched_count} of {len(updates)} Records of the group were not"
-                " scored, and only scored ones can be settled"
-            )
+
+async def read_records(
+    connection: Connection, task_id: str, session: AsyncClientSession | None = None
+) -> list[Record]:
+    """Return every attempt at every trajectory of a Task, by trajectory and attempt."""
+    cursor = connection.collection(RECORD).find(
+        {"task": task_id}, sort=[("traj_id", ASCENDING), ("attempt", ASCENDING)], session=session
+    )
+    return [Record.from_document(document) async for document in cursor]
+
+
+async def settle_records(
+    connection: Connection, outcomes: Sequence[RecordOutcome], session: AsyncClientSession
+) -> None:
+    """Move scored Records to READY or ABANDONED. Raises StoreError if one of them is not scored."""
+    updates = [
+        UpdateOne(
+            {"_id": outcome.record_id, "status": {"$in": sources(RECORD_EDGES, outcome.status)}},
+            {
+                "$set": {
+                    "status": outcome.status.value, "advantage": outcome.advantage,
+                    "abandoned_because": outcome.because,
+                }
+            },
+        )
+        for outcome in outcomes
+    ]  # fmt: skip
+    if not updates:
+        return
+    result = await connection.collection(RECORD).bulk_write(updates, session=session)
+    if result.matched_count != len(updates):
+        raise StoreError(
+            f"{len(updates) - result.matched_count} of {len(updates)} Records of the group were not"
+            " scored, and only scored ones can be settled"
+        )
 
 
 def slot_problem(task: Task, records: Sequence[Record]) -> str | None:

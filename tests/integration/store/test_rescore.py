@@ -147,7 +147,7 @@ async def test_a_dry_run_writes_nothing_and_the_filters_choose(
     assert await agentrl_db(run_config, "rescore", "--scorer", ONE, "--status", "abandoned") == 0
     with pytest.raises(StoreError, match="no scored Record like that"):
         await agentrl_db(run_config, "rescore", "--scorer", ONE, "--task", "train/0/nothing")
-    with pytest.raises(ConfigError, match="no scorer"):
+    with pytest.raises(ConfigError, match="unknown scorer"):
         await agentrl_db(run_config, "rescore", "--scorer", "exactt")
     assert await violations(store) == []
 

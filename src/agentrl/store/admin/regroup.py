@@ -1,35 +1,91 @@
-"""A finalized group taken up again while nothing of it is trained: what rescoring and reopening share."""
+"""Takes a group back and decides it anew, in one transaction: what rescoring and reopening have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
+from pymongo import UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
-from agentrl.documents.record import Record
-from agentrl.documents.status import DataStatus
-from agentrl.documents.training import DBRecordData
+from agentrl.documents.status import DataStatus, RecordStatus, TaskStatus
 from agentrl.store.blobs import Blobs
-from agentrl.store.connection import Connection
-from agentrl.store.names import DATA, RECORD
+from agentrl.store.connection import Connection, Json
+from agentrl.store.groups import GroupOutcome, settle_records
+from agentrl.store.names import DATA, RECORD, TASK
+
+_CONSUMED = [DataStatus.PLANNED.value, DataStatus.TRAINED.value]
+_SETTLED = [RecordStatus.READY.value, RecordStatus.ABANDONED.value]
 
 
 class Blocker(StrEnum):
-    """Why a finalized group stays as it is."""
+    """Why a finalized group cannot be taken back."""
 
-    TRAINED = "trained"  # a step has trained, or is about to train, some of its data
+    TRAINED = "trained"  # a step has trained, or has planned to train, some of its data
     PRUNED = "pruned"  # model calls of its scored trajectories have been deleted
-    NO_RULES = "no rules"  # it does not say by which rules it was decided
+    NO_RULES = "no rules"  # it does not store the rules by which it was decided
 
 
-_CONSUMED = [DataStatus.PLANNED.value, DataStatus.TRAINED.value]
+class GroupChangedError(Exception):
+    """Another process changed the group since it was read: read it again and retry."""
 
 
-async def blocker(
+class GroupBlockedError(Exception):
+    """The group is finalized and cannot be taken back."""
+
+    def __init__(self, blocker: Blocker) -> None:
+        super().__init__(blocker)
+        self.blocker = blocker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupChange:
+    """The changes to a group, as aggregation updates."""
+
+    task: Sequence[Json]
+    records: Sequence[UpdateOne] = ()
+    """Changes of single Records, each of which must match."""
+    outcome: GroupOutcome | None = None
+    """The new decision on a finalized group; None: it is undecided until its slots are terminal again."""
+
+
+async def regroup(
+    connection: Connection, task: Json, change: GroupChange, session: AsyncClientSession
+) -> int:
+    """Change a group; one that is finalized is taken back first, and decided anew by ``change.outcome``.
+
+    Taking back deletes its training data and moves its Records back to SCORED. Returns the number of deleted
+    training documents. Raises GroupChangedError if ``task`` is not as it was read, or GroupBlockedError: each
+    aborts the transaction.
+    """
+    task_id = task["_id"]
+    unchanged = {key: task[key] for key in ("_id", "status", "updated_at")}
+    updated = await connection.collection(TASK).update_one(unchanged, list(change.task), session=session)
+    if not updated.matched_count:
+        raise GroupChangedError
+    if change.records:
+        written = await connection.collection(RECORD).bulk_write(list(change.records), session=session)
+        if written.matched_count != len(change.records):
+            raise GroupChangedError
+    if task["status"] != TaskStatus.COMPLETED.value:
+        return 0
+    if (blocker := await find_blocker(connection, task_id, session)) is not None:
+        raise GroupBlockedError(blocker)
+    deleted = await _take_back(connection, task_id, session)
+    if change.outcome is not None:
+        await settle_records(connection, change.outcome.records, session)
+        blobs = Blobs(connection, DATA)
+        for item in change.outcome.data:
+            document = await blobs.rewrite(item.to_document(), session)
+            await connection.collection(DATA).insert_one(document, session=session)
+    return deleted
+
+
+async def find_blocker(
     connection: Connection, task_id: str, session: AsyncClientSession | None = None
 ) -> Blocker | None:
-    """What forbids to change the group; None where nothing does."""
+    """Return why a finalized group cannot be taken back; None if it can."""
     consumed = {"$or": [{"status": {"$in": _CONSUMED}}, {"trained_count": {"$gt": 0}}]}
     data = connection.collection(DATA)
     if await data.find_one({"task": task_id, **consumed}, {"_id": 1}, session=session):
@@ -40,34 +96,19 @@ async def blocker(
     return None
 
 
-async def drop_data(connection: Connection, task_id: str, session: AsyncClientSession) -> int:
-    """Delete the group's training data with their files; returns how many documents.
+async def _take_back(connection: Connection, task_id: str, session: AsyncClientSession) -> int:
+    """Delete the group's training data with their files, and move its Records back to SCORED.
 
-    A step that is planned at the same moment writes the same documents: one of the two starts over.
+    A step planned at the same moment writes the same documents, so that one of the two transactions retries.
     """
     data = connection.collection(DATA)
     ids = [item["_id"] async for item in data.find({"task": task_id}, {"_id": 1}, session=session)]
     if ids:
         await data.delete_many({"_id": {"$in": ids}}, session=session)
         await Blobs(connection, DATA).delete(ids, session)
-    return len(ids)
-
-
-async def insert_data(
-    connection: Connection, items: Sequence[DBRecordData], session: AsyncClientSession
-) -> None:
-    """Insert training data, large arrays as files, all in the transaction."""
-    blobs = Blobs(connection, DATA)
-    for item in items:
-        document = await blobs.rewrite(item.to_document(), session)
-        await connection.collection(DATA).insert_one(document, session=session)
-
-
-async def read_records(
-    connection: Connection, task_id: str, session: AsyncClientSession | None = None
-) -> list[Record]:
-    """Every attempt at every trajectory of a Task, by trajectory and attempt."""
-    cursor = connection.collection(RECORD).find(
-        {"task": task_id}, sort=[("traj_id", 1), ("attempt", 1)], session=session
+    await connection.collection(RECORD).update_many(
+        {"task": task_id, "status": {"$in": _SETTLED}},
+        {"$set": {"status": RecordStatus.SCORED.value, "advantage": None, "abandoned_because": None}},
+        session=session,
     )
-    return [Record.from_document(document) async for document in cursor]
+    return len(ids)

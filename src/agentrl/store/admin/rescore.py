@@ -1,14 +1,14 @@
-"""Scores given again: Records, slots and, while it is untrained, all that follows in their group."""
+"""Writes new scores of Records, and decides their groups anew while nothing of them is trained."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pymongo import ASCENDING, UpdateOne
-from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.base import plain
 from agentrl.documents.record import Record
@@ -16,10 +16,17 @@ from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Begin, Task
 from agentrl.errors import StoreError
 from agentrl.store import slots
-from agentrl.store.admin.regroup import Blocker, blocker, drop_data, insert_data, read_records
+from agentrl.store.admin.regroup import (
+    Blocker,
+    GroupBlockedError,
+    GroupChange,
+    GroupChangedError,
+    find_blocker,
+    regroup,
+)
 from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.dispatches import read_calls
-from agentrl.store.groups import Decide, GroupOutcome, StoredGroup
+from agentrl.store.groups import Decide, GroupOutcome, StoredGroup, read_records
 from agentrl.store.names import RECORD, TASK
 from agentrl.store.selection import ease_after_group
 
@@ -51,10 +58,6 @@ class Rescored:
     changed: int
     decided_again: bool = False
     kept_because: Blocker | None = None
-
-
-class _ChangedError(Exception):
-    """The group was changed by someone else between reading and writing."""
 
 
 class Rescoring(Repository):
@@ -95,10 +98,8 @@ class Rescoring(Repository):
         trained, is decided again at once. Otherwise the new scores are noted beside the old.
         """
         for _ in range(_TRIES):
-            try:
+            with contextlib.suppress(GroupChangedError, GroupBlockedError):
                 return await self._apply(task_id, scores, decide_by, dry_run)
-            except _ChangedError:
-                continue
         raise StoreError(f"group {task_id} did not hold still", hint="rescore it when its samplers are done")
 
     async def _apply(
@@ -116,7 +117,7 @@ class Rescoring(Repository):
             if not dry_run:
                 await self._write(document, earlier, scores, None)
             return Rescored(changed=len(earlier))
-        kept_because = await blocker(self._connection, task_id)
+        kept_because = await find_blocker(self._connection, task_id)
         decide = decide_by((document.get("group") or {}).get("rules"))
         if kept_because is None and decide is None:
             kept_because = Blocker.NO_RULES
@@ -135,43 +136,13 @@ class Rescoring(Repository):
         self, task: Json, earlier: Sequence[Record], scores: Mapping[str, NewScore],
         outcome: GroupOutcome | None,
     ) -> None:  # fmt: skip
-        """The new scores; with ``outcome``, what the group becomes by them."""
-        unchanged = {key: task[key] for key in ("_id", "status", "updated_at")}
-
-        async def write(session: AsyncClientSession) -> None:
-            update = _new_task(earlier, scores, task, outcome)
-            result = await self._collection(TASK).update_one(unchanged, update, session=session)
-            if not result.matched_count:
-                raise _ChangedError
-            updates = [_new_record(record, scores[record.id]) for record in earlier]
-            written = await self._collection(RECORD).bulk_write(updates, session=session)
-            if written.matched_count != len(updates):
-                raise _ChangedError
-            if outcome is not None:
-                await self._decide_again(str(task["_id"]), outcome, session)
-
-        await self._connection.transaction(write)
-
-    async def _decide_again(self, task_id: str, outcome: GroupOutcome, session: AsyncClientSession) -> None:
-        if await blocker(self._connection, task_id, session) is not None:
-            raise _ChangedError
-        await drop_data(self._connection, task_id, session)
-        await insert_data(self._connection, outcome.data, session)
-        settled = [
-            UpdateOne(
-                {"_id": item.record_id, "status": {"$in": [status.value for status in _SETTLED]}},
-                {
-                    "$set": {
-                        "status": item.status.value, "advantage": item.advantage,
-                        "abandoned_because": item.because,
-                    }
-                },
-            )
-            for item in outcome.records
-        ]  # fmt: skip
-        result = await self._collection(RECORD).bulk_write(settled, session=session)
-        if result.matched_count != len(settled):
-            raise _ChangedError
+        """Write the new scores, and the group as ``outcome`` decides it."""
+        change = GroupChange(
+            task=_new_task(earlier, scores, task, outcome),
+            records=[_new_record(record, scores[record.id]) for record in earlier],
+            outcome=outcome,
+        )
+        await self._connection.transaction(lambda session: regroup(self._connection, task, change, session))
 
     async def _note(self, records: Sequence[Record], scores: Mapping[str, NewScore]) -> None:
         notes = [
