@@ -91,7 +91,7 @@ def _audit_record(words: list[str]) -> int:
 
 
 def _print(configs: Configs, read: Callable[[Store], Awaitable[RenderableType | None]]) -> None:
-    from agentrl.observe.tables import stdout_console
+    from agentrl.observe.terminal import stdout_console
     from agentrl.store.client import open_existing
 
     async def run() -> RenderableType | None:
@@ -131,7 +131,7 @@ async def _record(store: Store, wanted: str) -> RenderableType:
 
 
 def _several(wanted: str, found: list[str]) -> ConfigError:
-    from agentrl.observe.sanitize_terminal import clean
+    from agentrl.observe.terminal import clean
 
     ids = ", ".join(clean(record_id) for record_id in found[:_MATCHES_SHOWN])
     more = ", …" if len(found) > _MATCHES_SHOWN else ""

@@ -1,4 +1,4 @@
-"""How a process joins a run: its settings must be those that the run was begun with."""
+"""Join a run: store its settings, or check that this process agrees with those stored."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 async def begin_run(store: Store, configs: Configs, role: str, facts: Facts) -> None:
-    """Write what the run is begun with, or compare: ConfigError where this process contradicts it.
+    """Store ``facts`` as the run's settings, or raise ConfigError if they contradict the stored ones.
 
-    Called before anything is claimed, loaded or trained. The first process of a role leaves its flags; the
-    secret ones are left out.
+    Call it before anything is claimed, loaded or trained. The first process of a role also stores its flags,
+    except secret ones.
     """
     for concern, values in facts.items():
         await store.settings.begin(concern, values, role)
@@ -34,7 +34,7 @@ async def begin_run(store: Store, configs: Configs, role: str, facts: Facts) -> 
 
 
 async def begin_model(store: Store, folder: str | Path | None, role: str) -> None:
-    """Write the shape and the tokenizer of the run's model, or compare: ConfigError for another model."""
+    """Store the shape and the tokenizer of the run's model; ConfigError if the run has another model."""
     if folder is None:
         return
     facts = await asyncio.to_thread(model_facts, Path(folder))

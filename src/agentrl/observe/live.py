@@ -1,4 +1,4 @@
-"""The trainer's live view: one aligned line per optimizer step, colored on a terminal, plain elsewhere."""
+"""Print one aligned line per optimizer step: colored on a terminal, plain elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SECONDS = ("seconds_data", "seconds_forward_backward", "seconds_optimizer", "se
 
 @dataclass(frozen=True)
 class _Column:
-    """``show`` turns a step's metrics into the cell's text, right-aligned in ``width``."""
+    """One column; ``show`` returns the text of a cell from the metrics of a step."""
 
     title: str
     width: int
@@ -26,16 +26,16 @@ class _Column:
 
 
 class StepView:
-    """Prints one line per step; the header comes back every ``HEADER_EVERY`` lines."""
+    """Prints one line per step, and the header every ``HEADER_EVERY`` lines."""
 
     def __init__(self, console: Console | None = None, *, max_steps: int = -1) -> None:
-        """``max_steps`` above 0 is shown beside the step. The default console writes to stdout."""
+        """Show ``max_steps`` beside the step if it is above 0. The default console writes to stdout."""
         self._console = console or Console(highlight=False)
         self._max_steps = max_steps
         self._lines = 0
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Print the line of ``step``. Keys are those of TrainStep.metrics; a missing one shows as a dash."""
+        """Print the line of ``step``; keys as in TrainStep.metrics, and a missing value prints as a dash."""
         label = f"{step}/{self._max_steps}" if self._max_steps > 0 else str(step)
         if self._lines % HEADER_EVERY == 0:
             self._print(Text(_row("step", [column.title for column in _COLUMNS]), style="bold"))
@@ -55,7 +55,7 @@ def _row(label: str, cells: list[str]) -> str:
 
 
 def number(metrics: Mapping[str, Any], key: str, form: str) -> str:
-    """``metrics[key]`` in ``form``; a dash where it is missing, no number, or not finite."""
+    """Return ``metrics[key]`` in format ``form``; a dash if it is missing, not a number, or not finite."""
     value = metrics.get(key)
     if not isinstance(value, int | float) or not math.isfinite(value):
         return MISSING
@@ -75,7 +75,7 @@ def _queues(metrics: Mapping[str, Any]) -> str:
 
 
 def seconds_of(metrics: Mapping[str, Any]) -> float | None:
-    """The seconds of a step: waiting for data, computing, publishing. None where nothing was timed."""
+    """Return the seconds of a step: data, computation and publication; None if none of them was measured."""
     parts = [metrics[key] for key in _SECONDS if isinstance(metrics.get(key), int | float)]
     return float(sum(parts)) if parts else None
 

@@ -1,9 +1,9 @@
-"""Logging of every process: one line format on stderr and in a file, secrets redacted, long records cut.
+"""Log to stderr and to a file from every process: one line format, secrets redacted, long records cut.
 
-A thread formats and writes (``log_writer``): neither a long record nor a slow disk stops an event loop.
+A background thread formats and writes, so that a long record or a slow disk never blocks an event loop.
 
-A module logs through ``logging.getLogger(__name__)``; facts go into ``extra`` and are printed as
-``key=value`` behind the message::
+A module logs through ``logging.getLogger(__name__)``; structured fields go into ``extra`` and are printed as
+``key=value`` after the message::
 
     12:03:44 INFO    demo/sampler-node1-4711  claimed  task=train/0/17 traj_id=3
 """
@@ -15,14 +15,32 @@ import os
 import re
 import socket
 import sys
-from logging.handlers import RotatingFileHandler
+import threading
+import traceback
+from logging.handlers import QueueHandler, QueueListener, RotatingFileHandler
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.observe.log_writer import STANDARD_ATTRIBUTES, LogWriter
 from agentrl.observe.redact import redact_and_cut
+
+TEXT_LIMIT = 128 * 1024
+"""Maximum number of characters of a message, a field or a traceback in the queue; fewer are written."""
+
+FLUSH_SECONDS = 5.0
+"""Maximum time that ``flush`` waits for the thread."""
+
+_QUEUE_LIMIT = 10_000
+"""Maximum length of the queue; further records are counted and dropped until the thread catches up."""
+
+STANDARD_ATTRIBUTES = frozenset(logging.makeLogRecord({}).__dict__) | {
+    "message", "asctime", "taskName", "color_message",
+}  # fmt: skip
+"""Attributes of a record that do not come from ``extra``."""
+
+Item = logging.LogRecord | threading.Event | None
 
 _FILE_BYTES = 64 * 2**20
 _FILES_KEPT = 3
@@ -40,7 +58,7 @@ _QUIET = {
     "urllib3": logging.WARNING,
     "uvicorn.access": logging.WARNING,
 }
-_COLOURS = {
+_COLORS = {
     logging.DEBUG: "\x1b[2m",
     logging.WARNING: "\x1b[33m",
     logging.ERROR: "\x1b[31m",
@@ -49,21 +67,21 @@ _COLOURS = {
 _RESET = "\x1b[0m"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _SHOWN = 64 * 1024
-"""Characters of a record that are written."""
+"""Maximum number of characters written per record."""
 
 _installed: list[logging.Handler] = []
 
 
 def describe_process_id() -> str:
-    """``host-pid`` of this process: its name in claims, log lines and log files."""
+    """Return ``host-pid``, the name of this process in claims, log lines and log files."""
     return f"{socket.gethostname().split('.')[0]}-{os.getpid()}"
 
 
 def setup(run: RunConfig, role: str, id: str | None = None) -> None:
     """Send every log record of this process to stderr and to ``{log_dir}/{run_name}_{role}_{id}.log``.
 
-    ``id`` defaults to ``describe_process_id()``. Calling it again replaces the handlers of the call before.
-    Warnings and uncaught exceptions are logged too. Raises ConfigError when ``log_dir`` cannot be written.
+    ``id`` defaults to ``describe_process_id()``. Another call replaces the handlers of the one before.
+    Warnings and uncaught exceptions are logged too. Raises ConfigError if ``log_dir`` cannot be written.
     """
     id = id or describe_process_id()
     name = f"{run.run_name}/{role}-{id}"
@@ -82,13 +100,13 @@ def setup(run: RunConfig, role: str, id: str | None = None) -> None:
 
 
 def flush() -> None:
-    """Wait until every record so far is written; bounded. At exit this happens by itself."""
+    """Wait until every record so far is written, ``FLUSH_SECONDS`` at most; this also happens at exit."""
     for handler in _installed:
         handler.flush()
 
 
 def quiet_transformers() -> None:
-    """No progress bars from transformers, and its log records go the way of all others."""
+    """Turn off the progress bars of transformers and send its log records to this process's handlers."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     library = sys.modules.get("transformers.utils.logging")
     if library is not None:
@@ -98,7 +116,7 @@ def quiet_transformers() -> None:
 
 
 class LineFormatter(logging.Formatter):
-    """``time LEVEL run/role-id  message  key=value``; control characters out, secrets hidden."""
+    """Formats ``time LEVEL run/role-id  message  key=value``, without control characters and secrets."""
 
     def __init__(self, name: str, *, date_format: str, color: bool = False) -> None:
         super().__init__(datefmt=date_format)
@@ -106,7 +124,7 @@ class LineFormatter(logging.Formatter):
         self._color = color
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as text; lines after the first (a traceback) are indented."""
+        """Return the record as text; indent the lines after the first, such as a traceback."""
         extras = "".join(
             f" {key}={_value(value)}"
             for key, value in record.__dict__.items()
@@ -121,8 +139,8 @@ class LineFormatter(logging.Formatter):
             text += "\n" + self.formatStack(record.stack_info)
         body = _CONTROL.sub("�", redact_and_cut(text.rstrip(), _SHOWN)).replace("\n", "\n    ")
         level = f"{record.levelname:<7}"
-        if self._color and record.levelno in _COLOURS:
-            level = f"{_COLOURS[record.levelno]}{level}{_RESET}"
+        if self._color and record.levelno in _COLORS:
+            level = f"{_COLORS[record.levelno]}{level}{_RESET}"
         return f"{self.formatTime(record, self.datefmt)} {level} {self._name}  {body}"
 
 
@@ -164,3 +182,96 @@ def _log_uncaught(kind: type[BaseException], error: BaseException, traceback: Tr
     logging.getLogger("agentrl").critical(
         "the process ends with an error that nothing caught", exc_info=(kind, error, traceback)
     )
+
+
+class LogWriter(QueueHandler):
+    """A handler that passes every record to ``handlers`` in a background thread.
+
+    The message, the fields and the traceback are rendered when the record is logged, because they may change
+    later. CRITICAL records and ``flush`` wait until the thread has written.
+    """
+
+    def __init__(self, handlers: list[logging.Handler]) -> None:
+        self._queue: SimpleQueue[Item] = SimpleQueue()
+        super().__init__(self._queue)
+        self._handlers = handlers
+        self._left_out = 0
+        self._process = os.getpid()
+        self._listener = _Listener(self._queue, *handlers)
+        self._listener.start()
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """Return a copy of the record with rendered texts of limited length."""
+        values = dict(record.__dict__)
+        values.update(msg=_bounded(record.getMessage()), args=None, exc_info=None)
+        if record.exc_info and not record.exc_text:
+            values["exc_text"] = _bounded("".join(traceback.format_exception(*record.exc_info)).rstrip())
+        for name, value in record.__dict__.items():
+            if name not in STANDARD_ATTRIBUTES and not isinstance(value, (int, float)):
+                values[name] = _bounded(str(value))
+        return logging.makeLogRecord(values)
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Put the record into the queue; return after it is written if it is CRITICAL.
+
+        A forked child has no thread and writes its records itself.
+        """
+        if os.getpid() != self._process:
+            self._listener.handle(record)
+            return
+        if self._queue.qsize() >= _QUEUE_LIMIT and record.levelno < logging.CRITICAL:
+            self._left_out += 1
+            return
+        if self._left_out:
+            record.records_left_out, self._left_out = self._left_out, 0
+        self._queue.put(record)
+        if record.levelno >= logging.CRITICAL:
+            self.flush()
+
+    def flush(self) -> None:
+        """Wait until every record so far is written, ``FLUSH_SECONDS`` at most."""
+        if self._listener.runs:
+            written = threading.Event()
+            self._queue.put(written)
+            written.wait(FLUSH_SECONDS)
+
+    def close(self) -> None:
+        """Write the queued records, end the thread and close the handlers; idempotent."""
+        if self._listener.runs:
+            self.flush()
+            self._listener.end()
+            for handler in self._handlers:
+                handler.close()
+        super().close()
+
+
+class _Listener(QueueListener):
+    """The background thread; it sets an event of the queue once all records before it are written."""
+
+    def __init__(self, queue: SimpleQueue[Item], *handlers: logging.Handler) -> None:
+        super().__init__(queue, *handlers, respect_handler_level=True)
+
+    @property
+    def runs(self) -> bool:
+        """Return whether the thread is alive in this process."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def handle(self, record: logging.LogRecord | threading.Event) -> None:
+        """Write a record or set an event."""
+        if isinstance(record, threading.Event):
+            record.set()
+        else:
+            super().handle(record)
+
+    def end(self) -> None:
+        """Stop after the queued records, or after ``FLUSH_SECONDS`` if a handler is blocked."""
+        self.enqueue_sentinel()
+        if self._thread is not None:
+            self._thread.join(FLUSH_SECONDS)
+        self._thread = None
+
+
+def _bounded(text: str) -> str:
+    if len(text) <= TEXT_LIMIT:
+        return text
+    return f"{text[:TEXT_LIMIT]}\n[cut: {len(text) - TEXT_LIMIT} more characters]"

@@ -29,7 +29,7 @@ from agentrl.config.load import CommandParser
 from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.errors import ConfigError, EngineError
 from agentrl.observe.logging import quiet_transformers
-from agentrl.observe.tables import stdout_console, table
+from agentrl.observe.terminal import stdout_console, table
 
 if TYPE_CHECKING:
     from agentrl.inference.client import EngineClient, Generation

@@ -1,8 +1,8 @@
-"""Removes secrets from text, in time that grows linearly with its length.
+"""Remove secrets from text, in time that is linear in its length.
 
 A rule finds a secret by its name (``password=…``), its place (``://user:password@host``) or its published
-prefix (``AKIA…``, ``glpat-…``). To be linear, a rule whose end may be missing bounds every
-repetition before it, or begins with a literal that the repetition cannot contain.
+prefix (``AKIA…``, ``glpat-…``). To stay linear, a rule whose end may be missing limits every repetition
+before it, or begins with a literal that the repetition cannot contain.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable
 HIDDEN = "***"
 
 _ASSIGNED = r"""\\{0,4}["']?\]?\s{0,8}(?:=>|[:=]|%3D)\s{0,8}\\{0,4}["']?"""
-"""Between a name and its value, in shells, YAML, JSON (also JSON inside a string), Python and URLs."""
+"""What stands between a name and its value in shells, YAML, JSON (also inside a string), Python and URLs."""
 _VALUE = r"""[^\s"',;&}]+"""
 _QUOTED_OR_VALUE = r"""(?:(?<=")[^"\n]+|(?<=')[^'\n]+|[^\s"',;&}]+)"""
 _START = r"(?:(?<![A-Za-z0-9])|(?<=\\[nrt])|(?<=%[0-9A-Fa-f]{2}))"
-"""The beginning of a word; an escaped line break or a percent-encoded character may precede it."""
+"""The start of a word, also after an escaped line break or a percent-encoded character."""
 
 _PRIVATE_KEY = re.compile(
     r"(-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----)"
@@ -100,10 +100,10 @@ def redact(text: str) -> str:
 
 
 def redact_and_cut(text: str, limit: int) -> str:
-    """Return ``text`` redacted, and cut to ``limit`` characters with a notice of how many are left out.
+    """Return ``text`` redacted and cut to ``limit`` characters, with a notice of how many are missing.
 
-    At most ``2 * limit`` characters are scanned, so the cost does not depend on the length of ``text``. The
-    end of a part that was scanned is not shown: a secret may be incomplete there.
+    At most ``2 * limit`` characters are scanned, so the cost does not depend on the length of ``text``. If
+    only a part is scanned, its end is not shown, because a secret may be cut there.
     """
     scanned = redact(text[: 2 * limit])
     complete = len(text) <= 2 * limit

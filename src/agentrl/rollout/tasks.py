@@ -10,7 +10,7 @@ from agentrl.config.load import CommandParser
 from agentrl.config.schema import RunConfig
 from agentrl.documents.task_file import read_tasks
 from agentrl.errors import ConfigError
-from agentrl.observe.sanitize_terminal import clean
+from agentrl.observe.terminal import clean
 from agentrl.registry import paths_among
 from agentrl.rollout.finalizer import TRAIN_SPLIT
 

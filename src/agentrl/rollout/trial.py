@@ -28,7 +28,7 @@ from agentrl.inference.client import Generation
 from agentrl.inference.engines.launch import engine_client
 from agentrl.inference.router import EngineRouter
 from agentrl.observe.audit.record import render_trajectory
-from agentrl.observe.tables import stdout_console
+from agentrl.observe.terminal import stdout_console
 from agentrl.rollout.agents import AGENTS
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.probe import JUDGES

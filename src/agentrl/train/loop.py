@@ -14,7 +14,7 @@ from agentrl.data.stream import DataStream, StepData
 from agentrl.documents.training import TrainStep
 from agentrl.errors import PublishError, TrainingError
 from agentrl.observe.live import StepView
-from agentrl.observe.sanitize_terminal import excerpt
+from agentrl.observe.terminal import excerpt
 from agentrl.observe.trackers import Tracker
 from agentrl.train.lease import TrainerLease
 from agentrl.train.resume import Progress

@@ -19,7 +19,7 @@ from agentrl.errors import AgentRLError, ConfigError
 from agentrl.observe.audit.curve import plot_curve, running_mean
 from agentrl.observe.audit.record import render_rows, render_trajectory
 from agentrl.observe.audit.run import render_state
-from agentrl.observe.sanitize_terminal import clean, excerpt
+from agentrl.observe.terminal import clean, excerpt
 from agentrl.store.views.read import RunState, WholeTrajectory
 from agentrl.store.views.rows import DataCount, EngineRow, FailureCount, GroupCount, LengthBias
 

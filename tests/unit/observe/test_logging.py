@@ -15,9 +15,8 @@ import pytest
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.observe import log_writer
-from agentrl.observe.log_writer import LogWriter
-from agentrl.observe.logging import LineFormatter, describe_process_id, flush, setup
+from agentrl.observe import logging as run_logging
+from agentrl.observe.logging import LineFormatter, LogWriter, describe_process_id, flush, setup
 
 
 @pytest.fixture
@@ -164,7 +163,7 @@ class Blocked(logging.Handler):
 
 
 def test_a_handler_that_blocks_does_not_block_who_logs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_writer, "_QUEUE_LIMIT", 10)
+    monkeypatch.setattr(run_logging, "_QUEUE_LIMIT", 10)
     slow = Blocked()
     writer = LogWriter([slow])
     for number in range(30):

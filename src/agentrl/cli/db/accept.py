@@ -20,7 +20,7 @@ def register(subparsers: Any) -> None:
 
 async def accept(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Forget the settings and print what they were."""
-    from agentrl.observe.sanitize_terminal import clean
+    from agentrl.observe.terminal import clean
     from agentrl.store.client import open_existing
 
     async with await open_existing(run) as store:

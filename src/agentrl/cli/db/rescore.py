@@ -71,7 +71,7 @@ class _Run:
 async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Score, write and print a table; 1 if some Records could not be scored."""
     from agentrl.documents.status import RecordStatus
-    from agentrl.observe.tables import stdout_console
+    from agentrl.observe.terminal import stdout_console
     from agentrl.registry import allow_imports
     from agentrl.scoring.scorers import SCORERS
     from agentrl.store.admin.rescore import SCORED, Rescoring
@@ -191,7 +191,7 @@ def _count(split: _Split, group: StoredGroup, scores: Mapping[str, NewScore], do
 
 
 def _table(splits: Mapping[str, _Split], dry_run: bool) -> Any:
-    from agentrl.observe.tables import fixed, table
+    from agentrl.observe.terminal import fixed, table
 
     rows = [
         [

@@ -18,7 +18,7 @@ from agentrl.cli.doctor.run import (
 )
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import AgentConfig, EngineConfig, ModelConfig, RunConfig, SamplingConfig
-from agentrl.observe.tables import stdout_console, table
+from agentrl.observe.terminal import stdout_console, table
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 

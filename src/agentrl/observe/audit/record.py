@@ -17,8 +17,7 @@ from agentrl.documents.base import now
 from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, without_results
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus
-from agentrl.observe.sanitize_terminal import clean, excerpt, plain
-from agentrl.observe.tables import MISSING, age, fixed, table, versions
+from agentrl.observe.terminal import MISSING, age, clean, excerpt, fixed, plain, table, versions
 from agentrl.store.views.read import WholeTrajectory
 from agentrl.store.views.rows import TrajectoryRow
 

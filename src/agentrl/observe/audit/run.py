@@ -10,8 +10,7 @@ from rich.text import Text
 
 from agentrl.documents.status import DataStatus, RecordStatus, ServiceStatus, TaskStatus
 from agentrl.observe.live import number
-from agentrl.observe.sanitize_terminal import excerpt
-from agentrl.observe.tables import MISSING, age, fixed, table
+from agentrl.observe.terminal import MISSING, age, excerpt, fixed, table
 from agentrl.store.views.read import RunState
 
 _STEP_METRICS = {

@@ -10,8 +10,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -22,6 +20,7 @@ import bson
 from bson import json_util
 from bson.codec_options import CodecOptions, DatetimeConversion
 
+from agentrl.atomic_folder import atomic_folder
 from agentrl.errors import StoreError
 from agentrl.store.names import SCHEMA_VERSION
 
@@ -181,19 +180,13 @@ def require_empty(folder: Path) -> None:
 
 
 @contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
-    """A folder beside ``folder`` that is renamed to it at the end, and deleted after an error."""
-    temporary = folder.resolve().with_name(f".{folder.resolve().name}.{uuid.uuid4().hex[:8]}.partial")
+def export_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder that becomes ``folder`` at the end; StoreError if a write fails."""
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        _flush_folder(temporary)
-        os.replace(temporary, folder)
-        _flush_folder(folder.resolve().parent)
+        with atomic_folder(folder.resolve()) as temporary:
+            yield temporary
     except OSError as error:
         raise StoreError(f"{folder} cannot be written: {error.strerror}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -207,11 +200,3 @@ def flush(stream: IO[bytes]) -> None:
     """Wait until what was written is on disk."""
     stream.flush()
     os.fsync(stream.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

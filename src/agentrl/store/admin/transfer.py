@@ -20,9 +20,9 @@ from agentrl.store.admin.archive import (
     ExportedFile,
     LineWriter,
     Manifest,
-    atomic_folder,
     decode_line,
     encode_line,
+    export_folder,
     file_name,
     flush,
     require_empty,
@@ -58,7 +58,7 @@ class Transfer(Repository):
         if version is None:
             raise StoreError(f"there is no run {self._connection.database.name!r} to export")
         names = await self._stored_collections()
-        with atomic_folder(folder) as temporary:
+        with export_folder(folder) as temporary:
             async with self._connection.client.start_session(snapshot=True) as session:
                 try:
                     files = [await self._export(name, temporary, session) for name in names]

@@ -1,7 +1,8 @@
-"""Small helpers with which the audit pages write numbers, times and tables."""
+"""Print to a terminal: text without control characters, numbers, times and tables."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -11,20 +12,45 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.observe.sanitize_terminal import clean
-
 MISSING = "–"
 _PIPE_WIDTH = 160
+_ESCAPE_SEQUENCES = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # CSI: colors, cursor
+    r"|(?:\x1b\]|\x9d).*?(?:\x07|\x1b\\|\x9c|\n|$)"  # OSC: titles, links
+    r"|\x1b[PX^_].*?(?:\x1b\\|\x9c|\n|$)"  # DCS, SOS, PM, APC
+    r"|\x1b."
+)
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def clean(value: object) -> str:
+    """Return ``value`` as text without escape sequences, control and bidirectional-override characters.
+
+    Use it for whatever a model, a tool or a task file wrote.
+    """
+    text = str(value).replace("\r\n", "\n")
+    return _CONTROL.sub("", _ESCAPE_SEQUENCES.sub("", text))
+
+
+def plain(value: object, style: str = "") -> Text:
+    """Return ``clean(value)`` as a rich Text, whose brackets are not read as markup."""
+    return Text(clean(value), style=style)
+
+
+def excerpt(value: object, limit: int) -> str:
+    """Return the cleaned text on one line, cut to ``limit`` characters."""
+    line = " ".join(clean(value).split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
 def stdout_console() -> Console:
-    """A console on stdout; wide where the output goes to a file or pipe. Markup is off."""
+    """Return a console on stdout without markup; it is wide if the output goes to a file or a pipe."""
     width = None if sys.stdout.isatty() else _PIPE_WIDTH
     return Console(markup=False, highlight=False, emoji=False, width=width)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, text: int = 1) -> Table:
-    """A table whose first ``text`` columns are left-aligned and whose others are right-aligned numbers."""
+    """Return a table; the first ``text`` columns are left-aligned, the others are right-aligned numbers."""
     built = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for place, column in enumerate(columns):
         built.add_column(Text(column), justify="left" if place < text else "right", overflow="fold")
@@ -34,21 +60,21 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], 
 
 
 def fixed(value: float | None, digits: int = 3, *, sign: bool = False) -> str:
-    """``value`` with ``digits`` decimals, or a dash."""
+    """Return ``value`` with ``digits`` decimals; a dash for None."""
     if value is None:
         return MISSING
     return f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
 
 
 def versions(low: int | None, high: int | None) -> str:
-    """A range of policy versions as a person writes it."""
+    """Return a range of policy versions as text, such as ``3–5`` or ``3``."""
     if low is None or high is None:
         return MISSING
     return str(low) if low == high else f"{low}–{high}"
 
 
 def age(then: datetime | None, now: datetime) -> str:
-    """How long ago ``then`` was, in the largest unit that is at least one."""
+    """Return how long ago ``then`` was, such as ``5 min ago``; a dash for None."""
     if then is None:
         return MISSING
     seconds = max(0.0, (now - then).total_seconds())
