@@ -10,12 +10,12 @@ import pytest
 import small_run as run
 from tiny_policy import write_tiny_policy
 
+from agentrl.cli.sft import main
 from agentrl.config.schema import RunConfig
 from agentrl.documents.packing import unpack_ids
 from agentrl.documents.policy import PolicyVersion
 from agentrl.errors import ConfigError
 from agentrl.store.client import Store
-from agentrl.train.sft import main
 from agentrl.train.sft_data import from_records
 from agentrl.weights.manifest import checksums
 

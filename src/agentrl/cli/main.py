@@ -15,10 +15,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "db": ("agentrl.cli.db", "the database of a run: check, copy, prune, rescore, reopen, migrate"),
     "serve": ("agentrl.inference.serve", "run one inference engine that follows the published weights"),
     "sample": ("agentrl.rollout.sample", "a sampler: claims, runs and scores trajectories"),
-    "train": ("agentrl.train.main", "the trainer"),
+    "train": ("agentrl.cli.train", "the trainer"),
     "try": ("agentrl.rollout.try_task", "run one task's trajectory, print it, store nothing"),
     "eval": ("agentrl.rollout.evaluate", "sample an evaluation file at one policy version and report"),
-    "sft": ("agentrl.train.sft", "supervised fine-tuning on conversations"),
+    "sft": ("agentrl.cli.sft", "supervised fine-tuning on conversations"),
     "audit": ("agentrl.cli.audit", "look at a run: its state, a trajectory, its curve"),
     "doctor": (
         "agentrl.cli.doctor",

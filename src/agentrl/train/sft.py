@@ -1,10 +1,4 @@
-"""``agentrl sft``: supervised fine-tuning on conversations, through the same step as training.
-
-    agentrl sft --model_name_or_path BASE --train_file conversations.jsonl --output_dir OUT \\
-        --max_steps 240 --batch_size 64 --learning_rate 2e-3
-    torchrun --nproc_per_node 8 -m agentrl sft …
-    agentrl sft --model_name_or_path BASE --sft_from_records RUN --sft_min_score 1 --output_dir OUT
-"""
+"""Fine-tune a model on conversations or on the Records of a run, through the training step."""
 
 from __future__ import annotations
 
@@ -19,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agentrl.config.load import Configs, parse
+from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AdapterConfig,
     LossConfig,
@@ -46,7 +40,7 @@ CPU_MICRO_BATCH_TOKENS = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig:
-    """Supervised fine-tuning."""
+    """Flags of supervised fine-tuning."""
 
     batch_size: int = flag(64, "conversations that one optimizer step trains")
     log_steps: int = flag(20, "a line of progress every so many steps")
@@ -64,21 +58,22 @@ class SFTConfig:
             raise ConfigError(f"--sft_min_score is {self.sft_min_score}", hint="give a number")
 
 
-def main(argv: list[str]) -> int:
-    """Parse ``argv``, train, and write a Hugging Face folder to ``--output_dir``."""
-    configs = parse(
-        argv,
-        command="agentrl sft",
-        description='Supervised fine-tuning on JSONL lines {"messages": […], "tools": […]}, or on Records.',
-        shown=(RunConfig, ModelConfig, TaskConfig, OptimConfig, AdapterConfig, TrainConfig, MemoryConfig),
-        extra=(SFTConfig,),
-    )
-    from agentrl.distributed.world import launched_world
-    from agentrl.model.load import base_folder
-    from agentrl.observe.logging import setup
+def fine_tune(configs: Configs) -> None:
+    """Train, and write a Hugging Face folder to ``--output_dir``; every rank calls it.
 
-    setup(configs[RunConfig], "sft")
-    base_folder(configs[ModelConfig])
+    ``configs`` has an SFTConfig too. Raises ConfigError for flags that name no data or no usable folder.
+    """
+    from agentrl.distributed.world import launched_world
+
+    _check_flags(configs)
+    with launched_world() as team:
+        if team is not None and team.rank > 0:
+            _follow(configs, team)
+        else:
+            _fine_tune(configs, team)
+
+
+def _check_flags(configs: Configs) -> None:
     sources = (configs[TaskConfig].train_file, configs[SFTConfig].sft_from_records)
     if sum(source is not None for source in sources) != 1:
         raise ConfigError(
@@ -88,19 +83,10 @@ def main(argv: list[str]) -> int:
     if configs[RunConfig].output_dir is None:
         raise ConfigError("no folder for the trained model is given", hint="give --output_dir FOLDER")
     _check_output(configs)
-    with launched_world() as team:
-        if team is not None and team.rank > 0:
-            _follow(configs, team)
-        else:
-            _fine_tune(configs, team)
-    return 0
 
 
 def _check_output(configs: Configs) -> None:
-    """Raise ConfigError where the trained model would replace, or be written into, what it is made from.
-
-    The output folder is replaced as a whole, so it must be new, empty or a model's.
-    """
+    """Raise ConfigError if writing the output folder, as a whole, would overwrite an input or other files."""
     from agentrl.model.load import base_folder
 
     output = Path(configs[RunConfig].output).resolve()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from agentrl.cli import train
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import (
     AgentConfig,
@@ -22,7 +23,6 @@ from agentrl.config.validate import require_trainable
 from agentrl.errors import ConfigError
 from agentrl.rollout import evaluate, sample
 from agentrl.rollout.admission import Admission
-from agentrl.train import main as train
 
 STEPS = 12
 GROUPS = 3

@@ -7,10 +7,10 @@ import pytest
 from safetensors.torch import load_file
 from tiny_policy import write_tiny_policy
 
+from agentrl.cli.sft import main
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.model.load import load_policy
-from agentrl.train.sft import main
 
 
 @pytest.fixture

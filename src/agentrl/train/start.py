@@ -1,9 +1,4 @@
-"""``agentrl train``: waits for sampled groups, trains them, publishes the weights; resumes by itself.
-
-    agentrl train --run_name demo --model_name_or_path models/base --max_steps 100
-
-SIGTERM and SIGINT: the current step is finished and saved; the same command goes on from there.
-"""
+"""Start a run's trainer, or resume it: join the run, find the checkpoint, build what trains, and train."""
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.config.load import Configs, parse
+from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AdapterConfig,
     ClaimConfig,
@@ -30,7 +25,6 @@ from agentrl.config.schema import (
     TaskConfig,
     TrainConfig,
 )
-from agentrl.config.validate import require_trainable
 
 if TYPE_CHECKING:
     from agentrl.data.stream import DataStream
@@ -44,33 +38,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SHOWN = (
-    RunConfig, ModelConfig, TaskConfig, SamplingConfig, ClaimConfig, LossConfig, OptimConfig, AdapterConfig,
-    MemoryConfig, TrainConfig,
-)  # fmt: skip
 
-
-def main(argv: list[str]) -> int:
-    """Parse ``argv`` and train; 0 when training ended or was asked to stop."""
-    configs = parse(
-        argv,
-        command="agentrl train",
-        description="The trainer: waits for sampled groups, trains them and publishes the weights.",
-        shown=_SHOWN,
-        validate=_check_flags,
-    )
+def run_trainer(configs: Configs) -> None:
+    """Train until the end of the data or ``--max_steps``, or until SIGTERM or SIGINT; every rank calls it."""
     from agentrl.distributed.world import launched_world
-    from agentrl.model.load import base_folder
-    from agentrl.observe.logging import setup
 
-    setup(configs[RunConfig], "train")
-    base_folder(configs[ModelConfig])
     with launched_world() as team:
         if team is not None and team.rank > 0:
             _follow(configs, team)
         else:
             asyncio.run(_train(configs, team))
-    return 0
 
 
 def _follow(configs: Configs, team: World) -> None:
@@ -164,14 +141,6 @@ async def _train_until(stop: asyncio.Event, configs: Configs, team: World | None
             tracker.close()
     if team is not None:
         team.tell("end")
-
-
-def _check_flags(configs: Configs) -> None:
-    """Raise ConfigError for flags that no trainer could work with."""
-    from agentrl.losses.settings import check_loss
-
-    require_trainable(configs)
-    check_loss(configs)
 
 
 async def _join(configs: Configs) -> Store:
