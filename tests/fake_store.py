@@ -9,14 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from agentrl.documents.base import now
-from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.run import ProcessIdentity
-from agentrl.documents.service import InferenceService
+from agentrl.documents.serving import InferenceService, PolicyVersion
 from agentrl.documents.status import DataStatus, StepStatus, VersionStatus
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, TrainStep
 from agentrl.errors import LeaseLostError
-from agentrl.store.old_versions import OldVersions
+from agentrl.store.training import StaleVersions
 
 
 class FakeStore:
@@ -36,9 +35,9 @@ class FakeStore:
         self.changed = asyncio.Event()
         self.tasks = _Tasks(self)
         self.training = _Training(self)
-        self.policies = _Policies(self)
+        self.policy_versions = _PolicyVersions(self)
         self.services = _Services(self)
-        self.runs = _Runs(self)
+        self.trainer_lease = _TrainerLease(self)
         self.attempt = 0
         self.discarded: tuple[str, ...] = ()
         self.places: dict[str, tuple[int, int]] = {}
@@ -93,7 +92,7 @@ class _Tasks(_Part):
 
 class _Training(_Part):
     async def ready_members(
-        self, split: str, *, step: int, old: OldVersions | None, untrained: bool
+        self, split: str, *, step: int, old: StaleVersions | None, untrained: bool
     ) -> list[DBRecordData]:
         waiting = (DataStatus.READY, DataStatus.PLANNED)
         groups: dict[str, list[DBRecordData]] = {}
@@ -111,7 +110,7 @@ class _Training(_Part):
                 chosen += [item for item in items if old is None or not _is_stale(item, old)]
         return chosen
 
-    async def mark_stale(self, split: str, old: OldVersions, *, attempt: int | None = None) -> int:
+    async def mark_stale(self, split: str, old: StaleVersions, *, attempt: int | None = None) -> int:
         if attempt is not None:
             self.store.check_attempt(attempt)
         ready = [item for item in self.store.data.values() if item.status is DataStatus.READY]
@@ -186,12 +185,12 @@ class _Training(_Part):
             self.store.data[item.id] = replace(item, status=status)
 
 
-def _is_stale(item: DBRecordData, old: OldVersions) -> bool:
+def _is_stale(item: DBRecordData, old: StaleVersions) -> bool:
     found = [any(low <= span.version <= high for low, high in old.ranges) for span in item.spans]
     return any(found) if old.spans == "any" else all(found)
 
 
-class _Policies(_Part):
+class _PolicyVersions(_Part):
     async def get(self, id: int) -> PolicyVersion | None:
         return self.store.versions.get(id)
 
@@ -216,7 +215,7 @@ class _Policies(_Part):
         kept = [version for version in self.store.versions.values() if version.status is status]
         return sorted(kept, key=lambda version: -version.id)
 
-    async def of(self, ids: Sequence[int]) -> list[PolicyVersion]:
+    async def by_ids(self, ids: Sequence[int]) -> list[PolicyVersion]:
         return [version for id, version in sorted(self.store.versions.items()) if id in ids]
 
     async def reserved(self) -> PolicyVersion | None:
@@ -256,8 +255,8 @@ class _Policies(_Part):
         )  # fmt: skip
 
 
-class _Runs(_Part):
-    async def acquire_trainer(
+class _TrainerLease(_Part):
+    async def acquire(
         self, owner: str, host: str, pid: int, lease_seconds: float, process: ProcessIdentity | None = None
     ) -> int:
         self.store.attempt += 1
@@ -267,10 +266,10 @@ class _Runs(_Part):
         self.store.check_attempt(attempt)
         self.store.discarded = tuple(names)
 
-    async def renew_trainer(self, attempt: int, lease_seconds: float) -> None:
+    async def renew(self, attempt: int, lease_seconds: float) -> None:
         self.store.check_attempt(attempt)
 
-    async def release_trainer(self, attempt: int) -> None:
+    async def release(self, attempt: int) -> None:
         """Nobody waits for it."""
 
 

@@ -14,8 +14,8 @@ import small_run as run
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.finalize_group import GroupRules
-from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.record import Failure
+from agentrl.documents.serving import PolicyVersion
 from agentrl.documents.status import RecordStatus, StopReason, TaskStatus
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import TrainStep
@@ -27,8 +27,8 @@ from agentrl.store.admin.rescore import NewScore, Rescoring
 from agentrl.store.admin.retention import Limits, Retention
 from agentrl.store.client import Store
 from agentrl.store.groups import Decide
-from agentrl.store.old_versions import OldVersions
 from agentrl.store.selection import Selection
+from agentrl.store.training import StaleVersions
 from agentrl.weights.manifest import checksums
 
 SPLITS = ("train", "eval")
@@ -213,12 +213,12 @@ class History:
         """A trainer starts: from the last checkpoint, or from nothing."""
         if not self.running and self.rng.random() < 0.5:
             return
-        self.attempt = await self.store.runs.acquire_trainer("trainer", "host", 1, 600.0)
-        if await self.store.policies.latest() is None:
+        self.attempt = await self.store.trainer_lease.acquire("trainer", "host", 1, 600.0)
+        if await self.store.policy_versions.latest() is None:
             await self._publish(0, step=0, train_step=None)
         self.step = self.checkpoint.step if self.checkpoint else 0
         self.contained = list(self.checkpoint.train_steps) if self.checkpoint else []
-        await self.store.policies.withdraw_after(self.step, attempt=self.attempt)
+        await self.store.policy_versions.withdraw_after(self.step, attempt=self.attempt)
         await self.store.training.revert_after(self.step, attempt=self.attempt)
 
     async def train(self) -> None:
@@ -230,7 +230,10 @@ class History:
         self.step = plan.step
         self.contained.append(plan.id)
         if self.rng.random() < 0.8:
-            reserved, newest = await self.store.policies.reserved(), await self.store.policies.newest_id()
+            reserved, newest = (
+                await self.store.policy_versions.reserved(),
+                await self.store.policy_versions.newest_id(),
+            )
             number = reserved.id if reserved else 1 + (newest or 0)
             await self._publish(number, step=plan.step, train_step=plan.id)
 
@@ -251,15 +254,15 @@ class History:
 
     async def die_publishing(self) -> None:
         """A trainer reserves a version and dies before it publishes it."""
-        newest = await self.store.policies.newest_id()
+        newest = await self.store.policy_versions.newest_id()
         if self.attempt and newest is not None and self.contained:
             folder = self.weights / f"reserved-{self.attempt}-{newest + 1}"
             reserved = PolicyVersion(
                 id=newest + 1, step=self.step, location=str(folder), files=(), train_step=self.contained[-1],
                 attempt=self.attempt,
             )  # fmt: skip
-            if await self.store.policies.reserved() is None:
-                await self.store.policies.reserve(reserved, attempt=self.attempt)
+            if await self.store.policy_versions.reserved() is None:
+                await self.store.policy_versions.reserve(reserved, attempt=self.attempt)
             self.attempt = 0
 
     @contextlib.contextmanager
@@ -287,15 +290,15 @@ class History:
 
     async def update_engines(self) -> None:
         """Engines load the newest version; what they hold stays until then, withdrawn or not."""
-        newest = await self.store.policies.latest()
+        newest = await self.store.policy_versions.latest()
         self.served = newest.id if newest else 0
 
     async def mark_stale(self) -> None:
         """The trainer sets old data aside."""
-        newest = await self.store.policies.latest()
+        newest = await self.store.policy_versions.latest()
         if self.attempt and newest is not None:
             await self.store.training.mark_stale(
-                "train", OldVersions.below(newest.id - self.rng.randint(0, 2))
+                "train", StaleVersions.below(newest.id - self.rng.randint(0, 2))
             )
 
     async def reopen(self) -> None:
@@ -329,13 +332,13 @@ class History:
 
     async def _call(self, claim: Claim, index: int) -> None:
         prompt = 2 + 6 * index
-        await self.store.dispatches.add(claim, run.call(claim, index, self.served, prompt))
+        await self.store.model_calls.add(claim, run.call(claim, index, self.served, prompt))
 
     async def _plan(self) -> TrainStep | None:
         data = await self._ready()
         if not self.attempt or not data:
             return None
-        newest = await self.store.policies.latest()
+        newest = await self.store.policy_versions.latest()
         assert newest is not None
         plan = TrainStep(
             id=f"{self.attempt}/{self.step + 1}", step=self.step + 1, policy_version=newest.id,
@@ -360,8 +363,8 @@ class History:
             id=version, step=step, location=str(folder), files=checksums(folder), train_step=train_step,
             attempt=self.attempt,
         )  # fmt: skip
-        await self.store.policies.reserve(policy, attempt=self.attempt)
-        await self.store.policies.publish(policy, attempt=self.attempt)
+        await self.store.policy_versions.reserve(policy, attempt=self.attempt)
+        await self.store.policy_versions.publish(policy, attempt=self.attempt)
 
 
 def _decide_by(rules: Mapping[str, Any] | None) -> Decide | None:

@@ -7,10 +7,10 @@ from pathlib import Path
 from small_run import LEASE, fail, publish
 
 from agentrl.config.schema import GroupConfig
-from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, VersionSpan
+from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, VersionSpan
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.record import Failure
-from agentrl.documents.service import InferenceService
+from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import CallStatus, RecordStatus, ServiceStatus, StopReason
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import TrainStep
@@ -96,7 +96,7 @@ async def _score(
     claim = await _claim(store)
     for index, version in enumerate(versions):
         runs = tool if index + 1 < len(versions) else None
-        await store.dispatches.add(claim, _call(claim, index, version, runs, tool is not None, engine))
+        await store.model_calls.add(claim, _call(claim, index, version, runs, tool is not None, engine))
     answer = "4" if value else "5"
     await store.records.advance(
         claim, RecordStatus.COMPLETED, final_answer=answer, stop_reason=StopReason.ANSWERED

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from agentrl.chat.renderer import ChatRenderer
-from agentrl.documents.dispatch import VersionSpan
+from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.inference.client import Generation
 from agentrl.tools.base import Schema, ToolResult, function_schema

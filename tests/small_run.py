@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentrl.config.schema import GroupConfig
-from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, VersionSpan
+from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, VersionSpan
 from agentrl.documents.packing import pack_floats, pack_ids
-from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.record import Failure
+from agentrl.documents.serving import PolicyVersion
 from agentrl.documents.status import CallStatus, RecordStatus, StopReason
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import TrainStep
@@ -58,7 +58,7 @@ def call(claimed: Claim, index: int, version: int, prompt_tokens: int) -> Dispat
 async def score(store: Store, claimed: Claim, value: float, *, version: int = 0) -> None:
     """Two model calls, then a score."""
     for index, prompt_tokens in enumerate((2, 8)):
-        await store.dispatches.add(claimed, call(claimed, index, version, prompt_tokens))
+        await store.model_calls.add(claimed, call(claimed, index, version, prompt_tokens))
     await store.records.advance(
         claimed, RecordStatus.COMPLETED, final_answer="4", stop_reason=StopReason.ANSWERED
     )
@@ -79,7 +79,7 @@ async def publish(store: Store, root: Path, version: int, *, step: int, train_st
     (folder / "config.json").write_text("{}", encoding="utf-8")
     (folder / "model.safetensors").write_bytes(bytes([version]) * 64)
     files = checksums(folder)
-    await store.policies.publish(
+    await store.policy_versions.publish(
         PolicyVersion(id=version, step=step, location=str(folder), files=files, train_step=train_step)
     )
     return folder
@@ -93,7 +93,7 @@ async def build(store: Store, weights: Path, *, unfinished: bool = True) -> None
     await publish(store, weights, 0, step=0, train_step=None)
     await add_task(store, TRAINED, 0)
     first = await claim(store)
-    await store.dispatches.add(first, call(first, 0, 0, 2))
+    await store.model_calls.add(first, call(first, 0, 0, 2))
     await fail(store, first, max_attempts=3)
     for value in (0.0, 1.0):
         await score(store, await claim(store), value)
@@ -117,6 +117,6 @@ async def build(store: Store, weights: Path, *, unfinished: bool = True) -> None
     if unfinished:
         await add_task(store, RUNNING, 3)
         running = await claim(store)
-        await store.dispatches.add(running, call(running, 0, 1, 2))
+        await store.model_calls.add(running, call(running, 0, 1, 2))
         await store.claims.release(await claim(store))
         await add_task(store, UNTOUCHED, 4)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, VersionSpan, whole_messages
+from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, VersionSpan, whole_messages
 from agentrl.documents.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 from agentrl.documents.status import CallStatus
 from agentrl.documents.task import Slot, Task, task_key

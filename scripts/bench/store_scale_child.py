@@ -83,7 +83,7 @@ class Worker:
         await records.create(claim)
         await records.advance(claim, RecordStatus.RUNNING)
         await asyncio.sleep(self._seconds * random.uniform(least, least + 1))
-        await self._store.dispatches.add(claim, make_call(claim.record_id, 0, context=64, output=8))
+        await self._store.model_calls.add(claim, make_call(claim.record_id, 0, context=64, output=8))
         await records.advance(claim, RecordStatus.COMPLETED, final_answer="1889", stop_reason="answered")
         await records.advance(claim, RecordStatus.SCORING)
         await self._store.claims.score(claim, float(random.random() < 0.5))
@@ -219,7 +219,7 @@ async def join(uri: str, options: dict[str, Any]) -> dict[str, Any]:
 
     async def connect(store: Store) -> None:
         async with gate:
-            await store.runs.trainer()
+            await store.trainer_lease.read()
 
     await asyncio.gather(*map(connect, stores))
     workers = [Worker(store, options["seconds"]) for store in stores]

@@ -10,7 +10,7 @@ from store_data import GENERATIONS, SPLIT, make_call, make_data, make_tasks
 from store_measure import in_turn, ratio, run_database, stopwatch
 from store_original import Original
 
-from agentrl.documents.dispatch import DispatchedSamplingTask
+from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.task import Task
@@ -69,7 +69,7 @@ async def trajectory(store: Store) -> bool:
         return False
     await store.records.create(claim)
     await store.records.advance(claim, RecordStatus.RUNNING)
-    await store.dispatches.add(claim, make_call(claim.record_id, 0, context=1, output=1))
+    await store.model_calls.add(claim, make_call(claim.record_id, 0, context=1, output=1))
     await store.records.advance(claim, RecordStatus.COMPLETED, final_answer="1889", stop_reason="answered")
     await store.records.advance(claim, RecordStatus.SCORING)
     if await store.claims.score(claim, 1.0) is TaskStatus.WAITING:

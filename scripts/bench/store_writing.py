@@ -18,7 +18,7 @@ from store_data import (
 )  # fmt: skip
 from store_measure import in_turn, ratio, run_database, stopwatch
 
-from agentrl.documents.dispatch import DispatchedSamplingTask
+from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim
@@ -125,7 +125,7 @@ async def _write_ours(store: Store, claim: Claim, calls: list[DispatchedSampling
     await store.records.create(claim)
     await store.records.advance(claim, RecordStatus.RUNNING)
     for call in calls:
-        await store.dispatches.add(claim, call)
+        await store.model_calls.add(claim, call)
     await store.records.advance(claim, RecordStatus.COMPLETED, final_answer="1889", stop_reason="answered")
 
 

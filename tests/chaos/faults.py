@@ -141,7 +141,7 @@ class Injector:
     async def _attempt(self) -> int | None:
         """The attempt of the last trainer; None while the database is unavailable."""
         try:
-            return (await self.store.runs.trainer()).attempt
+            return (await self.store.trainer_lease.read()).attempt
         except StoreError:
             return None
 

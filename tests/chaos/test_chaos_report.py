@@ -50,7 +50,7 @@ def store(*ids: str) -> Any:
         records=records,
         database={"Record": records},
         training=SimpleNamespace(steps=some),
-        policies=SimpleNamespace(all=some),
+        policy_versions=SimpleNamespace(all=some),
         tasks=SimpleNamespace(counts=counts),
     )
 

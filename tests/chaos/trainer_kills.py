@@ -132,7 +132,7 @@ async def _reach_kill(
         return
     deadline = time.monotonic() + STEP_SECONDS
     while trainer.poll() is None and time.monotonic() < deadline:
-        lease = await store.runs.trainer()
+        lease = await store.trainer_lease.read()
         if lease.pid == trainer.pid:
             planned = await store.training.steps(after=after, status=None)
             if any(step.id.startswith(f"{lease.attempt}/") for step in planned):
@@ -162,7 +162,7 @@ async def _reach_end(store: Store, trainer: subprocess.Popen[bytes], plan: Plan,
 async def _read(store: Store) -> Trained:
     steps = await store.training.steps()
     data = {item["_id"]: item async for item in store.database["DBRecordData"].find({}, _READ)}
-    versions = await store.policies.all()
+    versions = await store.policy_versions.all()
     off_policy = [
         key
         for step in steps

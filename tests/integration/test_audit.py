@@ -14,11 +14,10 @@ import pytest
 from agentrl.cli import main as cli
 from agentrl.config.schema import RunConfig
 from agentrl.documents.base import Root, now
-from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, VersionSpan
+from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, VersionSpan
 from agentrl.documents.packing import pack_floats, pack_ids
-from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.record import Failure, Record
-from agentrl.documents.service import InferenceService
+from agentrl.documents.serving import InferenceService, PolicyVersion
 from agentrl.documents.status import (
     CallStatus,
     DataStatus,

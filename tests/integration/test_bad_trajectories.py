@@ -13,7 +13,7 @@ import small_run as run
 from db_command import violations
 from test_sampling import Setting, task
 
-from agentrl.documents.dispatch import ToolExecution
+from agentrl.documents.model_call import ToolExecution
 from agentrl.documents.record import Failure, Record
 from agentrl.documents.status import RecordStatus, StopReason, TaskStatus
 from agentrl.errors import StoreError
@@ -201,8 +201,8 @@ async def test_520_tool_calls_of_one_turn_are_stored(store: Store) -> None:
     answers = tuple({"role": "tool", "execution": n} for n in range(520))
     following = dataclasses.replace(run.call(claim, 1, 0, 8), messages=answers)
     for call in (whole, following, whole):
-        await store.dispatches.add(claim, call)
-    assert await store.dispatches.of_record(claim.record_id) == [whole, following]
+        await store.model_calls.add(claim, call)
+    assert await store.model_calls.of_record(claim.record_id) == [whole, following]
     stored = await store.database["DispatchedSamplingTask"].find_one({"_id": whole.id})
     assert stored is not None
     shown = stored["tool_executions"][7]

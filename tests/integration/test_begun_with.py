@@ -62,4 +62,4 @@ async def test_processes_that_contradict_the_run_are_refused(
         assert "Traceback" not in out
     assert await store.tasks.splits() == []
     assert await store.services.live(600) == []
-    assert (await store.runs.trainer()).attempt == 0
+    assert (await store.trainer_lease.read()).attempt == 0

@@ -20,7 +20,7 @@ from agentrl.chat.renderer import ChatRenderer
 from agentrl.config.schema import AgentConfig, EngineConfig, GroupConfig, ModelConfig
 from agentrl.data.finalize_group import GroupRules
 from agentrl.data.planner import build_micro_batches
-from agentrl.documents.dispatch import DispatchedSamplingTask
+from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim, Slot, Task

@@ -20,7 +20,7 @@ from engine_policy import (
 )
 
 from agentrl.config.schema import EngineConfig, ModelConfig
-from agentrl.documents.dispatch import VersionSpan
+from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ConfigError, EngineError
 from agentrl.inference.client import EngineClient, EngineRefusedError, Generation
@@ -332,7 +332,7 @@ async def test_a_prompt_longer_than_the_context_is_refused(engine: EngineClient)
 
 
 async def test_the_router_survives_an_abort(served: Served, engine: EngineClient) -> None:
-    from agentrl.documents.service import InferenceService
+    from agentrl.documents.serving import InferenceService
     from agentrl.documents.status import ServiceStatus
     from agentrl.inference.router import EngineRouter
 

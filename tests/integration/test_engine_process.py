@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.service import InferenceService
+from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError, EngineError
 from agentrl.inference.client import EngineClient

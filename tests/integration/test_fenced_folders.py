@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.documents.policy import PolicyVersion
+from agentrl.documents.serving import PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import LeaseLostError
 from agentrl.store.client import Store
@@ -47,7 +47,7 @@ class Run:
     async def take_over(self) -> int:
         """Become the trainer; the one before is not told."""
         await self.store.database["TrainerLease"].update_one({}, {"$set": {"owner": None}})
-        attempt = await self.store.runs.acquire_trainer("t", "h", os.getpid(), 60.0)
+        attempt = await self.store.trainer_lease.acquire("t", "h", os.getpid(), 60.0)
         self.leases.append(TrainerLease(self.store, attempt, 60.0))
         return attempt
 
@@ -87,7 +87,7 @@ async def test_a_version_of_a_replaced_trainer_is_not_published_and_replaces_non
 
     async def succeed() -> None:
         attempt = await run.take_over()
-        await run.store.policies.withdraw_after(2, attempt=attempt)
+        await run.store.policy_versions.withdraw_after(2, attempt=attempt)
         successors.extend([await run.publish(attempt, step) for step in (3, 4)])
 
     def interrupted(*arguments: Any) -> Any:
@@ -107,25 +107,25 @@ async def test_a_version_of_a_replaced_trainer_is_not_published_and_replaces_non
             await run.publish(1, 3)
     for version in successors:
         verify(version.location, version.files)
-    newest = await run.store.policies.published(2)
+    newest = await run.store.policy_versions.published(2)
     assert [(version.id, version.location) for version in reversed(newest)] == [
         (version.id, version.location) for version in successors
     ]  # fmt: skip
     await run.publish(2, 5)
     assert run.folders() == sorted(
-        Path(version.location).name for version in await run.store.policies.published(2)
+        Path(version.location).name for version in await run.store.policy_versions.published(2)
     )  # fmt: skip
 
 
 async def test_a_number_that_a_killed_trainer_reserved_is_published_by_its_successor(run: Run) -> None:
     location = str(run.output / "weights" / "v000001")
     left = PolicyVersion(id=1, step=1, location=location, files=(), train_step=None, attempt=1)
-    await run.store.policies.reserve(left, attempt=1)
-    latest = await run.store.policies.latest()
+    await run.store.policy_versions.reserve(left, attempt=1)
+    latest = await run.store.policy_versions.latest()
     assert latest is not None
     assert latest.id == 0
     version = await run.publish(await run.take_over(), 1)
     assert (version.id, Path(version.location).name) == (1, "v000001-2")
-    stored = await run.store.policies.get(1)
+    stored = await run.store.policy_versions.get(1)
     assert stored is not None
     assert (stored.status, stored.location) == (VersionStatus.PUBLISHED, version.location)

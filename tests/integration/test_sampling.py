@@ -134,7 +134,7 @@ async def test_a_group_is_sampled_scored_and_made_into_training_data(store: Stor
         assert record.completed_at is not None
         assert record.scored_at is not None
         assert record.completed_at <= record.scored_at
-        calls = await store.dispatches.of_record(record.id)
+        calls = await store.model_calls.of_record(record.id)
         assert [call.index for call in calls] == [0, 1]
         assert calls[0].tool_executions[0].result == "3"
     ready = await store.training.ready("train", limit=10)
@@ -197,7 +197,7 @@ async def test_a_lost_tool_server_keeps_the_turns_before_it(store: Store) -> Non
     (record,) = await setting.records("train/0/a")
     assert record.failure is not None
     assert record.failure.kind == "tool"
-    (call,) = await store.dispatches.of_record(record.id)
+    (call,) = await store.model_calls.of_record(record.id)
     assert call.status is CallStatus.COMPLETED
 
 

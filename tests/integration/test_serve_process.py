@@ -16,9 +16,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentrl.config.schema import RunConfig
-from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.service import InferenceService
+from agentrl.documents.serving import InferenceService, PolicyVersion
 from agentrl.documents.status import ServiceStatus
 from agentrl.inference.client import EngineClient
 from agentrl.inference.router import EngineRouter
@@ -100,7 +99,7 @@ async def engine_when(
 async def publish(store: Store, folder: Path, version: int) -> PolicyVersion:
     files = write_manifest(folder, version=version)
     document = PolicyVersion(id=version, step=version, location=str(folder), files=files, train_step=None)
-    await store.policies.publish(document)
+    await store.policy_versions.publish(document)
     return document
 
 
@@ -125,7 +124,7 @@ async def test_it_follows_good_weights_refuses_broken_ones_and_stops(
         files = write_manifest(broken, version=2)
         good = (broken / "model.safetensors").read_bytes()
         (broken / "model.safetensors").write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-        await store.policies.publish(
+        await store.policy_versions.publish(
             PolicyVersion(id=2, step=2, location=str(broken), files=files, train_step=None)
         )
         refused = await engine_when(store, serve, lambda s: s.detail is not None)

@@ -13,7 +13,7 @@ from tiny_policy import write_tiny_policy
 from agentrl.cli.sft import main
 from agentrl.config.schema import RunConfig
 from agentrl.documents.packing import unpack_ids
-from agentrl.documents.policy import PolicyVersion
+from agentrl.documents.serving import PolicyVersion
 from agentrl.errors import ConfigError
 from agentrl.store.client import Store
 from agentrl.train.sft_data import from_records
@@ -57,7 +57,7 @@ async def test_another_tokenizer_is_refused(store: Store, run_config: RunConfig,
         replace(file, sha256="0" * 64) if file.name == "tokenizer.json" else file for file in checksums(base)
     )
     await run.add_task(store, run.TRAINED, 0)
-    await store.policies.publish(
+    await store.policy_versions.publish(
         PolicyVersion(id=0, step=0, location=str(base), files=files, train_step=None)
     )
     with pytest.raises(ConfigError, match=r"another tokenizer\.json"):

@@ -56,14 +56,14 @@ import os, signal, sys
 from agentrl.cli.main import main
 from agentrl.store import step_parts
 step_parts.PART = 1
-count = step_parts.StepParts._train
+count = step_parts.StepChunks._train
 seen = []
 async def count_and_die(self, number, pending, ids, session):
     if number == 2 and len(seen) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     seen.extend(ids if number == 2 else ())
     await count(self, number, pending, ids, session)
-step_parts.StepParts._train = count_and_die
+step_parts.StepChunks._train = count_and_die
 sys.exit(main(["train", *sys.argv[1:]]))
 """
 OUT_OF_MEMORY_IN_STEP_2 = """
@@ -183,7 +183,7 @@ async def test_three_steps_three_versions_a_checkpoint(run: Run) -> None:
         steps = await store.training.steps()
         assert [(step.step, step.policy_version) for step in steps] == [(1, 0), (2, 1), (3, 2)]
         assert (steps[0].metrics["reward"], steps[0].metrics["pass_rate"]) == (0.5, 0.5)
-        versions = await store.policies.all()
+        versions = await store.policy_versions.all()
         assert [version.id for version in versions] == [0, 1, 2, 3]
         for version in versions:
             verify(version.location, version.files)
@@ -316,7 +316,7 @@ async def test_a_second_trainer_is_refused(run: Run) -> None:
     with run.start() as process:
         async with await run.open() as store:
             deadline = time.monotonic() + 90
-            while (await store.runs.trainer()).owner is None and time.monotonic() < deadline:
+            while (await store.trainer_lease.read()).owner is None and time.monotonic() < deadline:
                 await store.wait_for_change("TrainStep", timeout=1.0)
         code, output = run.train()
         assert code == 1
@@ -369,7 +369,7 @@ async def paused_past_its_lease(run: Run, process: subprocess.Popen[str]) -> Non
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline
             await store.wait_for_change("TrainStep", timeout=0.2)
-        expires = (await store.runs.trainer()).lease_expires_at
+        expires = (await store.trainer_lease.read()).lease_expires_at
         while expires is not None and datetime.now(UTC) <= expires:
             assert time.monotonic() < deadline
             await store.wait_for_change("TrainStep", timeout=0.2)
@@ -378,7 +378,7 @@ async def paused_past_its_lease(run: Run, process: subprocess.Popen[str]) -> Non
 async def what_is_left(run: Run) -> dict[str, Any]:
     """The documents of the versions, and the inode of each folder of a checkpoint or a version."""
     async with await run.open() as store:
-        versions = await store.policies.all()
+        versions = await store.policy_versions.all()
         for version in versions:
             verify(version.location, version.files)
     places = [*run.output.glob("*checkpoint-*"), *run.output.glob("weights/v*")]
@@ -409,7 +409,7 @@ async def test_a_full_disk_pauses_training_until_there_is_space(run: Run, small_
             log.append(await read_until(process, "training pauses at step"))
             async with await run.open() as store:
                 ahead = await store.training.last_step()
-                newest = await store.policies.latest()
+                newest = await store.policy_versions.latest()
             assert ahead is not None
             assert newest is not None
             assert ahead.step == newest.step + 2
@@ -419,7 +419,7 @@ async def test_a_full_disk_pauses_training_until_there_is_space(run: Run, small_
             process.kill()
     assert process.returncode == 0, "".join([*log, output])
     async with await run.open() as store:
-        assert [version.step for version in await store.policies.all()][-1] == 3
+        assert [version.step for version in await store.policy_versions.all()][-1] == 3
 
 
 async def read_until(process: subprocess.Popen[str], text: str) -> str:

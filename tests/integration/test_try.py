@@ -14,7 +14,7 @@ from tiny_policy import write_tiny_policy
 
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
-from agentrl.documents.service import InferenceService
+from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError, TaskFileError
 from agentrl.inference.engines.launch import engine_client, engine_command

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.convert import masked_calls, to_training_data
-from agentrl.documents.dispatch import DispatchedSamplingTask
+from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.documents.task import Task

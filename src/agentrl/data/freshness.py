@@ -159,4 +159,4 @@ class VersionSteps:
 
     async def _read(self) -> None:
         newest = next(reversed(self._steps), -1)
-        self._steps |= await self._store.policies.steps_above(newest)
+        self._steps |= await self._store.policy_versions.steps_above(newest)

@@ -15,7 +15,7 @@ from agentrl.documents.status import DataStatus
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import AgentRLError, TrainingError
 from agentrl.losses.whitening import whitened
-from agentrl.store.old_versions import OldVersions
+from agentrl.store.training import StaleVersions
 
 if TYPE_CHECKING:
     from agentrl.data.verify import Verify
@@ -173,7 +173,7 @@ class DataStream:
 
     async def _log_wait(self, ready: int, count: int) -> None:
         """Log how many groups are ready, and which samplers and engines are alive."""
-        found = await self._store.presence.look(self._settings.split, self._settings.engine_alive_seconds)
+        found = await self._store.services.liveness(self._settings.split, self._settings.engine_alive_seconds)
         logger.info("waiting for groups: %d of %d are ready; %s", ready, count, found.describe())
 
     async def _mark_stale(self, step: int) -> None:
@@ -186,13 +186,13 @@ class DataStream:
             self._stale += stale
             logger.info("%d trajectories are older than %d steps: stale", stale, max_staleness)
 
-    async def _too_old(self, step: int) -> OldVersions | None:
+    async def _too_old(self, step: int) -> StaleVersions | None:
         """Return the versions that are too old in ``step``; None if the policy makes no data stale."""
         freshness = self._settings.freshness
         if freshness.stale_spans is None:
             return None
         ranges = await self._versions.published_before(freshness.oldest(step - 1))
-        return OldVersions(ranges, freshness.stale_spans)
+        return StaleVersions(ranges, freshness.stale_spans)
 
     async def _choose(self, step: int, count: int) -> dict[str, list[str]]:
         """Return at most ``count`` whole groups; reads trained groups only if there are too few others."""

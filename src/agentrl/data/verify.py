@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from agentrl.config.schema import GroupConfig
 from agentrl.data.convert import to_training_data
 from agentrl.data.finalize_group import GroupRules
-from agentrl.documents.dispatch import DispatchedSamplingTask
+from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus, TaskStatus
 from agentrl.documents.task import Task

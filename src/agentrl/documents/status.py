@@ -163,10 +163,10 @@ STEP_EDGES: dict[StepStatus, frozenset[StepStatus]] = {
 trainer that dies in one of the ``-ing`` states leaves some data before it and some behind; the next trainer
 finishes the change before it begins."""
 
-STEPPED = (StepStatus.COMMITTING, StepStatus.COMMITTED)
+APPLIED_STEPS = (StepStatus.COMMITTING, StepStatus.COMMITTED)
 """Steps whose updates are in the weights."""
 
-STANDING = (StepStatus.PLANNING, StepStatus.PLANNED, *STEPPED)
+ACTIVE_STEPS = (StepStatus.PLANNING, StepStatus.PLANNED, *APPLIED_STEPS)
 """Steps that hold their number; of each number there is at most one."""
 
 VERSION_EDGES: dict[VersionStatus, frozenset[VersionStatus]] = {

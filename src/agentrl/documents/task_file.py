@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import overload
 
 from agentrl.documents.task import Task
-from agentrl.documents.task_fields import make_task, nearest_field
-from agentrl.documents.task_json import BadTaskError, parse
+from agentrl.documents.task_json import BadTaskError, make_task, nearest_field, parse
 from agentrl.documents.task_source import TaskSource
 from agentrl.errors import TaskFileError
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 
 import httpx
 
-from agentrl.documents.dispatch import VersionSpan
+from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.sampling import LogprobsOf, SamplingParams, logprobs_of
 from agentrl.errors import EngineError
 

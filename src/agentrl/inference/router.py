@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
-from agentrl.documents.dispatch import VersionSpan
+from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.service import InferenceService
+from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import EngineError, StoreError
 from agentrl.inference.client import EngineRefusedError, FinishReason, Generation

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
-from agentrl.documents.policy import PolicyVersion
-from agentrl.documents.service import InferenceService
+from agentrl.documents.serving import InferenceService, PolicyVersion
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError, EngineError, PublishError, StoreError
 from agentrl.inference.client import EngineClient

@@ -37,14 +37,14 @@ class Admission:
         ``engine_versions`` are those that engines serve; none counts as the newest. The one of the earliest
         step counts: after a resume it may not be the one of the lowest number.
         """
-        newest = await store.policies.latest()
+        newest = await store.policy_versions.latest()
         step = await store.training.last_step()
         trained = 0 if step is None else step.step
         published = 0 if newest is None else newest.step
         served = published
         for version in engine_versions:
             if newest is not None and version < newest.id:
-                serving = await store.policies.get(version)
+                serving = await store.policy_versions.get(version)
                 served = min(served, 0 if serving is None else serving.step)
         lag = max(trained, published) - served
         groups = max(0, self.max_staleness + 1 - lag) * self.training.groups_per_step

@@ -12,7 +12,7 @@ from agentrl.errors import StoreUnavailableError
 from agentrl.rollout.failures import failure_text
 
 if TYPE_CHECKING:
-    from agentrl.documents.dispatch import DispatchedSamplingTask
+    from agentrl.documents.model_call import DispatchedSamplingTask
     from agentrl.documents.record import Record
     from agentrl.documents.task import Task
     from agentrl.store.client import Store

@@ -12,7 +12,7 @@ from agentrl.chat.conversation import Conversation
 from agentrl.chat.parsers import ParsedMessage, ToolCall, ToolCallParser, typed_call, validate_call
 from agentrl.chat.renderer import ChatRenderer, Message
 from agentrl.config.schema import AgentConfig
-from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, without_results
+from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, without_results
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.sanitize_bson import clean, storable

@@ -25,7 +25,7 @@ from agentrl.config.schema import (
     TaskConfig,
 )
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.service import InferenceService
+from agentrl.documents.serving import InferenceService
 from agentrl.documents.task_file import read_tasks
 from agentrl.errors import ModelError
 from agentrl.inference.router import EngineRouter
@@ -62,7 +62,7 @@ async def open_renderer(store: Store | None, model: ModelConfig) -> ChatRenderer
     """The renderer of ``--model_name_or_path``, or of the newest published weights."""
     folder = model.model_name_or_path
     if folder is None and store is not None:
-        version = await store.policies.latest()
+        version = await store.policy_versions.latest()
         folder = None if version is None else version.location
     if folder is None:
         raise ModelError(

@@ -15,13 +15,12 @@ from agentrl.chat.renderer import ChatRenderer
 from agentrl.config.load import Configs
 from agentrl.config.schema import AgentConfig, EngineConfig, ModelConfig, RunConfig, SamplingConfig
 from agentrl.documents.base import now
-from agentrl.documents.dispatch import DispatchedSamplingTask
+from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Failure, Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim, Task, task_key
-from agentrl.documents.task_fields import make_task
-from agentrl.documents.task_json import BadTaskError, parse
+from agentrl.documents.task_json import BadTaskError, make_task, parse
 from agentrl.documents.task_source import TaskSource
 from agentrl.errors import ConfigError, FailureError, ScorerError, TaskFileError, TrajectoryError
 from agentrl.inference.client import Generation

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from agentrl.chat.parsers import ToolCallParser
 from agentrl.chat.renderer import ChatRenderer
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig
-from agentrl.documents.dispatch import DispatchedSamplingTask
+from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Failure
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus
@@ -228,7 +228,7 @@ class _CallWriter:
         """Store one call; after an error, no further call."""
         self.check()
         try:
-            await self._store.dispatches.add(self._claim, call)
+            await self._store.model_calls.add(self._claim, call)
         except StoreError as error:
             self.error = error
             raise

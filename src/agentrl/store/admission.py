@@ -12,7 +12,7 @@ from pymongo.read_concern import ReadConcern
 from pymongo.write_concern import WriteConcern
 
 from agentrl.documents.run import ADMISSION
-from agentrl.documents.status import STEPPED, DataStatus, TaskStatus, values
+from agentrl.documents.status import APPLIED_STEPS, DataStatus, TaskStatus, values
 from agentrl.store import slots
 from agentrl.store.connection import Connection, Json, Repository
 from agentrl.store.names import DATA, GATE, STEP, TASK
@@ -190,6 +190,9 @@ class GroupAdmission(Repository):
 
     async def _last_step(self, session: AsyncClientSession) -> int:
         last = await self._collection(STEP).find_one(
-            {"status": {"$in": values(STEPPED)}}, {"step": 1}, sort=[("step", DESCENDING)], session=session
+            {"status": {"$in": values(APPLIED_STEPS)}},
+            {"step": 1},
+            sort=[("step", DESCENDING)],
+            session=session,
         )
         return 0 if last is None else int(last["step"])

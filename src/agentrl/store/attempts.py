@@ -1,23 +1,248 @@
-"""What an attempt leaves behind when its slot passes on: a Record in a terminal state, always."""
+"""End attempts: a sampler scores, fails or releases its slot; the slot and its Record change together."""
 
 from __future__ import annotations
 
+import random
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from pymongo import ReturnDocument, UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.base import plain
 from agentrl.documents.record import Failure, Record
-from agentrl.documents.status import RECORD_EDGES, RecordStatus, sources
-from agentrl.documents.task import Claim
-from agentrl.store.connection import Connection
-from agentrl.store.names import RECORD
+from agentrl.documents.status import RECORD_EDGES, RecordStatus, SlotStatus, TaskStatus, sources
+from agentrl.documents.task import Claim, Task
+from agentrl.errors import LeaseLostError, StoreError
+from agentrl.store import slots
+from agentrl.store.connection import Connection, Json, Repository, database_call
+from agentrl.store.names import RECORD, TASK
+from agentrl.store.slots import lease_lost, lost_claims
+from agentrl.store.write_coalescer import WriteCoalescer
+
+FREE: Json = {"owner": None, "lease_expires_at": None}
+"""The fields of a slot that nobody holds."""
 
 _UNFINISHED = sources(RECORD_EDGES, RecordStatus.RELEASED)
+_MAX_DOUBLINGS = 9
+_CLAIMS_PER_TRANSACTION = 256
 
 
-def record_of(claim: Claim) -> Record:
-    """The Record of a claim as it begins."""
+class CompletedGroups:
+    """Collects the groups whose last slot this process scored or failed.
+
+    The process finalizes these groups itself, so that no other process has to look for them.
+    """
+
+    def __init__(self) -> None:
+        self._task_ids: defaultdict[str, set[str]] = defaultdict(set)
+
+    def note(self, split: str, task_id: str, status: TaskStatus) -> None:
+        """Add the group if a write of this process changed its Task to WAITING."""
+        if status is TaskStatus.WAITING:
+            self._task_ids[split].add(task_id)
+
+    def take(self, split: str) -> list[str]:
+        """Return and remove the Task ids of ``split`` that were added since the last call."""
+        return sorted(self._task_ids.pop(split, ()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Score:
+    """A score for the claim's attempt, as one update of the Task and one of the Record."""
+
+    claim: Claim
+    score: float
+    details: Json
+
+    @property
+    def slot(self) -> UpdateOne:
+        """Score the slot, if the claim still holds it."""
+        return UpdateOne(slots.held(self.claim), self.slot_update)
+
+    @property
+    def slot_update(self) -> list[Json]:
+        """Return the update of the Task."""
+        fields = {
+            "status": SlotStatus.SCORED.value, "score": self.score, "lease_expires_at": None,
+            "owner": slots.literal(self.claim.owner),
+        }  # fmt: skip
+        return slots.change_slot(self.claim, fields)
+
+    @property
+    def record(self) -> UpdateOne:
+        """Score the Record, if its status is SCORING."""
+        query = {
+            "_id": self.claim.record_id,
+            "status": {"$in": sources(RECORD_EDGES, RecordStatus.SCORED)},
+        }
+        changes = {
+            "$set": {
+                "status": RecordStatus.SCORED.value, "score": self.score, "score_details": self.details,
+            },
+            "$currentDate": {"scored_at": True},
+        }  # fmt: skip
+        return UpdateOne(query, changes)
+
+
+class Attempts(Repository):
+    """The calls that end an attempt. A claim that is lost raises LeaseLostError, and nothing is written."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._scoring = WriteCoalescer(self._score_batch, self._score)
+        self.completed = CompletedGroups()
+        """The groups that this process completed."""
+
+    @database_call
+    async def score(self, claim: Claim, score: float, details: dict[str, Any] | None = None) -> TaskStatus:
+        """End the attempt with a score; return the Task's status (WAITING: the group is complete).
+
+        Idempotent. Scores that arrive at the same time share one transaction.
+        """
+        return await self._scoring.write(_Score(claim, float(score), plain(details or {})))
+
+    @database_call
+    async def fail(
+        self, claim: Claim, failure: Failure, *, max_attempts: int, backoff_seconds: float
+    ) -> SlotStatus:
+        """End the attempt with a failure; return the slot's status: OPEN, or FAILED at ``max_attempts``.
+
+        An open slot may be claimed again after a back-off, which doubles with each attempt that counts and
+        varies randomly by ±50 %. The Record becomes FAILED and keeps ``failure``.
+        """
+        spread_ms = backoff_seconds * 1000 * random.uniform(0.5, 1.5)
+        doublings = {"$min": [{"$subtract": [slots.ATTEMPTS, 1]}, _MAX_DOUBLINGS]}
+        wait_ms = {"$toLong": {"$multiply": [spread_ms, {"$pow": [2, doublings]}]}}
+        fields = {**FREE, "status": failed_or_open(max_attempts), "not_before": slots.after(wait_ms)}
+
+        async def write(session: AsyncClientSession) -> Task:
+            task = await self._change(claim, fields, session)
+            await end_record(self._connection, claim, failure, session)
+            return task
+
+        task = await self._connection.transaction(write)
+        self.completed.note(task.split, task.id, task.status)
+        return next(slot.status for slot in task.slots if slot.traj_id == claim.traj_id)
+
+    async def release(self, claim: Claim) -> None:
+        """Release one slot; see ``release_all``. Raises LeaseLostError if the claim is lost."""
+        if await self.release_all([claim]):
+            raise lease_lost(claim)
+
+    @database_call
+    async def release_all(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Release unfinished slots; return the lost claims, whose slots are unchanged.
+
+        A released slot is open at once, its attempt does not count, and its Record becomes RELEASED. Up to
+        256 claims share one transaction, which bounds the time of a shutdown.
+        """
+        lost: list[Claim] = []
+        for start in range(0, len(claims), _CLAIMS_PER_TRANSACTION):
+            lost += await self._release(claims[start : start + _CLAIMS_PER_TRANSACTION])
+        return lost
+
+    async def _score(self, score: _Score) -> TaskStatus:
+        claim = score.claim
+
+        async def write(session: AsyncClientSession) -> TaskStatus:
+            task = await self._collection(TASK).find_one_and_update(
+                slots.held(claim), score.slot_update, {"status": 1}, session=session,
+                return_document=ReturnDocument.AFTER,
+            )  # fmt: skip
+            if task is None:
+                raise lease_lost(claim)
+            result = await self._collection(RECORD).bulk_write([score.record], session=session)
+            if result.matched_count != 1:
+                raise StoreError(f"Record {claim.record_id} is not being scored, so it cannot take a score")
+            return TaskStatus(task["status"])
+
+        try:
+            status = await self._connection.transaction(write)
+        except LeaseLostError:
+            stored = await self._status_if_scored(claim)
+            if stored is None:
+                raise
+            status = stored
+        self.completed.note(claim.task.split, claim.task.id, status)
+        return status
+
+    async def _score_batch(self, scores: Sequence[_Score]) -> list[TaskStatus] | None:
+        slot_updates, record_updates = [score.slot for score in scores], [score.record for score in scores]
+        ids = {score.claim.task.id for score in scores}
+
+        async def write(session: AsyncClientSession) -> dict[str, TaskStatus] | None:
+            for collection, updates in ((TASK, slot_updates), (RECORD, record_updates)):
+                result = await self._collection(collection).bulk_write(updates, session=session)
+                if result.matched_count < len(updates):
+                    await session.abort_transaction()
+                    return None
+            cursor = self._collection(TASK).find({"_id": {"$in": list(ids)}}, {"status": 1}, session=session)
+            return {task["_id"]: TaskStatus(task["status"]) for task in await cursor.to_list()}
+
+        statuses = await self._connection.transaction(write)
+        if statuses is None:
+            return None
+        for task in {score.claim.task.id: score.claim.task for score in scores}.values():
+            self.completed.note(task.split, task.id, statuses[task.id])
+        last = {score.claim.task.id: index for index, score in enumerate(scores)}
+        return [
+            statuses[task] if index == last[task] else TaskStatus.RUNNING
+            for index, task in enumerate(score.claim.task.id for score in scores)
+        ]
+
+    async def _status_if_scored(self, claim: Claim) -> TaskStatus | None:
+        """Return the Task's status if this claim has scored its slot already; None otherwise."""
+        slot = {
+            "traj_id": claim.traj_id, "attempt": claim.attempt, "owner": claim.owner,
+            "status": SlotStatus.SCORED.value,
+        }  # fmt: skip
+        task = await self._collection(TASK).find_one(
+            {"_id": claim.task.id, "slots": {"$elemMatch": slot}}, {"status": 1}
+        )
+        return None if task is None else TaskStatus(task["status"])
+
+    async def _release(self, claims: Sequence[Claim]) -> list[Claim]:
+        fields = {
+            **FREE, "status": SlotStatus.OPEN.value,
+            "released": {"$add": [{"$ifNull": ["$$slot.released", 0]}, 1]},
+        }  # fmt: skip
+
+        async def write(session: AsyncClientSession) -> list[Claim]:
+            lost = await lost_claims(self._connection, claims, session)
+            lost_ids = {claim.record_id for claim in lost}
+            held = [claim for claim in claims if claim.record_id not in lost_ids]
+            if held:
+                updates = [UpdateOne(slots.owned(claim), slots.change_slot(claim, fields)) for claim in held]
+                await self._collection(TASK).bulk_write(updates, ordered=True, session=session)
+                await end_records(self._connection, held, None, session)
+            return lost
+
+        return await self._connection.transaction(write)
+
+    async def _change(self, claim: Claim, fields: Json, session: AsyncClientSession) -> Task:
+        task = await self._collection(TASK).find_one_and_update(
+            slots.held(claim), slots.change_slot(claim, fields), session=session,
+            return_document=ReturnDocument.AFTER,
+        )  # fmt: skip
+        if task is None:
+            raise lease_lost(claim)
+        return Task.from_document(task)
+
+
+def failed_or_open(max_attempts: int) -> Json:
+    """Return the expression for a slot's status after a failed attempt."""
+    return {
+        "$cond": [
+            {"$gte": [slots.ATTEMPTS, max_attempts]}, SlotStatus.FAILED.value, SlotStatus.OPEN.value,
+        ]
+    }  # fmt: skip
+
+
+def new_record(claim: Claim) -> Record:
+    """Return the Record of a claim in its first state."""
     task = claim.task
     return Record(
         id=claim.record_id, task=task.id, traj_id=claim.traj_id, attempt=claim.attempt,
@@ -35,10 +260,10 @@ async def end_record(
 async def end_records(
     connection: Connection, claims: Sequence[Claim], failure: Failure | None, session: AsyncClientSession
 ) -> None:
-    """End the Records of ``claims``: FAILED because of ``failure``, or RELEASED without one.
+    """End the Records of ``claims``: FAILED because of ``failure``, RELEASED if it is None.
 
-    Belongs into the transaction that changes the slots. An attempt that had no Record yet gets one: the
-    history is whole, and its owner, should it wake up, cannot insert another.
+    Call it in the transaction that changes the slots. An attempt that has no Record yet gets one, so that
+    every attempt is recorded and a late owner cannot insert the Record afterwards.
     """
     status = RecordStatus.RELEASED if failure is None else RecordStatus.FAILED
     changes = {"status": status.value, "failure": plain(failure)}
@@ -49,12 +274,10 @@ async def end_records(
     )
     if ended.matched_count == len(claims):
         return
-    there = {
-        record["_id"]
-        for record in await records.find({"_id": {"$in": ids}}, {"_id": 1}, session=session).to_list()
-    }
-    missing = [claim for claim in claims if claim.record_id not in there]
+    cursor = records.find({"_id": {"$in": ids}}, {"_id": 1}, session=session)
+    stored = {record["_id"] for record in await cursor.to_list()}
+    missing = [claim for claim in claims if claim.record_id not in stored]
     if missing:
         await records.insert_many(
-            [record_of(claim).to_document() | changes for claim in missing], session=session
+            [new_record(claim).to_document() | changes for claim in missing], session=session
         )

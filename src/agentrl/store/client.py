@@ -16,22 +16,21 @@ from pymongo.errors import PyMongoError
 from agentrl.config.schema import SYSTEM_DATABASES, RunConfig
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store.admin.migrate import check_version, open_schema
+from agentrl.store.changes import Changes
 from agentrl.store.claims import Claims
 from agentrl.store.connection import Connection
-from agentrl.store.dispatches import Dispatches
 from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.store.imports import Imports
-from agentrl.store.liveness import Presence
+from agentrl.store.model_calls import ModelCalls
 from agentrl.store.names import TASK
-from agentrl.store.policies import Policies
+from agentrl.store.policy_versions import PolicyVersions
 from agentrl.store.records import Records
-from agentrl.store.runs import Runs
 from agentrl.store.services import Services
 from agentrl.store.settings import Settings
 from agentrl.store.tasks import Tasks
+from agentrl.store.trainer_lease import TrainerLeases
 from agentrl.store.training import Training
 from agentrl.store.views.read import Views
-from agentrl.store.waiting import Changes
 
 _RUNS_SHOWN = 20
 
@@ -45,12 +44,11 @@ class Store:
         self.tasks = Tasks(connection)
         self.claims = Claims(connection)
         self.records = Records(connection)
-        self.dispatches = Dispatches(connection)
+        self.model_calls = ModelCalls(connection)
         self.training = Training(connection)
-        self.policies = Policies(connection)
+        self.policy_versions = PolicyVersions(connection)
         self.services = Services(connection)
-        self.runs = Runs(connection)
-        self.presence = Presence(connection)
+        self.trainer_lease = TrainerLeases(connection)
         self.imports = Imports(connection)
         self.settings = Settings(connection)
         self.views = Views(connection)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -12,12 +13,13 @@ from pymongo import AsyncMongoClient
 from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.asynchronous.collection import AsyncCollection
 from pymongo.asynchronous.database import AsyncDatabase
-from pymongo.errors import ConfigurationError, InvalidURI, PyMongoError
+from pymongo.errors import ConfigurationError, DuplicateKeyError, InvalidURI, PyMongoError
 from pymongo.read_concern import ReadConcern
 from pymongo.read_preferences import ReadPreference
 from pymongo.uri_parser import parse_uri
 from pymongo.write_concern import WriteConcern
 
+from agentrl.documents.base import Document
 from agentrl.errors import StoreError, StoreUnavailableError
 from agentrl.store.driver_errors import ENCODING_ERRORS, encoding_error, store_error, uri_error
 from agentrl.store.retry import OutageLog, retry_while_unavailable
@@ -152,6 +154,14 @@ def database_call(
         return await self._connection.call(lambda: method(self, *args, **kwargs), doing)
 
     return call
+
+
+async def insert_if_missing(collection: AsyncCollection[Json], document: Document) -> None:
+    """Insert the document unless one with its ``_id`` exists."""
+    fields = document.to_document()
+    if await collection.find_one({"_id": fields["_id"]}, {"_id": 1}) is None:
+        with contextlib.suppress(DuplicateKeyError):  # another process inserted it at the same moment
+            await collection.insert_one(fields)
 
 
 def _host(uri: str) -> str:

@@ -1,13 +1,21 @@
-"""Epochs: one process at a time inserts an epoch's tasks; an epoch is open once it holds every task."""
+"""Open epochs: one process at a time, under a lease, inserts an epoch's tasks; then the epoch is open."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
+import socket
 import time
+import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+
+import pymongo
+from pymongo import ReturnDocument
+from pymongo.errors import DuplicateKeyError
 
 from agentrl.documents.run import EpochOpening, epoch_key
 from agentrl.documents.status import EpochStatus
@@ -15,8 +23,7 @@ from agentrl.documents.task import CONTENT, Slot, Task, task_key
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store import slots
 from agentrl.store.connection import Connection, Json, Repository, database_call
-from agentrl.store.epoch_leases import EpochLeases, ids_of
-from agentrl.store.names import TASK
+from agentrl.store.names import EPOCH, TASK
 
 logger = logging.getLogger(__name__)
 
@@ -25,15 +32,114 @@ LOAD_WAIT_SECONDS = 600.0
 
 _BATCH = 1000
 _POLL_SECONDS = 0.25
+_RELEASE_SECONDS = 2.0
+_FREE: Json = {"owner": None, "lease_expires_at": None}
+_PLAN = ("seed", "shuffle", "num_generations")
+
+
+class EpochLeases(Repository):
+    """The lease of each epoch, in its ``EpochOpening`` document; times are the server's.
+
+    All leases of one instance have the same owner.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._owner = f"{socket.gethostname().split('.')[0]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self._seconds = 2 * connection.timeout + 10
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    def lock(self, key: str) -> asyncio.Lock:
+        """Return the lock that serializes the openers of this process, which share the owner's name."""
+        return self._locks.setdefault(key, asyncio.Lock())
+
+    @database_call
+    async def of_split(self, split: str) -> dict[int, EpochOpening]:
+        """Return the openings of a split by epoch."""
+        cursor = self._collection(EPOCH).find({"_id": id_prefix(f"{split}/")})
+        openings = [EpochOpening.from_document(document) async for document in cursor]
+        numbered = {int(opening.id.rpartition("/")[2]): opening for opening in openings}
+        return {number: each for number, each in numbered.items() if each.id == epoch_key(split, number)}
+
+    @database_call
+    async def make(self, opening: EpochOpening) -> None:
+        """Insert the document if it is missing."""
+        fields = opening.to_document()
+        key = fields.pop("_id")
+        with suppress(DuplicateKeyError):
+            await self._collection(EPOCH).update_one({"_id": key}, {"$setOnInsert": fields}, upsert=True)
+
+    @database_call
+    async def acquire(self, opening: EpochOpening, *, copies: bool = False) -> EpochOpening | None:
+        """Acquire the lease; return None if another process holds it.
+
+        A stored seed, shuffle flag and number of generations are kept. With ``copies`` the caller copies
+        epoch 0, which has ``opening.tasks`` tasks; an open epoch with as many tasks then also returns None.
+        """
+        await self.make(replace(opening, tasks=0))
+        free = {
+            "$or": [
+                {"$eq": ["$owner", None]},
+                {"$eq": ["$owner", slots.literal(self._owner)]},
+                {"$lte": ["$lease_expires_at", "$$NOW"]},
+            ]
+        }
+        taken: Json = {
+            "attempt": {"$add": ["$attempt", 1]}, "owner": slots.literal(self._owner),
+            "lease_expires_at": slots.after(self._seconds),
+            **{name: {"$ifNull": [f"${name}", getattr(opening, name)]} for name in _PLAN},
+        }  # fmt: skip
+        if copies:
+            is_opening = {"$eq": ["$status", EpochStatus.OPENING.value]}
+            free = {"$and": [free, {"$or": [is_opening, {"$lt": ["$tasks", opening.tasks]}]}]}
+            taken |= {"status": EpochStatus.OPENING.value, "tasks": opening.tasks}
+        document = await self._collection(EPOCH).find_one_and_update(
+            {"_id": opening.id, "$expr": free}, [{"$set": taken}], return_document=ReturnDocument.AFTER
+        )
+        return None if document is None else EpochOpening.from_document(document)
+
+    @database_call
+    async def renew(self, held: EpochOpening, expected: int | None = None) -> None:
+        """Extend the lease; with ``expected``, also mark the epoch as opening, with that many tasks to come.
+
+        Raises LeaseLostError if another process has acquired the lease.
+        """
+        opening = {} if expected is None else {"status": EpochStatus.OPENING.value, "tasks": expected}
+        await self._change(held, {**opening, "lease_expires_at": slots.after(self._seconds)})
+
+    @database_call
+    async def finish(self, held: EpochOpening, tasks: int) -> None:
+        """Mark the epoch as open, with ``tasks`` tasks, and release the lease."""
+        await self._change(held, {"status": EpochStatus.OPEN.value, "tasks": tasks, **_FREE})
+
+    @asynccontextmanager
+    async def releasing(self, held: EpochOpening) -> AsyncIterator[None]:
+        """Release the lease after an error, so that the next process need not wait for its expiry."""
+        try:
+            yield
+        except BaseException:
+            with suppress(pymongo.errors.PyMongoError, StoreError), pymongo.timeout(_RELEASE_SECONDS):
+                await self._change(held, _FREE)
+            raise
+
+    async def _change(self, held: EpochOpening, fields: Json) -> None:
+        result = await self._collection(EPOCH).update_one(
+            {"_id": held.id, "attempt": held.attempt}, [{"$set": fields}]
+        )
+        if not result.matched_count:
+            raise LeaseLostError(
+                f"another process opens epoch {held.id}: the lease of {self._owner} ran out",
+                hint="nothing is lost: the other process inserts the missing tasks",
+            )
 
 
 class Epochs(Repository):
-    """Opens epochs under leases. Epoch 0 is what was loaded; each later epoch is a copy of it.
+    """Opens epochs. Epoch 0 holds the tasks of the file; each later epoch is a copy of it.
 
-    ``Epoch`` has a document for each: whether it is open, and who inserts its tasks. Tasks may be claimed as
-    soon as they are there. When the owner dies, another process takes the opening over and inserts only what
-    is missing. Tasks that are loaded late join every epoch: one that holds fewer tasks than epoch 0 is opened
-    again.
+    The collection ``Epoch`` has one document per epoch: whether it is open, and which process inserts its
+    tasks. A task may be claimed as soon as it is inserted. If the owner dies, another process takes over and
+    inserts only the missing tasks. Tasks that are loaded later join every epoch: an epoch with fewer tasks
+    than epoch 0 is opened again.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -42,7 +148,7 @@ class Epochs(Repository):
 
     @database_call
     async def next_epoch(self, split: str, epochs: int) -> int | None:
-        """Return the first epoch to open, of ``epochs`` and those begun; None when all of them are open."""
+        """Return the lowest epoch to open, of the first ``epochs`` and those begun; None if all are open."""
         openings = await self._leases.of_split(split)
         for epoch in range(max(epochs, max(openings, default=0) + 1)):
             if not await self._is_open(split, epoch, openings):
@@ -51,7 +157,7 @@ class Epochs(Repository):
 
     @database_call
     async def epoch_size(self, split: str) -> int:
-        """Return how many tasks every epoch has; while epoch 0 is being loaded, how many it will have."""
+        """Return the number of tasks per epoch; during the first load, the number that it will have."""
         first = (await self._leases.of_split(split)).get(0)
         return await self._count(split, 0) if first is None else first.tasks
 
@@ -59,7 +165,7 @@ class Epochs(Repository):
     async def open_epoch(
         self, split: str, epoch: int, seed: int, num_generations: int, shuffle: bool = True
     ) -> int:
-        """Copy the tasks of epoch 0 into ``epoch``, in an order of its own; return how many were missing.
+        """Copy the tasks of epoch 0 to ``epoch``, in a new order; return how many were missing.
 
         Writes nothing while an earlier epoch is not open, or while another process opens this one.
         """
@@ -67,7 +173,7 @@ class Epochs(Repository):
             return 0
         loaded = await self._count(split, 0)
         first = EpochOpening(id=epoch_key(split, 0), status=EpochStatus.OPEN, tasks=loaded)
-        await self._leases.make(first)  # the first epoch of an older run has no document
+        await self._leases.make(first)  # a run of an older version has no document for epoch 0
         begun = await self._collection(TASK).find_one({"split": split, "epoch": epoch}, {"slots": 1})
         opening = EpochOpening(
             id=epoch_key(split, epoch), tasks=loaded, seed=seed, shuffle=shuffle,
@@ -86,7 +192,7 @@ class Epochs(Repository):
 
     @asynccontextmanager
     async def loading(self, split: str, epoch: int) -> AsyncIterator[LoadLease]:
-        """Hold the lease of an epoch while its tasks are inserted from a file; it is open at the end.
+        """Hold the lease of an epoch while its tasks are inserted from a file; then mark the epoch as open.
 
         Waits for another process that holds it, for up to ``LOAD_WAIT_SECONDS``.
         """
@@ -102,11 +208,11 @@ class Epochs(Repository):
         if earlier is not None and earlier.status is EpochStatus.OPENING and earlier.tasks > tasks:
             logger.warning(
                 "an earlier load of split %s was interrupted: it expected %d tasks, and there are %d now;"
-                " if it was of another file, load that file again", split, earlier.tasks, tasks,
+                " if it read another file, load that file again", split, earlier.tasks, tasks,
             )  # fmt: skip
 
     async def is_loaded(self, split: str, epoch: int) -> bool:
-        """Return whether the last load of the epoch ended; False where none is recorded."""
+        """Return whether the last load of the epoch finished; False if no load is recorded."""
         opening = (await self._leases.of_split(split)).get(epoch)
         return opening is not None and opening.status is EpochStatus.OPEN
 
@@ -116,7 +222,7 @@ class Epochs(Repository):
         return await self._count(split, epoch)
 
     async def wait_for_lease(self, key: str) -> EpochOpening:
-        """Take the lease of an epoch for a load as soon as it is free."""
+        """Wait until the lease of an epoch is free, and acquire it for a load."""
         deadline = time.monotonic() + LOAD_WAIT_SECONDS
         while (held := await self._leases.acquire(EpochOpening(id=key))) is None:
             if time.monotonic() > deadline:
@@ -134,7 +240,9 @@ class Epochs(Repository):
         ordered = [task_id for _, task_id in places]
         if held.shuffle:
             random.Random(f"{held.seed}/{epoch}").shuffle(ordered)
-        present = {task["_id"] async for task in tasks.find({"_id": ids_of(f"{split}/{epoch}/")}, {"_id": 1})}
+        present = {
+            task["_id"] async for task in tasks.find({"_id": id_prefix(f"{split}/{epoch}/")}, {"_id": 1})
+        }
         missing = [
             (order, task_id)
             for order, task_id in enumerate(ordered)
@@ -149,7 +257,7 @@ class Epochs(Repository):
     async def _copy_batch(
         self, split: str, epoch: int, places: Sequence[tuple[int, str]], generations: int
     ) -> None:
-        """Copy tasks (order, task_id) inside the server; one that is there already stays as it is."""
+        """Copy tasks, given as (order, task_id), inside the server; tasks that exist are not changed."""
         ids = [task_id for _, task_id in places]
         orders = slots.literal([order for order, _ in places])
         new = Task(
@@ -172,7 +280,10 @@ class Epochs(Repository):
         await (await self._collection(TASK).aggregate(pipeline)).to_list()
 
     async def _is_open(self, split: str, epoch: int, openings: dict[int, EpochOpening]) -> bool:
-        """Epochs of older runs have no document: one with tasks is open if it has as many as epoch 0."""
+        """Return whether an epoch is open.
+
+        Runs of older versions have no documents: an epoch is then open if it has as many tasks as epoch 0.
+        """
         opening, first = openings.get(epoch), openings.get(0)
         if opening is not None:
             return opening.status is EpochStatus.OPEN and (first is None or opening.tasks >= first.tasks)
@@ -185,7 +296,7 @@ class Epochs(Repository):
 
 
 class LoadLease:
-    """The lease of an epoch during a load. A load that lost it waits until it is free again, and goes on."""
+    """The lease of an epoch during a load. A load that loses it waits until it is free, then continues."""
 
     def __init__(self, epochs: Epochs, leases: EpochLeases, held: EpochOpening) -> None:
         self._epochs = epochs
@@ -199,7 +310,7 @@ class LoadLease:
             await self._renew(await self._epochs.count(split, int(epoch)) + missing)
 
     async def renew(self) -> None:
-        """Let the lease run anew."""
+        """Extend the lease."""
         await self._renew(None)
 
     async def _renew(self, expected: int | None) -> None:
@@ -209,3 +320,8 @@ class LoadLease:
             self.held = await self._epochs.wait_for_lease(self.held.id)
             if expected is not None:
                 await self._leases.renew(self.held, expected)
+
+
+def id_prefix(prefix: str) -> Json:
+    """Return a filter on ``_id``: it starts with ``prefix``, which must end with a slash."""
+    return {"$gt": prefix, "$lt": f"{prefix[:-1]}0"}

@@ -11,7 +11,7 @@ from pymongo import ASCENDING, ReturnDocument, UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.base import plain
-from agentrl.documents.dispatch import DispatchedSamplingTask
+from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Record
 from agentrl.documents.status import RECORD_EDGES, RecordStatus, SlotStatus, TaskStatus, sources
 from agentrl.documents.task import Begin, Task
@@ -21,7 +21,7 @@ from agentrl.scoring.groups import FAILED, summarize
 from agentrl.store import slots
 from agentrl.store.blobs import Blobs
 from agentrl.store.connection import Connection, Json, Repository, database_call
-from agentrl.store.dispatches import read_calls
+from agentrl.store.model_calls import read_calls
 from agentrl.store.names import DATA, RECORD, TASK
 from agentrl.store.selection import ease_after_group
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.config.schema import RunConfig
-from agentrl.documents.dispatch import DispatchedSamplingTask, whole_messages
+from agentrl.documents.model_call import DispatchedSamplingTask, whole_messages
 from agentrl.documents.packing import unpack_floats, unpack_ids
 from agentrl.documents.status import StepStatus
 from agentrl.store.client import Store as AsyncStore

@@ -14,10 +14,10 @@ from agentrl.documents.record import Record
 from agentrl.documents.status import RECORD_EDGES, RecordStatus, sources
 from agentrl.documents.task import Claim
 from agentrl.errors import StoreError
-from agentrl.store.attempts import record_of
+from agentrl.store.attempts import new_record
 from agentrl.store.connection import Connection, Json, Repository, database_call
-from agentrl.store.leases import lease_lost, lost_claims
 from agentrl.store.names import RECORD
+from agentrl.store.slots import lease_lost, lost_claims
 from agentrl.store.write_coalescer import WriteCoalescer
 
 _PASSED_ON = (RecordStatus.FAILED, RecordStatus.RELEASED)
@@ -51,8 +51,8 @@ class Records(Repository):
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
-        self._creating = WriteCoalescer(self._create_together, self._create)
-        self._advancing = WriteCoalescer(self._advance_together, self._advance)
+        self._creating = WriteCoalescer(self._create_batch, self._create)
+        self._advancing = WriteCoalescer(self._advance_batch, self._advance)
 
     @database_call
     async def create(self, claim: Claim) -> Record:
@@ -146,7 +146,7 @@ class Records(Repository):
         return counts
 
     async def _create(self, claim: Claim) -> Record:
-        record = record_of(claim)
+        record = new_record(claim)
         try:
             await self._collection(RECORD).insert_one(record.to_document())
         except DuplicateKeyError:
@@ -156,14 +156,14 @@ class Records(Repository):
             return stored
         return record
 
-    async def _create_together(self, claims: Sequence[Claim]) -> list[Record]:
-        records = [record_of(claim) for claim in claims]
+    async def _create_batch(self, claims: Sequence[Claim]) -> list[Record]:
+        records = [new_record(claim) for claim in claims]
         documents = [record.to_document() for record in records]
         await self._collection(RECORD).insert_many(documents, ordered=False)
         return records
 
     async def _advance(self, advance: _Advance) -> None:
-        if await self._advance_together([advance]) is not None:
+        if await self._advance_batch([advance]) is not None:
             return
         claim, status = advance.claim, advance.status
         stored = await self.get(claim.record_id)
@@ -172,7 +172,7 @@ class Records(Repository):
             raise lease_lost(claim)
         raise StoreError(f"Record {claim.record_id} is {stored.status} and cannot become {status}")
 
-    async def _advance_together(self, advances: Sequence[_Advance]) -> Sequence[None] | None:
+    async def _advance_batch(self, advances: Sequence[_Advance]) -> Sequence[None] | None:
         if await lost_claims(self._connection, [each.claim for each in advances]):
             return None
         updates = [each.update for each in advances]

@@ -1,4 +1,7 @@
-"""Validators: the ``$jsonSchema`` of each collection, read off the document classes."""
+"""The schema of a run's database: a validator for each collection, indexes and views; ``prepare`` makes them.
+
+Validators are generated from the document classes.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,12 @@ from enum import Enum
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from pymongo import ASCENDING, DESCENDING, IndexModel
+from pymongo.asynchronous.database import AsyncDatabase
+from pymongo.errors import OperationFailure
+
 from agentrl.documents.base import Document, Root
-from agentrl.documents.dispatch import DispatchedSamplingTask
-from agentrl.documents.policy import PolicyVersion
+from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Record
 from agentrl.documents.run import (
     FLAGS,
@@ -24,10 +30,12 @@ from agentrl.documents.run import (
     flags_key,
 )
 from agentrl.documents.run import SETTINGS as CONCERNS
-from agentrl.documents.service import InferenceService
+from agentrl.documents.serving import InferenceService, PolicyVersion
+from agentrl.documents.status import ACTIVE_STEPS, values
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, TrainStep
-from agentrl.store.connection import Json
+from agentrl.scoring.difficulty import LIMIT
+from agentrl.store.connection import Json, insert_if_missing
 from agentrl.store.names import (
     CALL,
     DATA,
@@ -44,6 +52,10 @@ from agentrl.store.names import (
     VERSION,
 )
 from agentrl.store.slots import LEASE_DEADLINE
+from agentrl.store.views import VIEWS
+
+_COLLECTION_EXISTS = 48
+_UP, _DOWN = ASCENDING, DESCENDING
 
 _PLAIN: dict[Any, tuple[str, list[str]]] = {
     str: ("text", ["string"]),
@@ -56,10 +68,10 @@ _PLAIN: dict[Any, tuple[str, list[str]]] = {
 
 
 def _schema_of(hint: Any, name: str) -> tuple[Json, str]:
-    """The schema of a value, and what it says to people."""
+    """Return the schema of a type hint, and its description for error messages."""
     origin = get_origin(hint)
     if origin in (Union, UnionType):
-        return _optional(*_schema_of(_some(hint), name))
+        return _optional(*_schema_of(_without_none(hint), name))
     if origin is tuple:
         items, what = _schema_of(get_args(hint)[0], name)
         return {"bsonType": "array", "items": items}, f"a list, each: {what}"
@@ -78,8 +90,8 @@ def _schema_of(hint: Any, name: str) -> tuple[Json, str]:
     return {}, "anything"
 
 
-def _some(hint: Any) -> Any:
-    """``T`` of ``T | None``."""
+def _without_none(hint: Any) -> Any:
+    """Return ``T`` of ``T | None``."""
     return next(arg for arg in get_args(hint) if arg is not type(None))
 
 
@@ -93,7 +105,7 @@ def _optional(schema: Json, what: str) -> tuple[Json, str]:
 
 
 def _object(cls: type[Document], **more: Json) -> Json:
-    """A document of ``cls`` with its fields and ``more``, and no others."""
+    """Return the schema of a document that has the fields of ``cls`` and ``more``, and no others."""
     hints = get_type_hints(cls)
     properties: Json = {}
     required = []
@@ -161,4 +173,80 @@ VALIDATORS: dict[str, Json] = {
         LEASE: _object(TrainerLease),
     }.items()
 }
-"""What each collection takes: fields without a default are required, fields of no document are refused."""
+"""Collection → validator. Fields without a default are required; unknown fields are refused."""
+
+
+def _index(*fields: str | tuple[str, int], unique: bool = False, where: Json | None = None) -> IndexModel:
+    keys = [(field, _UP) if isinstance(field, str) else field for field in fields]
+    if where is None:
+        return IndexModel(keys, unique=unique)
+    return IndexModel(keys, unique=unique, partialFilterExpression=where)
+
+
+_ACTIVE_STEPS = {"status": {"$in": values(ACTIVE_STEPS)}}
+
+INDEXES: dict[str, list[IndexModel]] = {
+    TASK: [
+        _index("split", "status", "epoch", "order"),
+        _index("split", "status", "slots.status", "epoch", "order"),
+        _index("split", "status", LEASE_DEADLINE),
+        _index("split", "epoch", "order"),
+        _index("split", "admission.rank", where={"admission.rank": {"$gt": 0}}),
+        _index("split", "ease", "_id", where={"ease": {"$gte": -LIMIT}}),
+        _index("split", ("group.finalised_at", _DOWN), where={"begun.number": {"$gt": 0}}),
+        _index("split", "status", "group.counted_at_step", "group.finalised_at"),
+        _index("group.counted_at_step", where={"group.counted_at_step": {"$gt": 0}}),
+    ],
+    RECORD: [
+        _index("task", "traj_id", "attempt"),
+        _index("split", "status", ("created_at", _DOWN)),
+        _index("status", ("created_at", _DOWN)),
+        _index(("created_at", _DOWN)),
+    ],
+    CALL: [_index("record", "index", unique=True)],
+    DATA: [
+        _index("split", "status", "created_at", "_id", "min_version"),
+        _index("split", "status", "trained_count", "task"),
+        _index(
+            "split", "status", "task", "trained_count", "not_before_step", "min_version", "max_version", "_id"
+        ),
+        _index("task"),
+    ],
+    VERSION: [_index("status", ("_id", _DOWN)), _index("status", "step", ("_id", _DOWN))],
+    SERVICE: [_index("status", "heartbeat")],
+    STEP: [_index("step", unique=True, where=_ACTIVE_STEPS), _index("status", "step")],
+}
+
+
+async def prepare(database: AsyncDatabase[Json]) -> None:
+    """Create what is missing and update validators and views. Any number of processes may call it at once."""
+    cursor = await database.list_collections()
+    existing = {entry["name"]: entry["options"] async for entry in cursor}
+    for name, validator in VALIDATORS.items():
+        if name not in existing:
+            await _create(database, name, validator=validator)
+        elif existing[name].get("validator") != validator:
+            await database.command("collMod", name, validator=validator)
+        missing = await _missing_indexes(database, name) if name in INDEXES else []
+        if missing:
+            await database[name].create_indexes(missing)
+    await insert_if_missing(database[GATE], Gate())
+    for name, (source, pipeline) in VIEWS.items():
+        if name not in existing:
+            await _create(database, name, viewOn=source, pipeline=pipeline)
+        elif existing[name].get("pipeline") != pipeline:
+            await database.command("collMod", name, viewOn=source, pipeline=pipeline)
+
+
+async def _missing_indexes(database: AsyncDatabase[Json], collection: str) -> list[IndexModel]:
+    """Return the missing indexes: a user who may not create indexes can open a complete database."""
+    existing = {index["name"] async for index in await database[collection].list_indexes()}
+    return [index for index in INDEXES[collection] if index.document["name"] not in existing]
+
+
+async def _create(database: AsyncDatabase[Json], name: str, **options: Any) -> None:
+    try:
+        await database.command("create", name, **options)
+    except OperationFailure as error:
+        if error.code != _COLLECTION_EXISTS:
+            raise

@@ -1,21 +1,76 @@
-"""InferenceServices: which engines are alive, by the server's clock."""
+"""Engines and samplers of a run: engines register and send heartbeats; anyone asks who is alive."""
 
 from __future__ import annotations
 
-from agentrl.documents.service import InferenceService
-from agentrl.documents.status import ServiceStatus
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from agentrl.documents.serving import InferenceService
+from agentrl.documents.status import ServiceStatus, TaskStatus
 from agentrl.errors import StoreError
 from agentrl.store import slots
 from agentrl.store.connection import Json, Repository, database_call
-from agentrl.store.names import SERVICE
+from agentrl.store.names import RECORD, SERVICE, TASK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Liveness:
+    """The live samplers and engines of a run, at the server's time ``at``."""
+
+    at: datetime
+    claims: Mapping[str, int]
+    """Sampler → number of slots that it holds under live leases."""
+    last_claim: datetime | None
+    """When the newest Record was created, by its sampler's clock."""
+    engines: Sequence[InferenceService]
+    """Every engine that has registered, latest heartbeat first."""
+    alive_seconds: float
+    """An engine whose heartbeat is older is dead."""
+
+    @property
+    def live_engines(self) -> list[InferenceService]:
+        """Return the engines that are neither stopped nor dead."""
+        return [
+            engine
+            for engine in self.engines
+            if engine.status is not ServiceStatus.STOPPED
+            and self._age(engine.heartbeat) <= self.alive_seconds
+        ]
+
+    def describe(self) -> str:
+        """Return one line for a log: who is alive, or since when nobody is."""
+        return f"{self._samplers()}; {self._engines()}"
+
+    def _samplers(self) -> str:
+        if self.claims:
+            return f"samplers: {len(self.claims)}, with {sum(self.claims.values())} claims"
+        if self.last_claim is None:
+            return "no sampler has begun a trajectory: is `agentrl sample` running? its log says why not"
+        return f"no sampler holds a claim, the last one began {self._age(self.last_claim):.0f} s ago"
+
+    def _engines(self) -> str:
+        live = Counter(str(engine.status) for engine in self.live_engines)
+        if live:
+            return "engines: " + ", ".join(f"{count} {status}" for status, count in live.items())
+        if not self.engines:
+            return "no engine has registered: is `agentrl serve` running?"
+        last = self.engines[0]
+        how = "stopped" if last.status is ServiceStatus.STOPPED else "went silent"
+        detail = f" ({last.detail})" if last.detail else ""
+        return f"no engine is alive: {last.url} {how} {self._age(last.heartbeat):.0f} s ago{detail}"
+
+    def _age(self, then: datetime) -> float:
+        return max(0.0, (self.at - then).total_seconds())
 
 
 class Services(Repository):
-    """How an engine makes itself known, and how samplers find it."""
+    """The calls on engines, and the report of which engines and samplers are alive."""
 
     @database_call
     async def register(self, service: InferenceService) -> None:
-        """Insert or replace the engine's document and beat once."""
+        """Insert or replace the engine's document and send its first heartbeat."""
         await self._collection(SERVICE).replace_one({"_id": service.id}, service.to_document(), upsert=True)
         await self._collection(SERVICE).update_one({"_id": service.id}, {"$currentDate": {"heartbeat": True}})
 
@@ -24,7 +79,7 @@ class Services(Repository):
         self, service_id: str, *, status: ServiceStatus, policy_version: int | None, running_requests: int,
         detail: str | None = None,
     ) -> None:  # fmt: skip
-        """Renew the heartbeat and say what the engine does. StoreError if it is not registered."""
+        """Send a heartbeat with the engine's state. Raises StoreError if the engine is not registered."""
         changes = {
             "$set": {
                 "status": status.value, "policy_version": policy_version,
@@ -41,10 +96,10 @@ class Services(Repository):
 
     @database_call
     async def live(self, max_age_seconds: float) -> list[InferenceService]:
-        """Engines whose heartbeat is younger than ``max_age_seconds`` and that are not stopped."""
+        """Return the engines that are not stopped and whose heartbeat is newer than ``max_age_seconds``."""
         alive = [status.value for status in ServiceStatus if status is not ServiceStatus.STOPPED]
-        youngest = {"$gte": ["$heartbeat", slots.after(-max_age_seconds)]}
-        query: Json = {"status": {"$in": alive}, "$expr": youngest}
+        recent = {"$gte": ["$heartbeat", slots.after(-max_age_seconds)]}
+        query: Json = {"status": {"$in": alive}, "$expr": recent}
         found = [
             InferenceService.from_document(document)
             async for document in self._collection(SERVICE).find(query)
@@ -53,7 +108,35 @@ class Services(Repository):
 
     @database_call
     async def stop(self, service_id: str) -> None:
-        """Say that the engine has ended."""
+        """Mark the engine as stopped."""
         await self._collection(SERVICE).update_one(
             {"_id": service_id}, {"$set": {"status": ServiceStatus.STOPPED.value, "running_requests": 0}}
         )
+
+    @database_call
+    async def liveness(self, split: str, alive_seconds: float) -> Liveness:
+        """Return who works on ``split`` now. Costs four reads, bounded by the number of open groups."""
+        hello = await self._connection.client.admin.command("hello")
+        newest = await self._collection(RECORD).find_one(
+            {"split": split}, {"created_at": 1}, sort=[("created_at", -1)]
+        )
+        engines = await self._collection(SERVICE).find().sort("heartbeat", -1).to_list()
+        return Liveness(
+            at=hello["localTime"].replace(tzinfo=UTC),
+            claims=await self._claims(split),
+            last_claim=newest["created_at"] if newest else None,
+            engines=[InferenceService.from_document(engine) for engine in engines],
+            alive_seconds=alive_seconds,
+        )
+
+    async def _claims(self, split: str) -> dict[str, int]:
+        live = {"$filter": {"input": "$slots", "as": "slot", "cond": slots.LIVE}}
+        pipeline: list[Json] = [
+            {"$match": {"split": split, "status": TaskStatus.RUNNING.value}},
+            {"$project": {"slots": live}},
+            {"$unwind": "$slots"},
+            {"$group": {"_id": "$slots.owner", "claims": {"$sum": 1}}},
+            {"$sort": {"_id": 1}},
+        ]
+        cursor = await self._collection(TASK).aggregate(pipeline)
+        return {group["_id"]: group["claims"] for group in await cursor.to_list()}

@@ -1,7 +1,7 @@
-"""Pipeline expressions that change one slot of a Task and derive its status and lease deadline with it.
+"""Expressions that read and change one slot of a Task, with its derived status and lease deadline.
 
-Times are the server's (``$$NOW``). Every value that comes from outside goes through ``$literal``, so that no
-text can be read as an expression.
+Times are the server's (``$$NOW``). Every value from outside goes through ``$literal``, so that MongoDB never
+evaluates text as an expression.
 """
 
 from __future__ import annotations
@@ -9,73 +9,78 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pymongo.asynchronous.client_session import AsyncClientSession
+
 from agentrl.documents.status import SlotStatus, TaskStatus
 from agentrl.documents.task import Claim
+from agentrl.errors import LeaseLostError
+from agentrl.store.connection import Connection, Json
+from agentrl.store.names import TASK
 
-Json = dict[str, Any]
 LEASE_DEADLINE = "lease_deadline"
-"""The field of a Task that says when the first lease of its slots runs out; null where none is running."""
+"""Field of a Task: the earliest expiry of its slots' leases; null if no slot is running."""
 _TERMINAL = [SlotStatus.SCORED.value, SlotStatus.FAILED.value]
 ATTEMPTS: Json = {"$subtract": ["$$slot.attempt", {"$ifNull": ["$$slot.released", 0]}]}
-"""Attempts of ``$$slot`` that count towards ``max_attempts``."""
+"""Number of attempts at ``$$slot`` that count towards ``max_attempts``."""
 EXPIRED: Json = {
     "$and": [
         {"$eq": ["$$slot.status", SlotStatus.RUNNING.value]},
         {"$lte": ["$$slot.lease_expires_at", "$$NOW"]},
     ]
 }
-"""Whether the lease of ``$$slot`` has run out, and nobody has noticed."""
+"""Condition: ``$$slot`` is running and its lease has expired."""
 LIVE: Json = {
     "$and": [
         {"$eq": ["$$slot.status", SlotStatus.RUNNING.value]},
         {"$gt": ["$$slot.lease_expires_at", "$$NOW"]},
     ]
 }
-"""Whether the lease of ``$$slot`` is alive."""
+"""Condition: ``$$slot`` is running and its lease has not expired."""
 OPEN: Json = {
     "$and": [
         {"$eq": ["$$slot.status", SlotStatus.OPEN.value]},
         {"$lte": [{"$ifNull": ["$$slot.not_before", "$$NOW"]}, "$$NOW"]},
     ]
 }
-"""Whether ``$$slot`` is free, and its wait after a failure is over."""
+"""Condition: ``$$slot`` may be claimed; its back-off after a failure is over."""
 
 
 def literal(value: Any) -> Json:
-    """``value`` as a constant of an expression."""
+    """Return ``value`` as a constant of an expression."""
     return {"$literal": value}
 
 
 def after(seconds: float | Json) -> Json:
-    """The server's time in ``seconds``."""
+    """Return the expression for the server's time plus ``seconds``; an expression is in milliseconds."""
     milliseconds = round(seconds * 1000) if isinstance(seconds, (int, float)) else seconds
     return {"$add": ["$$NOW", milliseconds]}
 
 
 def expired(max_attempts: int) -> Json:
-    """Whether the lease of ``$$slot`` has run out while it has attempts left."""
+    """Return the condition that the lease of ``$$slot`` has expired and that it has attempts left."""
     return {"$and": [EXPIRED, {"$lt": [ATTEMPTS, max_attempts]}]}
 
 
 def any_slot(condition: Json) -> Json:
-    """A filter: some slot fulfils ``condition`` (an expression over ``$$slot``)."""
+    """Return a filter for Tasks with a slot that satisfies ``condition`` (an expression over ``$$slot``)."""
     matches = {"$map": {"input": "$slots", "as": "slot", "in": condition}}
     return {"$expr": {"$anyElementTrue": [matches]}}
 
 
 def overdue(condition: Json) -> Json:
-    """A filter: a lease has run out, and some slot fulfils ``condition``. It uses an index on LEASE_DEADLINE.
+    """Return a filter for Tasks with an expired lease and a slot that satisfies ``condition``.
 
-    A Task without a deadline passes the first part: the second decides.
+    It uses the index on LEASE_DEADLINE. A Task without a deadline passes that part; ``condition`` decides.
     """
     passed = {"$lte": [f"${LEASE_DEADLINE}", "$$NOW"]}
     return {"$expr": {"$and": [passed, any_slot(condition)["$expr"]]}}
 
 
 def claim_slots(condition: Json, owners: Sequence[str], lease_seconds: float) -> list[Json]:
-    """Update: give the first slots that fulfil ``condition`` to ``owners``, one each, as many as there are.
+    """Return the update that gives the first slots that satisfy ``condition`` to ``owners``, one each.
 
-    ``last_claim`` lists them: which one, and who held it before.
+    The Task may have fewer such slots than owners. ``last_claim`` then lists each claimed slot and its
+    previous owner.
     """
     free = {"$filter": {"input": "$slots", "as": "slot", "cond": condition}}
     taken = {
@@ -105,29 +110,29 @@ def claim_slots(condition: Json, owners: Sequence[str], lease_seconds: float) ->
 
 
 def change_slot(claim: Claim, fields: Json) -> list[Json]:
-    """Update: set ``fields`` (expressions over ``$$slot``) of the claimed slot."""
+    """Return the update that sets ``fields`` (expressions over ``$$slot``) of the claimed slot."""
     return [{"$set": {"slots": _map_slots(_is_claimed(claim), fields)}}, *_derive_status()]
 
 
 def change_slots(condition: Json, fields: Json) -> list[Json]:
-    """Update: set ``fields`` of every slot that fulfils ``condition``."""
+    """Return the update that sets ``fields`` of every slot that satisfies ``condition``."""
     return [{"$set": {"slots": _map_slots(condition, fields)}}, *_derive_status()]
 
 
 def renew_lease(claim: Claim, lease_seconds: float) -> list[Json]:
-    """Update: let the claim's lease run for ``lease_seconds`` from now."""
+    """Return the update that extends the claim's lease to ``lease_seconds`` from now."""
     fields = {"lease_expires_at": after(lease_seconds)}
     return [{"$set": {"slots": _map_slots(_is_claimed(claim), fields)}}, _derive_deadline()]
 
 
 def held(claim: Claim) -> Json:
-    """A filter: the Task whose slot the claim still holds, under a lease that has not run out."""
+    """Return a filter for the claim's Task, if the claim holds its slot and the lease has not expired."""
     live = {"$and": [_is_claimed(claim), LIVE]}
     return {**owned(claim), **any_slot(live)}
 
 
 def owned(claim: Claim) -> Json:
-    """A filter: the Task whose slot has not passed on from the claim, be its lease alive or not."""
+    """Return a filter for the claim's Task, if the claim holds its slot; the lease may have expired."""
     return {
         "_id": claim.task.id,
         "slots": {
@@ -166,3 +171,30 @@ def _derive_deadline() -> Json:
     leased = {"$filter": {"input": "$slots", "as": "slot", "cond": running}}
     ends = {"$map": {"input": leased, "as": "slot", "in": "$$slot.lease_expires_at"}}
     return {"$set": {LEASE_DEADLINE: {"$min": ends}}}
+
+
+async def lost_claims(
+    connection: Connection, claims: Sequence[Claim], session: AsyncClientSession | None = None
+) -> list[Claim]:
+    """Return the claims whose lease has expired or whose slot has another owner."""
+    live = {"$filter": {"input": "$slots", "as": "slot", "cond": LIVE}}
+    ids = list({claim.task.id for claim in claims})
+    tasks = (
+        await connection.collection(TASK)
+        .find({"_id": {"$in": ids}}, {"slots": live}, session=session)
+        .to_list()
+    )
+    held = {
+        (task["_id"], slot["traj_id"], slot["attempt"], slot["owner"])
+        for task in tasks
+        for slot in task["slots"]
+    }
+    return [each for each in claims if (each.task.id, each.traj_id, each.attempt, each.owner) not in held]
+
+
+def lease_lost(claim: Claim) -> LeaseLostError:
+    """Return the error for a write under a claim that is lost."""
+    return LeaseLostError(
+        f"the claim of {claim.owner} on {claim.record_id} has expired or passed to another sampler",
+        hint="nothing is lost: another attempt replaces this one; if it happens often, raise --lease_seconds",
+    )

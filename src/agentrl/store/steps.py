@@ -11,15 +11,15 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import DuplicateKeyError
 
 from agentrl.documents.base import plain
-from agentrl.documents.status import STEPPED, StepStatus, values
+from agentrl.documents.status import APPLIED_STEPS, StepStatus, values
 from agentrl.documents.training import PendingCommit, TrainStep
 from agentrl.errors import StoreError
 from agentrl.store.connection import Json, database_call
 from agentrl.store.names import STEP
-from agentrl.store.runs import guard
-from agentrl.store.step_parts import NotReadyError, StepPart, StepParts, parts_of
+from agentrl.store.step_chunks import NotReadyError, StepChunk, StepChunks, chunks_of
+from agentrl.store.trainer_lease import fence
 
-_STEPPED = values(STEPPED)
+_APPLIED = values(APPLIED_STEPS)
 _PLANS = values((StepStatus.PLANNING, StepStatus.PLANNED))
 
 
@@ -27,15 +27,15 @@ _PLANS = values((StepStatus.PLANNING, StepStatus.PLANNED))
 class _Change:
     """A change of one step in parts, a transaction each."""
 
-    parts: Sequence[StepPart]
+    parts: Sequence[StepChunk]
     begin: Callable[[AsyncClientSession], Awaitable[bool]]
     """Joins the first part, and decides; False: it is done already."""
-    write: Callable[[StepPart, AsyncClientSession], Awaitable[None]]
+    write: Callable[[StepChunk, AsyncClientSession], Awaitable[None]]
     end: Callable[[AsyncClientSession], Awaitable[None]]
     """Joins the last part."""
 
 
-class Steps(StepParts):
+class Steps(StepChunks):
     """Every change is made in parts, one transaction each, so that a step of any size goes through.
 
     The first part decides: from then on the step counts, or is undone. A change that is interrupted goes on
@@ -60,14 +60,14 @@ class Steps(StepParts):
             await self._collection(STEP).insert_one(document, session=session)
             return True
 
-        async def mark(part: StepPart, session: AsyncClientSession) -> None:
+        async def mark(part: StepChunk, session: AsyncClientSession) -> None:
             await self._mark(step.step, part[0], session)
 
         async def end(session: AsyncClientSession) -> None:
             await self._move(step.id, StepStatus.PLANNING, StepStatus.PLANNED, session)
 
         try:
-            await self._in_parts(_Change(parts_of(step.data), begin, mark, end), attempt)
+            await self._in_parts(_Change(chunks_of(step.data), begin, mark, end), attempt)
         except DuplicateKeyError as error:
             raise StoreError(
                 f"step {step.step} has been planned already", hint="is a second trainer running? stop it"
@@ -80,7 +80,7 @@ class Steps(StepParts):
         """Undo what the first parts of a plan have marked."""
 
         async def decide(session: AsyncClientSession) -> bool:
-            await guard(self._connection, attempt, session)
+            await fence(self._connection, attempt, session)
             result = await self._collection(STEP).update_one(
                 {"_id": step.id, "status": StepStatus.PLANNING.value},
                 {"$set": {"status": StepStatus.REVERTING.value}}, session=session,
@@ -131,18 +131,18 @@ class Steps(StepParts):
             if decided.matched_count:
                 return True
             now = await self._collection(STEP).find_one({"_id": step.id}, {"status": 1}, session=session)
-            if now is None or now["status"] not in _STEPPED:
+            if now is None or now["status"] not in _APPLIED:
                 raise _cannot_commit(step.id)
             return bool(now["status"] == StepStatus.COMMITTING)
 
-        async def train(part: StepPart, session: AsyncClientSession) -> None:
+        async def train(part: StepChunk, session: AsyncClientSession) -> None:
             await self._train(step.step, pending, part[0], session)
             await self._count(step.step, part[1], session)
 
         async def end(session: AsyncClientSession) -> None:
             await self._move(step.id, StepStatus.COMMITTING, StepStatus.COMMITTED, session)
 
-        parts = parts_of(step.data, pending.counted)
+        parts = chunks_of(step.data, pending.counted)
         await self._in_parts(_Change(parts, begin, train, end), attempt)
 
     @database_call
@@ -154,9 +154,9 @@ class Steps(StepParts):
         """
 
         async def decide(session: AsyncClientSession) -> int:
-            await guard(self._connection, attempt, session)
+            await fence(self._connection, attempt, session)
             steps = self._collection(STEP)
-            later = {"status": {"$in": _STEPPED}, "step": {"$gt": step}}
+            later = {"status": {"$in": _APPLIED}, "step": {"$gt": step}}
             query = {"$or": [later, {"status": {"$in": _PLANS}}]}
             fields = {"step": 1, "pruned_at": 1}
             found = steps.find(query, fields, sort=[("step", DESCENDING)], session=session)
@@ -190,7 +190,7 @@ class Steps(StepParts):
         after = found[-1][1] - 1
 
         async def uncount(session: AsyncClientSession) -> int:
-            await guard(self._connection, attempt, session)
+            await fence(self._connection, attempt, session)
             return await self._uncount_some(after, session)
 
         while await self._connection.transaction(uncount):
@@ -204,19 +204,19 @@ class Steps(StepParts):
         async def begin(session: AsyncClientSession) -> bool:
             return True
 
-        async def restore(part: StepPart, session: AsyncClientSession) -> None:
+        async def restore(part: StepChunk, session: AsyncClientSession) -> None:
             await self._restore(after, part[0], session)
 
         async def end(session: AsyncClientSession) -> None:
             await self._move(step.id, StepStatus.REVERTING, StepStatus.REVERTED, session)
 
-        await self._in_parts(_Change(parts_of(step.data), begin, restore, end), attempt)
+        await self._in_parts(_Change(chunks_of(step.data), begin, restore, end), attempt)
 
     async def _in_parts(self, change: _Change, attempt: int | None) -> None:
         for place, part in enumerate(change.parts, 1):
 
-            async def write(session: AsyncClientSession, place: int = place, part: StepPart = part) -> bool:
-                await guard(self._connection, attempt, session)
+            async def write(session: AsyncClientSession, place: int = place, part: StepChunk = part) -> bool:
+                await fence(self._connection, attempt, session)
                 if place == 1 and not await change.begin(session):
                     return False
                 await change.write(part, session)
@@ -258,7 +258,7 @@ class Steps(StepParts):
     async def last_step(self) -> TrainStep | None:
         """The last step that counts: committed, or about to be in all of its parts."""
         document = await self._collection(STEP).find_one(
-            {"status": {"$in": _STEPPED}}, sort=[("step", DESCENDING)]
+            {"status": {"$in": _APPLIED}}, sort=[("step", DESCENDING)]
         )
         return None if document is None else TrainStep.from_document(document)
 

@@ -1,4 +1,4 @@
-"""Training data: what is ready, what is stale, what a step takes; the groups and steps they belong to."""
+"""Training data: find the ready data, mark stale and bad data, fetch what a step trains."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from operator import itemgetter
+from typing import Literal, Self
 
 from pymongo import ASCENDING
 from pymongo.asynchronous.client_session import AsyncClientSession
@@ -18,28 +19,78 @@ from agentrl.errors import StoreError, StoreUnavailableError
 from agentrl.store.blobs import Blobs
 from agentrl.store.claims import Claims
 from agentrl.store.connection import Json, database_call
-from agentrl.store.groups import Decide, GroupOutcome, Groups, RecordOutcome
+from agentrl.store.groups import Groups
 from agentrl.store.names import DATA, RECORD
-from agentrl.store.old_versions import OldVersions
-from agentrl.store.runs import guard
 from agentrl.store.steps import Steps
+from agentrl.store.trainer_lease import fence
 
-__all__ = ["DataMeta", "Decide", "GroupOutcome", "ReadyMember", "RecordOutcome", "Training"]
+Spans = Literal["any", "all"]
+
+_FETCHED_PER_QUERY = 16
+"""Documents of one query; the server reads the next ones while these are decoded."""
+_GROUPS_PER_UPDATE = 50
+_DATA_PER_UPDATE = 1000
+_UNTRAINED = [DataStatus.READY.value, DataStatus.PLANNED.value]
+_META = dict.fromkeys(
+    ("record", "task", "status", "score", "advantage", "min_version", "max_version", "tokens",
+     "trainable_tokens", "turns", "trained_count", "created_at"), 1,
+)  # fmt: skip
 
 
-_FETCHED_TOGETHER = 16
-"""Documents of one query: the server reads the next ones while these are decoded."""
+@dataclass(frozen=True, slots=True)
+class StaleVersions:
+    """Policy versions that are too old. Data are stale if ``any`` or ``all`` of their ``spans`` are too old.
 
-_TASKS_TOGETHER = 50
-_DATA_TOGETHER = 1000
-"""Groups of one update."""
+    ``ranges`` are inclusive and ascending. A run that was never resumed has one range, from version 0; then
+    the minimum or maximum version of a document decides, and an index answers the query. After a resume, a
+    version of the reverted steps can be fresher than a higher version. Then the indexed bound excludes most
+    documents, and the spans decide.
+    """
 
-_WAITING = [DataStatus.READY.value, DataStatus.PLANNED.value]
+    ranges: tuple[tuple[int, int], ...]
+    spans: Spans = "any"
+
+    @classmethod
+    def below(cls, version: int, spans: Spans = "any") -> Self:
+        """Return all versions below ``version`` as one range."""
+        return cls(((0, version - 1),) if version > 0 else (), spans)
+
+    @property
+    def query(self) -> Json:
+        """Return a filter for stale data. Requires at least one range."""
+        bound: Json = {self._bound: {"$lte": self.ranges[-1][1]}}
+        if self._is_prefix:
+            return bound
+        old = [{"version": {"$gte": low, "$lte": high}} for low, high in self.ranges]
+        found: Json = {"$elemMatch": {"$or": old}}
+        return {**bound, "spans": found if self.spans == "any" else {"$not": {"$elemMatch": {"$nor": old}}}}
+
+    @property
+    def expression(self) -> Json:
+        """Return ``query`` as an aggregation expression."""
+        bound: Json = {"$lte": [f"${self._bound}", self.ranges[-1][1]]}
+        if self._is_prefix:
+            return bound
+        old = [{"$and": [{"$gte": ["$$version", low]}, {"$lte": ["$$version", high]}]}
+               for low, high in self.ranges]  # fmt: skip
+        each = {"$map": {"input": "$spans.version", "as": "version", "in": {"$or": old}}}
+        quantifier = "$anyElementTrue" if self.spans == "any" else "$allElementsTrue"
+        return {"$and": [bound, {quantifier: [each]}]}
+
+    @property
+    def _bound(self) -> str:
+        """Return the indexed field to compare with the newest stale version."""
+        return "min_version" if self.spans == "any" else "max_version"
+
+    @property
+    def _is_prefix(self) -> bool:
+        """Return whether every version up to the newest stale one is stale: the run was never resumed."""
+        return len(self.ranges) == 1 and self.ranges[0][0] <= 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataMeta(Root):
-    """A DBRecordData without its tree and its packed arrays: enough to choose what to train."""
+    """A DBRecordData without its token tree and packed arrays."""
 
     id: str
     record: str
@@ -58,28 +109,22 @@ class DataMeta(Root):
 
 @dataclass(frozen=True, slots=True)
 class ReadyMember:
-    """One DBRecordData of a group that a step may train whole."""
+    """One ready DBRecordData of a group whose members a step may all train."""
 
     id: str
     task: str
     trained_count: int
-    """That of the member of its group that has been trained most often."""
-
-
-_META = dict.fromkeys(
-    ("record", "task", "status", "score", "advantage", "min_version", "max_version", "tokens",
-     "trainable_tokens", "turns", "trained_count", "created_at"), 1,
-)  # fmt: skip
+    """The highest count among the members of its group."""
 
 
 class Training(Groups, Steps):
-    """What the trainer reads and writes."""
+    """The trainer's calls on training data, groups and steps."""
 
     @database_call
     async def ready(self, split: str, *, limit: int = 0, step: int | None = None) -> list[DataMeta]:
-        """Data to train, oldest first; ``limit`` 0 is all.
+        """Return the ready data, oldest first; ``limit`` 0 returns all.
 
-        With ``step``, those are left out that an earlier step trained and that must rest until later.
+        With ``step``, exclude data that must not be trained again before a later step.
         """
         query: Json = {"split": split, "status": DataStatus.READY.value}
         if step is not None:
@@ -91,13 +136,13 @@ class Training(Groups, Steps):
 
     @database_call
     async def ready_members(
-        self, split: str, *, step: int, old: OldVersions | None = None, untrained: bool = False
+        self, split: str, *, step: int, old: StaleVersions | None = None, untrained: bool = False
     ) -> list[ReadyMember]:
-        """The ready data of every group that ``step`` may train; a group is here with all of them, or not.
+        """Return the ready data of every group that ``step`` may train; a group is whole or absent.
 
-        A group is left out while one of its members is planned, or rests until a later step. Where any span
-        of ``old`` versions makes data stale, a group with a stale member is left out; where only all spans
-        do, the stale members are. ``untrained``: groups never trained.
+        Excludes groups with a member that is planned or must not be trained before a later step. If
+        ``old.spans`` is "any", excludes groups with a stale member; if "all", excludes only the stale
+        members. ``untrained`` restricts the result to groups that were never trained.
         """
         is_stale: Json | bool = old.expression if old is not None and old.ranges else False
         whole: Json = {"is_planned": False, "rests_until": {"$lte": step}}
@@ -106,7 +151,7 @@ class Training(Groups, Steps):
         if untrained:
             whole["trained_count"] = 0
         pipeline: list[Json] = [
-            {"$match": {"split": split, "status": {"$in": _WAITING}}},
+            {"$match": {"split": split, "status": {"$in": _UNTRAINED}}},
             {
                 "$group": {
                     "_id": "$task",
@@ -128,13 +173,13 @@ class Training(Groups, Steps):
         ]
 
     @database_call
-    async def mark_stale(self, split: str, old: OldVersions, *, attempt: int | None = None) -> int:
-        """Mark the ready data that ``old`` makes stale; return how many.
+    async def mark_stale(self, split: str, old: StaleVersions, *, attempt: int | None = None) -> int:
+        """Change the status of stale ready data to STALE; return how many.
 
-        Where any old span does, that is every group with such a member: its advantages compare all of its
-        trajectories, so that it is trained whole or not at all. Where only all spans do, single data are set
-        aside: nothing of them would be trained. The members that are old come last: what is interrupted is
-        found again. A trainer that has been replaced, which ``attempt`` tells, gets a LeaseLostError.
+        If ``old.spans`` is "any", mark every group with a stale member as a whole, because its advantages
+        compare all its trajectories. If "all", mark single data, of which no token would be trained. The
+        stale members of a group come last, so that a repeated call finds an interrupted one. Raises
+        LeaseLostError if ``attempt`` is not the current trainer's.
         """
         if not old.ranges:
             return 0
@@ -142,54 +187,54 @@ class Training(Groups, Steps):
         stale = {"$set": {"status": DataStatus.STALE.value}}
         data, marked = self._collection(DATA), 0
         tasks = await data.distinct("task", {**ready, **old.query}) if old.spans == "any" else []
-        for start in range(0, len(tasks), _TASKS_TOGETHER):
-            group = {**ready, "task": {"$in": tasks[start : start + _TASKS_TOGETHER]}}
+        for start in range(0, len(tasks), _GROUPS_PER_UPDATE):
+            group = {**ready, "task": {"$in": tasks[start : start + _GROUPS_PER_UPDATE]}}
             others = {**group, "$nor": [old.query]}
             for query in (others, group):
-                marked += await self._set_aside(query, stale, attempt)
+                marked += await self._update(query, stale, attempt)
         while old.spans == "all":
-            found = data.find({**ready, **old.query}, {"_id": 1}, limit=_DATA_TOGETHER)
+            found = data.find({**ready, **old.query}, {"_id": 1}, limit=_DATA_PER_UPDATE)
             ids = [item["_id"] async for item in found]
             if not ids:
                 break
-            marked += await self._set_aside({**ready, "_id": {"$in": ids}}, stale, attempt)
+            marked += await self._update({**ready, "_id": {"$in": ids}}, stale, attempt)
         return marked
 
-    async def _set_aside(self, query: Json, change: Json, attempt: int | None) -> int:
-        """Change data in one transaction with the trainer's lease; returns how many."""
+    async def _update(self, query: Json, change: Json, attempt: int | None) -> int:
+        """Update data in one transaction that the trainer's lease fences; return how many."""
 
         async def write(session: AsyncClientSession) -> int:
-            await guard(self._connection, attempt, session)
+            await fence(self._connection, attempt, session)
             return (await self._collection(DATA).update_many(query, change, session=session)).modified_count
 
         return await self._connection.transaction(write)
 
     @database_call
     async def quarantine(self, query: Json, problem: str, *, attempt: int | None = None) -> int:
-        """Set ready training data aside for good because of ``problem``; returns how many.
+        """Exclude ready data from training for good because of ``problem``; return how many.
 
-        ``query`` selects them: ``{"task": …}`` for a whole group, ``{"_id": …}`` for one. ``attempt`` as in
-        ``mark_stale``.
+        ``query`` selects the data: ``{"task": …}`` for a group, ``{"_id": …}`` for one. Raises LeaseLostError
+        as ``mark_stale``.
         """
-        return await self._set_aside(
+        return await self._update(
             {**query, "status": DataStatus.READY.value},
             {"$set": {"status": DataStatus.QUARANTINED.value, "problem": problem}},
             attempt,
         )
 
     async def fetch(self, ids: Sequence[str]) -> list[DBRecordData]:
-        """Whole documents, in the order of ``ids``. StoreError if one is missing or cannot be read."""
+        """Return whole documents in the order of ``ids``. Raises StoreError if one cannot be read."""
         found, unreadable = await self.fetch_readable(ids)
         missing = [key for key in ids if key not in found]
         if missing:
-            why = unreadable.get(missing[0], "it is not there")
+            why = unreadable.get(missing[0], "it does not exist")
             raise StoreError(f"{len(missing)} training documents are missing, {missing[0]} among them: {why}")
         return [found[key] for key in ids]
 
     @database_call
     async def fetch_readable(self, ids: Sequence[str]) -> tuple[dict[str, DBRecordData], dict[str, str]]:
-        """Whole documents, {id: document}, and why others cannot be read; some may not be there at all."""
-        parts = [ids[start : start + _FETCHED_TOGETHER] for start in range(0, len(ids), _FETCHED_TOGETHER)]
+        """Return {id: whole document} and {id: reason} of unreadable ones; missing ids are in neither."""
+        parts = [ids[start : start + _FETCHED_PER_QUERY] for start in range(0, len(ids), _FETCHED_PER_QUERY)]
         unreadable: dict[str, str] = {}
         read = await asyncio.gather(*(self._fetch(part, unreadable) for part in parts))
         return {item.id: item for part in read for item in part}, unreadable
@@ -212,7 +257,7 @@ class Training(Groups, Steps):
     async def mean_generated_tokens(
         self, *, tasks: Sequence[str] | None = None, records: Sequence[str] | None = None
     ) -> float | None:
-        """Mean generated tokens of the scored Records of ``tasks``, or of ``records``; None without any."""
+        """Return the mean generated tokens of the scored Records among ``tasks`` or ``records``."""
         query: Json = (
             {"_id": {"$in": list(records or ())}} if tasks is None else {"task": {"$in": list(tasks)}}
         )
@@ -226,7 +271,7 @@ class Training(Groups, Steps):
 
     @database_call
     async def counts(self, split: str) -> dict[DataStatus, int]:
-        """How many DBRecordData are in each state; every state is a key."""
+        """Return the number of DBRecordData per status; every status is a key."""
         counts = dict.fromkeys(DataStatus, 0)
         pipeline: list[Json] = [
             {"$match": {"split": split}},
@@ -237,5 +282,5 @@ class Training(Groups, Steps):
         return counts
 
     async def open_groups(self, split: str) -> int:
-        """Groups begun and not yet trained: what admission compares with its limit."""
+        """Return how many groups are admitted and not yet trained; admission limits this number."""
         return await Claims(self._connection).groups_open(split)

@@ -1,4 +1,4 @@
-"""Writes of one kind that are made at the same time become one: many trajectories, one round trip."""
+"""Coalesce concurrent writes of one kind, so that many trajectories share one round trip."""
 
 from __future__ import annotations
 
@@ -11,47 +11,48 @@ from agentrl.store.driver_errors import is_outage
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-_AT_ONCE = 64
+_MAX_BATCH = 64
 
 
 class WriteCoalescer(Generic[Item, Result]):
-    """Writes together what waits while a write is under way; a single item waits for nothing.
+    """Collects the items that arrive while a write is in flight and writes them as the next batch.
 
-    ``together`` gives the results or errors of its items in order, or None where it cannot write all of them.
-    Then, and after every error but an outage, each item is written by ``alone``: one that cannot be encoded,
-    or that the server refuses, has its own error, and the others are written. Both must be idempotent.
+    An item that arrives while nothing is in flight is written at once. ``batched`` returns the results or
+    errors of its items in order, or None if it cannot write them all. In that case, and after any error
+    except an outage, ``single`` writes each item: an item that cannot be encoded or that the server refuses
+    gets an error of its own, and the others are written. Both functions must be idempotent.
     """
 
     def __init__(
         self,
-        together: Callable[[Sequence[Item]], Coroutine[Any, Any, Sequence[Result | BaseException] | None]],
-        alone: Callable[[Item], Coroutine[Any, Any, Result]],
+        batched: Callable[[Sequence[Item]], Coroutine[Any, Any, Sequence[Result | BaseException] | None]],
+        single: Callable[[Item], Coroutine[Any, Any, Result]],
     ) -> None:
-        self._together = together
-        self._alone = alone
+        self._batched = batched
+        self._single = single
         self._waiting: list[tuple[Item, asyncio.Future[Result]]] = []
         self._writer: asyncio.Task[None] | None = None
 
     async def write(self, item: Item) -> Result:
-        """Write the item. A caller that is cancelled may find it written or not."""
+        """Write the item and return its result. After a cancellation the item may be written or not."""
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, future))
         if self._writer is None:
             self._writer = asyncio.create_task(
-                self._write_waiting(), name="agentrl-combined-writes", context=Context()
+                self._write_waiting(), name="agentrl-coalesced-writes", context=Context()
             )
         return await future
 
     async def _write_waiting(self) -> None:
         try:
             while self._waiting:
-                batch, self._waiting = self._waiting[:_AT_ONCE], self._waiting[_AT_ONCE:]
+                batch, self._waiting = self._waiting[:_MAX_BATCH], self._waiting[_MAX_BATCH:]
                 await self._write_batch(batch)
         finally:
             self._writer = None
 
     async def _write_batch(self, batch: Sequence[tuple[Item, asyncio.Future[Result]]]) -> None:
-        """Write the batch and give every caller its result."""
+        """Write the batch and pass each caller its result or error."""
         results: Sequence[Result | BaseException]
         try:
             try:
@@ -72,17 +73,15 @@ class WriteCoalescer(Generic[Item, Result]):
 
     async def _results(self, items: list[Item]) -> Sequence[Result | BaseException]:
         if len(items) > 1:
-            together = asyncio.create_task(self._together(items))
-            await asyncio.wait([together])
-            error = together.exception()
+            batched = asyncio.create_task(self._batched(items))
+            await asyncio.wait([batched])
+            error = batched.exception()
             if error is not None and is_outage(error):
                 return [error] * len(items)
-            results: Sequence[Result | BaseException] | None = (
-                None if error is not None else together.result()
-            )
+            results: Sequence[Result | BaseException] | None = None if error is not None else batched.result()
             if results is not None:
                 return results
-        alone: list[Result | BaseException] = await asyncio.gather(
-            *map(self._alone, items), return_exceptions=True
+        single: list[Result | BaseException] = await asyncio.gather(
+            *map(self._single, items), return_exceptions=True
         )
-        return alone
+        return single

@@ -45,7 +45,7 @@ class TrainerLease:
     async def check(self) -> None:
         """Renew now. Raises LeaseLostError if another trainer has taken over."""
         try:
-            await self._store.runs.renew_trainer(self.attempt, self._seconds)
+            await self._store.trainer_lease.renew(self.attempt, self._seconds)
         except LeaseLostError:
             self.lost.set()
             raise
@@ -53,7 +53,7 @@ class TrainerLease:
     async def discard(self, checkpoints: Sequence[str]) -> None:
         """Record that ``checkpoints`` are about to be deleted. LeaseLostError if another has taken over."""
         try:
-            await self._store.runs.discard_checkpoints(self.attempt, checkpoints)
+            await self._store.trainer_lease.discard_checkpoints(self.attempt, checkpoints)
         except LeaseLostError:
             self.lost.set()
             raise
@@ -113,7 +113,7 @@ async def hold(
         with contextlib.suppress(asyncio.CancelledError):
             await keeper
         with contextlib.suppress(StoreError), retry_outages(0):
-            await store.runs.release_trainer(attempt)
+            await store.trainer_lease.release(attempt)
 
 
 async def _acquire(store: Store, owner: str, seconds: float, stop: asyncio.Event) -> int:
@@ -121,11 +121,11 @@ async def _acquire(store: Store, owner: str, seconds: float, stop: asyncio.Event
     seen: tuple[int, datetime | None] | None = None
     while True:
         try:
-            return await store.runs.acquire_trainer(
+            return await store.trainer_lease.acquire(
                 owner, socket.gethostname(), os.getpid(), seconds, identify(os.getpid())
             )
         except LeaseHeldError as error:
-            holder = await store.runs.trainer()
+            holder = await store.trainer_lease.read()
             term = (holder.attempt, holder.lease_expires_at)
             is_renewed = seen is not None and seen != term
             is_seen_alive = holder.process is not None and is_observable(holder.process)

@@ -60,13 +60,13 @@ async def begin(
     step = checkpoint.state.step if checkpoint else 0
     contained = list(checkpoint.state.train_steps) if checkpoint else []
     await publish_base(store, base, attempt)
-    withdrawn = await store.policies.withdraw_after(step, attempt=attempt)
+    withdrawn = await store.policy_versions.withdraw_after(step, attempt=attempt)
     if withdrawn:
         logger.info("%d policy versions after step %d are withdrawn", withdrawn, step)
     undone = await store.training.revert_after(step, attempt=attempt)
     if undone:
         logger.info("%d steps after step %d are undone; their data are ready again", undone, step)
-    newest = await store.policies.latest()
+    newest = await store.policy_versions.latest()
     version, version_step = (newest.id, newest.step) if newest is not None else (0, 0)
     return Progress(
         attempt=attempt,

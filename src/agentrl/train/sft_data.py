@@ -79,7 +79,7 @@ def _one_chain(name: str, conversation: TokenizedConversation) -> DBRecordData:
 
 
 async def _one_record(store: Store, record: Record) -> DBRecordData | None:
-    calls = await store.dispatches.of_record(record.id)
+    calls = await store.model_calls.of_record(record.id)
     task = Task(
         id=record.task,
         task_id=record.task,
@@ -92,7 +92,7 @@ async def _one_record(store: Store, record: Record) -> DBRecordData | None:
 
 
 async def _check_tokenizer(store: Store, run_name: str, base: Path) -> None:
-    first = await store.policies.get(0)
+    first = await store.policy_versions.get(0)
     files: Sequence[tuple[str, str]] = [] if first is None else [(f.name, f.sha256) for f in first.files]
     sampled = dict(files).get(_TOKENIZER)
     own = base / _TOKENIZER

@@ -92,7 +92,7 @@ async def _train_until(stop: asyncio.Event, configs: Configs, team: World | None
             await asyncio.to_thread(remove_leftovers, folder)
         steps = await store.training.steps(status=None)
         total_steps = await _total_steps(store, configs)
-        discarded = (await store.runs.trainer()).discarded
+        discarded = (await store.trainer_lease.read()).discarded
         computer, found = await asyncio.to_thread(
             _prepare, configs, roots, total_steps, steps, discarded, team
         )

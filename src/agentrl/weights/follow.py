@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-from agentrl.documents.policy import PolicyVersion
+from agentrl.documents.serving import PolicyVersion
 from agentrl.errors import PublishError
 from agentrl.weights.manifest import verify
 
@@ -45,7 +45,7 @@ async def newer_versions(store: Store, after: int, poll_seconds: float) -> Async
     """
     reached = after
     while True:
-        newest = await store.policies.latest()
+        newest = await store.policy_versions.latest()
         if newest is not None and newest.id > reached:
             reached = newest.id
             yield newest
@@ -56,7 +56,7 @@ async def newer_versions(store: Store, after: int, poll_seconds: float) -> Async
 async def _published(store: Store) -> AsyncIterator[PolicyVersion]:
     """Yield every published version, newest first; read them a page at a time."""
     below: int | None = None
-    while page := await store.policies.published(_PAGE, below=below):
+    while page := await store.policy_versions.published(_PAGE, below=below):
         for version in page:
             yield version
         below = page[-1].id

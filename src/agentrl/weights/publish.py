@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.atomic_folder import discard_folder
 from agentrl.documents.base import now
-from agentrl.documents.policy import FileChecksum, PolicyVersion
+from agentrl.documents.serving import FileChecksum, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError
 from agentrl.weights.manifest import checksums, verify
@@ -78,7 +78,7 @@ async def publish(
     try:
         if same_as is not None:
             await asyncio.to_thread(link_equal_files, temporary, same_as)
-        twin = withdrawn_twin(await store.policies.withdrawn(step), files)
+        twin = withdrawn_twin(await store.policy_versions.withdrawn(step), files)
         if twin is not None:
             document = await _reinstate(store, twin, target, temporary, train_step_id)
         else:
@@ -86,10 +86,10 @@ async def publish(
                 id=number, step=step, location=_location(target, number, reserved), files=files,
                 train_step=train_step_id, attempt=target.attempt,
             )  # fmt: skip
-            await store.policies.reserve(document, attempt=target.attempt)
+            await store.policy_versions.reserve(document, attempt=target.attempt)
             await asyncio.to_thread(place_version, temporary, Path(document.location), number, files)
             document = replace(document, published_at=now())
-            await store.policies.publish(document, attempt=target.attempt)
+            await store.policy_versions.publish(document, attempt=target.attempt)
     finally:
         await asyncio.to_thread(discard_folder, temporary)
     await _prune(store, target)
@@ -98,10 +98,10 @@ async def publish(
 
 async def _number(store: Store) -> tuple[int, PolicyVersion | None]:
     """Return the number of the next version, and the reservation that an earlier call left for it."""
-    reserved = await store.policies.reserved()
+    reserved = await store.policy_versions.reserved()
     if reserved is not None:
         return reserved.id, reserved
-    newest = await store.policies.newest_id()
+    newest = await store.policy_versions.newest_id()
     return 0 if newest is None else newest + 1, None
 
 
@@ -123,7 +123,7 @@ async def _reinstate(
 ) -> PolicyVersion:
     """Publish ``earlier`` again; replace its folder by ``temporary`` if it was pruned or damaged."""
     location = await asyncio.to_thread(_settle_folder, earlier, target, temporary)
-    await store.policies.reinstate(
+    await store.policy_versions.reinstate(
         earlier.id, train_step=train_step_id, location=location, attempt=target.attempt
     )
     logger.info("version %d is reinstated: the replayed step %d has its weights", earlier.id, earlier.step)
@@ -147,11 +147,11 @@ def _name(file: FileChecksum) -> str:
 
 async def publish_base(store: Store, folder: Path, attempt: int | None = None) -> PolicyVersion:
     """Publish the model folder that the run starts from as version 0, in place; idempotent."""
-    known = await store.policies.get(0)
+    known = await store.policy_versions.get(0)
     if known is not None:
         return known
     document = await asyncio.to_thread(_describe_base, folder)
-    await store.policies.publish(document, attempt=attempt)
+    await store.policy_versions.publish(document, attempt=attempt)
     return document
 
 
@@ -163,16 +163,16 @@ def _describe_base(folder: Path) -> PolicyVersion:
 async def _prune(store: Store, target: PublishTarget) -> None:
     """Delete the folders that are no longer needed, after marking their versions as pruned."""
     folders = await asyncio.to_thread(version_folders, target.root)
-    known = await store.policies.of(sorted(set(folders.values())))
-    newest = await store.policies.newest_id()
+    known = await store.policy_versions.by_ids(sorted(set(folders.values())))
+    newest = await store.policy_versions.newest_id()
     live = await store.services.live(LIVE_ENGINE_SECONDS)
     in_use = {service.policy_version for service in live if service.policy_version is not None}
-    in_use.update(policy.id for policy in await store.policies.published(target.keep))
+    in_use.update(policy.id for policy in await store.policy_versions.published(target.keep))
     in_use.update(policy.id for policy in known if _is_permanent(policy, target.keep_every))
     kept = kept_versions(folders.values(), in_use, keep=target.keep)
     deleted, pruned = surplus_folders(folders, known, kept, -1 if newest is None else newest)
     if deleted:
-        await store.policies.mark_pruned(pruned, attempt=target.attempt)
+        await store.policy_versions.mark_pruned(pruned, attempt=target.attempt)
         await asyncio.to_thread(delete_folders, target.root, deleted)
         logger.debug("deleted %s", deleted)
 

@@ -13,8 +13,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.data.forest import forest_from_data
 from agentrl.data.freshness import Freshness
 from agentrl.data.stream import DataStream, StreamSettings
-from agentrl.documents.policy import PolicyVersion
-from agentrl.documents.service import InferenceService
+from agentrl.documents.serving import InferenceService, PolicyVersion
 from agentrl.documents.status import DataStatus, StepStatus
 from agentrl.documents.task import Slot, Task, task_key
 from agentrl.documents.training import TrainStep
@@ -51,7 +50,7 @@ class Trained:
 async def publish(store: Store, steps: Mapping[int, int]) -> None:
     """Versions without files: {version: the step it was published at}."""
     for version, step in steps.items():
-        await store.policies.publish(
+        await store.policy_versions.publish(
             PolicyVersion(id=version, step=step, location=str(version), files=(), train_step=None)
         )
 
@@ -112,7 +111,7 @@ async def peace(run_config: RunConfig) -> AsyncIterator[Store]:
 async def resumed(store: Store) -> Store:
     """A run that had 20 steps and was resumed at step 10."""
     await publish(store, {number: number for number in range(21)})
-    await store.policies.withdraw_after(10)
+    await store.policy_versions.withdraw_after(10)
     return store
 
 

@@ -56,7 +56,7 @@ async def test_shaped_rewards_keep_the_scores_and_check_out(store: Store) -> Non
         claimed = await take(store)
         assert claimed is not None
         if claimed.traj_id == 2:
-            await store.dispatches.add(claimed, run.call(claimed, 0, 0, 2))
+            await store.model_calls.add(claimed, run.call(claimed, 0, 0, 2))
             await store.records.advance(claimed, RecordStatus.COMPLETED, final_answer="4")
             await store.records.advance(claimed, RecordStatus.SCORING)
             await store.claims.score(claimed, value, {"scorer": "exact"})

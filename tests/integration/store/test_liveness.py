@@ -10,7 +10,7 @@ import pytest
 from agentrl.data import stream as stream_module
 from agentrl.data.freshness import Freshness
 from agentrl.data.stream import DataStream, StreamSettings
-from agentrl.documents.service import InferenceService
+from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.store.client import Store
@@ -21,7 +21,7 @@ ENGINE = InferenceService(id="e", url="http://host:1", engine="local", model="/m
 
 
 async def described(store: Store, alive_seconds: float = 60.0) -> str:
-    return (await store.presence.look("train", alive_seconds)).describe()
+    return (await store.services.liveness("train", alive_seconds)).describe()
 
 
 async def add_task(store: Store) -> None:

@@ -77,7 +77,7 @@ async def test_an_old_run_is_refused_until_it_is_migrated(
 
 
 async def test_the_gate_and_the_lease_leave_the_run_document(store: Store, run_config: RunConfig) -> None:
-    attempt = await store.runs.acquire_trainer("t", "h", 1, 60)
+    attempt = await store.trainer_lease.acquire("t", "h", 1, 60)
     database = store.database
     gate = await database["Admission"].find_one({"_id": "admission"})
     lease = await database["TrainerLease"].find_one({"_id": "trainer"})
@@ -95,8 +95,8 @@ async def test_the_gate_and_the_lease_leave_the_run_document(store: Store, run_c
     assert await database["Admission"].find_one({"_id": "admission"}) == gate
     assert await store.imports.paths() == {"mine.scorers:close"}
     async with await open_store(run_config) as opened:
-        assert (await opened.runs.trainer()).attempt == attempt
-        assert await opened.runs.acquire_trainer("u", "h", 1, 60) == attempt + 1
+        assert (await opened.trainer_lease.read()).attempt == attempt
+        assert await opened.trainer_lease.acquire("u", "h", 1, 60) == attempt + 1
 
 
 async def test_spans_get_the_temperature_of_their_call(

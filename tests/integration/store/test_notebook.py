@@ -10,7 +10,7 @@ import pytest
 import small_run as run
 
 from agentrl.config.schema import RunConfig
-from agentrl.documents.dispatch import ToolExecution
+from agentrl.documents.model_call import ToolExecution
 from agentrl.errors import StoreError
 from agentrl.store.client import Store as AsyncStore
 from agentrl.store.notebook import Store
@@ -34,7 +34,7 @@ async def test_trajectories_steps_and_tasks(store: AsyncStore, run_config: RunCo
     assert len(ready) == 1
     assert [row.step for row in steps] == [1]
     assert {row.task_id for row in tasks} <= {row.task_id for row in groups}
-    calls = await store.dispatches.of_record(trained[0].id)
+    calls = await store.model_calls.of_record(trained[0].id)
     assert len(trained[0].token_ids) == sum(len(call.context_ids + call.output_ids) // 4 for call in calls)
     assert asdict(trained[0])["token_ids"].tolist() == trained[0].token_ids.tolist()
 
@@ -46,7 +46,7 @@ async def test_tokens_and_messages_of_several_calls(store: AsyncStore, run_confi
     first = replace(run.call(claim, 0, 0, 2), tool_executions=(execution,))
     second = replace(run.call(claim, 1, 0, 8), messages=({"role": "tool", "execution": 0},))
     for call in (first, second):
-        await store.dispatches.add(claim, call)
+        await store.model_calls.add(claim, call)
     with opened(run_config) as notebook:
         (trajectory,) = notebook.trajectories()
     assert [message["role"] for message in trajectory.messages][-3:] == ["assistant", "tool", "assistant"]

@@ -16,7 +16,7 @@ from agentrl.errors import ConfigError, StoreError
 from agentrl.store import blobs
 from agentrl.store.admin.retention import Pruned, Retention
 from agentrl.store.client import Store
-from agentrl.store.old_versions import OldVersions
+from agentrl.store.training import StaleVersions
 
 pytestmark = pytest.mark.integration
 
@@ -33,7 +33,7 @@ async def prune(store: Store, *, last_step: int = 1, dry_run: bool = False, **li
 
 async def resume_before_step_1(store: Store) -> None:
     assert await store.training.revert_after(0) == 1
-    await store.policies.withdraw_after(0)
+    await store.policy_versions.withdraw_after(0)
 
 
 async def with_calls(store: Store) -> set[str]:
@@ -91,7 +91,7 @@ async def test_a_step_whose_data_are_gone_cannot_be_undone(store: Store, tmp_pat
 async def test_stale_data_go_and_planned_data_stay(store: Store, tmp_path: Path) -> None:
     await run.build(store, tmp_path / "weights")
     await resume_before_step_1(store)
-    assert await store.training.mark_stale("train", OldVersions.below(1)) == 2
+    assert await store.training.mark_stale("train", StaleVersions.below(1)) == 2
     await prune(store, older_than_days=0, last_step=0)
     assert {TRAINED, OTHER}.isdisjoint(await with_calls(store))
     assert (await store.training.counts("train"))[DataStatus.STALE] == 0

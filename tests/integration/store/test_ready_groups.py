@@ -12,11 +12,11 @@ from training_data import group, sampled_by
 
 from agentrl.data.freshness import Freshness
 from agentrl.data.stream import DataStream, StepData, StreamSettings
-from agentrl.documents.policy import PolicyVersion
+from agentrl.documents.serving import PolicyVersion
 from agentrl.documents.status import DataStatus
 from agentrl.documents.task import Slot, Task, task_key
 from agentrl.store.client import Store
-from agentrl.store.old_versions import OldVersions
+from agentrl.store.training import StaleVersions
 
 pytestmark = pytest.mark.integration
 
@@ -31,7 +31,7 @@ def key(name: str) -> str:
 async def _versions(store: Store) -> None:
     """Versions without files, each published at the step of its number."""
     for number in range(4):
-        await store.policies.publish(
+        await store.policy_versions.publish(
             PolicyVersion(id=number, step=number, location=str(number), files=(), train_step=None)
         )
 
@@ -98,7 +98,7 @@ async def test_a_group_waits_for_all_of_its_members(store: Store, fields: dict[s
 async def test_one_old_member_sets_its_group_aside(store: Store) -> None:
     await add(store, "old", order=0, minute=0, versions=[[1, 3], [3], [3], [3]])
     fresh = await add(store, "fresh", order=1, minute=1, versions=[[3]] * 4)
-    ready = await store.training.ready_members("train", step=1, old=OldVersions.below(2))
+    ready = await store.training.ready_members("train", step=1, old=StaleVersions.below(2))
     assert sorted(member.id for member in ready) == fresh
     assert [item.id for item in (await take(store, 4)).data] == fresh
     assert (await store.training.counts("train"))[DataStatus.STALE] == 4
@@ -107,13 +107,13 @@ async def test_one_old_member_sets_its_group_aside(store: Store) -> None:
 async def test_setting_a_group_aside_goes_on_where_it_was_interrupted(store: Store) -> None:
     _, second, *_ = await add(store, "old", order=0, minute=0, versions=[[1, 3], [3], [3], [3]])
     await change(store, [second], status=DataStatus.STALE.value)
-    assert await store.training.mark_stale("train", OldVersions.below(2)) == 3
-    assert await store.training.mark_stale("train", OldVersions.below(2)) == 0
+    assert await store.training.mark_stale("train", StaleVersions.below(2)) == 3
+    assert await store.training.mark_stale("train", StaleVersions.below(2)) == 0
 
 
 async def test_masking_leaves_out_what_would_train_nothing(store: Store) -> None:
     _, *others = await add(store, "old", order=0, minute=0, versions=[[1], [1, 3], [1, 3]])
-    old = OldVersions.below(2, "all")
+    old = StaleVersions.below(2, "all")
     ready = await store.training.ready_members("train", step=1, old=old)
     assert sorted(member.id for member in ready) == others
     assert await store.training.mark_stale("train", old) == 1
@@ -134,7 +134,7 @@ async def test_old_versions_may_be_any_ranges(store: Store, spans: Any) -> None:
         await change(store, [id], task=f"group {number}")
     quantifier = any if spans == "any" else all
     for ranges in RANGES:
-        old = OldVersions(ranges, spans)
+        old = StaleVersions(ranges, spans)
         stale = {
             id for id, versions in zip(ids, VERSIONS, strict=True)
             if quantifier(any(low <= version <= high for low, high in ranges) for version in versions)

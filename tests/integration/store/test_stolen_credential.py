@@ -39,7 +39,7 @@ async def thief(
 ) -> AsyncIterator[Store]:
     """The run through the sampler's user; ``store`` is the administrator's view of it."""
     await run.build(store, tmp_path / "weights", unfinished=False)
-    await store.runs.acquire_trainer("trainer", "host", 1, 60)
+    await store.trainer_lease.acquire("trainer", "host", 1, 60)
     await store.settings.begin("tasks", {"num_generations": 2}, "train")
     assert await agentrl_db(run_config, "users", "--create") == 0
     found = re.search(r"^agentrl_sampler +made +(\S+)$", capsys.readouterr().out, re.MULTILINE)

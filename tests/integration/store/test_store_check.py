@@ -353,7 +353,7 @@ async def test_only_a_pruned_folder_may_be_missing(store: Store, weights: Path) 
     shutil.rmtree(weights / "v000000")
     (violation,) = (await check(store)).violations
     assert "its folder, which is not pruned" in str(violation.problem)
-    await store.policies.mark_pruned([0])
+    await store.policy_versions.mark_pruned([0])
     assert (await check(store)).violations == ()
 
 

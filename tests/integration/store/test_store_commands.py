@@ -16,14 +16,14 @@ from agentrl.config.schema import ClaimConfig, GroupConfig, RunConfig, SamplingC
 from agentrl.data.freshness import Freshness
 from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.documents.record import Failure
-from agentrl.documents.service import InferenceService
+from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import RecordStatus, ServiceStatus, TaskStatus
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
 from agentrl.store.admission import GroupLimit
 from agentrl.store.client import Store, open_store
-from agentrl.store.old_versions import OldVersions
+from agentrl.store.training import StaleVersions
 
 pytestmark = pytest.mark.integration
 
@@ -112,7 +112,7 @@ async def everything_that_runs_in_a_loop(store: Store) -> None:
         assert claim is not None
         await records.create(claim)
         await records.advance(claim, RecordStatus.RUNNING)
-        await store.dispatches.add(claim, make_call(claim, 0))
+        await store.model_calls.add(claim, make_call(claim, 0))
         await claims.heartbeat([claim], 60)
         await (
             claims.release(claim) if limit else claims.fail(claim, failure, max_attempts=3, backoff_seconds=9)
@@ -131,7 +131,7 @@ async def everything_that_runs_in_a_loop(store: Store) -> None:
     await training.uncounted_groups("train")
     for ranges in (((0, -1),), ((-4, -3), (-1, -1))):
         for spans in ("any", "all"):
-            old = OldVersions(ranges, spans)
+            old = StaleVersions(ranges, spans)
             await training.mark_stale("train", old)
             await training.ready_members("train", step=1, old=old)
     ready = await training.ready("train", limit=8, step=1)
@@ -139,21 +139,21 @@ async def everything_that_runs_in_a_loop(store: Store) -> None:
     await training.fetch([meta.id for meta in ready])
     await training.mean_generated_tokens(tasks=[ready[0].task])
     await training.mean_generated_tokens(records=[ready[0].record])
-    attempt = await store.runs.acquire_trainer("t", "host", os.getpid(), 60)
-    await store.runs.renew_trainer(attempt, 60)
+    attempt = await store.trainer_lease.acquire("t", "host", os.getpid(), 60)
+    await store.trainer_lease.renew(attempt, 60)
     ids, counted = [meta.id for meta in ready], [meta.task for meta in ready]
     await training.plan_step(make_step(1, ids, str(attempt)), attempt=attempt)
     await training.commit_step(f"{attempt}/1", {}, ids, attempt=attempt, counted=counted)
     await training.last_step()
-    await store.policies.latest()
-    await store.policies.newest_id()
-    await store.policies.steps_above(-1)
-    await store.policies.published(2, below=9)
-    await store.policies.withdrawn(1)
-    await store.policies.withdraw_after(1)
+    await store.policy_versions.latest()
+    await store.policy_versions.newest_id()
+    await store.policy_versions.steps_above(-1)
+    await store.policy_versions.published(2, below=9)
+    await store.policy_versions.withdrawn(1)
+    await store.policy_versions.withdraw_after(1)
     await store.services.beat("e", status=ServiceStatus.READY, policy_version=0, running_requests=0)
     await store.services.live(30)
-    await store.runs.trainer()
+    await store.trainer_lease.read()
 
 
 async def test_every_query_that_runs_in_a_loop_uses_an_index(watched: Store) -> None:
@@ -162,7 +162,7 @@ async def test_every_query_that_runs_in_a_loop_uses_an_index(watched: Store) -> 
     for number in range(3):
         await complete(watched, number)
     await watched.tasks.load(make_tasks(40)[3:])
-    await watched.runs.acquire_trainer("t", "host", os.getpid(), 60)  # the first one reads earlier steps
+    await watched.trainer_lease.acquire("t", "host", os.getpid(), 60)  # the first one reads earlier steps
     record(watched)
     for task_id in await watched.training.waiting_groups("train"):
         await watched.training.finalize_group(task_id, decide)

@@ -10,8 +10,8 @@ from agentrl.config.schema import RunConfig
 from agentrl.documents.task import Slot, Task
 from agentrl.errors import StoreError
 from agentrl.store.client import Store, open_store
-from agentrl.store.indexes import INDEXES, VALIDATORS
 from agentrl.store.names import COLLECTIONS
+from agentrl.store.schema import INDEXES, VALIDATORS
 
 pytestmark = pytest.mark.integration
 

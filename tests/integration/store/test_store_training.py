@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 
-from agentrl.documents.dispatch import DispatchedSamplingTask, VersionSpan
+from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan
 from agentrl.documents.packing import pack_floats, pack_ids
-from agentrl.documents.policy import FileChecksum, PolicyVersion
+from agentrl.documents.serving import FileChecksum, PolicyVersion
 from agentrl.documents.status import CallStatus, DataStatus, RecordStatus, StepStatus, TaskStatus
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan, TrainStep
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store.client import Store
-from agentrl.store.old_versions import OldVersions
-from agentrl.store.training import GroupOutcome, RecordOutcome
+from agentrl.store.training import GroupOutcome, RecordOutcome, StaleVersions
 
 pytestmark = pytest.mark.integration
 
@@ -66,7 +65,7 @@ async def begin(store: Store, number: int = 0, generations: int = 2) -> list[Cla
 
 async def complete(store: Store, number: int = 0, generations: int = 2) -> str:
     for claim in await begin(store, number, generations):
-        await store.dispatches.add(claim, make_call(claim, 0))
+        await store.model_calls.add(claim, make_call(claim, 0))
         await store.records.advance(claim, RecordStatus.COMPLETED, final_answer="4")
         await store.records.advance(claim, RecordStatus.SCORING)
         await store.claims.score(claim, float(claim.traj_id))
@@ -99,23 +98,23 @@ async def test_calls_count_once_and_come_back_whole(store: Store) -> None:
     claim, _ = await begin(store)
     first, second = make_call(claim, 0, version=1), make_call(claim, 1, version=2)
     for call in (first, second, second):
-        await store.dispatches.add(claim, call)
+        await store.model_calls.add(claim, call)
     record = await store.records.get(claim.record_id)
     assert record is not None
     assert (record.turns, record.generated_tokens, record.traj) == (2, 6, (first.id, second.id))
     assert (record.min_version, record.max_version, record.context_resets) == (1, 2, 0)
-    assert await store.dispatches.of_record(record.id) == [first, second]
+    assert await store.model_calls.of_record(record.id) == [first, second]
     await store.claims.release(claim)
     with pytest.raises(LeaseLostError):
-        await store.dispatches.add(claim, make_call(claim, 2))
-    assert len(await store.dispatches.of_record(record.id)) == 2
+        await store.model_calls.add(claim, make_call(claim, 2))
+    assert len(await store.model_calls.of_record(record.id)) == 2
 
 
 async def test_a_call_larger_than_a_document_goes_to_gridfs(store: Store) -> None:
     claim, _ = await begin(store)
     call = make_call(claim, 0, size=2_200_000)
-    await store.dispatches.add(claim, call)
-    assert await store.dispatches.of_record(claim.record_id) == [call]
+    await store.model_calls.add(claim, call)
+    assert await store.model_calls.of_record(claim.record_id) == [call]
 
 
 async def test_a_group_is_finalized_once_by_eight_racers(store: Store) -> None:
@@ -225,7 +224,7 @@ async def test_data_trained_twice_rest_in_between(store: Store) -> None:
 
 async def test_stale_data_are_set_aside(store: Store) -> None:
     await ready_data(store, 2)
-    assert await store.training.mark_stale("train", OldVersions.below(2)) == 2
+    assert await store.training.mark_stale("train", StaleVersions.below(2)) == 2
     assert (await store.training.counts("train"))[DataStatus.STALE] == 2
 
 
@@ -235,44 +234,44 @@ async def test_versions_only_grow(store: Store) -> None:
         return PolicyVersion(id=number, step=number, location=location, files=files, train_step=None)
 
     for number in (0, 1, 2, 2):
-        await store.policies.publish(version(number))
+        await store.policy_versions.publish(version(number))
     for wrong in (version(1, "/x"), version(2, "/x")):
         with pytest.raises(StoreError):
-            await store.policies.publish(wrong)
-    assert await store.policies.withdraw_after(0) == 2
-    latest = await store.policies.latest()
+            await store.policy_versions.publish(wrong)
+    assert await store.policy_versions.withdraw_after(0) == 2
+    latest = await store.policy_versions.latest()
     assert latest is not None
     assert latest.id == 0
     for _ in range(2):
-        await store.policies.reinstate(1, train_step="2/1", location="/elsewhere")
-    again = await store.policies.latest()
+        await store.policy_versions.reinstate(1, train_step="2/1", location="/elsewhere")
+    again = await store.policy_versions.latest()
     assert again is not None
     assert (again.id, again.train_step, again.location) == (1, "2/1", "/elsewhere")
     with pytest.raises(StoreError, match="version 9 cannot be re-instated"):
-        await store.policies.reinstate(9, train_step=None, location="/w")
-    await store.policies.publish(version(3))
-    assert [stored.id for stored in await store.policies.all()] == [0, 1, 2, 3]
+        await store.policy_versions.reinstate(9, train_step=None, location="/w")
+    await store.policy_versions.publish(version(3))
+    assert [stored.id for stored in await store.policy_versions.all()] == [0, 1, 2, 3]
 
 
 async def test_versions_are_found_without_reading_them_all(store: Store) -> None:
     files = (FileChecksum(name="f", bytes=1, sha256="0"),)
-    assert await store.policies.newest_id() is None
+    assert await store.policy_versions.newest_id() is None
     for number, step in enumerate((0, 1, 2, 3)):
-        await store.policies.publish(
+        await store.policy_versions.publish(
             PolicyVersion(id=number, step=step, location="/w", files=files, train_step=None)
         )
-    await store.policies.withdraw_after(1)
+    await store.policy_versions.withdraw_after(1)
     for number in (4, 5):
-        await store.policies.publish(
+        await store.policy_versions.publish(
             PolicyVersion(id=number, step=number - 2, location="/w", files=files, train_step=None)
         )
-    assert await store.policies.newest_id() == 5
-    assert [version.id for version in await store.policies.published(3)] == [5, 4, 1]
-    assert [version.id for version in await store.policies.published(3, below=4)] == [1, 0]
-    assert [version.id for version in await store.policies.withdrawn(3)] == [3]
-    await store.policies.withdraw_after(1)
-    assert await store.policies.newest_id() == 5
-    assert [version.id for version in await store.policies.withdrawn(3)] == [5, 3]
+    assert await store.policy_versions.newest_id() == 5
+    assert [version.id for version in await store.policy_versions.published(3)] == [5, 4, 1]
+    assert [version.id for version in await store.policy_versions.published(3, below=4)] == [1, 0]
+    assert [version.id for version in await store.policy_versions.withdrawn(3)] == [3]
+    await store.policy_versions.withdraw_after(1)
+    assert await store.policy_versions.newest_id() == 5
+    assert [version.id for version in await store.policy_versions.withdrawn(3)] == [5, 3]
 
 
 async def test_views_read_well(store: Store) -> None:

@@ -22,8 +22,8 @@ from agentrl.errors import StoreError
 from agentrl.store.admin.archive import MANIFEST, decode_line, encode_line, read_manifest
 from agentrl.store.admin.transfer import Transfer
 from agentrl.store.client import Store, open_connection, open_existing, open_store
-from agentrl.store.indexes import INDEXES
 from agentrl.store.names import SCHEMA_VERSION
+from agentrl.store.schema import INDEXES
 from agentrl.store.views import VIEWS
 
 pytestmark = pytest.mark.integration

@@ -19,7 +19,7 @@ from db_command import agentrl_db, violations
 from pymongo import MongoClient
 
 from agentrl.config.schema import GroupConfig, RunConfig
-from agentrl.documents.service import InferenceService
+from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.documents.task import task_key
 from agentrl.documents.training import TrainStep
@@ -29,7 +29,7 @@ from agentrl.store import blobs
 from agentrl.store.admin.transfer import Transfer
 from agentrl.store.client import Store, open_existing, open_store
 from agentrl.store.embedded.daemon import find_binary, stop_daemon
-from agentrl.store.old_versions import OldVersions
+from agentrl.store.training import StaleVersions
 
 pytestmark = pytest.mark.integration
 
@@ -122,7 +122,7 @@ async def test_a_sampler_samples_and_does_no_more(
         await store.wait_for_change("TrainStep", timeout=0.3)
         assert "no change stream" not in caplog.text
         assert await store.services.live(10) == []
-        assert await store.policies.latest() is not None
+        assert await store.policy_versions.latest() is not None
         await store.settings.begin("tasks", {"num_generations": 2}, "sample")
         await store.settings.begin("tasks", {"num_generations": 2}, "sample")
         data = tuple(meta.id for meta in await store.training.ready("train"))
@@ -130,8 +130,8 @@ async def test_a_sampler_samples_and_does_no_more(
         database = store.database
         await refused(
             lambda: store.training.plan_step(step),
-            lambda: store.policies.withdraw_after(0),
-            lambda: store.training.mark_stale("train", OldVersions.below(9)),
+            lambda: store.policy_versions.withdraw_after(0),
+            lambda: store.training.mark_stale("train", StaleVersions.below(9)),
             lambda: database["Record"].delete_many({}),
             lambda: database["Task"].drop(),
             lambda: database.command("collMod", "Record", validator={}),
@@ -150,8 +150,8 @@ async def score_slot(store: Store) -> None:
 
 async def test_a_trainer_trains_and_does_no_more(users: dict[str, RunConfig], tmp_path: Path) -> None:
     async with await open_store(users["trainer"]) as store:
-        attempt = await store.runs.acquire_trainer("t", "h", os.getpid(), 60)
-        await store.runs.renew_trainer(attempt, 60)
+        attempt = await store.trainer_lease.acquire("t", "h", os.getpid(), 60)
+        await store.trainer_lease.renew(attempt, 60)
         data = tuple(meta.id for meta in await store.training.ready("train"))
         step = TrainStep(id=f"{attempt}/2", step=2, policy_version=1, data=data, owner="t")
         await store.training.fetch(data)
@@ -159,9 +159,9 @@ async def test_a_trainer_trains_and_does_no_more(users: dict[str, RunConfig], tm
         await store.training.commit_step(step.id, {"loss": 0.1}, data, attempt=attempt, counted=[run.READY])
         await run.publish(store, tmp_path / "more", 2, step=2, train_step=step.id)
         await store.training.revert_after(1, attempt=attempt)
-        await store.policies.withdraw_after(1)
-        await store.training.mark_stale("train", OldVersions(((0, -1),)))
-        await store.runs.release_trainer(attempt)
+        await store.policy_versions.withdraw_after(1)
+        await store.training.mark_stale("train", StaleVersions(((0, -1),)))
+        await store.trainer_lease.release(attempt)
         await store.wait_for_change("Task", "DBRecordData", timeout=0.3)
         await refused(
             lambda: run.add_task(store, MORE, 5),
@@ -182,10 +182,10 @@ async def test_an_engine_registers_and_does_no_more(users: dict[str, RunConfig])
         await store.services.register(engine())
         await store.services.beat("e", status=ServiceStatus.READY, policy_version=1, running_requests=0)
         assert [service.id for service in await store.services.live(10)] == ["e"]
-        assert await store.policies.latest() is not None
+        assert await store.policy_versions.latest() is not None
         await store.services.stop("e")
         await refused(
-            lambda: store.policies.withdraw_after(0),
+            lambda: store.policy_versions.withdraw_after(0),
             lambda: store.database["Task"].update_one({}, {"$set": {"status": "created"}}),
             lambda: store.database["InferenceService"].delete_many({}),
         )

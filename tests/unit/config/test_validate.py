@@ -46,7 +46,7 @@ class Simulation:
         self.step = self.open = 0
         self.versions = [0]
         """The step of each published version."""
-        self.policies = SimpleNamespace(latest=self._latest, get=self._get)
+        self.policy_versions = SimpleNamespace(latest=self._latest, get=self._get)
         self.training = SimpleNamespace(last_step=self._last_step)
 
     async def _latest(self) -> Any:

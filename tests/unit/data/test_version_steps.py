@@ -47,14 +47,14 @@ async def test_an_age_is_never_negative_and_only_that_of_a_published_version(sto
 
 async def test_every_version_is_read_once(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    steps_above = store.policies.steps_above
+    steps_above = store.policy_versions.steps_above
 
     async def count(version: int) -> dict[int, int]:
         found = await steps_above(version)
         read.extend(found)
         return found
 
-    monkeypatch.setattr(store.policies, "steps_above", count)
+    monkeypatch.setattr(store.policy_versions, "steps_above", count)
     steps = VersionSteps(cast("Store", store))
     for step in range(3):
         await steps.published_before(step)

@@ -8,9 +8,9 @@ import pytest
 from rollout_fakes import END, END_OF_TEXT, renderer_of
 
 from agentrl.chat.renderer import ChatRenderer
-from agentrl.documents.dispatch import VersionSpan
+from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.service import InferenceService
+from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import EngineError
 from agentrl.inference.client import EngineRefusedError, Generation

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl.config.schema import EngineConfig, ModelConfig
-from agentrl.documents.policy import PolicyVersion
-from agentrl.documents.service import InferenceService
+from agentrl.documents.serving import InferenceService, PolicyVersion
 from agentrl.documents.status import ServiceStatus, VersionStatus
 from agentrl.errors import EngineError, PublishError, StoreError, StoreUnavailableError
 from agentrl.inference.client import EngineRefusedError
@@ -43,7 +42,7 @@ class Services:
         self.stopped.append(id)
 
 
-class Policies:
+class PolicyVersions:
     def __init__(self) -> None:
         self.newest: PolicyVersion | None = None
         self.known: list[PolicyVersion] = []
@@ -60,11 +59,11 @@ class Policies:
 class Store:
     def __init__(self) -> None:
         self.services = Services()
-        self.policies = Policies()
+        self.policy_versions = PolicyVersions()
         self._published = asyncio.Event()
 
     def publish(self, version: PolicyVersion) -> None:
-        self.policies.newest = version
+        self.policy_versions.newest = version
         self._published.set()
 
     async def wait_for_change(self, *collections: str, timeout: float) -> None:
@@ -238,11 +237,11 @@ async def test_it_starts_with_the_newest_version_that_is_whole(scene: Scene, tmp
     (tmp_path / "v2" / "model.safetensors").write_bytes(b"x" * 1000)
     (tmp_path / "v4" / "model.safetensors").write_bytes(b"x" * 1000)
     withdrawn = dataclasses.replace(third, status=VersionStatus.WITHDRAWN)
-    scene.store.policies.known = [first, second, withdrawn, fourth]
+    scene.store.policy_versions.known = [first, second, withdrawn, fourth]
     store: Any = scene.store
     assert await _starting_weights(store, ModelConfig()) == (1, first.location)
-    scene.store.policies.known = [second, fourth]
+    scene.store.policy_versions.known = [second, fourth]
     with pytest.raises(PublishError, match="v4"):
         await _starting_weights(store, ModelConfig(model_name_or_path="base"))
-    scene.store.policies.known = []
+    scene.store.policy_versions.known = []
     assert await _starting_weights(store, ModelConfig(model_name_or_path="/base")) == (0, "/base")

@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, VersionSpan
+from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, VersionSpan
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus, RecordStatus, StepStatus, StopReason
 from agentrl.store.views.rows import StepRow, TrajectoryRow

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console, RenderableType
 
 from agentrl.cli import audit
-from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.record import Failure
+from agentrl.documents.serving import PolicyVersion
 from agentrl.documents.status import CallStatus, RecordStatus, ServiceStatus, StepStatus, StopReason
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.observe.audit.curve import plot_curve, running_mean

@@ -24,7 +24,7 @@ def store(version: int | None, version_step: int = 0, last_step: int | None = No
         return SimpleNamespace(id=number, step=number)
 
     policies = SimpleNamespace(latest=latest, get=get)
-    return SimpleNamespace(policies=policies, training=SimpleNamespace(last_step=last))
+    return SimpleNamespace(policy_versions=policies, training=SimpleNamespace(last_step=last))
 
 
 def served(engine: int | None) -> list[int]:
@@ -76,7 +76,7 @@ async def test_the_engine_of_the_earliest_step_counts_whatever_its_number() -> N
     async def get(number: int) -> Any:
         return SimpleNamespace(id=number, step=steps[number])
 
-    state.policies.get = get
+    state.policy_versions.get = get
     allowed = admission(sync=False, max_staleness=3)
     groups = [(await allowed.groups_allowed(state, engines)).groups for engines in ([20], [22], [20, 21])]
     assert groups == [16, 16, 12]

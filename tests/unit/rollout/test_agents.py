@@ -9,7 +9,7 @@ from rollout_fakes import FakeTools, ScriptedEngine, renderer_of
 
 from agentrl.chat.parsers import get_parser
 from agentrl.config.schema import AgentConfig
-from agentrl.documents.dispatch import DispatchedSamplingTask, whole_messages
+from agentrl.documents.model_call import DispatchedSamplingTask, whole_messages
 from agentrl.documents.packing import unpack_ids
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import CallStatus, StopReason

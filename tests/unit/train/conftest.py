@@ -49,7 +49,9 @@ def start(tmp_path: Path, store: FakeStore) -> Callable[..., Any]:
         choice: str = "auto", max_staleness: int = 9, freshness: Freshness = FRESH, **changes: Any
     ) -> Trainer:
         config = TrainConfig(**{"groups_per_step": 2, "save_steps": 1, **changes})
-        lease = TrainerLease(cast("Store", store), await store.runs.acquire_trainer("me", "h", 1, 60.0), 60.0)
+        lease = TrainerLease(
+            cast("Store", store), await store.trainer_lease.acquire("me", "h", 1, 60.0), 60.0
+        )
         steps = await store.training.steps()
         found = checkpoint.find(output, choice, steps, run_name="run", base=base)
         recipe = Recipe(

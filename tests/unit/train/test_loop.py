@@ -198,7 +198,7 @@ CRASHES: dict[str, Any] = {
     "saved, not published": ("agentrl.train.saving", "publish"),
     "half a version": ("agentrl.weights.versions", "checksums"),
     "version reserved, not placed": ("agentrl.weights.versions", "write_manifest"),
-    "version written, not told": ("fake_store", "_Policies.publish"),
+    "version written, not told": ("fake_store", "_PolicyVersions.publish"),
     "published, not pruned": ("agentrl.weights.publish", "_prune"),
 }
 

@@ -11,7 +11,7 @@ from fake_store import FakeStore
 from training_data import group, sampled_by
 
 from agentrl.data.freshness import Freshness
-from agentrl.documents.policy import PolicyVersion
+from agentrl.documents.serving import PolicyVersion
 from agentrl.documents.status import DataStatus, StepStatus, VersionStatus
 from agentrl.train.compute import PolicyTrainer
 
@@ -33,7 +33,7 @@ class Sampler:
     """Samples a group with the weights of every step: its second trajectory was begun under older ones."""
 
     def __init__(self, store: FakeStore, lag: int) -> None:
-        self.store, self.lag, self.publish = store, lag, store.policies.publish
+        self.store, self.lag, self.publish = store, lag, store.policy_versions.publish
         self.of_step: dict[int, int] = {}
 
     async def __call__(self, version: PolicyVersion, **more: Any) -> None:
@@ -76,8 +76,8 @@ async def test_ages_are_those_of_a_run_left_in_peace(
     store.unfinished_groups = 1
     fresh = {"data": {}, "places": {}, "train_steps": {}, "versions": {}, "attempt": 0}
     vars(store).update({key: type(value)() for key, value in fresh.items()})
-    publish = store.policies.publish
-    store.policies.publish = Sampler(store, lag)
+    publish = store.policy_versions.publish
+    store.policy_versions.publish = Sampler(store, lag)
     trainer = await start("none", max_steps=STEPS + 1, **flags)
     await trainer.run()
     peace = dict(seen)
@@ -86,8 +86,8 @@ async def test_ages_are_those_of_a_run_left_in_peace(
 
     shutil.rmtree(trainer.saver.output)
     vars(store).update({key: type(value)() for key, value in fresh.items()})
-    store.policies.publish = publish
-    store.policies.publish = Sampler(store, lag)
+    store.policy_versions.publish = publish
+    store.policy_versions.publish = Sampler(store, lag)
     trainer = await start("none", max_steps=STEPS, **flags)
     await trainer.run()
     seen.clear()

@@ -97,7 +97,7 @@ def options_of(arguments: argparse.Namespace) -> CheckOptions:
 
 def _verify_file(folder: str, file: Mapping[str, Any]) -> str | None:
     """What differs between one file of a published folder and its checksum."""
-    from agentrl.documents.policy import FileChecksum
+    from agentrl.documents.serving import FileChecksum
     from agentrl.errors import PublishError
     from agentrl.weights.manifest import verify
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from agentrl.documents.dispatch import whole_messages
+from agentrl.documents.model_call import whole_messages
 from agentrl.errors import ConfigError, GroupError, ScorerError, StoreError
 
 if TYPE_CHECKING:
     from agentrl.config.schema import RunConfig
-    from agentrl.documents.dispatch import DispatchedSamplingTask
+    from agentrl.documents.model_call import DispatchedSamplingTask
     from agentrl.documents.record import Record
     from agentrl.documents.task import Task
     from agentrl.scoring.scorers import ScorerContext

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from agentrl.data.convert import mask_reason
 from agentrl.documents.base import now
-from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, without_results
+from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, without_results
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus
 from agentrl.observe.terminal import MISSING, age, clean, excerpt, fixed, plain, table, versions

@@ -15,8 +15,8 @@ from agentrl.documents.run import ADMISSION, SCHEMA, TRAINER, ImportList
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.errors import StoreError
 from agentrl.store.connection import Connection, Json, Repository, database_call
-from agentrl.store.indexes import prepare
 from agentrl.store.names import CALL, DATA, GATE, IMPORTS, LEASE, RECORD, RUN, SCHEMA_VERSION, TASK
+from agentrl.store.schema import prepare
 from agentrl.store.slots import LIVE
 
 _PAGE = 256

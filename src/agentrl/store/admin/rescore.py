@@ -25,8 +25,8 @@ from agentrl.store.admin.regroup import (
     regroup,
 )
 from agentrl.store.connection import Json, Repository, database_call
-from agentrl.store.dispatches import read_calls
 from agentrl.store.groups import Decide, GroupOutcome, StoredGroup, read_records
+from agentrl.store.model_calls import read_calls
 from agentrl.store.names import RECORD, TASK
 from agentrl.store.selection import ease_after_group
 

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pymongo import ASCENDING
 from pymongo.asynchronous.client_session import AsyncClientSession
 
-from agentrl.documents.status import STEPPED, DataStatus, RecordStatus, values
+from agentrl.documents.status import APPLIED_STEPS, DataStatus, RecordStatus, values
 from agentrl.errors import StoreError
 from agentrl.store.blobs import Blobs
 from agentrl.store.connection import Json, Repository, database_call
@@ -127,7 +127,7 @@ class Retention(Repository):
         return min(moments, default=None)
 
     async def _planned_at(self, step: int) -> datetime | None:
-        query = {"step": step, "status": {"$in": values(STEPPED)}}
+        query = {"step": step, "status": {"$in": values(APPLIED_STEPS)}}
         document = await self._collection(STEP).find_one(query, {"planned_at": 1})
         return None if document is None else document["planned_at"]
 

@@ -31,8 +31,8 @@ from agentrl.store.admin.archive import (
 )
 from agentrl.store.admin.migrate import stored_version
 from agentrl.store.connection import Json, Repository, database_call
-from agentrl.store.indexes import prepare
 from agentrl.store.names import GATE, RUN, SCHEMA_VERSION
+from agentrl.store.schema import prepare
 
 _PAGE = 500
 _BATCH_BYTES = 8 * 2**20

@@ -13,7 +13,6 @@ from pymongo.errors import OperationFailure
 
 from agentrl.errors import StoreError
 from agentrl.store.connection import Connection, Json, Repository, database_call
-from agentrl.store.indexes import prepare
 from agentrl.store.names import (
     CALL,
     COLLECTIONS,
@@ -29,6 +28,7 @@ from agentrl.store.names import (
     TASK,
     VERSION,
 )
+from agentrl.store.schema import prepare
 from agentrl.store.views import VIEWS
 
 _READ = ["find", "changeStream", "listCollections", "listIndexes", "collStats", "dbStats"]

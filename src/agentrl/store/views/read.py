@@ -10,17 +10,17 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 from agentrl.documents.base import Root, now
-from agentrl.documents.dispatch import DispatchedSamplingTask
-from agentrl.documents.policy import PolicyVersion
+from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Record
 from agentrl.documents.run import RunSettings
-from agentrl.documents.status import STEPPED, RecordStatus, StepStatus, TaskStatus, values
+from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.status import APPLIED_STEPS, RecordStatus, StepStatus, TaskStatus, values
 from agentrl.scoring.groups import FAILED
 from agentrl.store.connection import Json, Repository, database_call
-from agentrl.store.dispatches import read_calls
-from agentrl.store.liveness import Presence
+from agentrl.store.model_calls import read_calls
 from agentrl.store.names import DATA, RECORD, STEP, TASK, VERSION
 from agentrl.store.selection import ORDER
+from agentrl.store.services import Services
 from agentrl.store.settings import Settings
 from agentrl.store.views import VIEWS
 from agentrl.store.views.rows import (
@@ -204,7 +204,7 @@ class Views(Repository):
             groups=await self.group_counts(),
             data=await self._data(),
             lengths=await self._lengths(),
-            samplers=(await Presence(self._connection).look(_TRAIN, 0.0)).claims,
+            samplers=(await Services(self._connection).liveness(_TRAIN, 0.0)).claims,
             engines=await self.engines(),
             versions=[PolicyVersion.from_document({**version, "files": ()}) async for version in newest],
             steps=await self.steps(last=LAST_STEPS),
@@ -222,7 +222,7 @@ class Views(Repository):
     async def _trained_by(self, step: int) -> list[str]:
         """Return the ids of the data of the committed step with this number."""
         document = await self._collection(STEP).find_one(
-            {"step": step, "status": {"$in": values(STEPPED)}}, {"data": 1}
+            {"step": step, "status": {"$in": values(APPLIED_STEPS)}}, {"data": 1}
         )
         return [] if document is None else document["data"]
 

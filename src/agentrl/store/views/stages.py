@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentrl.documents.status import STEPPED, VersionStatus, values
+from agentrl.documents.status import APPLIED_STEPS, VersionStatus, values
 from agentrl.store.connection import Json
 from agentrl.store.names import STEP, VERSION
 
@@ -75,7 +75,7 @@ LAST_STEP: Json = {
     "$lookup": {
         "from": STEP,
         "pipeline": [
-            {"$match": {"status": {"$in": values(STEPPED)}}},
+            {"$match": {"status": {"$in": values(APPLIED_STEPS)}}},
             {"$sort": {"step": -1}},
             {"$limit": 1},
             {"$project": {"step": 1}},

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from agentrl.documents.status import STANDING, STEPPED, DataStatus, RecordStatus, StepStatus, values
+from agentrl.documents.status import ACTIVE_STEPS, APPLIED_STEPS, DataStatus, RecordStatus, StepStatus, values
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import StoreError
 from agentrl.store.admin.check.findings import Findings, Invariant, Problem
@@ -14,7 +14,7 @@ from agentrl.store.admin.check.groups import rules_of
 from agentrl.store.admin.check.reading import Section, Snapshot, differing
 from agentrl.store.blobs import Blobs
 from agentrl.store.connection import Json
-from agentrl.store.dispatches import read_calls
+from agentrl.store.model_calls import read_calls
 from agentrl.store.names import DATA, RECORD, STEP, TASK
 
 _RECORD_FIELDS = {
@@ -131,7 +131,7 @@ def step_problems(data: Json, steps: Steps) -> Iterator[Problem]:
 
 async def _steps_of(moment: Snapshot, page: Sequence[Json]) -> Steps:
     numbers = {number for data in page for number in (*data["trained_at_steps"], data.get("planned_step"))}
-    active = values((*STANDING, StepStatus.REVERTING))
+    active = values((*ACTIVE_STEPS, StepStatus.REVERTING))
     named = {"$setIntersection": ["$data", [data["_id"] for data in page]]}
     pipeline: list[Json] = [
         {"$match": {"status": {"$in": active}, "step": {"$in": [n for n in numbers if n is not None]}}},
@@ -140,7 +140,7 @@ async def _steps_of(moment: Snapshot, page: Sequence[Json]) -> Steps:
     steps = Steps({}, {})
     for step in await moment.aggregate(STEP, pipeline):
         for key in step["data"]:
-            if step["status"] in (*STEPPED, StepStatus.REVERTING):
+            if step["status"] in (*APPLIED_STEPS, StepStatus.REVERTING):
                 steps.committed.setdefault(key, set()).add(step["step"])
             if step["status"] != StepStatus.COMMITTED:
                 steps.planned.setdefault(key, set()).add(step["step"])

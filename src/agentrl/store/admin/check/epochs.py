@@ -10,7 +10,7 @@ from agentrl.documents.status import EpochStatus
 from agentrl.store.admin.check.findings import Findings, Invariant, Problem
 from agentrl.store.admin.check.reading import Snapshot, Whole, differing
 from agentrl.store.connection import Json
-from agentrl.store.epoch_leases import ids_of
+from agentrl.store.epochs import id_prefix
 from agentrl.store.names import EPOCH, TASK
 
 _NAMED = 5
@@ -130,5 +130,5 @@ def _key(task_id: str) -> bytes:
 
 async def _task_ids(moment: Snapshot, key: str) -> AsyncIterator[str]:
     """The ids of an epoch's tasks, in order."""
-    async for task in moment.each(TASK, {"_id": ids_of(f"{key}/")}, {"_id": 1}):
+    async for task in moment.each(TASK, {"_id": id_prefix(f"{key}/")}, {"_id": 1}):
         yield task["_id"].removeprefix(f"{key}/")

@@ -13,7 +13,7 @@ from pymongo import ASCENDING
 from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.config.schema import GroupConfig
-from agentrl.documents.dispatch import DispatchedSamplingTask
+from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import StoreError
 from agentrl.store.admin.check.findings import Findings, Invariant, Problem

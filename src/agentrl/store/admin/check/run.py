@@ -16,7 +16,7 @@ from agentrl.store.admin.check.steps import Lineage, StepData
 from agentrl.store.admin.check.tasks import Tasks
 from agentrl.store.admin.check.versions import Versions
 from agentrl.store.connection import Connection, Repository, database_call
-from agentrl.store.indexes import VALIDATORS
+from agentrl.store.schema import VALIDATORS
 
 
 class Checkable(Protocol):

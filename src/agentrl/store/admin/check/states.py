@@ -11,7 +11,7 @@ from agentrl.store.admin.check.findings import Findings, Invariant, Problem
 from agentrl.store.admin.check.reading import CheckOptions, Section, Snapshot
 from agentrl.store.admin.check.slots import SETTLED, TERMINAL
 from agentrl.store.connection import Connection, Json
-from agentrl.store.indexes import VALIDATORS
+from agentrl.store.schema import VALIDATORS
 
 
 class Legal(Section):

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import ClassVar
 
-from agentrl.documents.status import STANDING, STEPPED, DataStatus, StepStatus
+from agentrl.documents.status import ACTIVE_STEPS, APPLIED_STEPS, DataStatus, StepStatus
 from agentrl.store.admin.check.findings import Findings, Invariant, Problem
 from agentrl.store.admin.check.reading import Checkpoint, Section, Snapshot, Whole, differing
 from agentrl.store.connection import Json
@@ -45,13 +45,13 @@ async def _pruned(moment: Snapshot, missing: Collection[str]) -> set[str]:
 def step_problems(step: Json, data: Mapping[str, Json], pruned: Collection[str]) -> Iterator[Problem]:
     """What is wrong between a step and the data that it names; one that is undone makes no claim on them."""
     name, number, status = f"TrainStep {step['_id']}", step["step"], step["status"]
-    if status in STEPPED and step.get("committed_at") is None:
+    if status in APPLIED_STEPS and step.get("committed_at") is None:
         yield Problem(name, "when it was committed", "a time", None)
     if status in (StepStatus.PLANNING, StepStatus.PLANNED) and step.get("committed_at") is not None:
         yield Problem(name, f"no commit, since it is {status}", None, step["committed_at"])
     if (status == StepStatus.COMMITTING) != (step.get("pending") is not None):
         yield Problem(name, f"pending exactly while it commits (it is {status})", None, step.get("pending"))
-    if status not in STANDING:
+    if status not in ACTIVE_STEPS:
         return
     named: Counter[str] = Counter(step["data"])
     for key, times in named.items():
@@ -61,7 +61,7 @@ def step_problems(step: Json, data: Mapping[str, Json], pruned: Collection[str])
             continue
         if key not in data:
             yield Problem(name, f"its training data {key}", "a DBRecordData", "none")
-        elif status in STEPPED and number not in data[key]["trained_at_steps"]:
+        elif status in APPLIED_STEPS and number not in data[key]["trained_at_steps"]:
             if not _is_pending(step, data[key], key):
                 at_steps = data[key]["trained_at_steps"]
                 yield Problem(f"DBRecordData {key}", f"trained by {name}, which names it", number, at_steps)
@@ -87,7 +87,7 @@ class Lineage(Whole):
 
     async def inspect(self, moment: Snapshot, findings: Findings) -> None:
         steps = await moment.find(STEP, {}, {"step": 1, "status": 1}, by="step")
-        committed = [step for step in steps if step["status"] in STEPPED]
+        committed = [step for step in steps if step["status"] in APPLIED_STEPS]
         planned = [step for step in steps if step["status"] in (StepStatus.PLANNING, StepStatus.PLANNED)]
         findings.add(Invariant.TRAINING, None, number_problems(committed))
         if self.options.is_final:

@@ -11,14 +11,14 @@ from bson.raw_bson import RawBSONDocument
 from pymongo import ASCENDING, UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
-from agentrl.documents.dispatch import DispatchedSamplingTask
+from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim
 from agentrl.store import slots
 from agentrl.store.blobs import Blobs
 from agentrl.store.connection import Connection, Json, Repository, database_call
-from agentrl.store.leases import lease_lost, lost_claims
 from agentrl.store.names import CALL, RECORD
+from agentrl.store.slots import lease_lost, lost_claims
 from agentrl.store.write_coalescer import WriteCoalescer
 
 _LARGE = 256 * 1024
@@ -41,13 +41,13 @@ class _Addition:
         }  # fmt: skip
 
 
-class Dispatches(Repository):
+class ModelCalls(Repository):
     """Model calls, in the order of ``Record.traj``."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
         self._blobs = Blobs(connection, CALL)
-        self._adding = WriteCoalescer(self._add_together, self._add)
+        self._adding = WriteCoalescer(self._add_batch, self._add)
 
     @database_call
     async def add(self, claim: Claim, call: DispatchedSamplingTask) -> None:
@@ -82,7 +82,7 @@ class Dispatches(Repository):
 
         await self._connection.transaction(write)
 
-    async def _add_together(self, additions: Sequence[_Addition]) -> Sequence[None] | None:
+    async def _add_batch(self, additions: Sequence[_Addition]) -> Sequence[None] | None:
         counts = [
             UpdateOne({**each.running, "traj": {"$ne": each.call.id}}, _count(each.call))
             for each in additions

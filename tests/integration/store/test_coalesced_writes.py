@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from agentrl.documents.dispatch import DispatchedSamplingTask, ToolExecution, VersionSpan
+from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, VersionSpan
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.record import Failure
 from agentrl.documents.status import CallStatus, RecordStatus, TaskStatus
@@ -61,8 +61,8 @@ async def claim_all(store: Store) -> list[Claim]:
 async def test_all_that_was_written_together_is_there(store: Store) -> None:
     claims = await claim_all(store)
     for index in range(2):
-        await asyncio.gather(*(store.dispatches.add(claim, make_call(claim, index)) for claim in claims))
-    await asyncio.gather(*(store.dispatches.add(claim, make_call(claim, 1)) for claim in claims))
+        await asyncio.gather(*(store.model_calls.add(claim, make_call(claim, index)) for claim in claims))
+    await asyncio.gather(*(store.model_calls.add(claim, make_call(claim, 1)) for claim in claims))
     for status in (RecordStatus.COMPLETED, RecordStatus.SCORING):
         await asyncio.gather(*(store.records.advance(claim, status) for claim in claims))
     statuses = await asyncio.gather(*(store.claims.score(claim, 0.5) for claim in claims))
@@ -71,26 +71,26 @@ async def test_all_that_was_written_together_is_there(store: Store) -> None:
         record = await store.records.get(claim.record_id)
         assert record is not None
         assert (record.status, record.score, record.turns) == (RecordStatus.SCORED, 0.5, 2)
-        assert list(record.traj) == [call.id for call in await store.dispatches.of_record(record.id)]
+        assert list(record.traj) == [call.id for call in await store.model_calls.of_record(record.id)]
 
 
 async def test_one_that_lost_its_slot_is_refused_and_the_others_are_not(store: Store) -> None:
     claims = await claim_all(store)
     lost, others = claims[5], [*claims[:5], *claims[6:]]
     await store.claims.fail(lost, Failure(kind="tool", message="x"), max_attempts=3, backoff_seconds=60)
-    writes = (store.dispatches.add(claim, make_call(claim, 0)) for claim in claims)
+    writes = (store.model_calls.add(claim, make_call(claim, 0)) for claim in claims)
     results = await asyncio.gather(*writes, return_exceptions=True)
     assert isinstance(results[5], LeaseLostError)
     assert results.count(None) == COUNT - 1
-    assert await store.dispatches.of_record(lost.record_id) == []
-    assert all([len(await store.dispatches.of_record(claim.record_id)) == 1 for claim in others])
+    assert await store.model_calls.of_record(lost.record_id) == []
+    assert all([len(await store.model_calls.of_record(claim.record_id)) == 1 for claim in others])
 
 
 async def test_one_that_the_server_refuses_fails_alone(store: Store) -> None:
     claims = await claim_all(store)
     calls = [make_call(claim, 0) for claim in claims]
     calls[3] = dataclasses.replace(calls[3], status="nonsense")  # type: ignore[arg-type]
-    writes = (store.dispatches.add(claim, call) for claim, call in zip(claims, calls, strict=True))
+    writes = (store.model_calls.add(claim, call) for claim, call in zip(claims, calls, strict=True))
     results = await asyncio.gather(*writes, return_exceptions=True)
     assert isinstance(results[3], StoreError)
     assert results.count(None) == COUNT - 1
@@ -99,7 +99,7 @@ async def test_one_that_the_server_refuses_fails_alone(store: Store) -> None:
 async def test_the_view_shows_what_a_tool_answered_where_the_model_read_it(store: Store) -> None:
     (claim, *_) = await claim_all(store)
     for index in range(2):
-        await store.dispatches.add(claim, make_call(claim, index))
+        await store.model_calls.add(claim, make_call(claim, index))
     shown = await store.database["audit_conversations"].find_one({"_id": claim.record_id})
     assert shown is not None
     assert [message["content"] for message in shown["conversation"]] == ["?", "!", "Error: 3", "!"]

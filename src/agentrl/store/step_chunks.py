@@ -18,11 +18,11 @@ PART = 100
 """Documents of one transaction: 50 MB where each holds 65,536 tokens."""
 
 
-StepPart = tuple[Sequence[str], Sequence[str]]
+StepChunk = tuple[Sequence[str], Sequence[str]]
 """Ids of data, and ids of Tasks, that one transaction changes."""
 
 
-def parts_of(data: Sequence[str], tasks: Sequence[str] = ()) -> list[StepPart]:
+def chunks_of(data: Sequence[str], tasks: Sequence[str] = ()) -> list[StepChunk]:
     """Both sequences cut into parts, side by side; at least one part, which may be empty."""
     return list(zip_longest(_cut(data), _cut(tasks), fillvalue=()))
 
@@ -35,7 +35,7 @@ class NotReadyError(StoreError):
     """Some data of a plan are not ready."""
 
 
-class StepParts(Repository):
+class StepChunks(Repository):
     """Each method changes one part of a step, and repeating it changes nothing."""
 
     async def _mark(self, number: int, ids: Sequence[str], session: AsyncClientSession) -> None:

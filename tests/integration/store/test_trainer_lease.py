@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from agentrl.documents.policy import PolicyVersion
 from agentrl.documents.run import ProcessIdentity
+from agentrl.documents.serving import PolicyVersion
 from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.processes import identify
@@ -36,17 +36,17 @@ async def acquire(
     store: Store, owner: str, process: ProcessIdentity | None = None, lease: float = 60.0
 ) -> int:
     pid = os.getpid() if process is None else process.pid
-    return await store.runs.acquire_trainer(owner, HOST, pid, lease, process)
+    return await store.trainer_lease.acquire(owner, HOST, pid, lease, process)
 
 
 async def test_a_second_trainer_is_told_who_holds_the_run(store: Store) -> None:
     assert await acquire(store, "first") == 1
     with pytest.raises(StoreError, match=rf"first \(process {os.getpid()} on {HOST}\)"):
         await acquire(store, "second")
-    await store.runs.release_trainer(1)
+    await store.trainer_lease.release(1)
     assert await acquire(store, "second") == 2
-    await store.runs.release_trainer(1)
-    assert (await store.runs.trainer()).owner == "second"
+    await store.trainer_lease.release(1)
+    assert (await store.trainer_lease.read()).owner == "second"
 
 
 async def test_of_eight_racers_one_becomes_the_trainer(store: Store) -> None:
@@ -98,19 +98,19 @@ async def test_a_live_trainer_elsewhere_with_our_host_name_and_pid_is_not_evicte
 
 
 async def test_a_dead_trainer_elsewhere_is_waited_for_no_longer_than_its_lease(store: Store) -> None:
-    assert await store.runs.acquire_trainer("far", "another-host", 1, 1.5) == 1
+    assert await store.trainer_lease.acquire("far", "another-host", 1, 1.5) == 1
     async with asyncio.timeout(30), hold(store, 60.0) as lease:
         assert lease.attempt == 2
 
 
 async def test_a_dead_process_elsewhere_is_replaced_when_its_lease_runs_out(store: Store) -> None:
-    assert await store.runs.acquire_trainer("far", "another-host", 1, 60) == 1
+    assert await store.trainer_lease.acquire("far", "another-host", 1, 60) == 1
     with pytest.raises(StoreError, match="another-host"):
         await acquire(store, "new")
-    await store.runs.renew_trainer(1, 0.0)
+    await store.trainer_lease.renew(1, 0.0)
     assert await acquire(store, "new") == 2
     with pytest.raises(LeaseLostError):
-        await store.runs.renew_trainer(1, 60)
+        await store.trainer_lease.renew(1, 60)
 
 
 async def test_every_write_of_a_replaced_trainer_is_refused(store: Store) -> None:
@@ -126,7 +126,7 @@ async def test_every_write_of_a_replaced_trainer_is_refused(store: Store) -> Non
         await training.commit_step("1/2", {}, [], attempt=first)
     with pytest.raises(LeaseLostError):
         await training.revert_after(0, attempt=first)
-    policies = store.policies
+    policies = store.policy_versions
     for refused in (
         lambda: training.quarantine({"task": "t"}, "why", attempt=first),
         lambda: policies.reserve(version(0), attempt=first),
@@ -134,12 +134,12 @@ async def test_every_write_of_a_replaced_trainer_is_refused(store: Store) -> Non
         lambda: policies.withdraw_after(0, attempt=first),
         lambda: policies.reinstate(0, train_step=None, location="/w", attempt=first),
         lambda: policies.mark_pruned([], attempt=first),
-        lambda: store.runs.discard_checkpoints(first, ["checkpoint-000001"]),
+        lambda: store.trainer_lease.discard_checkpoints(first, ["checkpoint-000001"]),
     ):
         with pytest.raises(LeaseLostError):
             await refused()
     assert await policies.all() == []
-    assert (await store.runs.trainer()).discarded == ()
+    assert (await store.trainer_lease.read()).discarded == ()
     assert [item.id for item in await training.steps()] == ["1/1"]
     assert await training.revert_after(1, attempt=second) == 1
     await training.plan_step(step(second, 2), attempt=second)

@@ -1,4 +1,4 @@
-"""PolicyVersions: published weights, ever newer."""
+"""PolicyVersions: reserve, publish, withdraw and find the published weights of a run."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import replace
 from pymongo import ASCENDING, DESCENDING
 from pymongo.asynchronous.client_session import AsyncClientSession
 
-from agentrl.documents.policy import PolicyVersion
+from agentrl.documents.serving import PolicyVersion
 from agentrl.documents.status import VERSION_EDGES, VersionStatus, sources
 from agentrl.errors import StoreError
 from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.names import VERSION
-from agentrl.store.runs import guard
+from agentrl.store.trainer_lease import fence
 
-_WITHDRAWN_TOGETHER = 500
-"""Versions that one transaction withdraws: a run may have to withdraw thousands."""
+_VERSIONS_PER_UPDATE = 500
+"""Bounds a transaction: a run may have to withdraw thousands of versions."""
 
 
-class Policies(Repository):
-    """What the trainer publishes and engines follow.
+class PolicyVersions(Repository):
+    """The calls on published weights: the trainer publishes them, engines load them.
 
-    ``attempt`` is what ``Runs.acquire_trainer`` returned: a trainer that has been replaced gets a
+    ``attempt`` is the return value of ``TrainerLeases.acquire``. A trainer that has been replaced gets a
     LeaseLostError, and nothing is written.
     """
 
@@ -30,13 +30,13 @@ class Policies(Repository):
     async def reserve(self, version: PolicyVersion, *, attempt: int | None = None) -> None:
         """Reserve the number and the folder of ``version``, which becomes visible when it is published.
 
-        The reservation of a trainer that has been replaced is taken over. Repeating the call is harmless.
-        Raises StoreError where the number is published already or below an existing one.
+        Replaces the reservation of an earlier trainer. Idempotent. Raises StoreError if the number is already
+        published or lower than an existing number.
         """
         document = replace(version, status=VersionStatus.RESERVED).to_document()
 
         async def write(session: AsyncClientSession) -> None:
-            await guard(self._connection, attempt, session)
+            await fence(self._connection, attempt, session)
             stored = await self._stored(version.id, session)
             if stored is None:
                 await self._collection(VERSION).insert_one(document, session=session)
@@ -49,13 +49,13 @@ class Policies(Repository):
 
     @database_call
     async def publish(self, version: PolicyVersion, *, attempt: int | None = None) -> None:
-        """Make a version visible. Numbers only grow, withdrawn ones included; repeating the call is harmless.
+        """Make a version visible. Idempotent. Numbers only grow, withdrawn versions included.
 
-        Raises StoreError where the number is taken by other weights or below an existing one.
+        Raises StoreError if the number belongs to other weights or is lower than an existing number.
         """
 
         async def write(session: AsyncClientSession) -> None:
-            await guard(self._connection, attempt, session)
+            await fence(self._connection, attempt, session)
             stored = await self._stored(version.id, session)
             if stored is None:
                 await self._collection(VERSION).insert_one(version.to_document(), session=session)
@@ -69,7 +69,7 @@ class Policies(Repository):
         await self._connection.transaction(write)
 
     async def _stored(self, version: int, session: AsyncClientSession) -> PolicyVersion | None:
-        """The version that has this number, which is the highest. StoreError if a higher one exists."""
+        """Return the version with this number, if it exists. Raises StoreError if a higher number exists."""
         newest = await self._collection(VERSION).find_one({}, sort=[("_id", DESCENDING)], session=session)
         if newest is None or newest["_id"] < version:
             return None
@@ -82,13 +82,13 @@ class Policies(Repository):
 
     @database_call
     async def reserved(self) -> PolicyVersion | None:
-        """The version whose number is reserved and that is not published; it has the highest number."""
+        """Return the reserved version, which has the highest number; None if there is none."""
         document = await self._collection(VERSION).find_one({"status": VersionStatus.RESERVED.value})
         return None if document is None else PolicyVersion.from_document(document)
 
     @database_call
     async def latest(self) -> PolicyVersion | None:
-        """The newest version that is not withdrawn."""
+        """Return the newest published version; None if there is none."""
         document = await self._collection(VERSION).find_one(
             {"status": VersionStatus.PUBLISHED.value}, sort=[("_id", DESCENDING)]
         )
@@ -96,19 +96,19 @@ class Policies(Repository):
 
     @database_call
     async def get(self, version: int) -> PolicyVersion | None:
-        """One version, whatever its status."""
+        """Return the version with this number, in any status; None if there is none."""
         document = await self._collection(VERSION).find_one({"_id": version})
         return None if document is None else PolicyVersion.from_document(document)
 
     @database_call
     async def newest_id(self) -> int | None:
-        """The highest number of a version, withdrawn ones included; None where there is no version."""
+        """Return the highest version number in any status; None if there are no versions."""
         newest = await self._collection(VERSION).find_one({}, {"_id": 1}, sort=[("_id", DESCENDING)])
         return None if newest is None else int(newest["_id"])
 
     @database_call
     async def published(self, limit: int, *, below: int | None = None) -> list[PolicyVersion]:
-        """The newest ``limit`` published versions, newest first; with ``below``, those of a lower number."""
+        """Return up to ``limit`` published versions, newest first; with ``below``, only lower numbers."""
         query: Json = {"status": VersionStatus.PUBLISHED.value}
         if below is not None:
             query["_id"] = {"$lt": below}
@@ -117,10 +117,10 @@ class Policies(Repository):
 
     @database_call
     async def steps_above(self, version: int) -> dict[int, int]:
-        """Return {version: step it was published at} for versions above ``version``, also withdrawn ones.
+        """Return {version: its step} of the published and withdrawn versions above ``version``, ascending.
 
-        Ascending. Neither ever changes, and every version to come has a higher number than those published:
-        what has been read up to a number need not be read again.
+        These pairs never change, and later versions have higher numbers. So a caller that has read up to a
+        number needs only the versions above it.
         """
         query = {"_id": {"$gt": version}, "status": {"$ne": VersionStatus.RESERVED.value}}
         cursor = self._collection(VERSION).find(query, {"step": 1}, sort=[("_id", ASCENDING)])
@@ -128,22 +128,22 @@ class Policies(Repository):
 
     @database_call
     async def withdrawn(self, step: int) -> list[PolicyVersion]:
-        """The versions of ``step`` that were withdrawn, newest first."""
+        """Return the withdrawn versions of ``step``, newest first."""
         query = {"status": VersionStatus.WITHDRAWN.value, "step": step}
         cursor = self._collection(VERSION).find(query, sort=[("_id", DESCENDING)])
         return [PolicyVersion.from_document(document) async for document in cursor]
 
     @database_call
     async def all(self) -> list[PolicyVersion]:
-        """Every version, oldest first, withdrawn ones included. For reports: a run may have thousands."""
+        """Return every version in any status, oldest first. For reports: a run may have thousands."""
         cursor = self._collection(VERSION).find({}, sort=[("_id", ASCENDING)])
         return [PolicyVersion.from_document(document) async for document in cursor]
 
     @database_call
     async def withdraw_after(self, step: int, *, attempt: int | None = None) -> int:
-        """Withdraw every version of a step above ``step``, which has been undone; returns how many.
+        """Withdraw every version of a step above ``step``, which has been reverted; return how many.
 
-        A few hundred in one transaction, the oldest first; called again, it withdraws the rest.
+        Each transaction withdraws a few hundred, oldest first. After an interruption, call it again.
         """
         withdrawn = 0
         while count := await self._withdraw_some(step, attempt):
@@ -156,9 +156,13 @@ class Policies(Repository):
         }  # fmt: skip
 
         async def write(session: AsyncClientSession) -> int:
-            await guard(self._connection, attempt, session)
+            await fence(self._connection, attempt, session)
             cursor = self._collection(VERSION).find(
-                later, {"_id": 1}, sort=[("_id", ASCENDING)], limit=_WITHDRAWN_TOGETHER, session=session
+                later,
+                {"_id": 1},
+                sort=[("_id", ASCENDING)],
+                limit=_VERSIONS_PER_UPDATE,
+                session=session,
             )
             ids = [document["_id"] async for document in cursor]
             result = await self._collection(VERSION).update_many(
@@ -172,9 +176,9 @@ class Policies(Repository):
     async def reinstate(
         self, version: int, *, train_step: str | None, location: str, attempt: int | None = None
     ) -> None:
-        """Publish a withdrawn version again: ``train_step`` has its weights, which lie at ``location``.
+        """Publish a withdrawn version again, for ``train_step``, which has the same weights at ``location``.
 
-        Repeating the call is harmless. Raises StoreError for a version that does not exist.
+        Idempotent. Raises StoreError if the version does not exist.
         """
         allowed = [VersionStatus.WITHDRAWN.value, VersionStatus.PUBLISHED.value]
         again = {
@@ -183,22 +187,22 @@ class Policies(Repository):
         }  # fmt: skip
 
         async def write(session: AsyncClientSession) -> None:
-            await guard(self._connection, attempt, session)
+            await fence(self._connection, attempt, session)
             result = await self._collection(VERSION).update_one(
                 {"_id": version, "status": {"$in": allowed}}, {"$set": again}, session=session
             )
             if result.matched_count == 0:
-                raise StoreError(f"policy version {version} cannot be re-instated: there is none")
+                raise StoreError(f"policy version {version} cannot be published again: it does not exist")
 
         await self._connection.transaction(write)
 
     @database_call
     async def mark_pruned(self, versions: Sequence[int], *, attempt: int | None = None) -> None:
-        """Record that the folders of ``versions`` are given up; they are deleted afterwards."""
+        """Record that the folders of ``versions`` are pruned; delete the folders after this call."""
         query = {"_id": {"$in": list(versions)}, "pruned_at": None}
 
         async def write(session: AsyncClientSession) -> None:
-            await guard(self._connection, attempt, session)
+            await fence(self._connection, attempt, session)
             await self._collection(VERSION).update_many(
                 query, {"$currentDate": {"pruned_at": True}}, session=session
             )
@@ -206,8 +210,8 @@ class Policies(Repository):
         await self._connection.transaction(write)
 
     @database_call
-    async def of(self, ids: Sequence[int]) -> list[PolicyVersion]:
-        """The versions with these numbers, whatever their status, oldest first."""
+    async def by_ids(self, ids: Sequence[int]) -> list[PolicyVersion]:
+        """Return the versions with these numbers, in any status, oldest first."""
         cursor = self._collection(VERSION).find({"_id": {"$in": list(ids)}}, sort=[("_id", ASCENDING)])
         return [PolicyVersion.from_document(document) async for document in cursor]
 

@@ -28,7 +28,7 @@ from agentrl.store import step_parts
 from agentrl.store.admin.check.run import Checks
 from agentrl.store.client import Store, open_store
 from agentrl.store.connection import Connection
-from agentrl.store.old_versions import OldVersions
+from agentrl.store.training import StaleVersions
 
 pytestmark = pytest.mark.integration
 
@@ -122,7 +122,7 @@ async def require_no_violation(store: Store) -> None:
 
 async def begin_anew(store: Store) -> int:
     """What a trainer that starts without a checkpoint does."""
-    attempt = await store.runs.acquire_trainer("me", "host", 1, 60)
+    attempt = await store.trainer_lease.acquire("me", "host", 1, 60)
     await store.training.revert_after(0, attempt=attempt)
     return attempt
 
@@ -246,7 +246,7 @@ async def test_data_that_went_stale_are_ready_again_when_what_trained_them_is_un
 ) -> None:
     attempt = await begin_anew(store)
     await train(store, attempt, 1, data)
-    assert await store.training.mark_stale("train", OldVersions.below(1)) == len(data)
+    assert await store.training.mark_stale("train", StaleVersions.below(1)) == len(data)
     await store.training.revert_after(0, attempt=attempt)
     await require_untouched(store, data)
 

@@ -1,40 +1,37 @@
-"""Runs: what there is once in a run; above all the lease that lets one trainer, and one only, write steps."""
+"""The lease that lets exactly one trainer at a time write steps and weights of a run, and its fencing."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 from pymongo import ReturnDocument
 from pymongo.asynchronous.client_session import AsyncClientSession
-from pymongo.asynchronous.collection import AsyncCollection
 from pymongo.asynchronous.database import AsyncDatabase
-from pymongo.errors import DuplicateKeyError
 
 from agentrl.documents.base import plain
-from agentrl.documents.run import TRAINER, Gate, ProcessIdentity, TrainerLease
+from agentrl.documents.run import TRAINER, ProcessIdentity, TrainerLease
 from agentrl.errors import LeaseHeldError, LeaseLostError
 from agentrl.processes import has_ended
 from agentrl.store import slots
-from agentrl.store.connection import Connection, Json, Repository, database_call
-from agentrl.store.names import GATE, LEASE, STEP
+from agentrl.store.connection import Connection, Json, Repository, database_call, insert_if_missing
+from agentrl.store.names import LEASE, STEP
 
 
-class Runs(Repository):
-    """The trainer's lease. Expiry is judged by the server's clock."""
+class TrainerLeases(Repository):
+    """The calls on the trainer's lease, one document per run. Expiry follows the server's clock."""
 
     @database_call
-    async def acquire_trainer(
+    async def acquire(
         self, owner: str, host: str, pid: int, lease_seconds: float, process: ProcessIdentity | None = None
     ) -> int:
-        """Become the run's trainer; returns the attempt, one more than that of the trainer before.
+        """Acquire the lease and return the attempt, which is one higher than the previous trainer's.
 
-        ``owner`` is unique to this start of a trainer. What is written under an earlier attempt is refused
-        from then on. The lease is free when it was released, has run out, belongs to ``owner`` already, or to
-        a process that is known to have ended. Raises LeaseHeldError, which names the holder, otherwise.
+        ``owner`` must be unique to this start of a trainer. From then on, writes under an earlier attempt are
+        refused. The lease is free if it was released, has expired, belongs to ``owner``, or belongs to a
+        process that is known to have ended. Otherwise raises LeaseHeldError, which names the holder.
         """
         await _prepare_lease(self._connection.database)
-        holder = await self.trainer()
+        holder = await self.read()
         free = [
             {"$eq": ["$owner", None]},
             {"$lte": ["$lease_expires_at", "$$NOW"]},
@@ -52,12 +49,12 @@ class Runs(Repository):
             return_document=ReturnDocument.AFTER,
         )  # fmt: skip
         if document is None:
-            raise _held(await self.trainer())
+            raise _held(await self.read())
         return TrainerLease.from_document(document).attempt
 
     @database_call
-    async def renew_trainer(self, attempt: int, lease_seconds: float) -> None:
-        """Let the lease run for ``lease_seconds`` from now. Raises LeaseLostError if another took it."""
+    async def renew(self, attempt: int, lease_seconds: float) -> None:
+        """Extend the lease to ``lease_seconds`` from now. Raises LeaseLostError if another trainer has it."""
         result = await self._collection(LEASE).update_one(
             {"_id": TRAINER, "attempt": attempt, "owner": {"$ne": None}},
             [{"$set": {"lease_expires_at": slots.after(lease_seconds)}}],
@@ -66,8 +63,8 @@ class Runs(Repository):
             raise _replaced(attempt)
 
     @database_call
-    async def release_trainer(self, attempt: int) -> None:
-        """Give the lease back; it does nothing if another trainer has it by now."""
+    async def release(self, attempt: int) -> None:
+        """Release the lease; do nothing if another trainer has it."""
         await self._collection(LEASE).update_one(
             {"_id": TRAINER, "attempt": attempt},
             {"$set": {"owner": None, "host": None, "pid": None, "process": None, "lease_expires_at": None}},
@@ -75,9 +72,9 @@ class Runs(Repository):
 
     @database_call
     async def discard_checkpoints(self, attempt: int, names: Sequence[str]) -> None:
-        """Record which checkpoints are about to be deleted; no trainer resumes from them any more.
+        """Record which checkpoints are about to be deleted, so that no trainer resumes from them.
 
-        Raises LeaseLostError, and records nothing, if another trainer has taken over.
+        Raises LeaseLostError, and records nothing, if another trainer has the lease.
         """
         result = await self._collection(LEASE).update_one(
             {"_id": TRAINER, "attempt": attempt},
@@ -87,16 +84,17 @@ class Runs(Repository):
             raise _replaced(attempt)
 
     @database_call
-    async def trainer(self) -> TrainerLease:
-        """The lease as it is; ``owner`` None: nobody trains."""
+    async def read(self) -> TrainerLease:
+        """Return the lease; ``owner`` is None if no trainer holds it."""
         document = await self._collection(LEASE).find_one({"_id": TRAINER})
         return TrainerLease() if document is None else TrainerLease.from_document(document)
 
 
-async def guard(connection: Connection, attempt: int | None, session: AsyncClientSession) -> None:
-    """Refuse the transaction unless ``attempt`` is the trainer's; None, a caller without a lease, passes.
+async def fence(connection: Connection, attempt: int | None, session: AsyncClientSession) -> None:
+    """Raise LeaseLostError unless ``attempt`` is the current trainer's; None (no lease) always passes.
 
-    It writes the lease, so that a takeover and this transaction conflict and cannot both go through.
+    Call it in the transaction to protect. It writes the lease document, so that the transaction and a
+    concurrent takeover conflict and only one of them commits.
     """
     if attempt is None:
         return
@@ -107,39 +105,28 @@ async def guard(connection: Connection, attempt: int | None, session: AsyncClien
         raise _replaced(attempt)
 
 
-async def prepare_gate(database: AsyncDatabase[Json]) -> None:
-    """Make the admission gate if it is missing."""
-    await _insert_if_missing(database[GATE], Gate())
-
-
 async def _prepare_lease(database: AsyncDatabase[Json]) -> None:
-    """Make the lease if it is missing, with the highest attempt that has planned a step."""
+    """Insert the lease if it is missing, with the highest attempt that has planned a step."""
     if await database[LEASE].find_one({"_id": TRAINER}, {"_id": 1}) is not None:
         return
     ids = database[STEP].find({}, {"_id": 1}, hint=[("_id", 1)])
     steps = [document["_id"] async for document in ids]
     earlier = (key.partition("/")[0] for key in steps)
     attempt = max((int(number) for number in earlier if number.isdecimal()), default=0)
-    await _insert_if_missing(database[LEASE], TrainerLease(attempt=attempt))
-
-
-async def _insert_if_missing(collection: AsyncCollection[Json], document: Gate | TrainerLease) -> None:
-    if await collection.find_one({"_id": document.id}, {"_id": 1}) is None:
-        with contextlib.suppress(DuplicateKeyError):  # another process made it at the same moment
-            await collection.insert_one(document.to_document())
+    await insert_if_missing(database[LEASE], TrainerLease(attempt=attempt))
 
 
 def _held(holder: TrainerLease) -> LeaseHeldError:
     until = f" until {holder.lease_expires_at:%H:%M:%S} UTC" if holder.lease_expires_at else ""
     return LeaseHeldError(
         f"this run has a trainer: {holder.owner} (process {holder.pid} on {holder.host}), whose lease is"
-        f" alive{until}",
-        hint="stop it; or, if it is dead, wait until its lease runs out",
+        f" valid{until}",
+        hint="stop it; if it is dead, wait until its lease expires",
     )
 
 
 def _replaced(attempt: int) -> LeaseLostError:
     return LeaseLostError(
         f"this trainer (attempt {attempt}) has been replaced by another, and its write was refused",
-        hint="let one trainer run; this one may be started again when the other has ended",
+        hint="run one trainer at a time; start this one again after the other has ended",
     )

@@ -138,7 +138,7 @@ async def test_a_stream_carries_no_renewal_and_no_model_call(stores: list[Store]
     STREAMS.changes = 0
     for number in range(5):
         await store.claims.heartbeat([claim], 60)
-        await store.dispatches.add(claim, make_call(claim, number))
+        await store.model_calls.add(claim, make_call(claim, number))
     await take_one(store, "b")
     assert not await other.wait_for_change(*names, timeout=0.5)
     assert STREAMS.changes == 0

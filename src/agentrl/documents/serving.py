@@ -1,4 +1,4 @@
-"""PolicyVersion: one published set of weights."""
+"""PolicyVersion: one published set of weights. InferenceService: one engine that serves them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from agentrl.documents.base import Document, Root, now
-from agentrl.documents.status import VersionStatus
+from agentrl.documents.status import ServiceStatus, VersionStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,3 +34,23 @@ class PolicyVersion(Root):
     """The trainer that reserved its number; None: published without a reservation."""
     pruned_at: datetime | None = None
     """When its folder was given up: it is deleted, or will be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceService(Root):
+    """One live engine. It is alive while ``heartbeat`` is younger than the heartbeat timeout."""
+
+    id: str
+    url: str
+    engine: str
+    model: str
+    status: ServiceStatus = ServiceStatus.STARTING
+    policy_version: int | None = None
+    running_requests: int = 0
+    detail: str | None = None
+    host: str
+    pid: int
+    instance: str | None = None
+    """Random name that the server answers; another server at the same url does not."""
+    started_at: datetime = field(default_factory=now)
+    heartbeat: datetime = field(default_factory=now)

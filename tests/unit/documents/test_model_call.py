@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from agentrl.documents.dispatch import (
+from agentrl.documents.model_call import (
     DispatchedSamplingTask,
     ToolExecution,
     whole_messages,
