@@ -1,1 +1,1 @@
-"""The policy as a torch module: loading, LoRA, logprobs, attention over a TokenForest."""
+"""The policy as a torch module: loading, LoRA, attention over a TokenForest, logprobs."""

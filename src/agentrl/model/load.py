@@ -1,4 +1,4 @@
-"""A Hugging Face folder → model and tokenizer, checked first so that what is missing is named."""
+"""Load the model and the tokenizer of a Hugging Face folder; errors name what is missing from it."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ _ARCHITECTURE_KEYS = (
 
 @dataclass(frozen=True)
 class Policy:
-    """The model being trained, its tokenizer, and the folder that its configuration came from."""
+    """The model being trained, its tokenizer, and the base model's folder."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     base: Path
     chat_template: str | None
-    """The run's own template, where ``--chat_template`` names one."""
+    """Content of ``--chat_template``; None for the tokenizer's own."""
     adapter: Adapter | None = None
-    """What is trained in place of the model's own weights, with ``--lora_rank``."""
+    """The adapter that ``--lora_rank`` trains; the model's own weights are then frozen."""
 
     @property
     def kept(self) -> SavableModel:
-        """What a checkpoint holds: the adapter alone, where there is one."""
+        """What a checkpoint stores: the adapter, or the whole model if there is none."""
         return self.adapter or self.model
 
     @property
     def published(self) -> SavableModel:
-        """What engines load: whole weights, with the adapter in them."""
+        """What engines load: whole weights, with the adapter merged in."""
         return self.adapter.merged if self.adapter else self.model
 
 
 def base_folder(config: ModelConfig) -> Path:
-    """The folder of ``--model_name_or_path``; ModelError where it is none or lacks a model's files."""
+    """Return the folder of ``--model_name_or_path``; ModelError if it is missing or lacks a model's files."""
     if config.model_name_or_path is None:
         raise ModelError("no model is given", hint="give --model_name_or_path FOLDER")
     folder = Path(config.model_name_or_path)
     if not folder.is_dir():
         raise ModelError(
-            f"--model_name_or_path {folder} is no folder",
+            f"--model_name_or_path {folder} is not a folder",
             hint="give a local Hugging Face folder; `hf download NAME --local-dir FOLDER` fetches one",
         )
     if not (folder / "config.json").is_file():
@@ -76,22 +76,22 @@ def base_folder(config: ModelConfig) -> Path:
 def load_policy(
     config: ModelConfig, weights: Path | None = None, adapter: AdapterConfig | None = None
 ) -> Policy:
-    """Load the policy for training: weights from ``weights`` (a checkpoint's) or from the base folder.
+    """Load the policy for training, with weights from a checkpoint's folder ``weights`` or the base folder.
 
-    With ``adapter`` of a rank above 0, ``weights`` are the adapter's. Dropout is off, so that the trainer's
-    logprobs are those of an engine. Raises ModelError where the folder has no tokenizer, chat template or
+    If ``adapter`` has a rank above 0, ``weights`` are those of the adapter. Dropout is set to 0, so that the
+    trainer's logprobs match the engine's. Raises ModelError for a folder without tokenizer, chat template or
     known architecture.
     """
     base = base_folder(config)
     tokenizer, template = load_tokenizer(config, base)
     is_adapted = adapter is not None and adapter.lora_rank > 0
     if weights is not None and not is_adapted and (weights / "adapter_config.json").is_file():
-        raise ModelError(f"{weights} holds an adapter", hint="give the --lora_rank that it was made with")
+        raise ModelError(f"{weights} holds an adapter", hint="give the --lora_rank that it was trained with")
     model = load_model(base if is_adapted else weights or base, config)
     embedded = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
     if len(tokenizer) > embedded:
         raise ModelError(
-            f"the tokenizer of {base} knows {len(tokenizer)} ids, and the model embeds {embedded}",
+            f"the tokenizer of {base} has {len(tokenizer)} ids, and the model embeds {embedded}",
             hint="resize the model's embeddings, or use the tokenizer that belongs to it",
         )
     disable_dropout(model)
@@ -103,7 +103,7 @@ def load_policy(
 
 
 def load_tokenizer(config: ModelConfig, folder: Path) -> tuple[PreTrainedTokenizerBase, str | None]:
-    """The tokenizer with a chat template, and the run's own template where one is given."""
+    """Return the tokenizer with its chat template, and the content of ``--chat_template`` or None."""
     from transformers import AutoTokenizer
 
     try:
@@ -125,7 +125,7 @@ def load_tokenizer(config: ModelConfig, folder: Path) -> tuple[PreTrainedTokeniz
 
 
 def architecture(folder: Path) -> dict[str, Any]:
-    """What of config.json decides whether weights fit: type, sizes, tying."""
+    """Return the keys of config.json that decide whether weights fit: type, sizes, tied embeddings."""
     try:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -134,7 +134,7 @@ def architecture(folder: Path) -> dict[str, Any]:
 
 
 def disable_dropout(model: PreTrainedModel) -> None:
-    """Zero every dropout probability, in modules and in the configuration that attention reads."""
+    """Set every dropout probability of the modules to 0."""
     from torch import nn
 
     for module in model.modules():
@@ -146,7 +146,7 @@ def disable_dropout(model: PreTrainedModel) -> None:
 
 
 def load_model(folder: Path, config: ModelConfig) -> PreTrainedModel:
-    """The model in ``folder`` by the dtype of ``config``; ModelError where it cannot be loaded."""
+    """Load the model in ``folder`` with the dtype of ``config``; ModelError if it cannot be loaded."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging

@@ -1,4 +1,4 @@
-"""Logprobs of chosen tokens from hidden states, a block at a time; the [T, V] logits are never held."""
+"""Logprobs and entropy of tokens from hidden states, without the [T, V] logits in memory."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ def token_logprobs(
     chunk_size: int = DEFAULT_CHUNK,
     vocab_chunk_size: int = DEFAULT_VOCAB_CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(logits/temperature) of each target, and the entropy of that softmax, in nats.
+    """Return log softmax(logits/temperature) of each target, and the entropy of that softmax, in nats.
 
     hidden [N, H] with gradient; parent int64[T], the position whose logits predict each target; target_ids
-    int64[T]; temperature one for all targets or float32[T], one per target, all above 0 (on the CPU, a tensor
-    is checked without waiting for the accelerator). Returns (logprobs float32[T] with gradient to hidden,
-    weight and bias; entropy float32[T], with gradient only where ``entropy_gradient``). Logits are float32
-    whatever the weights and any autocast are. Only the T positions are projected, a block of
-    [chunk_size, vocab_chunk_size] logits at a time with a running log-sum-exp (as in arXiv 1805.02867), and
-    again in the backward: beside the gradients of hidden, weight and bias, memory holds one such block, an
-    eighth of one (with softcap and with the gradient of the entropy, another eighth each), and a few numbers
-    per token.
+    int64[T]; temperature above 0, one number or float32[T] (keep a tensor on the CPU: checking it then does
+    not wait for the accelerator). Returns logprobs float32[T], with gradient to hidden, weight and bias, and
+    entropy float32[T], with gradient if ``entropy_gradient``. Logits are float32 whatever the dtype of the
+    weights and of an autocast.
 
-    With ``head.group``, every rank gives the same arguments but the head's and gets the same results; the
-    gradient of hidden is summed over the ranks, that of weight is the rank's own. Raises ValueError for a
-    temperature or a size that is not above 0.
+    Projects only the T positions, [chunk_size, vocab_chunk_size] logits at a time with a running log-sum-exp
+    (arXiv 1805.02867), and recomputes them in the backward. Besides the gradients, memory holds one block, an
+    eighth of a block (one more for softcap and one for the entropy's gradient), and a few numbers per token.
+
+    With ``head.group``, every rank passes the same arguments except its slice of the head, and gets the same
+    results; the gradient of hidden is summed over the ranks. Raises ValueError for a temperature or a chunk
+    size that is not above 0.
     """
     divisor = _divisor(temperature, target_ids)
     for name, size in (("chunk_size", chunk_size), ("vocab_chunk_size", vocab_chunk_size)):
         if size < 1:
-            raise ValueError(f"{name} is {size}")
+            raise ValueError(f"{name} is {size}, expected 1 or more")
     logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, head.bias, parent, target_ids,
         head, divisor, entropy_gradient, (chunk_size, vocab_chunk_size),
@@ -61,7 +61,7 @@ def _divisor(temperature: Tensor | float, target_ids: Tensor) -> Tensor | float:
     if isinstance(temperature, Tensor):
         if temperature.shape != target_ids.shape:
             shape = list(temperature.shape)
-            raise ValueError(f"temperature has shape {shape}, and there are {len(target_ids)} targets")
+            raise ValueError(f"temperature has shape {shape}, expected one per target: [{len(target_ids)}]")
         if not len(temperature):
             return 1.0
         ends = torch.stack(temperature.aminmax()).tolist()
@@ -69,7 +69,7 @@ def _divisor(temperature: Tensor | float, target_ids: Tensor) -> Tensor | float:
     else:
         lowest = highest = temperature
     if not lowest > 0:
-        raise ValueError(f"temperature is {lowest}, and logprobs need one above 0")
+        raise ValueError(f"temperature is {lowest}, expected above 0")
     if isinstance(temperature, Tensor) and lowest != highest:
         return temperature.to(target_ids.device, torch.float32)[:, None]
     return lowest
@@ -77,13 +77,13 @@ def _divisor(temperature: Tensor | float, target_ids: Tensor) -> Tensor | float:
 
 @dataclass(slots=True)
 class _RunningSoftmax:
-    """Of n rows seen a block at a time: the largest logit, Σ eˣ and Σ x·eˣ with x = logit − largest."""
+    """Online softmax of n rows, a block of columns at a time: with x = logit − largest, Σ eˣ and Σ x·eˣ."""
 
     largest: Tensor
     total: Tensor
     weighted: Tensor
     chosen: Tensor
-    """The target's logit."""
+    """The logit of the target."""
 
     @classmethod
     def start(cls, like: Tensor) -> _RunningSoftmax:
@@ -91,7 +91,7 @@ class _RunningSoftmax:
         return cls(torch.full_like(zeros[0], _LOWEST), *zeros)
 
     def add(self, logits: Tensor, target: Tensor) -> None:
-        """Take in a block, overwriting it; ``target`` counts from its first column, and may lie outside."""
+        """Add a block of columns, overwriting it; ``target`` counts from its first, and may lie outside."""
         column, is_here = _column(target, logits.shape[1])
         self.chosen += torch.where(is_here, logits.gather(1, column[:, None])[:, 0], 0.0)
         self._raise_to(torch.maximum(self.largest, logits.amax(1)))
@@ -102,7 +102,7 @@ class _RunningSoftmax:
             self.weighted[rows] += weights.mul_(logits[rows]).sum(1)
 
     def join(self, group: distributed.ProcessGroup) -> None:
-        """Make it that of all the ranks' columns."""
+        """All-reduce, so that every rank has the softmax over all columns."""
         largest = self.largest.clone()
         distributed.all_reduce(largest, distributed.ReduceOp.MAX, group)
         self._raise_to(largest)
@@ -110,7 +110,7 @@ class _RunningSoftmax:
             distributed.all_reduce(part, distributed.ReduceOp.SUM, group)
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(logprob, entropy, log-normalizer), float32[n] each."""
+        """Return (logprob, entropy, log-normalizer), float32[n] each."""
         log_total = self.total.log()
         normalizer = self.largest + log_total
         return self.chosen - normalizer, log_total - self.weighted / self.total, normalizer
@@ -124,7 +124,7 @@ class _RunningSoftmax:
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Forward keeps the inputs and each token's log-normalizer; backward makes the logits again."""
+    """Saves the inputs and each token's log-normalizer; the backward recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -195,7 +195,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _Upstream:
-    """Upstream gradients of n tokens times scale / temperature, and saved forward values."""
+    """Upstream gradients of n tokens, times scale / temperature, and saved forward values."""
 
     logprob: Tensor
     entropy: Tensor | None
@@ -213,7 +213,7 @@ class _Upstream:
         normalizer: Tensor,
         value: Tensor,
     ) -> _Upstream:
-        """``grads`` of logprobs and entropy are None where the loss does not read them."""
+        """Build it from ``grads`` of logprobs and entropy; each is None if the loss does not use it."""
         factors = factor[:, 0] if isinstance(factor, Tensor) else factor
         logprob, entropy = (None if grad is None else grad * factors for grad in grads)
         return cls(
@@ -228,7 +228,7 @@ class _Upstream:
 
 
 def _to_gradient(logits: Tensor, head: OutputHead, upstream: _Upstream, target: Tensor) -> None:
-    """Turn a block of logits / temperature, in place, into the gradient of the linear layer's output.
+    """Replace a block of logits / temperature with the gradient of the linear layer's output.
 
     With z = logits / temperature and p = softmax(z): d logprob/dz = 1[target] − p, and
     d entropy/dz = −p·(log p + entropy).
@@ -252,7 +252,7 @@ def _to_gradient(logits: Tensor, head: OutputHead, upstream: _Upstream, target: 
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right; on an accelerator in the dtype of 16-bit operands, else in float32."""
+    """Add left @ right to ``total``; multiplies 16-bit operands as such on CUDA, in float32 elsewhere."""
     if right.is_cuda and right.dtype != torch.float32:
         total += torch.mm(left.to(right.dtype), right, out_dtype=torch.float32)
     else:
@@ -260,7 +260,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _column(target: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """A column for each target within a block of ``width``, and whether the target really is there."""
+    """Return each target's column, clamped to a block of ``width``, and whether the target is in it."""
     return target.clamp(0, width - 1), (target >= 0) & (target < width)
 
 
@@ -270,5 +270,5 @@ def _chunks(count: int, size: int) -> Iterator[slice]:
 
 
 def _stripes(rows: int) -> Iterator[slice]:
-    """Slices of an eighth of the rows: what a block needs beside itself is made a stripe at a time."""
+    """Yield slices of an eighth of the rows, which bound the size of temporary tensors."""
     return _chunks(rows, max(1, -(-rows // _STRIPES)))

@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft: injected in the model, kept by checkpoints, merged where published."""
+"""LoRA adapters through peft: injected into the model, stored in checkpoints, merged for publication."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _SIZES = ("r", "lora_alpha")
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether ``folder`` holds an adapter in place of a model's weights."""
+    """Return whether ``folder`` holds an adapter instead of a model's weights."""
     return (folder / CONFIG_FILE).is_file()
 
 
 def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: Path, saved: Path | None) -> Adapter:
-    """Give ``model`` adapters, whose weights alone are trained from now on; ``saved`` is a checkpoint's.
+    """Inject adapters into ``model`` and freeze its own weights; ``saved`` is a checkpoint's adapter folder.
 
-    The model computes what it did until they are trained. Raises ConfigError without peft, for layers that do
-    not exist, and for a checkpoint that holds another adapter or none.
+    New adapters leave the model's output unchanged until they are trained. Raises ConfigError without peft,
+    for target modules that do not exist, and for a checkpoint without this adapter.
     """
     peft = _peft()
     settings = peft.LoraConfig(
@@ -55,26 +55,26 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: Path, saved
         peft.inject_adapter_in_model(settings, model, adapter_name=NAME)
     except ValueError as error:
         raise ConfigError(
-            f"--lora_target_modules {config.lora_target_modules} fits no layer of the model: {error}",
+            f"--lora_target_modules {config.lora_target_modules} matches no layer of the model: {error}",
             hint="give all-linear, or names such as q_proj,v_proj",
         ) from error
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if not isinstance(head, nn.Linear):
         raise ConfigError(
-            f"--lora_target_modules {config.lora_target_modules} has the model's output head",
+            f"--lora_target_modules {config.lora_target_modules} includes the model's output head",
             hint="leave lm_head out: logprobs are computed from its weight",
         )
     adapter = Adapter(model, settings)
     if saved is not None:
         adapter.load(saved)
     trained = sum(parameter.numel() for _, parameter in adapter.named_parameters())
-    logger.info("%d adapters of rank %d: %d numbers are trained", len(adapter.layers), settings.r, trained)
+    logger.info("%d adapters of rank %d: %d trainable parameters", len(adapter.layers), settings.r, trained)
     return adapter
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapters of ``model``. As a SavableModel it is what a checkpoint holds, in peft's own files."""
+    """The adapters of ``model``; a SavableModel that a checkpoint stores in peft's own files."""
 
     model: PreTrainedModel
     settings: Any
@@ -82,12 +82,12 @@ class Adapter:
 
     @property
     def layers(self) -> dict[str, Any]:
-        """Module name → the layer with an adapter."""
+        """Layers with an adapter, by module name."""
         layer_type = _peft().tuners.lora.LoraLayer
         return {name: layer for name, layer in self.model.named_modules() if isinstance(layer, layer_type)}
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The adapters' own parameters."""
+        """Yield the adapters' parameters with their names."""
         return ((name, value) for name, value in self.model.named_parameters() if ".lora_" in name)
 
     def save_pretrained(self, save_directory: str) -> None:
@@ -95,7 +95,7 @@ class Adapter:
         self.write(save_directory, self.weights())
 
     def write(self, save_directory: str, weights: Mapping[str, Tensor]) -> None:
-        """``save_pretrained`` with these ``weights``, named as peft's files name them."""
+        """Write ``weights``, under peft's names, as ``save_pretrained`` does."""
         from safetensors.torch import save_file
 
         content = {name: value.detach().contiguous() for name, value in weights.items()}
@@ -103,7 +103,7 @@ class Adapter:
         self.settings.save_pretrained(save_directory)
 
     def load(self, folder: Path) -> None:
-        """Take the weights that ``save_pretrained`` wrote; ConfigError for another adapter, or for none."""
+        """Load what ``save_pretrained`` wrote; ConfigError for another adapter, or for none."""
         from safetensors.torch import load_file
 
         if not is_adapter(folder):
@@ -114,24 +114,24 @@ class Adapter:
         found = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         differing = [key for key in _SIZES if found.get(key) != getattr(self.settings, key)]
         if differing:
-            told = ", ".join(
+            listed = ", ".join(
                 f"{key} {found.get(key)}, not {getattr(self.settings, key)}" for key in differing
             )
             raise ConfigError(
-                f"the adapter in {folder} has {told}", hint="give the flags that it was made with"
+                f"the adapter in {folder} has {listed}", hint="give the flags that it was trained with"
             )
         weights = load_file(folder / WEIGHTS_FILE)
         expected = self.weights()
         if weights.keys() != expected.keys():
             raise ModelError(
-                f"the adapter in {folder} has {len(weights)} tensors for other layers than these"
-                f" {len(expected)}",
-                hint="give the --lora_target_modules and the --model_name_or_path that it was made with",
+                f"the adapter in {folder} has {len(weights)} tensors for other layers than the"
+                f" {len(expected)} of this model",
+                hint="give the --lora_target_modules and the --model_name_or_path that it was trained with",
             )
         _peft().set_peft_model_state_dict(self.model, weights, adapter_name=NAME)
 
     def weights(self) -> dict[str, Tensor]:
-        """The adapters' weights by the names that peft's files have."""
+        """Return the adapters' weights under the names of peft's files."""
         weights: dict[str, Tensor] = _peft().get_peft_model_state_dict(
             self.model, adapter_name=NAME, save_embedding_layers=False
         )
@@ -139,7 +139,7 @@ class Adapter:
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """The model without its adapters: the one that training started from."""
+        """Disable the adapters for the length of the block: the model is then the base model."""
         layers = list(self.layers.values())
         for layer in layers:
             layer._disable_adapters = True
@@ -151,18 +151,18 @@ class Adapter:
 
     @property
     def merged(self) -> MergedModel:
-        """The model with its adapters added in, to be written."""
+        """The model with its adapters merged in, for publication."""
         return MergedModel(self)
 
 
 @dataclass(frozen=True)
 class MergedModel:
-    """The whole weights, adapters added into copies of those that have one; the model stays as it is."""
+    """The whole weights with the adapters added, computed tensor by tensor; the model itself is unchanged."""
 
     adapter: Adapter
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's parameters, before merging: names and sizes are those of the merged ones."""
+        """Yield the parameters before merging, under their merged names; sizes are the same."""
         return (
             (name.replace(_BASE, "."), value)
             for name, value in self.adapter.model.named_parameters()
@@ -170,7 +170,7 @@ class MergedModel:
         )
 
     def parts(self) -> Iterator[Part]:
-        """The merged tensors, made when they are asked for, under the names of the plain model."""
+        """Yield the merged tensors, each computed on request, under the names of the plain model."""
         layers = self.adapter.layers
         for part in model_parts(self.adapter.model):
             if ".lora_" in part.name:
@@ -183,7 +183,7 @@ class MergedModel:
                 yield replace(part, name=name)
 
     def save_pretrained(self, save_directory: str) -> None:
-        """Write config and merged safetensors, as the plain model would."""
+        """Write config.json and merged safetensors, as the plain model would."""
         merged = {part.name: part.make() for part in self.parts()}
         self.adapter.model.save_pretrained(save_directory, state_dict=merged)
 

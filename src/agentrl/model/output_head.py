@@ -1,4 +1,4 @@
-"""The last layer of a causal LM; it computes float32 logits in blocks of the vocabulary."""
+"""The output head of a causal LM, and its float32 logits in blocks of the vocabulary."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ DEFAULT_VOCAB_CHUNK = 8192
 
 @dataclass(frozen=True, slots=True)
 class OutputHead:
-    """The last layer of a causal LM: logits = cap·tanh(scale·(hidden @ weightᵀ + bias)/cap)."""
+    """The last layer of a causal LM: logits = softcap·tanh(scale·(hidden @ weightᵀ + bias)/softcap)."""
 
     weight: Tensor
-    """[V, H]; the embedding itself where the model ties them."""
+    """[V, H]; the embedding itself if the model ties them."""
     bias: Tensor | None = None
     """[V]."""
     scale: float = 1.0
     softcap: float | None = None
     group: distributed.ProcessGroup | None = None
-    """Ranks that hold the vocabulary together, each a slice of it as ``weight`` and ``bias``."""
+    """Tensor-parallel ranks, each of which holds a slice of the vocabulary as ``weight`` and ``bias``."""
     first: int = 0
-    """The id of the slice's first entry."""
+    """The token id of the slice's first row."""
 
 
 def output_head(model: nn.Module) -> OutputHead:
-    """The head of a Hugging Face causal LM, with the logit scaling that its config declares.
+    """Return the head of a Hugging Face causal LM, with the logit scaling that its config declares.
 
-    Raises ModelError for a head that is no linear layer. ``check_output_head`` compares it with the model.
+    Raises ModelError for a head that is not a linear layer. ``check_output_head`` compares it with the model.
     """
     layer = model.get_output_embeddings()  # type: ignore[operator]
     if not isinstance(layer, nn.Linear):
         raise ModelError(
-            f"{type(model).__name__} ends in {type(layer).__name__}, not in a linear layer",
+            f"{type(model).__name__} ends in {type(layer).__name__}, not a linear layer",
             hint="use a causal language model with an lm_head",
         )
     config: Any = model.config
@@ -56,7 +56,7 @@ def check_output_head(model: nn.Module, hidden: Tensor, logits: Tensor, *, toler
     Such a head does something that the model's config does not declare.
     """
     head = output_head(model)
-    blocks = Projection(head, DEFAULT_VOCAB_CHUNK).blocks(hidden, 1.0)  # all in one buffer
+    blocks = Projection(head, DEFAULT_VOCAB_CHUNK).blocks(hidden, 1.0)  # each block overwrites the last
     ours = torch.cat([block.clone() for _, block in blocks], -1)
     error = float((ours - logits.float()).abs().max())
     if not error <= tolerance * max(1.0, float(logits.abs().max())):
@@ -67,7 +67,7 @@ def check_output_head(model: nn.Module, hidden: Tensor, logits: Tensor, *, toler
 
 
 class Projection:
-    """Blocks of float32 logits / temperature in one buffer, which the next block overwrites."""
+    """Computes float32 logits / temperature a block at a time, in one buffer that each block overwrites."""
 
     def __init__(self, head: OutputHead, width: int) -> None:
         self._head = head
@@ -75,7 +75,7 @@ class Projection:
         self._buffer: Tensor | None = None
 
     def blocks(self, states: Tensor, divisor: Tensor | float) -> Iterator[tuple[slice, Tensor]]:
-        """(vocabulary slice, float32[n, width]) for ``states`` [n, H] and temperatures, one or [n, 1]."""
+        """Yield (vocabulary slice, float32[n, width]) for ``states`` [n, H]; ``divisor`` as in ``rows_of``."""
         for start in range(0, len(self._head.weight), self._width):
             here = slice(start, min(start + self._width, len(self._head.weight)))
             yield here, self._block(states, divisor, here)
@@ -85,7 +85,7 @@ class Projection:
         if states.is_cuda and states.dtype == weight.dtype != torch.float32:
             logits = torch.mm(states, weight.T, out_dtype=torch.float32)
         else:
-            logits = torch.mm(states.float(), weight.float().T, out=self._room(states, here))
+            logits = torch.mm(states.float(), weight.float().T, out=self._block_buffer(states, here))
         if head.bias is not None:
             logits += head.bias[here].float()
         if head.softcap is not None:
@@ -94,7 +94,7 @@ class Projection:
             logits.mul_(head.scale / divisor)
         return logits
 
-    def _room(self, states: Tensor, here: slice) -> Tensor:
+    def _block_buffer(self, states: Tensor, here: slice) -> Tensor:
         rows, width = len(states), here.stop - here.start
         if self._buffer is None or len(self._buffer) < rows * width:
             self._buffer = states.new_empty(rows * width, dtype=torch.float32)

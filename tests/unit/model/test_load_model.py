@@ -45,7 +45,7 @@ def test_the_runs_own_chat_template_wins(folder: Path, tmp_path: Path) -> None:
 def test_what_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no model is given"):
         base_folder(config(None))
-    with pytest.raises(ModelError, match="nowhere is no folder"):
+    with pytest.raises(ModelError, match="nowhere is not a folder"):
         base_folder(config(tmp_path / "nowhere"))
     with pytest.raises(ModelError, match=r"own\.jinja cannot be read"):
         load_policy(config(folder, chat_template="own.jinja"))
