@@ -75,7 +75,7 @@ class Projection:
         self._buffer: Tensor | None = None
 
     def blocks(self, states: Tensor, divisor: Tensor | float) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (vocabulary slice, float32[n, width]) for ``states`` [n, H]; ``divisor`` as in ``rows_of``."""
+        """Yield (vocabulary slice, float32[n, width]) of ``states`` [n, H]; ``divisor``: see ``rows_of``."""
         for start in range(0, len(self._head.weight), self._width):
             here = slice(start, min(start + self._width, len(self._head.weight)))
             yield here, self._block(states, divisor, here)
