@@ -86,7 +86,7 @@ def test_a_checkpoint_holds_the_adapter(tmp_path: Path) -> None:
     [
         ({"lora_rank": 8}, "r 4, not 8"),
         ({"lora_alpha": 8}, "lora_alpha 32, not 8"),
-        ({"lora_target_modules": "q_proj"}, "other layers than these 4"),
+        ({"lora_target_modules": "q_proj"}, "other layers than the 4"),
     ],
 )
 def test_another_adapter_is_refused(flags: dict[str, object], says: str, tmp_path: Path) -> None:
