@@ -89,6 +89,11 @@ class FakeTools:
         schemas = [function_schema("add", "Adds.", parameters), function_schema("fail", "Fails.", None)]
         return schemas if servers is None or servers else []
 
+    @asynccontextmanager
+    async def trajectory(self) -> AsyncIterator[FakeTools]:
+        """As a pool: itself for every trajectory."""
+        yield self
+
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Run one."""
         if self.raised is not None:

@@ -149,6 +149,10 @@ class AgentConfig:
     tool_call_parser: str = flag(
         "hermes", "how tool calls are written: hermes, qwen, llama, minicpm, …, or your own as module:name"
     )
+    tools: str = flag(
+        "",
+        "Python tools, comma-separated: module:name of functions or classes, or registered names",
+    )
     mcp_manager_url: str | None = flag(None, "MCP manager (…/mcpapi) or MCP streamable-HTTP endpoint")
     mcp_server_name: str = flag("all", "server to use behind --mcp_manager_url")
     mcp_servers_file: str | None = flag(None, "YAML file of MCP servers by name (command or url)")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from agentrl.config.schema import GroupConfig, SamplingConfig
 from agentrl.errors import AgentRLError, ConfigError, ToolServerError
 from agentrl.rollout.agents import AGENTS
-from agentrl.rollout.rollout import Tools
+from agentrl.rollout.worker import ToolSource
 from agentrl.scoring.advantages import ESTIMATORS
 from agentrl.scoring.agent_config import AgentSection, ModelEndpoint, load_section
 from agentrl.scoring.answers import check_schema
@@ -47,7 +47,7 @@ def require_groups(groups: GroupConfig, num_generations: int) -> None:
 
 
 async def probe(
-    store: Store, tools: Tools, sampling: SamplingConfig, split: str, groups: GroupConfig | None = None
+    store: Store, tools: ToolSource, sampling: SamplingConfig, split: str, groups: GroupConfig | None = None
 ) -> None:
     """Try what the unfinished tasks of ``split`` name. Raises ConfigError that lists all that cannot be used.
 
@@ -86,7 +86,7 @@ def _try(problems: list[str], task: str | None, check: Callable[[], object]) -> 
     return found if isinstance(found, AgentSection) else None
 
 
-async def _try_tools(problems: list[str], tools: Tools, named: Named) -> None:
+async def _try_tools(problems: list[str], tools: ToolSource, named: Named) -> None:
     for servers, task in named.tools.items():
         try:
             await tools.schemas(servers)

@@ -36,7 +36,7 @@ class Engine(Protocol):
 
 
 class Tools(Protocol):
-    """The way to the tool servers: ``ToolPool``."""
+    """The tools of one trajectory: ``TrajectoryTools``."""
 
     async def schemas(self, servers: Sequence[str] | None = None) -> list[Schema]:
         """OpenAI function schemas."""

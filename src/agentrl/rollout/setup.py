@@ -102,6 +102,7 @@ async def allow_configured_imports(store: Store, configs: Configs) -> None:
     """Restrict imports to the modules that this process's flags and the run's Imports document name."""
     agent, groups = configs[AgentConfig], configs[GroupConfig]
     own = {agent.agent_name, agent.new_context, agent.tool_call_parser, groups.advantage}
+    own.update(name.strip() for name in agent.tools.split(","))
     if groups.group_filter is not None:
         own.add(groups.group_filter)
     allow_imports(configs[TaskConfig].allowed_names | own)

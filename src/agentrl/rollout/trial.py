@@ -38,7 +38,7 @@ from agentrl.scoring.answers import check_schema
 from agentrl.scoring.scorers import SCORERS, ScorerContext, ScoreResult, run_scorer
 from agentrl.store.client import Store, open_existing
 from agentrl.store.views.read import WholeTrajectory
-from agentrl.tools.pool import ToolPool
+from agentrl.tools.pool import ToolPool, TrajectoryTools
 from agentrl.user_code import contain
 
 _ID = "try"
@@ -52,7 +52,7 @@ class _Trial:
     claim: Claim
     engine: Engine
     renderer: ChatRenderer
-    tools: ToolPool
+    tools: TrajectoryTools
     calls: list[DispatchedSamplingTask]
     outcome: Outcome | None = None
     result: ScoreResult | None = None
@@ -123,12 +123,13 @@ async def run_trial(configs: Configs, wanted: str, *, line: int | None, engine_u
         task = await _task(wanted, line, store)
         _require_usable(configs, task)
         renderer = await open_renderer(store, configs[ModelConfig])
+        pool = await stack.enter_async_context(ToolPool(configs[AgentConfig]))
         trial = _Trial(
             configs=configs,
             claim=Claim(task=task, traj_id=0, attempt=0, owner=_ID),
             engine=await stack.enter_async_context(_engine(configs, store, engine_url, renderer)),
             renderer=renderer,
-            tools=await stack.enter_async_context(ToolPool(configs[AgentConfig])),
+            tools=await stack.enter_async_context(pool.trajectory()),
             calls=[],
         )
         try:

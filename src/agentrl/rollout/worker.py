@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -35,6 +36,7 @@ from agentrl.rollout.outcome import checked_outcome
 from agentrl.rollout.rollout import Engine, Outcome, Rollout, Tools
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.scorers import SCORERS, ScorerContext, ScoreResult, run_scorer
+from agentrl.tools.base import Schema
 from agentrl.user_code import contain, contain_call
 
 if TYPE_CHECKING:
@@ -57,13 +59,25 @@ class Router(Protocol):
         ...
 
 
+class ToolSource(Protocol):
+    """The tool servers of this process: ``ToolPool``."""
+
+    async def schemas(self, servers: Sequence[str] | None = None) -> list[Schema]:
+        """OpenAI function schemas."""
+        ...
+
+    def trajectory(self) -> AbstractAsyncContextManager[Tools]:
+        """The tools of one trajectory."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Worker:
     """Runs trajectories; it has no state of its own and serves any number of claims at a time."""
 
     store: Store
     router: Router
-    tools: Tools
+    tools: ToolSource
     renderer: ChatRenderer
     parser: ToolCallParser
     params: SamplingParams
@@ -121,13 +135,13 @@ class Worker:
         schemas = await contain(lambda: self.tools.schemas(claim.task.tools), "tools", ToolServerError)
         writer = _CallWriter(self.store, claim)
 
-        async with self.router.session(claim.record_id) as engine:
+        async with self.tools.trajectory() as tools, self.router.session(claim.record_id) as engine:
             rollout = Rollout(
                 claim,
                 self.agent,
                 renderer=self.renderer,
                 engine=engine,
-                tools=self.tools,
+                tools=tools,
                 schemas=schemas,
                 parser=self.parser,
                 params=self.params,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,6 +16,7 @@ from agentrl.tools.base import Schema, ToolResult, ToolServer, function_schema, 
 from agentrl.tools.config import ManagerSpec, configured_servers
 from agentrl.tools.manager import managed_servers
 from agentrl.tools.mcp import McpServer
+from agentrl.tools.python import PythonTools, python_servers
 
 
 class ToolPool:
@@ -24,6 +26,7 @@ class ToolPool:
     def __init__(self, config: AgentConfig) -> None:
         """Read the configuration; ConfigError if it is wrong. Nothing is connected yet."""
         self._specs = configured_servers(config)
+        self._python = python_servers(config.tools, call_timeout=config.tool_timeout_seconds)
         self._call_timeout = config.tool_timeout_seconds
         self._limit = config.max_tool_result_chars
         self._servers: dict[str, ToolServer] = {}
@@ -47,6 +50,8 @@ class ToolPool:
     async def open(self) -> None:
         """Connect to every server; ToolServerError names the first that cannot be reached."""
         try:
+            for python in self._python:
+                self._add(python)
             for spec in self._specs:
                 if isinstance(spec, ManagerSpec):
                     for managed in await managed_servers(spec, call_timeout=self._call_timeout):
@@ -78,14 +83,32 @@ class ToolPool:
                 offered += [self._renamed(name, schema) for schema in await server.schemas()]
         return sorted(offered, key=schema_name)
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Run one tool. Its own error and its timeout are results; ToolServerError means a lost server."""
+    @asynccontextmanager
+    async def trajectory(self) -> AsyncIterator[TrajectoryTools]:
+        """Open the tools of one trajectory; Python tools have state of their own in it."""
+        own = {
+            name: server.for_trajectory()
+            for name, server in self._servers.items()
+            if isinstance(server, PythonTools)
+        }
+        try:
+            yield TrajectoryTools(self, own)
+        finally:
+            await asyncio.gather(*(server.close() for server in own.values()))
+
+    async def call(
+        self, name: str, arguments: Mapping[str, Any], own: Mapping[str, ToolServer] | None = None
+    ) -> ToolResult:
+        """Run one tool, on the server in ``own`` if there is one of that name.
+
+        The tool's error and its timeout are results. Raises ToolServerError for a lost server.
+        """
         target = self._target(name)
         if target is None:
             raise ToolServerError(f"no tool server offers {name!r}")
         server, tool = target
         start = time.monotonic()
-        text, error = await self._servers[server].call(tool, arguments)
+        text, error = await ((own or {}).get(server) or self._servers[server]).call(tool, arguments)
         return ToolResult(text=self._cut(text), error=error, seconds=time.monotonic() - start, server=server)
 
     def _add(self, server: ToolServer) -> None:
@@ -116,3 +139,20 @@ class ToolPool:
         if len(text) <= self._limit:
             return text
         return f"{text[: self._limit]}\n[cut: {len(text) - self._limit} more characters]"
+
+
+class TrajectoryTools:
+    """The tools of one trajectory: the servers of the pool, and Python tools with their state."""
+
+    def __init__(self, pool: ToolPool, own: Mapping[str, ToolServer]) -> None:
+        """``own`` holds the servers of this trajectory alone, by name."""
+        self._pool = pool
+        self._own = own
+
+    async def schemas(self, servers: Sequence[str] | None = None) -> list[Schema]:
+        """Return ``ToolPool.schemas``."""
+        return await self._pool.schemas(servers)
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Run one tool as ``ToolPool.call``."""
+        return await self._pool.call(name, arguments, self._own)

@@ -130,8 +130,8 @@ async def check_tools(config: AgentConfig) -> Check:
     from agentrl.tools.pool import ToolPool
 
     name = "tool servers"
-    if not (config.mcp_servers_file or config.mcp_manager_url):
-        return Check(name, "ok", "not checked: give --mcp_servers_file or --mcp_manager_url")
+    if not (config.mcp_servers_file or config.mcp_manager_url or config.tools):
+        return Check(name, "ok", "not checked: give --mcp_servers_file, --mcp_manager_url or --tools")
     try:
         async with asyncio.timeout(_TOOLS_SECONDS), ToolPool(config) as pool:
             schemas = await pool.schemas(None)

@@ -1,0 +1,183 @@
+"""Python functions and classes as tools: ``@tool``, chosen by ``--tools``."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from agentrl.errors import AgentRLError, FailureError, ToolServerError
+from agentrl.registry import Registry
+from agentrl.tools.base import Schema, function_schema, schema_name, timeout_text
+from agentrl.user_code import contain
+
+logger = logging.getLogger(__name__)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Toolset:
+    """A function as one tool, or a class whose public methods are tools that share an instance."""
+
+    target: Callable[..., Any]
+    schemas: tuple[Schema, ...]
+    """One for each tool, sorted by name."""
+
+    @classmethod
+    def of(cls, target: Any) -> Toolset:
+        """Return the tools of a function or class. Raises TypeError without type hints or docstrings."""
+        if inspect.isclass(target):
+            schemas = [_schema(name, method, bound=True) for name, method in _methods(target).items()]
+            if not schemas:
+                raise TypeError(f"the class {target.__name__} has no public method")
+            return cls(target, tuple(sorted(schemas, key=schema_name)))
+        if not inspect.isfunction(target):
+            raise TypeError(f"it is of type {type(target).__name__}, not a function or class")
+        return cls(target, (_schema(target.__name__, target, bound=False),))
+
+
+def _toolset(found: Any) -> Toolset:
+    return found if isinstance(found, Toolset) else Toolset.of(found)
+
+
+TOOLS: Registry[Toolset] = Registry("tool", group="agentrl.tools", flag="--tools", convert=_toolset)
+
+
+def tool(*names: str) -> Callable[[F], F]:
+    """Register a function or class as tools under ``names``.
+
+    The model sees the name, the docstring and the parameters of the function, async or not; every parameter
+    needs a type hint. Of a class it sees the public methods. A new instance is made for each trajectory, so
+    attributes are the trajectory's state, and its method ``close`` is called at the end. A tool returns text
+    or anything that JSON can hold. An exception is a result that the model reads.
+    """
+
+    def decorate(target: F) -> F:
+        TOOLS.add(Toolset.of(target), *names)
+        return target
+
+    return decorate
+
+
+class PythonTools:
+    """A Toolset as a tool server. It keeps the instance of a class for one trajectory."""
+
+    def __init__(self, name: str, toolset: Toolset, *, call_timeout: float) -> None:
+        """``call_timeout`` bounds one tool call, in seconds."""
+        self.name = name
+        self._toolset = toolset
+        self._call_timeout = call_timeout
+        self._instance: Any = None
+
+    def for_trajectory(self) -> PythonTools:
+        """Return the same tools with state of their own."""
+        return PythonTools(self.name, self._toolset, call_timeout=self._call_timeout)
+
+    async def open(self) -> None:
+        """Do nothing: an instance is made at the first call."""
+
+    async def schemas(self) -> list[Schema]:
+        """Return the function schemas, sorted by name."""
+        return list(self._toolset.schemas)
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
+        """Return ``(text, is an error)``. An exception and a timeout are errors; a thread then goes on.
+
+        Raises ToolServerError if the class cannot be instantiated, and any FailureError of the tool.
+        """
+        try:
+            async with asyncio.timeout(self._call_timeout):
+                function = await self._function(tool)
+                return await contain(lambda: _run(function, arguments), f"tool {tool}", _ToolError), False
+        except TimeoutError:
+            return timeout_text(tool, self._call_timeout), True
+        except _ToolError as error:
+            return error.message, True
+
+    async def close(self) -> None:
+        """Call ``close`` of the instance, if there is one; its errors are logged."""
+        instance, self._instance = self._instance, None
+        close = getattr(instance, "close", None)
+        if close is None:
+            return
+        try:
+            async with asyncio.timeout(self._call_timeout):
+                await contain(lambda: _await_or_thread(close), f"close of tool {self.name}", _ToolError)
+        except (TimeoutError, AgentRLError) as error:
+            logger.warning("a tool cannot be closed", extra={"tool": self.name, "why": str(error)})
+
+    async def _function(self, tool: str) -> Callable[..., Any]:
+        target = self._toolset.target
+        if not inspect.isclass(target):
+            return target
+        if self._instance is None:
+            what = f"the class of tool {self.name}"
+            self._instance = await contain(lambda: asyncio.to_thread(target), what, ToolServerError)
+        function: Callable[..., Any] = getattr(self._instance, tool)
+        return function
+
+
+class _ToolError(FailureError):
+    """A tool raised; the model reads the message."""
+
+    kind = "tool"
+
+
+def python_servers(names: str, *, call_timeout: float) -> list[PythonTools]:
+    """Return a server for each of the comma-separated ``names``, called as the name or as the path's end.
+
+    Raises ConfigError for a tool that does not exist or that this process may not import.
+    """
+    chosen = [name.strip() for name in names.split(",") if name.strip()]
+    return [
+        PythonTools(name.rpartition(":")[2], TOOLS.get(name), call_timeout=call_timeout) for name in chosen
+    ]
+
+
+def _methods(target: type) -> dict[str, Callable[..., Any]]:
+    """Return the public methods of a class by name, ``close`` excepted."""
+    found = inspect.getmembers(target, inspect.isfunction)
+    return {name: method for name, method in found if not name.startswith("_") and name != "close"}
+
+
+def _schema(name: str, function: Callable[..., Any], *, bound: bool) -> Schema:
+    """Return the function schema of ``function``; ``bound``: its first parameter is the instance."""
+    from pydantic import TypeAdapter
+    from pydantic.json_schema import GenerateJsonSchema
+
+    class Untitled(GenerateJsonSchema):
+        def field_title_should_be_set(self, schema: Any) -> bool:
+            return False
+
+    description = inspect.getdoc(function)
+    if not description:
+        raise TypeError(f"{name} has no docstring, which tells the model what it does")
+    for parameter in list(inspect.signature(function).parameters.values())[bound:]:
+        if parameter.annotation is parameter.empty:
+            raise TypeError(f"the parameter {parameter.name!r} of {name} has no type hint")
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise TypeError(f"the parameter {parameter.name!r} of {name} cannot be given by name")
+    call: Any = function.__get__(object()) if bound else function
+    return function_schema(name, description, TypeAdapter(call).json_schema(schema_generator=Untitled))
+
+
+async def _run(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    """Call ``function`` with validated ``arguments`` and return its result as text."""
+    from pydantic import validate_call
+    from pydantic_core import to_json
+
+    value = await _await_or_thread(validate_call(function), **arguments)
+    if isinstance(value, str):
+        return value
+    return "" if value is None else to_json(value, fallback=str).decode()
+
+
+async def _await_or_thread(function: Callable[..., Any], **arguments: Any) -> Any:
+    """Await an async function; run any other in a thread."""
+    if inspect.iscoroutinefunction(inspect.unwrap(function)):
+        return await function(**arguments)
+    return await asyncio.to_thread(function, **arguments)

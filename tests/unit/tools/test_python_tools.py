@@ -1,0 +1,176 @@
+"""Python functions and classes as tools: schemas, state, results and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextvars import copy_context
+from typing import Annotated, Any
+
+import pytest
+from pydantic import Field
+
+from agentrl.config.schema import AgentConfig
+from agentrl.errors import ConfigError, ScorerError, ToolServerError
+from agentrl.registry import allow_imports
+from agentrl.tools.pool import ToolPool
+from agentrl.tools.python import TOOLS, Toolset, tool
+
+
+@tool("adder")
+async def add(a: int, b: Annotated[float, Field(description="the second summand")] = 2.0) -> float:
+    """Return a + b."""
+    return a + b
+
+
+@tool()
+class Notes:
+    """Notes of one trajectory."""
+
+    closed: list[list[str]] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    async def write(self, line: str) -> None:
+        """Write a line."""
+        self.lines.append(line)
+
+    def read(self) -> dict[str, Any]:
+        """Read every line."""
+        return {"lines": self.lines}
+
+    def close(self) -> None:
+        self.closed.append(self.lines)
+        raise ValueError("it is logged")
+
+
+@tool()
+def fails(how: str) -> str:
+    """Fail as told."""
+    match how:
+        case "exit":
+            raise SystemExit(3)
+        case "server":
+            raise ScorerError("the judge is away")
+        case "slow":
+            time.sleep(0.5)
+    raise ValueError(how)
+
+
+@tool()
+class Broken:
+    """Cannot be instantiated."""
+
+    def __init__(self) -> None:
+        raise OSError("no display")
+
+    async def look(self) -> str:
+        """Look."""
+        return ""
+
+
+def names(*own: str) -> AgentConfig:
+    return AgentConfig(tools=",".join(own), tool_timeout_seconds=0.2)
+
+
+def path(name: str) -> str:
+    return f"{__name__}:{name}"
+
+
+async def test_a_function_is_a_tool_with_a_schema_from_its_hints() -> None:
+    async with ToolPool(names("adder")) as pool:
+        assert pool.servers == ("adder",)
+        (schema,) = await pool.schemas()
+        assert schema["function"] == {
+            "name": "add",
+            "description": "Return a + b.",
+            "parameters": {
+                "type": "object",
+                "additionalProperties": False,
+                "properties": {
+                    "a": {"type": "integer"},
+                    "b": {"type": "number", "default": 2.0, "description": "the second summand"},
+                },
+                "required": ["a"],
+            },
+        }
+        result = await pool.call("add", {"a": 1})
+        assert (result.text, result.error, result.server) == ("3.0", False, "adder")
+
+
+async def test_each_trajectory_has_an_instance_of_a_class() -> None:
+    Notes.closed.clear()
+    async with ToolPool(names(path("Notes"))) as pool:
+        assert [schema["function"]["name"] for schema in await pool.schemas(["Notes"])] == ["read", "write"]
+        async with pool.trajectory() as first, pool.trajectory() as second, pool.trajectory():
+            assert (await first.call("write", {"line": "one"})).text == ""
+            assert (await first.call("read", {})).text == '{"lines":["one"]}'
+            assert (await second.call("read", {})).text == '{"lines":[]}'
+        assert sorted(Notes.closed) == [[], ["one"]]
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("exit", "tool fails raised SystemExit: 3"),
+        ("wrong", "tool fails raised ValueError: wrong"),
+        ("slow", "fails was stopped: it did not answer within 0.2 s"),
+    ],
+)
+async def test_what_a_tool_raises_is_a_result_that_the_model_reads(how: str, text: str) -> None:
+    async with ToolPool(names(path("fails"))) as pool:
+        result = await pool.call("fails", {"how": how})
+        assert (result.text, result.error) == (text, True)
+
+
+async def test_a_failure_of_the_tools_own_services_ends_the_trajectory() -> None:
+    async with ToolPool(names(path("fails"), path("Broken"))) as pool:
+        with pytest.raises(ScorerError, match="the judge is away"):
+            await pool.call("fails", {"how": "server"})
+        async with pool.trajectory() as tools:
+            with pytest.raises(ToolServerError, match="the class of tool Broken raised OSError: no display"):
+                await tools.call("look", {})
+
+
+async def test_cancelling_a_trajectory_cancels_its_call() -> None:
+    async with ToolPool(names(path("fails"))) as pool:
+        call = asyncio.create_task(pool.call("fails", {"how": "slow"}))
+        await asyncio.sleep(0.05)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+
+def test_what_cannot_be_a_tool_is_refused() -> None:
+    def undocumented(a: int) -> None: ...
+
+    def untyped(a) -> None:  # type: ignore[no-untyped-def]
+        """Has no hint."""
+
+    def many(*a: int) -> None:
+        """Takes any number."""
+
+    class Empty: ...
+
+    for target, problem in [
+        (undocumented, "undocumented has no docstring"),
+        (untyped, "the parameter 'a' of untyped has no type hint"),
+        (many, "the parameter 'a' of many cannot be given by name"),
+        (Empty, "the class Empty has no public method"),
+        (3, "of type int"),
+    ]:
+        with pytest.raises(TypeError, match=problem):
+            Toolset.of(target)
+
+
+def test_a_tool_is_imported_only_where_that_is_allowed() -> None:
+    def use() -> None:
+        allow_imports({"json"})
+        with pytest.raises(ConfigError, match="may not import"):
+            ToolPool(names("os:getcwd"))
+
+    copy_context().run(use)
+    with pytest.raises(ConfigError, match="unknown tool 'ader' \\(--tools\\)") as refused:
+        TOOLS.get("ader")
+    assert "did you mean 'adder'?" in str(refused.value)
