@@ -22,7 +22,7 @@ from agentrl.documents.status import StepStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, ModelError
 from agentrl.model.load import Policy, architecture
-from agentrl.train.shards import load_optimizer
+from agentrl.train.optimizer_state import load_optimizer
 from agentrl.weights.model_folder import (
     SavableModel,
     atomic_model_folder,

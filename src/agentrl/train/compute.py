@@ -22,8 +22,8 @@ from agentrl.losses.settings import LossSettings
 from agentrl.model.load import Policy
 from agentrl.train.clock import Stopwatch, peak_flops
 from agentrl.train.memory import naming_the_knobs
+from agentrl.train.optimizer_state import save_optimizer
 from agentrl.train.reference import FrozenLogprobs
-from agentrl.train.shards import save_optimizer
 from agentrl.train.step import ForwardOptions, each_logprobs, forward_backward
 from agentrl.train.throughput import ModelShape, StepSeconds, call_tokens, sharing_metrics, step_metrics
 from agentrl.train.updates import join_metrics, split_updates

@@ -250,7 +250,7 @@ def _stream(
 
 def _check_space(configs: Configs, output: Path, others: Sequence[Path]) -> None:
     from agentrl.model.load import base_folder
-    from agentrl.train.space import check_output, retention
+    from agentrl.train.disk_space import check_output, retention
 
     model = configs[ModelConfig]
     is_adapter = configs[AdapterConfig].lora_rank > 0

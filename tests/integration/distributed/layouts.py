@@ -51,8 +51,8 @@ from agentrl.model.lora import Adapter, add_adapter
 from agentrl.train.compute import PolicyTrainer
 from agentrl.train.memory import checkpointing_mode, compile_layers, enable_checkpointing
 from agentrl.train.optimizer import build_optimizer
+from agentrl.train.optimizer_state import load_optimizer
 from agentrl.train.reference import FrozenLogprobs
-from agentrl.train.shards import load_optimizer
 from agentrl.train.step import ForwardOptions
 
 LIMIT = 1e-4

@@ -1,9 +1,8 @@
-"""What a run keeps on disk: how many bytes that is, and whether its folders can take them."""
+"""Check before training that the disk has space for the checkpoints and versions that a run keeps."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
@@ -13,51 +12,51 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from agentrl.atomic_folder import TEMPORARY
 from agentrl.config.schema import TrainConfig
 from agentrl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_HEADER_BYTES = 8
-_LARGEST_HEADER = 100 << 20
 _STATE_COPIES = 3
-"""A checkpoint holds the weights and two states of the optimizer for each."""
+"""A checkpoint holds the weights and two optimizer moments of the same size."""
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """What is kept of one run."""
+    """How many versions and checkpoints a run keeps, and their sizes."""
 
     versions: int
     version_bytes: int
     checkpoints: int
     checkpoint_bytes: int
-    """0 where it is not known: an adapter alone."""
+    """0 for an adapter, whose size is not known yet."""
     keep_every: int = 0
 
     @property
     def bytes(self) -> int:
-        """All that is kept at a time, and one more of each while it is written."""
+        """The most bytes at a time: everything kept, and one more of each while it is written."""
         return (self.versions + 1) * self.version_bytes + (self.checkpoints + 1) * self.checkpoint_bytes
 
     def __str__(self) -> str:
         checkpoint = f"{amount(self.checkpoint_bytes)} each" if self.checkpoint_bytes else "of the adapter"
         forever = (
-            f", and every {self.keep_every}th version for ever ({amount(self.version_bytes)} each)"
+            f", and every {self.keep_every}th version forever ({amount(self.version_bytes)} each)"
             if self.keep_every
             else ""
         )
         return (
             f"the newest {self.versions} published versions ({amount(self.version_bytes)} each) and"
             f" {self.checkpoints} checkpoints ({checkpoint}){forever}: {amount(self.bytes)} at most"
-            f"{' besides those' if self.keep_every else ''}, one more of each included while it is written"
+            f"{' without the latter' if self.keep_every else ''}, with one more of each while it is written"
         )
 
 
 def retention(base: Path, dtype: str, config: TrainConfig, *, is_adapter: bool) -> Retention:
-    """What a run on the model in ``base`` keeps with these flags."""
+    """Return what a run on the model in ``base`` keeps with these flags."""
     weights = model_bytes(base, _BYTES[dtype])
     return Retention(
         versions=config.published_versions_kept,
@@ -69,10 +68,10 @@ def retention(base: Path, dtype: str, config: TrainConfig, *, is_adapter: bool) 
 
 
 def check_output(output: Path, kept: Retention, others: Sequence[Path] = ()) -> None:
-    """Log what will be kept. Raises ConfigError where a folder is not writable or lacks space for it.
+    """Log what will be kept. Raises ConfigError for a folder that is not writable or has too little space.
 
-    ``others`` are further folders that must be writable. What ``output`` holds of checkpoints and versions
-    counts as space: it is deleted before the limits are exceeded.
+    ``others`` are more folders that must be writable. The newest checkpoints and versions in ``output`` count
+    as free space, since they are deleted before the limits are exceeded.
     """
     for folder in (output, output / "weights", *others):
         _require_writable(folder)
@@ -83,16 +82,16 @@ def check_output(output: Path, kept: Retention, others: Sequence[Path] = ()) -> 
     if free + present < kept.bytes:
         raise ConfigError(
             f"the disk of {output} has {amount(free)} free, and the run keeps {kept}"
-            + (f"; {amount(present)} of it are there" if present else ""),
+            + (f"; {amount(present)} of it are already in use" if present else ""),
             hint="free space, lower --published_versions_kept or --save_total_limit, or give another"
             " --output_dir",
         )
 
 
 def model_bytes(folder: Path, bytes_per_parameter: int) -> int:
-    """Bytes of the weights in a Hugging Face folder, written with ``bytes_per_parameter``.
+    """Return the bytes of a Hugging Face folder's weights at ``bytes_per_parameter``.
 
-    Weights in other files than safetensors count with their size.
+    Files other than safetensors count with their size on disk.
     """
     files = list(folder.glob("*.safetensors"))
     if files:
@@ -101,7 +100,7 @@ def model_bytes(folder: Path, bytes_per_parameter: int) -> int:
 
 
 def amount(count: int) -> str:
-    """A number of bytes for a person: ``1.6 GB``."""
+    """Format a number of bytes, such as ``1.6 GB``."""
     value = float(count)
     for unit in ("bytes", "kB", "MB"):
         if value < 1000:
@@ -111,13 +110,14 @@ def amount(count: int) -> str:
 
 
 def _parameters(file: Path) -> int:
-    """The number of parameters in a safetensors file, by its header."""
-    with file.open("rb") as source:
-        length = int.from_bytes(source.read(_HEADER_BYTES), "little")
-        if length > _LARGEST_HEADER:
-            raise ConfigError(f"{file} is no safetensors file", hint="fetch the model again")
-        header = json.loads(source.read(length))
-    return sum(math.prod(item["shape"]) for name, item in header.items() if name != "__metadata__")
+    """Return the number of parameters in a safetensors file; reads its header only."""
+    try:
+        with safe_open(file, framework="numpy") as weights:
+            return sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(
+            f"{file} cannot be read as safetensors: {error}", hint="download the model again"
+        ) from error
 
 
 def _require_writable(folder: Path) -> None:
@@ -143,7 +143,7 @@ def _newest(folder: Path, pattern: str, count: int) -> list[Path]:
 
 
 def _size(folders: Iterable[Path]) -> int:
-    """Bytes of all files in ``folders``; a file with several names counts once."""
+    """Return the bytes of all files in ``folders``; hard links to one file count once."""
     files = {
         (status.st_dev, status.st_ino): status.st_size
         for folder in folders

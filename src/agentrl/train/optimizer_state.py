@@ -1,4 +1,4 @@
-"""The optimizer's state on disk in shards, which load into any number of processes and any layout."""
+"""Save the optimizer's state with torch.distributed.checkpoint, and load it into any layout of ranks."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def save_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Write each parameter's state under the parameter's name; every process of a team calls it.
+    """Write the optimizer's state to ``folder``; collective. Each rank writes its shards.
 
-    Raises OSError where a process cannot write.
+    Raises OSError if a rank cannot write.
     """
     state = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
     try:
-        with _alone_without_warning():
+        with _without_single_process_warning():
             save(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
     except CheckpointException as error:
-        raise _first(error) from error
+        raise _first_failure(error) from error
 
 
 def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Read what ``save_optimizer`` wrote, in whatever layout; every process of a team calls it.
+    """Load what ``save_optimizer`` wrote, possibly with another number of ranks or layout; collective.
 
-    Raises OSError, ValueError, KeyError or RuntimeError for files that are damaged or of another model.
+    Raises OSError, ValueError, KeyError or RuntimeError for damaged files or those of another model.
     """
     state = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
     try:
-        with _alone_without_warning():
+        with _without_single_process_warning():
             load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
     except CheckpointException as error:
-        raise _first(error) from error
+        raise _first_failure(error) from error
     set_optimizer_state_dict(model, optimizer, state, options=_OPTIONS)
 
 
 @contextlib.contextmanager
-def _alone_without_warning() -> Iterator[None]:
-    """One process is no mistake."""
+def _without_single_process_warning() -> Iterator[None]:
+    """Ignore torch's warning that no process group is initialized; a single process is supported."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield
 
 
-def _first(error: CheckpointException) -> Exception:
-    """What went wrong on the first process that failed."""
+def _first_failure(error: CheckpointException) -> Exception:
+    """Return the error of the lowest rank that failed."""
     rank, (cause, _) = min(error.failures.items())
     if isinstance(cause, OSError):
         return cause
