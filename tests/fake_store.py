@@ -86,7 +86,7 @@ class _Tasks(_Part):
     async def get(self, task_id: str) -> Task | None:
         return self.store.groups.get(task_id)
 
-    async def places(self, ids: Collection[str]) -> dict[str, tuple[int, int]]:
+    async def sort_keys(self, ids: Collection[str]) -> dict[str, tuple[int, int]]:
         return {id: place for id, place in self.store.places.items() if id in ids}
 
 

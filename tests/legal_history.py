@@ -100,7 +100,7 @@ class History:
     async def open_epoch(self) -> None:
         """The next epoch of the training tasks."""
         epochs = await self.store.tasks.epochs("train")
-        if epochs and not await self.store.tasks.any_in("train", TaskStatus.CREATED):
+        if epochs and not await self.store.tasks.any_with_status("train", TaskStatus.CREATED):
             following = await self.store.tasks.next_epoch("train", max(epochs) + 2)
             if following is not None:
                 await self.store.tasks.open_epoch("train", following, 0, GENERATIONS)

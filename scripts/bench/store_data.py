@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, VersionSpan, whole_messages
+from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, VersionSpan, full_messages
 from agentrl.documents.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 from agentrl.documents.status import CallStatus
 from agentrl.documents.task import Slot, Task, task_key
@@ -141,7 +141,7 @@ def with_whole_conversations(calls: list[DispatchedSamplingTask]) -> list[Json]:
     prompt: list[int] = []
     documents = []
     for parent, call in zip([None, *calls], calls, strict=False):
-        messages = [*messages, *whole_messages(call, parent)]
+        messages = [*messages, *full_messages(call, parent)]
         prompt = [*prompt, *unpack_ids(call.context_ids).tolist()]
         whole = {"messages": messages, "tools": list(calls[0].tools or ()), "context_ids": prompt}
         documents.append({**with_plain_arrays(call), **whole})

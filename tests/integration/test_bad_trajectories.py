@@ -127,7 +127,7 @@ async def odd_scorer(context: ScorerContext) -> ScoreResult:
 
 
 async def record_of(store: Store, task_id: str) -> Record:
-    (record,) = await store.records.of_task(task_id)
+    (record,) = await store.records.by_task(task_id)
     return record
 
 
@@ -161,7 +161,7 @@ async def test_each_fails_alone_and_the_others_are_scored(store: Store) -> None:
         assert record.turns == 1, "the model call of a failed trajectory is stored"
     details = (await record_of(store, "train/0/odd")).score_details
     assert (details["set"], details["big"], details["\ufffd"]) == ([1], str(2**70), "?")
-    assert await store.tasks.any_in("train", TaskStatus.RUNNING, TaskStatus.WAITING) is False
+    assert await store.tasks.any_with_status("train", TaskStatus.RUNNING, TaskStatus.WAITING) is False
     assert await violations(store) == []
 
 
@@ -186,7 +186,7 @@ async def test_one_score_that_cannot_be_encoded_fails_alone(store: Store) -> Non
     assert isinstance(results[3], StoreError)
     failure = Failure(kind="scorer", message="m")
     await store.claims.fail(claims[3], failure, max_attempts=1, backoff_seconds=0.0)
-    scored = [record.score for record in await store.records.of_task("train/0/g")]
+    scored = [record.score for record in await store.records.by_task("train/0/g")]
     assert scored == [1.0, 1.0, 1.0, None, 1.0, 1.0, 1.0, 1.0]
 
 
@@ -202,7 +202,7 @@ async def test_520_tool_calls_of_one_turn_are_stored(store: Store) -> None:
     following = dataclasses.replace(run.call(claim, 1, 0, 8), messages=answers)
     for call in (whole, following, whole):
         await store.model_calls.add(claim, call)
-    assert await store.model_calls.of_record(claim.record_id) == [whole, following]
+    assert await store.model_calls.by_record(claim.record_id) == [whole, following]
     stored = await store.database["DispatchedSamplingTask"].find_one({"_id": whole.id})
     assert stored is not None
     shown = stored["tool_executions"][7]

@@ -141,7 +141,7 @@ async def test_a_stopped_sampler_hands_all_claims_back_together(
     found = await store.tasks.get("train/0/a")
     assert found is not None
     assert {(slot.status, slot.released) for slot in found.slots} == {(SlotStatus.OPEN, 1)}
-    records = await store.records.of_task("train/0/a")
+    records = await store.records.by_task("train/0/a")
     assert [record.status for record in records] == [RecordStatus.RELEASED] * SAMPLER_CLAIMS
 
 
@@ -160,7 +160,7 @@ async def test_an_outage_within_db_wait_seconds_loses_nothing(
 
     with retry_outages(60), caplog.at_level(logging.WARNING):
         await Setting(store, say).run()
-    records = await store.records.of_task("train/0/a")
+    records = await store.records.by_task("train/0/a")
     assert [(record.attempt, record.score) for record in records] == [(1, 1.0)] * 4
     assert caplog.text.count("the database is unavailable") == 1
     assert "the database is back" in caplog.text

@@ -105,7 +105,7 @@ class Setting:
         await asyncio.wait_for(self.sampler.run(self.stop), 60)
 
     async def records(self, task_id: str) -> list[Record]:
-        return await self.store.records.of_task(task_id)
+        return await self.store.records.by_task(task_id)
 
 
 async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 30) -> None:
@@ -134,7 +134,7 @@ async def test_a_group_is_sampled_scored_and_made_into_training_data(store: Stor
         assert record.completed_at is not None
         assert record.scored_at is not None
         assert record.completed_at <= record.scored_at
-        calls = await store.model_calls.of_record(record.id)
+        calls = await store.model_calls.by_record(record.id)
         assert [call.index for call in calls] == [0, 1]
         assert calls[0].tool_executions[0].result == "3"
     ready = await store.training.ready("train", limit=10)
@@ -197,7 +197,7 @@ async def test_a_lost_tool_server_keeps_the_turns_before_it(store: Store) -> Non
     (record,) = await setting.records("train/0/a")
     assert record.failure is not None
     assert record.failure.kind == "tool"
-    (call,) = await store.model_calls.of_record(record.id)
+    (call,) = await store.model_calls.by_record(record.id)
     assert call.status is CallStatus.COMPLETED
 
 
@@ -251,7 +251,7 @@ async def test_an_epoch_that_another_opens_meanwhile_is_sampled_too(
 ) -> None:
     await store.tasks.load([task("a")])
     setting = Setting(store, right_then_wrong(), epochs=2)
-    look = store.tasks.any_in
+    look = store.tasks.any_with_status
 
     async def look_just_before(split: str, *statuses: TaskStatus) -> bool:
         found = await look(split, *statuses)
@@ -259,7 +259,7 @@ async def test_an_epoch_that_another_opens_meanwhile_is_sampled_too(
             await store.tasks.open_epoch("train", 1, 0, 2)
         return found
 
-    monkeypatch.setattr(store.tasks, "any_in", look_just_before)
+    monkeypatch.setattr(store.tasks, "any_with_status", look_just_before)
     await setting.run()
     assert (await store.tasks.counts("train"))[TaskStatus.COMPLETED] == 2
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from agentrl.documents.sanitize_bson import storable
+from agentrl.documents.sanitize_bson import sanitize_bson
 from agentrl.errors import EngineError, ScorerError, TrajectoryError
 from agentrl.rollout.failures import MESSAGE_CHARS, failure_text
 from agentrl.user_code import contain, contain_call, describe
@@ -160,7 +160,7 @@ def test_what_bson_cannot_hold_is_made_storable() -> None:
     for _ in range(5000):
         nested = [nested]
     value = {"set": {3}, "big": 2**70, "key\0": "\ud800", 4: object, "deep": nested, "nan": float("nan")}
-    made = storable(value)
+    made = sanitize_bson(value)
     assert made["set"] == [3]
     assert made["big"] == str(2**70)
     assert made["key\ufffd"] == "?"

@@ -12,7 +12,7 @@ from agentrl.config.schema import (
     SamplingConfig,
     TrainConfig,
 )
-from agentrl.documents.sampling import COLDEST, SamplingParams, logprobs_of, shaping
+from agentrl.documents.sampling import COLDEST, SamplingParams, distribution_params, logprobs_of
 
 T = TypeVar("T")
 
@@ -96,7 +96,7 @@ def _require_known_distribution(sampling: SamplingConfig, serving: EngineConfig)
         "raise it, e.g. to 1; `agentrl eval` may sample at any temperature",
     )
     given, engine = params.to_request(), serving.engine
-    names = shaping(given)
+    names = distribution_params(given)
     named = ", ".join(f"{name} {given[name]}" for name in names)
     require(
         not names or logprobs_of(engine, given) == "sampled",

@@ -15,7 +15,7 @@ from agentrl.data.prefix_tree import build_tree
 from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan
 from agentrl.documents.packing import pack_floats, pack_ids, unpack_floats
 from agentrl.documents.record import Record
-from agentrl.documents.sampling import COLDEST, shaping
+from agentrl.documents.sampling import COLDEST, distribution_params
 from agentrl.documents.status import CallStatus
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, TrainableSpan
@@ -119,7 +119,7 @@ def mask_reason(call: DispatchedSamplingTask) -> str | None:
         return f"temperature {_shown(call.sampling_params['temperature'])}"
     if call.logprobs_of == "sampled":
         return None
-    for name in shaping(call.sampling_params):
+    for name in distribution_params(call.sampling_params):
         return f"{name} {_shown(call.sampling_params[name])}"
     return "logprobs of several distributions" if call.logprobs_of == "other" else None
 

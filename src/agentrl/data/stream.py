@@ -203,7 +203,7 @@ class DataStream:
             members = await self._store.training.ready_members(
                 settings.split, step=step, old=old, untrained=untrained
             )
-            places = await self._store.tasks.places({member.task for member in members})
+            places = await self._store.tasks.sort_keys({member.task for member in members})
             groups = choose_groups(members, count, places, self._avoid)
             if len(groups) == count and self._avoid.isdisjoint(id for ids in groups.values() for id in ids):
                 break

@@ -55,7 +55,7 @@ class DispatchedSamplingTask(Root):
     """The messages added since the parent, before the model spoke.
 
     What a tool answered is kept once, with the execution: its message has ``execution``, a place in the
-    parent's ``tool_executions``, instead of ``content`` (``whole_messages`` puts it back).
+    parent's ``tool_executions``, instead of ``content`` (``full_messages`` puts it back).
     """
     response: dict[str, Any]
     """The assistant message: ``content``, ``tool_calls``."""
@@ -82,7 +82,7 @@ class DispatchedSamplingTask(Root):
     logprobs_of: LogprobsOf = "policy"
 
 
-def without_results(
+def strip_tool_results(
     messages: Iterable[dict[str, Any]], executions: Sequence[ToolExecution]
 ) -> tuple[dict[str, Any], ...]:
     """Messages as a call stores them: those that hold what ``executions`` answered, in order, name them."""
@@ -97,10 +97,10 @@ def without_results(
     return tuple(stored)
 
 
-def whole_messages(
+def full_messages(
     call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None
 ) -> tuple[dict[str, Any], ...]:
-    """The messages of ``call`` as the model read them; inverse of ``without_results``."""
+    """The messages of ``call`` as the model read them; inverse of ``strip_tool_results``."""
     executions = parent.tool_executions if parent is not None else ()
     return tuple(
         {**{key: value for key, value in message.items() if key != "execution"},

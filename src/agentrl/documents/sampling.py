@@ -119,7 +119,7 @@ class SamplingParams:
         return {**values, "stop_token_ids": list(self.stop_token_ids), **extra}
 
 
-def shaping(params: Mapping[str, Any]) -> tuple[str, ...]:
+def distribution_params(params: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the parameters that change the distribution from softmax(logits / T).
 
     ``params`` are a call's as its engine got them (``DispatchedSamplingTask.sampling_params``). A temperature
@@ -134,7 +134,7 @@ def logprobs_of(engine: str, params: Mapping[str, Any]) -> LogprobsOf:
     At temperature 0 each takes the likeliest token and returns logprobs as at temperature 1; those of vLLM
     are truncated only where another request of the batch is sampled.
     """
-    shaped = frozenset(shaping(params))
+    shaped = frozenset(distribution_params(params))
     if "temperature" in shaped:
         harmless = frozenset[str]() if engine == "vllm" else _TRUNCATING
         is_greedy = params["temperature"] == 0

@@ -1,4 +1,4 @@
-"""Values from models and extensions, made fit for tokenizers, JSON-RPC and BSON."""
+"""Sanitize values from models and user code, so that tokenizers, JSON-RPC and BSON accept them."""
 
 from __future__ import annotations
 
@@ -9,51 +9,52 @@ from datetime import datetime
 from typing import Any
 
 _INT64 = 2**63
-_DEEPEST = 40
-"""Levels of nesting kept; BSON allows 100 in all."""
+_MAX_DEPTH = 40
+"""Levels of nesting that are kept; BSON allows 100 in a whole document."""
 
 
-def clean(value: Any) -> Any:
-    """``value`` with every lone surrogate in its texts replaced: no encoder takes one."""
+def replace_surrogates(value: Any) -> Any:
+    """Return ``value`` with every lone surrogate in its strings replaced: no encoder accepts one."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, (list, tuple)):
-        return [clean(item) for item in value]
+        return [replace_surrogates(item) for item in value]
     if isinstance(value, dict):
-        return {clean(str(key)): clean(item) for key, item in value.items()}
+        return {replace_surrogates(str(key)): replace_surrogates(item) for key, item in value.items()}
     return value
 
 
-def storable(value: Any, depth: int = 0) -> Any:
-    """``clean`` with what BSON cannot hold in a form that it can.
+def sanitize_bson(value: Any, depth: int = 0) -> Any:
+    """Return ``value`` with everything that BSON cannot hold converted.
 
-    Text: huge integers, deep nesting, objects. A set is a list, a number of another library one of Python's.
-    NUL in a key is replaced.
+    Lone surrogates, and NUL in keys, are replaced. Integers beyond 64 bits, nesting beyond 40 levels and
+    other objects become strings, sets become lists, and numbers of other libraries become Python's.
     """
     if value is None or isinstance(value, (bool, bytes, datetime)):
         return value
     if isinstance(value, str):
-        return clean(value)
+        return replace_surrogates(value)
     if isinstance(value, numbers.Integral):
         whole = int(value)
         return whole if -_INT64 <= whole < _INT64 else str(whole)
     if isinstance(value, numbers.Real):
         return float(value)
-    if isinstance(value, (list, tuple, set, frozenset, Mapping)) and depth >= _DEEPEST:
-        return _nested_text(value)
+    if isinstance(value, (list, tuple, set, frozenset, Mapping)) and depth >= _MAX_DEPTH:
+        return _to_text(value)
     if isinstance(value, (list, tuple)):
-        return [storable(item, depth + 1) for item in value]
+        return [sanitize_bson(item, depth + 1) for item in value]
     if isinstance(value, (set, frozenset)):
-        return [storable(item, depth + 1) for item in sorted(value, key=repr)]
+        return [sanitize_bson(item, depth + 1) for item in sorted(value, key=repr)]
     if isinstance(value, Mapping):
         return {
-            clean(str(key)).replace("\0", "\ufffd"): storable(item, depth + 1) for key, item in value.items()
+            replace_surrogates(str(key)).replace("\0", "\ufffd"): sanitize_bson(item, depth + 1)
+            for key, item in value.items()
         }
-    return clean(str(value))
+    return replace_surrogates(str(value))
 
 
-def _nested_text(value: Any) -> str:
+def _to_text(value: Any) -> str:
     try:
-        return str(clean(json.dumps(value, default=str)))
+        return str(replace_surrogates(json.dumps(value, default=str)))
     except (RecursionError, ValueError, TypeError):
         return f"[{type(value).__name__}, nested too deeply]"

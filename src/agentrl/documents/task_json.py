@@ -73,7 +73,7 @@ def parse(raw: bytes) -> Any:
         raise BadTaskError(f"nested more than {MAX_DEPTH} levels deep, the limit") from error
 
 
-def check_storable(item: dict[str, Any]) -> None:
+def check_bson_limits(item: dict[str, Any]) -> None:
     """Raise BadTaskError, which names the field, unless a document can hold ``item``.
 
     The id may be any integer: it is stored as text.
@@ -169,7 +169,7 @@ def make_task(item: Any, split: str, epoch: int, num_generations: int) -> Task:
     """Return the Task of one JSON value, ``order`` 0. Raises BadTaskError."""
     if not isinstance(item, dict):
         raise BadTaskError(f"a task is a JSON object, and this is {_kind(item)}")
-    check_storable(item)
+    check_bson_limits(item)
     rest = dict(item)
     task_id = _take_id(rest)
     query = _take_query(rest)

@@ -135,7 +135,7 @@ async def collect(
 
     evaluated = []
     for task in await store.tasks.find(split):
-        records = await store.records.of_task(task.id)
+        records = await store.records.by_task(task.id)
         scored = [record for record in records if record.score is not None]
         kinds = [record.failure.kind for record in records if record.failure is not None]
         evaluated.append(

@@ -110,6 +110,6 @@ class GroupFinalizer:
     async def _count(self, task_id: str, error: Exception) -> None:
         training = self._store.training
         problem = failure_text(error)
-        attempts = await training.note_failed_attempt(task_id, problem, retry_seconds=RETRY_SECONDS)
+        attempts = await training.count_failed_attempt(task_id, problem, retry_seconds=RETRY_SECONDS)
         if attempts >= ATTEMPTS and await training.give_up_group(task_id, problem, self._rules.to_store()):
             logger.error("group given up", extra={"task": task_id, "attempts": attempts, "why": problem})

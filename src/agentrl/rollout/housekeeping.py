@@ -124,9 +124,9 @@ class Housekeeping:
         """Whether every group of every epoch is finalized; opens the next epoch where one is due."""
         tasks, split = self._store.tasks, self._split
         following = await self._following_epoch()  # before the tasks: one that opens now has open ones
-        if await tasks.any_in(split, TaskStatus.CREATED, TaskStatus.RUNNING, TaskStatus.WAITING):
+        if await tasks.any_with_status(split, TaskStatus.CREATED, TaskStatus.RUNNING, TaskStatus.WAITING):
             return False
-        if not await tasks.any_in(split, TaskStatus.COMPLETED):
+        if not await tasks.any_with_status(split, TaskStatus.COMPLETED):
             return False
         if following is not None:
             await self.open_next_epoch()
@@ -134,7 +134,7 @@ class Housekeeping:
 
     async def open_next_epoch(self) -> bool:
         """Open or complete the next epoch once no task waits for its first claim; True if any was added."""
-        if await self._store.tasks.any_in(self._split, TaskStatus.CREATED):
+        if await self._store.tasks.any_with_status(self._split, TaskStatus.CREATED):
             return False
         following = await self._following_epoch()
         if following is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import NoneType
 
 from agentrl.chat.renderer import Message
-from agentrl.documents.sanitize_bson import clean
+from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.documents.status import StopReason
 from agentrl.errors import TrajectoryError
 from agentrl.user_code import describe
@@ -22,7 +22,7 @@ class Outcome:
 
 
 def checked_outcome(agent: str, value: object) -> Outcome:
-    """The outcome that ``agent`` returned, storable; TrajectoryError where it is none."""
+    """The outcome that ``agent`` returned, sanitized for BSON; TrajectoryError where it is none."""
     if not isinstance(value, Outcome):
         raise TrajectoryError(
             f"agent {agent} returned {describe(value)}", hint="return Outcome(stop_reason, final_answer)"
@@ -39,7 +39,7 @@ def checked_outcome(agent: str, value: object) -> Outcome:
             f"agent {agent} returned the stop reason {describe(value.stop_reason)}",
             hint=f"known: {', '.join(StopReason)}",
         ) from error
-    return Outcome(reason, clean(value.final_answer))
+    return Outcome(reason, replace_surrogates(value.final_answer))
 
 
 def checked_messages(messages: Sequence[Message]) -> list[Message]:
@@ -51,4 +51,4 @@ def checked_messages(messages: Sequence[Message]) -> list[Message]:
             raise TrajectoryError(
                 f"a message is {describe(message)}", hint="a message is a mapping with a text 'role'"
             )
-    return [dict(clean(dict(message))) for message in messages]
+    return [dict(replace_surrogates(dict(message))) for message in messages]

@@ -19,7 +19,7 @@ from agentrl.scoring.scorers import SCORERS
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
-    from agentrl.store.tasks import Named
+    from agentrl.store.tasks import TaskReferences
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ async def probe(
 
     ``groups`` are the rules of a split that is trained. A judge that does not answer is a warning only.
     """
-    named = await store.tasks.named(split)
+    named = await store.tasks.references(split)
     problems: list[str] = []
     for name, task in named.agents.items():
         _try(problems, task, lambda name=name: AGENTS.get(name))  # type: ignore[misc]
@@ -86,7 +86,7 @@ def _try(problems: list[str], task: str | None, check: Callable[[], object]) -> 
     return found if isinstance(found, AgentSection) else None
 
 
-async def _try_tools(problems: list[str], tools: ToolSource, named: Named) -> None:
+async def _try_tools(problems: list[str], tools: ToolSource, named: TaskReferences) -> None:
     for servers, task in named.tools.items():
         try:
             await tools.schemas(servers)

@@ -12,10 +12,10 @@ from agentrl.chat.conversation import Conversation
 from agentrl.chat.parsers import ParsedMessage, ToolCall, ToolCallParser, typed_call, validate_call
 from agentrl.chat.renderer import ChatRenderer, Message
 from agentrl.config.schema import AgentConfig
-from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, without_results
+from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, strip_tool_results
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.sanitize_bson import clean, storable
+from agentrl.documents.sanitize_bson import replace_surrogates, sanitize_bson
 from agentrl.documents.status import CallStatus
 from agentrl.documents.task import Claim
 from agentrl.errors import ToolServerError, TrajectoryError
@@ -168,7 +168,7 @@ class Rollout:
         await self.finish()
         conversation = self._conversation
         context_ids = conversation.context_ids()
-        new_messages = without_results(conversation.new_messages, answered)
+        new_messages = strip_tool_results(conversation.new_messages, answered)
         params = self._params.replace(**changes).seeded(*self._seed, self.turns)
         generation = await self._engine.generate(conversation.prompt_ids(), params)
         text = self._renderer.decode(generation.output_ids)
@@ -253,11 +253,11 @@ class Rollout:
         result = await contain(
             lambda: self._tools.call(call.name, call.arguments), f"tool {call.name}", ToolServerError
         )
-        text = str(clean(result.text))
+        text = str(replace_surrogates(result.text))
         pending.executions.append(
             ToolExecution(
                 name=call.name,
-                arguments=storable(call.arguments),
+                arguments=sanitize_bson(call.arguments),
                 result=text,
                 error=result.error,
                 seconds=result.seconds,
@@ -291,10 +291,10 @@ class Rollout:
             index=self.turns - 1,
             parent=pending.parent,
             status=pending.status,
-            messages=tuple(storable(message) for message in pending.messages),
-            response=storable(pending.response),
+            messages=tuple(sanitize_bson(message) for message in pending.messages),
+            response=sanitize_bson(pending.response),
             tool_executions=tuple(pending.executions),
-            tools=None if pending.tools is None else tuple(map(storable, pending.tools)),
+            tools=None if pending.tools is None else tuple(map(sanitize_bson, pending.tools)),
             error=pending.error,
             finish_reason=generation.finish_reason,
             versions=generation.versions,
@@ -302,7 +302,7 @@ class Rollout:
             generated_tokens=len(generation.output_ids),
             cached_tokens=generation.cached_tokens,
             engine=generation.engine_url,
-            sampling_params=storable(pending.params.to_request()),
+            sampling_params=sanitize_bson(pending.params.to_request()),
             generate_seconds=generation.seconds,
             tool_seconds=pending.tool_seconds,
             context_ids=pack_ids(pending.context_ids),
@@ -313,8 +313,11 @@ class Rollout:
 
 
 def _cleaned(parsed: ParsedMessage) -> ParsedMessage:
-    calls = tuple(ToolCall(clean(call.name), clean(call.arguments), call.typed) for call in parsed.tool_calls)
-    return ParsedMessage(parsed.content, calls, clean(parsed.error))
+    calls = tuple(
+        ToolCall(replace_surrogates(call.name), replace_surrogates(call.arguments), call.typed)
+        for call in parsed.tool_calls
+    )
+    return ParsedMessage(parsed.content, calls, replace_surrogates(parsed.error))
 
 
 def _first_messages(rollout: Rollout) -> list[Message]:

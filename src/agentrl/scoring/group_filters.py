@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.documents.record import Record
-from agentrl.documents.sanitize_bson import clean
+from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.documents.task import Task
 from agentrl.errors import GroupError
 from agentrl.registry import Registry
@@ -114,7 +114,7 @@ def _reasons(what: str, result: Any, ids: Sequence[str]) -> dict[str, str]:
 def _reason(what: str, key: str, reason: Any) -> str:
     if not isinstance(reason, str) or not reason.strip():
         raise GroupError(f"{what} drops {key} for the reason {describe(reason)}", hint=_CURE)
-    return str(clean(reason))[:_REASON_CHARS]
+    return str(replace_surrogates(reason))[:_REASON_CHARS]
 
 
 _CURE = "return {id: reason} of the trajectories to drop, or a list of the ids to keep"

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.documents.sanitize_bson import storable
+from agentrl.documents.sanitize_bson import sanitize_bson
 from agentrl.errors import ConfigError, FailureError, ScorerError
 from agentrl.registry import Registry
 from agentrl.user_code import contain, describe
@@ -58,7 +58,7 @@ def scorer(*names: str) -> Callable[[Scorer], Scorer]:
 
 
 async def run_scorer(name: str, context: ScorerContext, timeout: float) -> ScoreResult:
-    """Score one trajectory within ``timeout`` seconds. The result's details are storable and name the scorer.
+    """Score one trajectory within ``timeout`` seconds. Its details are sanitized and name the scorer.
 
     Raises ScorerError for an exception in the scorer, a malformed result and a timeout, and ConfigError if
     the scorer cannot work in this process. Cancellation of the calling task passes through.
@@ -79,10 +79,10 @@ async def run_scorer(name: str, context: ScorerContext, timeout: float) -> Score
 
 
 def _checked(name: str, result: float | ScoreResult) -> ScoreResult:
-    """Return the result with storable details. Raises ScorerError for anything but a score."""
+    """Return the result with details sanitized for BSON. Raises ScorerError for anything but a score."""
     if not isinstance(result, ScoreResult):
         return ScoreResult(_number(name, result), {"scorer": name})
-    details = storable(result.details)
+    details = sanitize_bson(result.details)
     if not isinstance(details, dict):
         raise ScorerError(
             f"scorer {name} returned the details {describe(result.details)}, which is not a mapping"

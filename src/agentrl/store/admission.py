@@ -16,7 +16,7 @@ from agentrl.documents.status import APPLIED_STEPS, DataStatus, TaskStatus, valu
 from agentrl.store import slots
 from agentrl.store.connection import Connection, Json, Repository
 from agentrl.store.names import DATA, GATE, STEP, TASK
-from agentrl.store.selection import BY_ORDER, SLOTS_AT_ONCE, Selection, TaskSelection, place_of
+from agentrl.store.selection import BY_ORDER, SLOTS_AT_ONCE, Selection, TaskSelection, sort_key
 
 _TRANSIENT = "TransientTransactionError"
 
@@ -166,7 +166,7 @@ class GroupAdmission(Repository):
             {"admission": 1, "epoch": 1, "order": 1, "begun.number": 1},
             sort=[("admission.rank", ASCENDING)], session=session,
         )  # fmt: skip
-        ordered = sorted(await unclaimed.to_list(), key=place_of)
+        ordered = sorted(await unclaimed.to_list(), key=sort_key)
         return _OpenGroups(await self.count(split, session), tuple(ordered))
 
     async def _next_groups(

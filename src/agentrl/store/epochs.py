@@ -54,7 +54,7 @@ class EpochLeases(Repository):
         return self._locks.setdefault(key, asyncio.Lock())
 
     @database_call
-    async def of_split(self, split: str) -> dict[int, EpochOpening]:
+    async def by_split(self, split: str) -> dict[int, EpochOpening]:
         """Return the openings of a split by epoch."""
         cursor = self._collection(EPOCH).find({"_id": id_prefix(f"{split}/")})
         openings = [EpochOpening.from_document(document) async for document in cursor]
@@ -149,7 +149,7 @@ class Epochs(Repository):
     @database_call
     async def next_epoch(self, split: str, epochs: int) -> int | None:
         """Return the lowest epoch to open, of the first ``epochs`` and those begun; None if all are open."""
-        openings = await self._leases.of_split(split)
+        openings = await self._leases.by_split(split)
         for epoch in range(max(epochs, max(openings, default=0) + 1)):
             if not await self._is_open(split, epoch, openings):
                 return epoch
@@ -158,7 +158,7 @@ class Epochs(Repository):
     @database_call
     async def epoch_size(self, split: str) -> int:
         """Return the number of tasks per epoch; during the first load, the number that it will have."""
-        first = (await self._leases.of_split(split)).get(0)
+        first = (await self._leases.by_split(split)).get(0)
         return await self._count(split, 0) if first is None else first.tasks
 
     @database_call
@@ -198,7 +198,7 @@ class Epochs(Repository):
         """
         key = epoch_key(split, epoch)
         async with self._leases.lock(key):
-            earlier = (await self._leases.of_split(split)).get(epoch)
+            earlier = (await self._leases.by_split(split)).get(epoch)
             held = await self.wait_for_lease(key)
             async with self._leases.releasing(held):
                 lease = LoadLease(self, self._leases, held)
@@ -213,7 +213,7 @@ class Epochs(Repository):
 
     async def is_loaded(self, split: str, epoch: int) -> bool:
         """Return whether the last load of the epoch finished; False if no load is recorded."""
-        opening = (await self._leases.of_split(split)).get(epoch)
+        opening = (await self._leases.by_split(split)).get(epoch)
         return opening is not None and opening.status is EpochStatus.OPEN
 
     @database_call

@@ -123,7 +123,7 @@ class Groups(Repository):
         return await self._connection.transaction(write)
 
     @database_call
-    async def note_failed_attempt(self, task_id: str, problem: str, *, retry_seconds: float) -> int:
+    async def count_failed_attempt(self, task_id: str, problem: str, *, retry_seconds: float) -> int:
         """Count a failed attempt at finalizing a WAITING group; returns the count, or 0 if it is not waiting.
 
         The next one is due after ``retry_seconds``, doubled with each attempt.

@@ -103,7 +103,7 @@ class ModelCalls(Repository):
         return [None] * len(additions) if await self._connection.transaction(write) else None
 
     @database_call
-    async def of_record(self, record_id: str) -> list[DispatchedSamplingTask]:
+    async def by_record(self, record_id: str) -> list[DispatchedSamplingTask]:
         """The calls of a Record, by index."""
         return (await read_calls(self._connection, [record_id])).get(record_id, [])
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.config.schema import RunConfig
-from agentrl.documents.model_call import DispatchedSamplingTask, whole_messages
+from agentrl.documents.model_call import DispatchedSamplingTask, full_messages
 from agentrl.documents.packing import unpack_floats, unpack_ids
 from agentrl.documents.status import StepStatus
 from agentrl.store.client import Store as AsyncStore
@@ -169,7 +169,7 @@ def _with_tokens(row: TrajectoryRow, calls: Sequence[DispatchedSamplingTask]) ->
     by_id = {call.id: call for call in calls}
     for call in calls:
         parent = None if call.parent is None else by_id[call.parent]
-        messages += [*whole_messages(call, parent), {"role": "assistant", **call.response}]
+        messages += [*full_messages(call, parent), {"role": "assistant", **call.response}]
         prompt, output = unpack_ids(call.context_ids), unpack_ids(call.output_ids)
         token_ids += [prompt, output]
         logprobs += [np.full(len(prompt), np.nan, np.float32), unpack_floats(call.logprobs)]

@@ -77,7 +77,7 @@ class Records(Repository):
         return None if document is None else Record.from_document(document)
 
     @database_call
-    async def of_task(self, task_id: str) -> list[Record]:
+    async def by_task(self, task_id: str) -> list[Record]:
         """Every attempt at every trajectory of a Task, by trajectory and attempt."""
         cursor = self._collection(RECORD).find(
             {"task": task_id}, sort=[("traj_id", ASCENDING), ("attempt", ASCENDING)]
@@ -94,7 +94,7 @@ class Records(Repository):
         return [Record.from_document(document) async for document in cursor]
 
     @database_call
-    async def endings(self, split: str) -> list[tuple[str, int, str]]:
+    async def failure_summary(self, split: str) -> list[tuple[str, int, str]]:
         """Return why Records gave no training data: (kind of failure or "abandoned", count, first reason)."""
         because = {"$ifNull": ["$failure.message", "$abandoned_because"]}
         states = [RecordStatus.FAILED.value, RecordStatus.ABANDONED.value]

@@ -123,7 +123,7 @@ def ease_after_group(begun: Begin, summary: Mapping[str, Any]) -> float:
     return update_ease(Trials(scored, rate * scored, begun.ease), begun.ability)
 
 
-def place_of(task: Mapping[str, Any]) -> tuple[int, int, int]:
+def sort_key(task: Mapping[str, Any]) -> tuple[int, int, int]:
     """Return the place of a Task in the order in which groups are begun."""
     return (task.get("begun") or {}).get("number") or 0, task["epoch"], task["order"]
 

@@ -13,14 +13,14 @@ from agentrl.documents.task import Task
 from agentrl.store.connection import Json, database_call
 from agentrl.store.epochs import Epochs
 from agentrl.store.names import TASK
-from agentrl.store.selection import place_of
+from agentrl.store.selection import sort_key
 from agentrl.store.task_loading import LoadResult, TaskLoading
 
 _UNFINISHED = [status.value for status in TaskStatus if status is not TaskStatus.COMPLETED]
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class TaskReferences:
     """What the unfinished tasks of a split name, each with the id of a task that does."""
 
     agents: dict[str, str]
@@ -71,7 +71,7 @@ class Tasks(Epochs):
         return counts
 
     @database_call
-    async def named(self, split: str) -> Named:
+    async def references(self, split: str) -> TaskReferences:
         """Return what the tasks of ``split`` name whose groups are not finalized."""
         fields = ("agent_name", "scorer", "answer_schema", "tools")
         pipeline: list[Json] = [
@@ -94,7 +94,9 @@ class Tasks(Epochs):
             for group in groups
             if group["_id"].get("tools") is not None
         }
-        return Named(agents, scorers, schemas, tools, min((group["slots"] for group in groups), default=None))
+        return TaskReferences(
+            agents, scorers, schemas, tools, min((group["slots"] for group in groups), default=None)
+        )
 
     @database_call
     async def unfinished(self, split: str) -> int:
@@ -102,7 +104,7 @@ class Tasks(Epochs):
         return await self._collection(TASK).count_documents({"split": split, "status": {"$in": _UNFINISHED}})
 
     @database_call
-    async def any_in(self, split: str, *states: TaskStatus) -> bool:
+    async def any_with_status(self, split: str, *states: TaskStatus) -> bool:
         """Whether a Task is in one of these states: cheap, however many there are."""
         query = {"split": split, "status": {"$in": [status.value for status in states]}}
         return await self._collection(TASK).find_one(query, {"_id": 1}) is not None
@@ -113,14 +115,14 @@ class Tasks(Epochs):
         return sorted(await self._collection(TASK).distinct("epoch", {"split": split}))
 
     @database_call
-    async def places(self, ids: Collection[str]) -> dict[str, tuple[int, int, int]]:
+    async def sort_keys(self, ids: Collection[str]) -> dict[str, tuple[int, int, int]]:
         """Return the sort key of each Task in the order of begin: (begin number or 0, epoch, order)."""
         if not ids:
             return {}
         cursor = self._collection(TASK).find(
             {"_id": {"$in": sorted(ids)}}, {"epoch": 1, "order": 1, "begun.number": 1}
         )
-        return {task["_id"]: place_of(task) async for task in cursor}
+        return {task["_id"]: sort_key(task) async for task in cursor}
 
     @database_call
     async def splits(self) -> list[str]:

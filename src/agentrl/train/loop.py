@@ -70,7 +70,7 @@ class Trainer:
 
     async def _nothing_trained(self) -> TrainingError:
         """Every group is sampled, and none could be trained: say why, by kind of failure."""
-        endings = await self.store.records.endings(self.split)
+        endings = await self.store.records.failure_summary(self.split)
         reasons = [f"{count} {kind}: {excerpt(first, _REASON_CHARS)}" for kind, count, first in endings]
         return TrainingError(
             "every group is sampled, and nothing could be trained"

@@ -79,7 +79,7 @@ def _one_chain(name: str, conversation: TokenizedConversation) -> DBRecordData:
 
 
 async def _one_record(store: Store, record: Record) -> DBRecordData | None:
-    calls = await store.model_calls.of_record(record.id)
+    calls = await store.model_calls.by_record(record.id)
     task = Task(
         id=record.task,
         task_id=record.task,

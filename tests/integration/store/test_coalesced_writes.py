@@ -71,7 +71,7 @@ async def test_all_that_was_written_together_is_there(store: Store) -> None:
         record = await store.records.get(claim.record_id)
         assert record is not None
         assert (record.status, record.score, record.turns) == (RecordStatus.SCORED, 0.5, 2)
-        assert list(record.traj) == [call.id for call in await store.model_calls.of_record(record.id)]
+        assert list(record.traj) == [call.id for call in await store.model_calls.by_record(record.id)]
 
 
 async def test_one_that_lost_its_slot_is_refused_and_the_others_are_not(store: Store) -> None:
@@ -82,8 +82,8 @@ async def test_one_that_lost_its_slot_is_refused_and_the_others_are_not(store: S
     results = await asyncio.gather(*writes, return_exceptions=True)
     assert isinstance(results[5], LeaseLostError)
     assert results.count(None) == COUNT - 1
-    assert await store.model_calls.of_record(lost.record_id) == []
-    assert all([len(await store.model_calls.of_record(claim.record_id)) == 1 for claim in others])
+    assert await store.model_calls.by_record(lost.record_id) == []
+    assert all([len(await store.model_calls.by_record(claim.record_id)) == 1 for claim in others])
 
 
 async def test_one_that_the_server_refuses_fails_alone(store: Store) -> None:

@@ -63,7 +63,7 @@ async def test_shaped_rewards_keep_the_scores_and_check_out(store: Store) -> Non
         else:
             await run.score(store, claimed, value)
     assert await GroupFinalizer(store, config, split="train", seed=0).run_waiting() == 1
-    records = sorted(await store.records.of_task(key), key=lambda record: record.traj_id)
+    records = sorted(await store.records.by_task(key), key=lambda record: record.traj_id)
     assert [(r.score, r.generated_tokens) for r in records] == [(1.0, 8), (0.0, 8), (1.0, 4)]
     assert [r.advantage for r in records] == pytest.approx([0.25, -1.25, 1.0])
     options = replace(options_of(db.parser().parse_args(["check", "--run_name", "x"])), settle_seconds=0.0)

@@ -256,5 +256,5 @@ async def test_an_opener_that_lost_its_lease_leaves_the_rest_to_the_next(
 
         monkeypatch.setattr(store.tasks, "_copy_batch", overtaken)
         assert await store.tasks.open_epoch("train", 1, 0, 2) == 0
-    opening = (await store.tasks._leases.of_split("train"))[1]
+    opening = (await store.tasks._leases.by_split("train"))[1]
     assert (opening.status, opening.tasks, opening.owner) == (EpochStatus.OPEN, TASKS, None)

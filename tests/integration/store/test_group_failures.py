@@ -78,7 +78,7 @@ async def test_the_others_go_on_and_the_bad_one_is_given_up_and_taken_up_again(
     assert (bad.group["outcome"], bad.group["scored"], bad.group["trained"]) == ("failed", 2, 0)
     assert bad.group["problem"].startswith("ZeroDivisionError: a rule ? mongodb://***@host long")
     assert "more characters]" in bad.group["problem"]
-    records = await store.records.of_task(BAD)
+    records = await store.records.by_task(BAD)
     assert {record.status for record in records} == {RecordStatus.ABANDONED}
     assert all("could not be finalized: ZeroDivisionError" in str(item.abandoned_because) for item in records)
     assert await violations(store) == []
@@ -171,7 +171,7 @@ async def test_a_filter_that_raises_fails_its_group_alone(store: Store) -> None:
     assert (bad.group["outcome"], bad.group["rules"]["group_filter"]) == ("failed", "refuses")
     assert bad.group["problem"] == "group filter refuses raised SystemExit: no licence"
     assert good.group is not None
-    first, second = await store.records.of_task(GOOD[0])
+    first, second = await store.records.by_task(GOOD[0])
     assert good.group["filtered"] == [{"record": first.id, "because": "group filter refuses: not kept"}]
     assert (first.status, first.abandoned_because) == (
         RecordStatus.ABANDONED, "group filter refuses: not kept",

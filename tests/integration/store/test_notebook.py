@@ -34,7 +34,7 @@ async def test_trajectories_steps_and_tasks(store: AsyncStore, run_config: RunCo
     assert len(ready) == 1
     assert [row.step for row in steps] == [1]
     assert {row.task_id for row in tasks} <= {row.task_id for row in groups}
-    calls = await store.model_calls.of_record(trained[0].id)
+    calls = await store.model_calls.by_record(trained[0].id)
     assert len(trained[0].token_ids) == sum(len(call.context_ids + call.output_ids) // 4 for call in calls)
     assert asdict(trained[0])["token_ids"].tolist() == trained[0].token_ids.tolist()
 

@@ -81,7 +81,7 @@ async def test_a_finalized_untrained_group_is_undecided_and_decided_anew(
     assert "3 training documents of these groups are deleted" in out
     task = await task_of(store)
     assert (task.status, task.group) == (TaskStatus.RUNNING, None)
-    records = await store.records.of_task(GROUP)
+    records = await store.records.by_task(GROUP)
     assert [record.status for record in records] == [RecordStatus.FAILED] + [RecordStatus.SCORED] * 3
     assert {record.advantage for record in records} == {None}
     assert await store.training.open_groups("train") == 1

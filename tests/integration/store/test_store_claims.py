@@ -322,7 +322,7 @@ async def test_a_takeover_fences_the_old_owner_and_ends_its_record(store: Store)
     assert await store.claims.heartbeat([old, new], 60) == [old]
     assert await score(store, new, 0.25) is TaskStatus.WAITING
     await assert_fenced(store, old)
-    dead, alive = await store.records.of_task(old.task.id)
+    dead, alive = await store.records.by_task(old.task.id)
     assert dead.failure is not None
     assert (dead.status, dead.failure.kind, dead.score) == (RecordStatus.FAILED, "lease", None)
     assert dead.failure.message == "the lease of old ran out; new took the slot over"
@@ -402,7 +402,7 @@ async def test_release_hands_back_at_once_and_does_not_count(store: Store) -> No
         await store.claims.release(claim)
     slot = await slot_of(store, claim)
     assert (slot.status, slot.attempt, slot.released, slot.owner) == (SlotStatus.OPEN, 5, 5, None)
-    records = await store.records.of_task(claim.task.id)
+    records = await store.records.by_task(claim.task.id)
     assert {(record.status, record.failure, record.score) for record in records} == {
         (RecordStatus.RELEASED, None, None)
     }

@@ -124,7 +124,7 @@ async def everything_that_runs_in_a_loop(store: Store) -> None:
     await take_one(store, "dead", lease=0.0)
     assert await claims.claim(split="train", owner="b", lease_seconds=60, max_groups_open=0) is not None
     await training.waiting_groups("train")
-    await tasks.any_in("train", TaskStatus.CREATED, TaskStatus.RUNNING, TaskStatus.WAITING)
+    await tasks.any_with_status("train", TaskStatus.CREATED, TaskStatus.RUNNING, TaskStatus.WAITING)
     await tasks.unfinished("train")
     await tasks.epochs("train")
     await training.open_groups("train")
@@ -135,7 +135,7 @@ async def everything_that_runs_in_a_loop(store: Store) -> None:
             await training.mark_stale("train", old)
             await training.ready_members("train", step=1, old=old)
     ready = await training.ready("train", limit=8, step=1)
-    await tasks.places([meta.task for meta in ready])
+    await tasks.sort_keys([meta.task for meta in ready])
     await training.fetch([meta.id for meta in ready])
     await training.mean_generated_tokens(tasks=[ready[0].task])
     await training.mean_generated_tokens(records=[ready[0].record])

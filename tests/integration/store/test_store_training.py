@@ -103,18 +103,18 @@ async def test_calls_count_once_and_come_back_whole(store: Store) -> None:
     assert record is not None
     assert (record.turns, record.generated_tokens, record.traj) == (2, 6, (first.id, second.id))
     assert (record.min_version, record.max_version, record.context_resets) == (1, 2, 0)
-    assert await store.model_calls.of_record(record.id) == [first, second]
+    assert await store.model_calls.by_record(record.id) == [first, second]
     await store.claims.release(claim)
     with pytest.raises(LeaseLostError):
         await store.model_calls.add(claim, make_call(claim, 2))
-    assert len(await store.model_calls.of_record(record.id)) == 2
+    assert len(await store.model_calls.by_record(record.id)) == 2
 
 
 async def test_a_call_larger_than_a_document_goes_to_gridfs(store: Store) -> None:
     claim, _ = await begin(store)
     call = make_call(claim, 0, size=2_200_000)
     await store.model_calls.add(claim, call)
-    assert await store.model_calls.of_record(claim.record_id) == [call]
+    assert await store.model_calls.by_record(claim.record_id) == [call]
 
 
 async def test_a_group_is_finalized_once_by_eight_racers(store: Store) -> None:
@@ -125,7 +125,7 @@ async def test_a_group_is_finalized_once_by_eight_racers(store: Store) -> None:
     assert task is not None
     assert task.group is not None
     assert (task.status, task.group["outcome"]) == (TaskStatus.COMPLETED, "trained")
-    states = [record.status for record in await store.records.of_task(task_id)]
+    states = [record.status for record in await store.records.by_task(task_id)]
     assert states == [RecordStatus.READY, RecordStatus.ABANDONED]
     summaries = await store.training.uncounted_groups("train")
     assert [(summary["task"], summary["mean_score"]) for summary in summaries] == [(task_id, 0.5)]
@@ -146,7 +146,7 @@ async def test_an_abort_in_the_middle_leaves_nothing(store: Store) -> None:
         await store.training.finalize_group(task_id, wrong)
     assert await store.training.ready("train") == []
     assert await store.training.waiting_groups("train") == [task_id]
-    states = {record.status for record in await store.records.of_task(task_id)}
+    states = {record.status for record in await store.records.by_task(task_id)}
     assert states == {RecordStatus.SCORED}
     assert await store.training.finalize_group(task_id, decide)
 

@@ -77,7 +77,7 @@ async def test_a_task_with_spread_is_begun_again_before_the_next_unknown_one(sto
     assert copy.ease is None, "its own copy was begun: it is no candidate"
     assert copy.begun is not None
     assert copy.begun.ease < 0
-    places = await store.tasks.places(["train/0/4", "train/1/1", "train/0/0"])
+    places = await store.tasks.sort_keys(["train/0/4", "train/1/1", "train/0/0"])
     assert sorted(places, key=places.__getitem__) == ["train/0/0", "train/1/1", "train/0/4"]
     assert await store.views.group_counts() == [
         GroupCount(by="order", groups=6, abandoned_groups=5, trajectories=12, trained=2, pass_rate=11 / 12),
@@ -197,4 +197,4 @@ async def test_by_order_nothing_is_selected_numbered_or_asked(
     task = await store.tasks.get("train/0/0")
     assert task is not None
     assert (task.begun, task.ease) == (None, None)
-    assert (await store.tasks.places(["train/0/0"])) == {"train/0/0": (0, 0, 0)}
+    assert (await store.tasks.sort_keys(["train/0/0"])) == {"train/0/0": (0, 0, 0)}

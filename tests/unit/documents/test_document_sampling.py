@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.documents.sampling import logprobs_of, shaping
+from agentrl.documents.sampling import distribution_params, logprobs_of
 
 PLAIN: dict[str, Any] = {
     "temperature": 0.5, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "presence_penalty": 0.0,
@@ -14,7 +14,7 @@ PLAIN: dict[str, Any] = {
 
 
 def test_temperature_ends_and_seeds_shape_nothing() -> None:
-    assert shaping(PLAIN) == ()
+    assert distribution_params(PLAIN) == ()
     assert [logprobs_of(engine, PLAIN) for engine in ("local", "sglang", "vllm")] == ["policy"] * 3
 
 
@@ -27,7 +27,7 @@ def test_temperature_ends_and_seeds_shape_nothing() -> None:
     ],
 )  # fmt: skip
 def test_what_shapes_is_named(changes: dict[str, Any]) -> None:
-    assert shaping(PLAIN | changes) == tuple(changes)
+    assert distribution_params(PLAIN | changes) == tuple(changes)
 
 
 CUT, PENALISED = {"top_p": 0.9}, {"presence_penalty": 0.5}

@@ -7,8 +7,8 @@ import dataclasses
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
     ToolExecution,
-    whole_messages,
-    without_results,
+    full_messages,
+    strip_tool_results,
 )  # fmt: skip
 from agentrl.documents.status import CallStatus
 
@@ -32,13 +32,13 @@ def make_call(index: int, **changes: object) -> DispatchedSamplingTask:
 
 
 def test_results_are_named_and_put_back() -> None:
-    stored = without_results(READ, [RESULT, ERROR])
+    stored = strip_tool_results(READ, [RESULT, ERROR])
     assert [message.get("execution") for message in stored] == [0, None, 1, None]
     assert "content" not in stored[0]
     parent = make_call(0, tool_executions=(RESULT, ERROR))
-    assert whole_messages(make_call(1, messages=stored), parent) == READ
+    assert full_messages(make_call(1, messages=stored), parent) == READ
 
 
 def test_messages_without_executions_stay_as_they_are() -> None:
-    assert without_results(READ, ()) == READ
-    assert whole_messages(make_call(0, messages=READ), None) == READ
+    assert strip_tool_results(READ, ()) == READ
+    assert full_messages(make_call(0, messages=READ), None) == READ

@@ -9,7 +9,7 @@ from rollout_fakes import FakeTools, ScriptedEngine, renderer_of
 
 from agentrl.chat.parsers import get_parser
 from agentrl.config.schema import AgentConfig
-from agentrl.documents.model_call import DispatchedSamplingTask, whole_messages
+from agentrl.documents.model_call import DispatchedSamplingTask, full_messages
 from agentrl.documents.packing import unpack_ids
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import CallStatus, StopReason
@@ -83,7 +83,7 @@ async def test_call_result_answer() -> None:
     assert (execution.name, execution.result, execution.error) == ("add", "3", False)
     assert first.messages == ({"role": "user", "content": "1+2?"},)
     assert second.messages[0]["execution"] == 0
-    assert whole_messages(second, first)[0]["content"] == "3"
+    assert full_messages(second, first)[0]["content"] == "3"
     assert second.messages[0]["tool_call_id"] == first.response["tool_calls"][0]["id"]
     assert trajectory.statuses == [CallStatus.COMPLETED, CallStatus.COMPLETED]
 
@@ -128,7 +128,7 @@ async def test_a_tools_error_goes_back_to_the_model() -> None:
     await trajectory.run()
     assert trajectory.statuses[0] is CallStatus.TOOL_FAILED
     first, second = trajectory.calls
-    assert whole_messages(second, first)[0]["content"] == "Error: it broke"
+    assert full_messages(second, first)[0]["content"] == "Error: it broke"
 
 
 async def test_several_calls_are_run_in_order_and_a_bad_one_does_not_stop_the_others() -> None:

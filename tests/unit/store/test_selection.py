@@ -13,7 +13,7 @@ from agentrl.store.selection import (
     Option,
     choose,
     ease_after_group,
-    place_of,
+    sort_key,
 )
 
 ABLE = Estimate(3.0)
@@ -84,4 +84,4 @@ def test_a_group_corrects_the_ease_of_its_begin() -> None:
 def test_groups_begun_by_number_come_behind_those_begun_without() -> None:
     numbered = {"begun": {"number": 2}, "epoch": 0, "order": 0}
     earlier = {"begun": {"number": 1}, "epoch": 1, "order": 9}
-    assert place_of({"epoch": 3, "order": 7, "begun": None}) < place_of(earlier) < place_of(numbered)
+    assert sort_key({"epoch": 3, "order": 7, "begun": None}) < sort_key(earlier) < sort_key(numbered)

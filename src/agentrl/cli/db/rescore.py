@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from agentrl.documents.model_call import whole_messages
+from agentrl.documents.model_call import full_messages
 from agentrl.errors import ConfigError, GroupError, ScorerError, StoreError
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def scorer_context(
     messages = [
         message
         for parent, call in zip((None, *calls[first:]), calls[first:], strict=False)
-        for message in (*whole_messages(call, parent), {"role": "assistant", **call.response})
+        for message in (*full_messages(call, parent), {"role": "assistant", **call.response})
     ]
     return ScorerContext(
         query=task.query,

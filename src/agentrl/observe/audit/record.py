@@ -14,7 +14,7 @@ from rich.text import Text
 
 from agentrl.data.convert import mask_reason
 from agentrl.documents.base import now
-from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, without_results
+from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, strip_tool_results
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus
 from agentrl.observe.terminal import MISSING, age, clean, excerpt, fixed, plain, table, versions
@@ -122,7 +122,7 @@ def _turn(call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None) -
     yield Rule(plain(title), align="left", style="dim")
     if call.parent is None and call.index > 0:
         yield Text("the context was reset: this is the whole new prompt", style="dim italic")
-    for message in without_results(call.messages, parent.tool_executions if parent else ()):
+    for message in strip_tool_results(call.messages, parent.tool_executions if parent else ()):
         if "execution" not in message:
             yield from _message(message)
     yield from _message({"role": "assistant", **call.response}, skip_calls=bool(call.tool_executions))
