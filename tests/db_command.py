@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from agentrl.cli import db
-from agentrl.cli.db.check import options_of
+from agentrl.cli.db import check_options
 from agentrl.config.schema import RunConfig
 from agentrl.store.admin.check.run import Checks
 from agentrl.store.client import Store
@@ -21,5 +21,5 @@ async def agentrl_db(run: RunConfig, *words: str) -> int:
 async def violations(store: Store) -> list[str]:
     """What ``agentrl db check`` finds wrong with the run."""
     arguments = db.parser().parse_args(["check", "--run_name", "any"])
-    report = await Checks(store.connection).run(replace(options_of(arguments), settle_seconds=0.0))
+    report = await Checks(store.connection).run(replace(check_options(arguments), settle_seconds=0.0))
     return [str(violation) for violation in report.violations]

@@ -8,7 +8,7 @@ import pytest
 import small_run as run
 
 from agentrl.cli import db
-from agentrl.cli.db.check import options_of
+from agentrl.cli.db import check_options
 from agentrl.config.schema import GroupConfig
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim, task_key
@@ -66,7 +66,7 @@ async def test_shaped_rewards_keep_the_scores_and_check_out(store: Store) -> Non
     records = sorted(await store.records.by_task(key), key=lambda record: record.traj_id)
     assert [(r.score, r.generated_tokens) for r in records] == [(1.0, 8), (0.0, 8), (1.0, 4)]
     assert [r.advantage for r in records] == pytest.approx([0.25, -1.25, 1.0])
-    options = replace(options_of(db.parser().parse_args(["check", "--run_name", "x"])), settle_seconds=0.0)
+    options = replace(check_options(db.parser().parse_args(["check", "--run_name", "x"])), settle_seconds=0.0)
     report = await Checks(store.connection).run(options)
     named = [str(item.problem) for item in report.violations if "advantage" in str(item.problem)]
     assert named == []

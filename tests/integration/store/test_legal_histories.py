@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from legal_history import History
 
 from agentrl.cli import db
-from agentrl.cli.db.check import options_of
+from agentrl.cli.db import check_options
 from agentrl.config.schema import GroupConfig
 from agentrl.store import step_parts
 from agentrl.store.admin.check.run import Checks
@@ -24,7 +24,7 @@ from agentrl.store.client import Store
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 OPTIONS = replace(
-    options_of(db.parser().parse_args(["check", "--run_name", "any"])),
+    check_options(db.parser().parse_args(["check", "--run_name", "any"])),
     settle_seconds=0.0,
     clock_skew_seconds=0.0,
 )

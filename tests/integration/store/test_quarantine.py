@@ -14,7 +14,7 @@ import small_run as run
 from rich.console import Console
 
 from agentrl.cli import db
-from agentrl.cli.db.check import options_of
+from agentrl.cli.db import check_options
 from agentrl.data.freshness import Freshness
 from agentrl.data.planner import packing_problem
 from agentrl.data.stream import DataStream, StreamSettings
@@ -29,7 +29,7 @@ from agentrl.store.client import Store
 pytestmark = pytest.mark.integration
 
 BAD, GOOD = f"{run.READY}/0/1", f"{run.READY}/1/1"
-OPTIONS = replace(options_of(db.parser().parse_args(["check", "--run_name", "any"])), settle_seconds=0.0)
+OPTIONS = replace(check_options(db.parser().parse_args(["check", "--run_name", "any"])), settle_seconds=0.0)
 
 
 async def lose_file(store: Store) -> None:

@@ -15,7 +15,7 @@ import small_run as run
 from training_data import group
 
 from agentrl.cli import db
-from agentrl.cli.db.check import options_of
+from agentrl.cli.db import check_options
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.documents.base import now
 from agentrl.documents.record import Record
@@ -33,7 +33,7 @@ from agentrl.store.training import StaleVersions
 pytestmark = pytest.mark.integration
 
 OPTIONS = replace(
-    options_of(db.parser().parse_args(["check", "--run_name", "any", "--max_trained_count", "2"])),
+    check_options(db.parser().parse_args(["check", "--run_name", "any", "--max_trained_count", "2"])),
     settle_seconds=0.0,
 )
 GROUPS = tuple(task_key("train", 0, name) for name in "abcde")

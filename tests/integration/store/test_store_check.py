@@ -14,15 +14,16 @@ import pytest
 import small_run as run
 
 from agentrl.cli import db
-from agentrl.cli.db.check import last_checkpoint, options_of
+from agentrl.cli.db import check_options
 from agentrl.cli.main import main
 from agentrl.config.schema import RunConfig
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError
 from agentrl.store.admin.check.findings import Invariant, Report
-from agentrl.store.admin.check.reading import CheckOptions, Checkpoint
+from agentrl.store.admin.check.reading import CheckOptions
 from agentrl.store.admin.check.run import Checks
+from agentrl.store.admin.checkpoints import Checkpoint, newest_checkpoint
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -36,7 +37,7 @@ CLAIMED = f"{run.RUNNING}/0/1"
 LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
 LATER = datetime.now(UTC) + timedelta(days=1)
 ARGUMENTS = db.parser().parse_args(["check", "--run_name", "any"])
-OPTIONS = replace(options_of(ARGUMENTS), settle_seconds=0.0)
+OPTIONS = replace(check_options(ARGUMENTS), settle_seconds=0.0)
 
 
 async def check(store: Store, options: CheckOptions = OPTIONS) -> Report:
@@ -116,15 +117,15 @@ async def test_a_run_at_its_end_has_no_violation(store: Store, tmp_path: Path) -
 
 
 async def test_the_last_checkpoint_is_read(tmp_path: Path) -> None:
-    assert last_checkpoint(tmp_path) is None
+    assert newest_checkpoint(tmp_path) is None
     for step in (9, 10):
         folder = tmp_path / f"checkpoint-{step:06d}"
         folder.mkdir()
         (folder / "state.json").write_text(f'{{"step": {step}, "train_steps": ["1/1"]}}', encoding="utf-8")
-    assert last_checkpoint(tmp_path) == Checkpoint("checkpoint-000010", 10, ("1/1",))
+    assert newest_checkpoint(tmp_path) == Checkpoint("checkpoint-000010", 10, ("1/1",))
     (folder / "state.json").write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match="cannot be read"):
-        last_checkpoint(tmp_path)
+        newest_checkpoint(tmp_path)
 
 
 async def test_what_is_right_the_second_time_is_no_violation(store: Store, weights: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import small_run as run
 
 from agentrl.cli import db
-from agentrl.cli.db.check import options_of
+from agentrl.cli.db import check_options
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.finalize_group import GroupRules
 from agentrl.documents.status import RecordStatus, TaskStatus
@@ -29,7 +29,7 @@ from agentrl.store.views.rows import GroupCount
 pytestmark = pytest.mark.integration
 
 EPOCHS = Selection(3)
-OPTIONS = replace(options_of(db.parser().parse_args(["check", "--run_name", "x"])), settle_seconds=0.0)
+OPTIONS = replace(check_options(db.parser().parse_args(["check", "--run_name", "x"])), settle_seconds=0.0)
 
 
 async def load(store: Store, count: int) -> None:

@@ -136,7 +136,7 @@ async def test_a_changed_file_is_refused_before_anything_is_written(
     data = (folder / "Task.jsonl").read_bytes()
     for harm in (data.replace(b"A", b"B", 1), data[:-10], b""):
         (folder / "Task.jsonl").write_bytes(harm)
-        with pytest.raises(StoreError, match=r"Task.jsonl is not what manifest.json says"):
+        with pytest.raises(StoreError, match=r"Task.jsonl differs from manifest.json"):
             await load(vacant, folder)
     (folder / "Task.jsonl").unlink()
     with pytest.raises(StoreError, match="cannot be read"):
@@ -156,7 +156,7 @@ async def test_a_manifest_of_something_else_is_refused(
     for change, message in (
         ({"schema": 99}, "schema version 99"),
         ({"collections": [{**manifest["collections"][0], "file": "../x"}]}, "that no export writes"),
-        ({"collections": 7}, "no manifest"),
+        ({"collections": 7}, "not the manifest"),
     ):
         (folder / MANIFEST).write_text(json.dumps({**manifest, **change}))
         with pytest.raises(StoreError, match=message):

@@ -1,17 +1,14 @@
-"""An exported run on disk: one file of canonical extended JSON per collection, and a manifest of checksums.
+"""The folder of an exported run: a file of canonical extended JSON per collection, a manifest of checksums.
 
 A document that extended JSON cannot hold exactly (one of its keys looks like a type, such as ``$date``) is
-written as ``{"bson": …}``, the base64 of its bytes; so what is read back is what was written, byte by byte.
+written as ``{"bson": …}``, the base64 of its bytes, so that reading restores every byte.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
@@ -20,7 +17,6 @@ import bson
 from bson import json_util
 from bson.codec_options import CodecOptions, DatetimeConversion
 
-from agentrl.atomic_folder import atomic_folder
 from agentrl.errors import StoreError
 from agentrl.store.names import SCHEMA_VERSION
 
@@ -50,7 +46,7 @@ class ExportedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What the folder holds. It names neither run nor time: equal contents make equal folders."""
+    """The contents of the folder, without the run's name and the time: equal runs make equal folders."""
 
     format: int = FORMAT
     schema: int
@@ -68,7 +64,7 @@ class Manifest:
 
 
 def verify(folder: Path) -> Manifest:
-    """The manifest of a folder whose every file is as the manifest says; otherwise a StoreError."""
+    """Compare every file with the manifest and return it. Raises StoreError if a file differs."""
     manifest = read_manifest(folder)
     for item in manifest.collections:
         digest, size, lines = hashlib.sha256(), 0, 0
@@ -82,7 +78,7 @@ def verify(folder: Path) -> Manifest:
             raise StoreError(f"{folder / item.file} cannot be read: {error.strerror}") from error
         if (size, lines, digest.hexdigest()) != (item.bytes, item.documents, item.sha256):
             raise StoreError(
-                f"{folder / item.file} is not what {MANIFEST} says: {size} bytes, {lines} documents and"
+                f"{folder / item.file} differs from {MANIFEST}: {size} bytes, {lines} documents and"
                 f" SHA-256 {digest.hexdigest()[:12]}…, not {item.bytes}, {item.documents} and"
                 f" {item.sha256[:12]}…",
                 hint="copy the folder again; nothing has been written to the database",
@@ -91,7 +87,7 @@ def verify(folder: Path) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of an exported folder; StoreError where there is none, or none that can be read."""
+    """Read the manifest of an exported folder. Raises StoreError if it is missing or invalid."""
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -99,10 +95,10 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest(**content, collections=files)
     except OSError as error:
         raise StoreError(
-            f"{path} cannot be read: {error.strerror}", hint="give the folder of an export that is whole"
+            f"{path} cannot be read: {error.strerror}", hint="give the folder of a complete export"
         ) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise StoreError(f"{path} is no manifest of an export: {error}") from error
+        raise StoreError(f"{path} is not the manifest of an export: {error}") from error
     if manifest.format != FORMAT or manifest.schema > SCHEMA_VERSION:
         raise StoreError(
             f"{folder} has format {manifest.format} and schema version {manifest.schema}, and this AgentRL"
@@ -116,7 +112,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def encode_line(raw: bytes) -> bytes:
-    """One BSON document as a line of JSON that ``decode_line`` turns into the same bytes."""
+    """Return a BSON document as a line of JSON, which ``decode_line`` converts back to the same bytes."""
     text = json_util.dumps(
         bson.decode(raw, CODEC), json_options=_JSON, separators=(",", ":"), ensure_ascii=False
     )
@@ -127,10 +123,10 @@ def encode_line(raw: bytes) -> bytes:
 
 
 def decode_line(line: bytes, file: Path, number: int) -> bytes:
-    """Inverse of ``encode_line``. StoreError where the line is none of its."""
+    """Return the bytes that ``encode_line`` got. Raises StoreError if it did not write the line."""
     raw = _decoded(line)
     if raw is None:
-        raise StoreError(f"{file}, line {number}, is no document in canonical extended JSON")
+        raise StoreError(f"{file}, line {number}, is not a document in canonical extended JSON")
     return raw
 
 
@@ -145,7 +141,7 @@ def _decoded(line: bytes) -> bytes | None:
 
 
 class LineWriter:
-    """Writes lines and keeps their number, bytes and SHA-256."""
+    """Writes lines, and counts their number and bytes and computes their SHA-256."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -162,41 +158,23 @@ class LineWriter:
 
     @property
     def sha256(self) -> str:
-        """Of all lines so far."""
+        """The SHA-256 of all lines so far."""
         return self._digest.hexdigest()
 
 
 def file_name(collection: str) -> str:
-    """The file of a collection; StoreError where its name cannot be a file's."""
+    """Return the file name of a collection. Raises StoreError if its name cannot be one."""
     if not _NAME.fullmatch(collection):
-        raise StoreError(f"collection {collection!r} has a name that cannot be a file's")
+        raise StoreError(f"collection {collection!r} has a name that cannot be a file name")
     return f"{collection}.jsonl"
 
 
 def require_empty(folder: Path) -> None:
-    """StoreError unless there is no such folder, or nothing in it."""
+    """Raise StoreError if the folder exists and is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise StoreError(f"{folder} exists and is not empty", hint="give a folder that does not exist")
 
 
-@contextmanager
-def export_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``folder`` at the end; StoreError if a write fails."""
-    try:
-        with atomic_folder(folder.resolve()) as temporary:
-            yield temporary
-    except OSError as error:
-        raise StoreError(f"{folder} cannot be written: {error.strerror}") from error
-
-
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write it to disk, last of all files."""
-    with (folder / MANIFEST).open("wb") as stream:
-        stream.write(json.dumps(asdict(manifest), indent=1).encode() + b"\n")
-        flush(stream)
-
-
-def flush(stream: IO[bytes]) -> None:
-    """Wait until what was written is on disk."""
-    stream.flush()
-    os.fsync(stream.fileno())
+    """Write the manifest, after all other files."""
+    (folder / MANIFEST).write_bytes(json.dumps(asdict(manifest), indent=1).encode() + b"\n")

@@ -1,8 +1,9 @@
-"""A run copied into a folder, as of one moment, and from a folder into an empty database."""
+"""Copies a run into a folder, as of one moment, and from a folder into an empty database."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from pymongo import ASCENDING, IndexModel
 from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import OperationFailure
 
+from agentrl.atomic_folder import atomic_folder
 from agentrl.documents.run import SCHEMA
 from agentrl.errors import StoreError
 from agentrl.store.admin.archive import (
@@ -22,9 +24,7 @@ from agentrl.store.admin.archive import (
     Manifest,
     decode_line,
     encode_line,
-    export_folder,
     file_name,
-    flush,
     require_empty,
     verify,
     write_manifest,
@@ -41,24 +41,24 @@ _GRIDFS = {
     ".files": IndexModel([("filename", ASCENDING), ("uploadDate", ASCENDING)]),
     ".chunks": IndexModel([("files_id", ASCENDING), ("n", ASCENDING)], unique=True),
 }
-"""The driver makes these with the first file only."""
+"""The indexes of GridFS collections, which the driver makes only with the first file."""
 
 
 class Transfer(Repository):
-    """``agentrl db export`` and ``import``. Nothing larger than a page of documents is in memory."""
+    """``agentrl db export`` and ``import``. Memory holds at most a page of documents."""
 
     @database_call
     async def export(self, folder: Path) -> Manifest:
         """Write the run into ``folder``, which must not exist or be empty, as of one moment.
 
-        The folder appears when it is whole. StoreError where the server no longer holds that moment.
+        The folder appears when it is complete. Raises StoreError if the server no longer holds that moment.
         """
         require_empty(folder)
         version = await stored_version(self._connection.database)
         if version is None:
             raise StoreError(f"there is no run {self._connection.database.name!r} to export")
         names = await self._stored_collections()
-        with export_folder(folder) as temporary:
+        with _writing(folder) as temporary:
             async with self._connection.client.start_session(snapshot=True) as session:
                 try:
                     files = [await self._export(name, temporary, session) for name in names]
@@ -66,7 +66,7 @@ class Transfer(Repository):
                     if error.code != _SNAPSHOT_GONE:
                         raise
                     raise StoreError(
-                        "the export took longer than the server keeps the moment that it shows",
+                        "the export took longer than the server keeps a snapshot",
                         hint="raise the server's minSnapshotHistoryWindowInSeconds (300 by default)",
                     ) from error
             manifest = Manifest(schema=version, collections=tuple(files))
@@ -77,9 +77,9 @@ class Transfer(Repository):
     async def load(self, folder: Path) -> Manifest:
         """Read the run in ``folder`` into this database, which must be empty.
 
-        Validators, indexes and views are this code's where the schema's version is; documents that do not
-        obey the validators are kept as they are, for ``agentrl db check`` to name.
-        Everything is verified before anything is written. An import that was interrupted is begun again.
+        A run of this code's schema version gets its validators, indexes and views; documents that violate a
+        validator are kept, and ``agentrl db check`` lists them. Everything is verified before anything is
+        written. Repeating an interrupted import starts it over.
         """
         manifest = verify(folder)
         await self._require_vacant()
@@ -111,13 +111,12 @@ class Transfer(Repository):
             writer = LineWriter(stream)
             async for document in self._pages(name, session):
                 writer.line(encode_line(bytes(document.raw)))
-            flush(stream)
         return ExportedFile(
             collection=name, file=file, documents=writer.lines, bytes=writer.bytes, sha256=writer.sha256
         )
 
     async def _pages(self, name: str, session: AsyncClientSession) -> AsyncIterator[RawBSONDocument]:
-        """Every document by ``_id``. A query a page: each has the whole time that an operation may take."""
+        """Yield every document by ``_id``, with one query per page, so that each has its own time limit."""
         raw: CodecOptions[RawBSONDocument] = CodecOptions(document_class=RawBSONDocument)
         collection = self._collection(name).with_options(codec_options=raw)
         last: Any = None
@@ -147,7 +146,7 @@ class Transfer(Repository):
             )
 
     async def _import(self, file: Path, name: str) -> Json | None:
-        """Insert a file's documents; returns the schema's, which is left out, where it is among them."""
+        """Insert a file's documents except the schema document, which is returned if the file has one."""
         if name not in await self._stored_collections():
             await self._connection.database.create_collection(name, check_exists=False)
         for ending, index in _GRIDFS.items():
@@ -171,3 +170,13 @@ class Transfer(Repository):
         if batch:
             await collection.insert_many(batch, bypass_document_validation=True)
         return schema
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder that becomes ``folder`` at the end. Raises StoreError on a failed write."""
+    try:
+        with atomic_folder(folder.resolve()) as temporary:
+            yield temporary
+    except OSError as error:
+        raise StoreError(f"{folder} cannot be written: {error.strerror}") from error

@@ -17,6 +17,7 @@ from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import StoreError
 from agentrl.store.admin.check.findings import Findings, Invariant, Problem
+from agentrl.store.admin.checkpoints import Checkpoint
 from agentrl.store.connection import Connection, Json
 
 Projection = Mapping[str, Any]
@@ -43,15 +44,6 @@ class CheckOptions:
     heartbeat_seconds: float = 20.0
     clock_skew_seconds: float = 5.0
     settle_seconds: float = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """What the last checkpoint says of itself: the ids of the TrainSteps in its weights, in order."""
-
-    name: str
-    step: int
-    train_steps: tuple[str, ...]
 
 
 class Snapshot:

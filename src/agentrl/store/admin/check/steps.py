@@ -9,7 +9,8 @@ from typing import ClassVar
 
 from agentrl.documents.status import ACTIVE_STEPS, APPLIED_STEPS, DataStatus, StepStatus
 from agentrl.store.admin.check.findings import Findings, Invariant, Problem
-from agentrl.store.admin.check.reading import Checkpoint, Section, Snapshot, Whole, differing
+from agentrl.store.admin.check.reading import Section, Snapshot, Whole, differing
+from agentrl.store.admin.checkpoints import Checkpoint
 from agentrl.store.connection import Json
 from agentrl.store.names import DATA, RECORD, STEP, VERSION
 

@@ -1,0 +1,407 @@
+"""``agentrl db SUBCOMMAND``: check, copy, prune, rescore, reopen and migrate the database of one run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.config.load import CommandParser
+from agentrl.config.schema import ClaimConfig, RunConfig
+from agentrl.documents.run import SETTINGS
+from agentrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentrl.store.admin.archive import Manifest
+    from agentrl.store.admin.check.reading import CheckOptions
+
+KINDS = ("engine", "tool", "scorer", "timeout", "trajectory", "lease", "internal", "group")
+
+
+def main(argv: list[str]) -> int:
+    """Run one subcommand; its handler's result is the exit code."""
+    arguments = parser().parse_args(argv)
+    run = RunConfig(
+        run_name=arguments.run_name, db_connection_string=arguments.db_connection_string,
+        mongo_dir=arguments.mongo_dir, db_timeout_seconds=arguments.db_timeout_seconds,
+    )  # fmt: skip
+    return int(asyncio.run(arguments.handler(run, arguments)))
+
+
+class _DatabaseParser(CommandParser):
+    """The parser of one subcommand, with the flags that name the database."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_argument("--run_name", required=True, help="the run: the name of its database")
+        self.add_argument("--db_connection_string", help="MongoDB URI (default: the embedded server)")
+        self.add_argument("--mongo_dir", default=".agentrl/mongo", help="folder of the embedded MongoDB")
+        self.add_argument(
+            "--db_timeout_seconds",
+            type=float,
+            default=30.0,
+            help="how long one database operation may take (%(default)s)",
+        )
+
+
+def parser() -> CommandParser:
+    """Return the parser of ``agentrl db`` with every subcommand.
+
+    Each subcommand sets ``handler``, a coroutine function of (RunConfig, arguments) that returns the exit
+    code.
+    """
+    outer = CommandParser(prog="agentrl db", description="The database of a run.")
+    subparsers = outer.add_subparsers(
+        dest="subcommand", metavar="SUBCOMMAND", required=True, parser_class=_DatabaseParser
+    )
+    for register in (_check, _copy, _prune, _rescore, _reopen, _users, _migrate, _accept):
+        register(subparsers)
+    return outer
+
+
+def _check(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "check",
+        help="verify the invariants of a run, while it goes on or at its end",
+        description="Verify every invariant of a run. It only reads, and others may write meanwhile. The exit"
+        " code is 0 without a violation, otherwise 1.",
+    )
+    parser.add_argument("--output_dir", help="the run's output folder: its last checkpoint is read too")
+    parser.add_argument(
+        "--final", action="store_true", help="the run is over: every slot is terminal, no step is planned"
+    )
+    parser.add_argument("--skip_files", action="store_true", help="do not hash the files of the weights")
+    parser.add_argument(
+        "--max_trained_count", type=int, default=1, help="the run's flag of that name (%(default)s)"
+    )
+    parser.add_argument(
+        "--lease_seconds", type=float, default=60.0, help="the run's flag of that name (%(default)s)"
+    )
+    parser.add_argument(
+        "--clock_skew_seconds", type=float, default=5.0,
+        help="the largest difference between the clocks of trainer and samplers (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--settle_seconds", type=float, default=3.0,
+        help="how long to wait before a suspected violation is checked again (%(default)s)",
+    )  # fmt: skip
+    parser.set_defaults(handler=check)
+
+
+async def check(run: RunConfig, arguments: argparse.Namespace) -> int:
+    """Print what was checked and every violation; return 0 if there is none, otherwise 1."""
+    from agentrl.store.admin.check.run import Checks
+    from agentrl.store.client import open_existing
+
+    options = check_options(arguments)
+    async with await open_existing(run) as store:
+        report = await Checks(store.connection).run(options)
+    for line in report.lines():
+        print(line)
+    return 1 if report.violations else 0
+
+
+def check_options(arguments: argparse.Namespace) -> CheckOptions:
+    """Return the options that the flags of ``check`` name."""
+    from agentrl.data.verify import explain_difference
+    from agentrl.store.admin.check.reading import CheckOptions
+    from agentrl.store.admin.checkpoints import newest_checkpoint
+
+    output = arguments.output_dir
+    return CheckOptions(
+        compare_tokens=explain_difference,
+        verify_files=None if arguments.skip_files else _verify_file,
+        checkpoint=None if output is None else newest_checkpoint(Path(output)),
+        is_final=arguments.final,
+        max_trained_count=arguments.max_trained_count,
+        heartbeat_seconds=ClaimConfig(lease_seconds=arguments.lease_seconds).heartbeat_seconds,
+        clock_skew_seconds=arguments.clock_skew_seconds,
+        settle_seconds=arguments.settle_seconds,
+    )
+
+
+def _verify_file(folder: str, file: Mapping[str, Any]) -> str | None:
+    """Return how one file of a published folder differs from its checksum; None if it does not."""
+    from agentrl.documents.serving import FileChecksum
+    from agentrl.errors import PublishError
+    from agentrl.weights.manifest import verify
+
+    try:
+        verify(folder, [FileChecksum.from_document(file)])
+    except PublishError as error:
+        return error.message
+    return None
+
+
+def _copy(subparsers: Any) -> None:
+    export = subparsers.add_parser("export", help="write a run into a folder: JSONL files and checksums")
+    export.add_argument("folder", metavar="DIR", help="the folder to make; it must not exist, or be empty")
+    export.set_defaults(handler=export_run)
+    load = subparsers.add_parser("import", help="read an exported folder into a new run, --run_name")
+    load.add_argument("folder", metavar="DIR", help="a folder that `agentrl db export` wrote")
+    load.set_defaults(handler=import_run)
+
+
+async def export_run(run: RunConfig, arguments: argparse.Namespace) -> int:
+    """Write the folder and print its contents."""
+    from agentrl.store.admin.archive import MANIFEST
+    from agentrl.store.admin.transfer import Transfer
+    from agentrl.store.client import open_existing
+
+    folder = Path(arguments.folder)
+    async with await open_existing(run, any_version=True) as store:
+        manifest = await Transfer(store.connection).export(folder)
+    _print(manifest)
+    print(f"{run.run_name} → {folder}: {_sum(manifest)}; {MANIFEST} has the SHA-256 of each file")
+    return 0
+
+
+async def import_run(run: RunConfig, arguments: argparse.Namespace) -> int:
+    """Verify the folder, fill the new database and print its contents."""
+    from agentrl.store.admin.archive import MANIFEST
+    from agentrl.store.admin.transfer import Transfer
+    from agentrl.store.client import open_connection
+    from agentrl.store.names import SCHEMA_VERSION
+
+    folder = Path(arguments.folder)
+    connection = await open_connection(run)
+    try:
+        manifest = await Transfer(connection).load(folder)
+    finally:
+        await connection.close()
+    _print(manifest)
+    print(f"{folder} → {run.run_name}: {_sum(manifest)}, as {MANIFEST} says")
+    if manifest.schema < SCHEMA_VERSION:
+        print(f"its schema is of version {manifest.schema}: run `agentrl db migrate` before anything else")
+    return 0
+
+
+def _print(manifest: Manifest) -> None:
+    for item in manifest.collections:
+        print(f"  {item.collection:<40} {item.documents:>10,} documents {item.bytes:>15,} bytes")
+
+
+def _sum(manifest: Manifest) -> str:
+    return f"{manifest.documents:,} documents, {manifest.bytes:,} bytes"
+
+
+def _prune(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "prune", help="delete calls and data of trajectories that are trained, stale, abandoned or failed"
+    )
+    parser.add_argument("--older_than_days", type=float, help="only trajectories begun longer ago than this")
+    parser.add_argument("--before_step", type=int, help="only what steps before this one trained, or dates"
+                        " from before it")  # fmt: skip
+    parser.add_argument("--output_dir", help="the run's output folder, for its checkpoints (output/RUN_NAME)")
+    parser.add_argument("--dry_run", action="store_true", help="say what would be deleted, delete nothing")
+    parser.set_defaults(handler=prune)
+
+
+async def prune(run: RunConfig, arguments: argparse.Namespace) -> int:
+    """Delete what nothing needs any more, and print what was freed."""
+    from agentrl.store.admin.checkpoints import oldest_checkpoint_step
+    from agentrl.store.admin.retention import Retention
+    from agentrl.store.client import open_existing
+
+    days, step = arguments.older_than_days, arguments.before_step
+    if days is None and step is None:
+        raise ConfigError(
+            "nothing says what may go", hint="give --older_than_days N, --before_step N, or both"
+        )
+    if days is not None and days < 0:
+        raise ConfigError(f"--older_than_days is {days:g}", hint="give --older_than_days 0 or more")
+    output = Path(arguments.output_dir or run.output)
+    last_step = oldest_checkpoint_step(output)
+    if last_step is None:
+        print(f"there is no checkpoint under {output}: nothing that was trained is deleted")
+    async with await open_existing(run) as store:
+        retention = Retention(store.connection)
+        limits = await retention.limits(last_step=last_step or 0, older_than_days=days, before_step=step)
+        pruned = await retention.prune(limits, dry_run=arguments.dry_run)
+    said = "would be deleted" if arguments.dry_run else "deleted"
+    print(
+        f"{said}: {pruned.calls:,} model calls, {pruned.data:,} training documents and {pruned.files:,} files"
+        f" of {pruned.trajectories:,} trajectories, {pruned.bytes:,} bytes"
+    )
+    return 0
+
+
+def _rescore(subparsers: Any) -> None:
+    parser = subparsers.add_parser("rescore", help="score stored trajectories again from their final answers")
+    parser.add_argument("--scorer", help="a name or a path module:function (default: each task's own)")
+    parser.add_argument("--split", help="only this split (default: all)")
+    parser.add_argument("--status", action="append", choices=("scored", "ready", "abandoned"), default=[],
+                        help="only Records in this state; may be repeated")  # fmt: skip
+    parser.add_argument("--task", action="append", default=[], help="only this Task's; may be repeated")
+    parser.add_argument("--record", action="append", default=[], help="only this Record; may be repeated")
+    parser.add_argument("--concurrency", type=int, default=16, help="scorings at a time (%(default)s)")
+    parser.add_argument("--scorer_timeout_seconds", type=float, default=120.0, help="(%(default)s)")
+    parser.add_argument(
+        "--agent_config_path", default="assets/agent_config.yml", help="the judge's endpoints"
+    )
+    parser.add_argument(
+        "--allowed_modules", default="", help="modules, separated by commas, that rules may name a filter of"
+    )
+    parser.add_argument("--dry_run", action="store_true", help="score and compare, write nothing")
+    parser.set_defaults(handler=rescore)
+
+
+async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
+    """Score, write and print a table; return 1 if some Records could not be scored."""
+    from agentrl.data.rescore import RescoreOptions, rescore_run
+    from agentrl.documents.status import RecordStatus
+    from agentrl.observe.terminal import fixed, stdout_console, table
+    from agentrl.registry import allow_imports
+    from agentrl.scoring.scorers import SCORERS
+    from agentrl.store.admin.rescore import SCORED
+    from agentrl.store.client import open_existing
+
+    allow_imports(name.strip() for name in arguments.allowed_modules.split(",") if name.strip())
+    allow_imports({arguments.scorer} if arguments.scorer else {})
+    if arguments.scorer is not None:
+        SCORERS.get(arguments.scorer)
+    options = RescoreOptions(
+        scorer=arguments.scorer,
+        split=arguments.split,
+        statuses=[RecordStatus(status) for status in arguments.status] or SCORED,
+        tasks=arguments.task,
+        records=arguments.record,
+        concurrency=arguments.concurrency,
+        scorer_timeout_seconds=arguments.scorer_timeout_seconds,
+        agent_config_path=arguments.agent_config_path,
+        dry_run=arguments.dry_run,
+    )
+    async with await open_existing(run) as store:
+        allow_imports(await store.imports.paths())
+        report = await rescore_run(store, options)
+    rows = [
+        [name, len(split.old), fixed(split.old_mean), fixed(split.new_mean), split.changed,
+         split.decided_again, sum(split.kept.values())]
+        for name, split in sorted(report.splits.items())
+    ]  # fmt: skip
+    columns = ["split", "Records", "old mean", "new mean", "scores changed", "groups decided again",
+               "groups left"]  # fmt: skip
+    title = "Rescored, nothing written" if options.dry_run else "Rescored"
+    stdout_console().print(table(title, columns, rows))
+    for line in report.remarks():
+        print(line)
+    return 1 if report.errors else 0
+
+
+def _reopen(subparsers: Any) -> None:
+    parser = subparsers.add_parser("reopen", help="open slots that failed for good, with all their attempts")
+    parser.add_argument(
+        "--failure_kind", "--failure-kind", action="append", choices=KINDS, default=[],
+        help="only slots whose last attempt failed like this; 'group': groups that could not be finalized;"
+        " may be repeated (default: any)",
+    )  # fmt: skip
+    parser.add_argument("--split", help="only this split (default: all)")
+    parser.add_argument("--dry_run", action="store_true", help="say what would be opened, open nothing")
+    parser.set_defaults(handler=reopen)
+
+
+async def reopen(run: RunConfig, arguments: argparse.Namespace) -> int:
+    """Open the slots and print how many."""
+    from agentrl.store.admin.reopen import Reopening
+    from agentrl.store.client import open_existing
+
+    async with await open_existing(run) as store:
+        done = await Reopening(store.connection).reopen(
+            arguments.failure_kind, split=arguments.split, dry_run=arguments.dry_run
+        )
+    said = "would be reopened" if arguments.dry_run else "reopened"
+    print(f"{said}: {done.slots} slots of {done.groups} groups, {done.finalized} of which had been finalized")
+    if done.given_up:
+        print(f"{said}: {done.given_up} groups that could not be finalized; they are tried again")
+    if done.data:
+        print(f"{done.data} training documents of these groups are deleted; they are made again from all")
+    for why, groups in done.left.items():
+        print(f"left as they are: {groups} groups ({why})")
+    return 0
+
+
+def _users(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "users",
+        help="list the users of a run; --create makes one for samplers, trainer, engines and auditors",
+        description="Lists users. With --create, makes the roles and users agentrl_sampler, agentrl_trainer,"
+        " agentrl_engine and agentrl_auditor, each with the rights that its processes need. Passwords come"
+        " from AGENTRL_SAMPLER_PASSWORD and the like, or are generated and shown this once.",
+    )
+    parser.add_argument("--create", action="store_true", help="make them, or bring their rights up to date")
+    parser.add_argument("--all_runs", action="store_true", help="for every run of the server, new ones too")
+    parser.set_defaults(handler=users)
+
+
+async def users(run: RunConfig, arguments: argparse.Namespace) -> int:
+    """Print the users, or make them and print their connection strings."""
+    from agentrl.store.admin.users import Users
+    from agentrl.store.client import open_connection, open_existing
+
+    if arguments.create and arguments.all_runs:
+        connection = await open_connection(run)
+        try:
+            created = await Users(connection).create(all_runs=True)
+        finally:
+            await connection.close()
+    else:
+        async with await open_existing(run) as store:
+            if not arguments.create:
+                for name, roles in sorted((await Users(store.connection).existing()).items()):
+                    print(f"{name:<32} {', '.join(roles)}")
+                return 0
+            created = await Users(store.connection).create()
+    for user in created:
+        print(f"{user.name:<16} {'made   ' if user.is_new else 'updated'} {user.uri}")
+    if any(user.password is not None for user in created):
+        print("keep the passwords: they are not shown again")
+    return 0
+
+
+def _migrate(subparsers: Any) -> None:
+    parser = subparsers.add_parser("migrate", help="bring a run of an older version to this one's schema")
+    parser.add_argument("--dry_run", action="store_true", help="say what would be done, do nothing")
+    parser.set_defaults(handler=migrate)
+
+
+async def migrate(run: RunConfig, arguments: argparse.Namespace) -> int:
+    """Run the migrations that are due and print what each did."""
+    from agentrl.store.admin.migrate import Migrations
+    from agentrl.store.client import open_existing
+    from agentrl.store.names import SCHEMA_VERSION
+
+    async with await open_existing(run, any_version=True) as store:
+        migrations = Migrations(store.connection)
+        if arguments.dry_run:
+            for migration in await migrations.pending():
+                print(f"due: {migration.origin} → {migration.target}: {migration.what}")
+            return 0
+        for done in await migrations.run():
+            step = done.migration
+            print(f"{step.origin} → {step.target}: {step.what}: {done.changed} documents")
+    print(f"{run.run_name} has schema version {SCHEMA_VERSION}")
+    return 0
+
+
+def _accept(subparsers: Any) -> None:
+    parser = subparsers.add_parser("accept", help="let the next process set settings of the run anew")
+    parser.add_argument("concern", nargs="+", choices=SETTINGS, help=f"one or more of: {', '.join(SETTINGS)}")
+    parser.set_defaults(handler=accept)
+
+
+async def accept(run: RunConfig, arguments: argparse.Namespace) -> int:
+    """Delete the settings and print what they were."""
+    from agentrl.observe.terminal import clean
+    from agentrl.store.client import open_existing
+
+    async with await open_existing(run) as store:
+        for concern in arguments.concern:
+            forgotten = await store.settings.forget(concern)
+            if forgotten is None:
+                print(f"{concern}: the run has none")
+                continue
+            values = ", ".join(f"{name} {value!r}" for name, value in forgotten.values.items())
+            print(clean(f"{concern}: the next process sets its own; it was {values} (by {forgotten.by})"))
+    return 0

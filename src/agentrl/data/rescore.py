@@ -1,0 +1,187 @@
+"""Scores stored trajectories again, by the same scorer or another, and decides their groups anew."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from agentrl.config.groups import RIGHT_THRESHOLD, GroupConfig
+from agentrl.data.finalize_group import TRAIN_SPLIT, GroupRules
+from agentrl.documents.model_call import DispatchedSamplingTask, full_messages
+from agentrl.documents.record import Record
+from agentrl.documents.status import RecordStatus
+from agentrl.documents.task import Task
+from agentrl.errors import ConfigError, GroupError, ScorerError, StoreError
+from agentrl.scoring.scorers import ScorerContext, run_scorer
+from agentrl.store.admin.rescore import SCORED, NewScore, Rescored, Rescoring
+from agentrl.store.client import Store
+from agentrl.store.groups import Decide, StoredGroup
+
+_GROUPS_AT_A_TIME = 8
+_ERRORS_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RescoreOptions:
+    """Which Records to score again, and how. Filters that are empty select all."""
+
+    scorer: str | None = None
+    """A name or a path ``module:function``; None: each task's own."""
+    split: str | None = None
+    statuses: Sequence[RecordStatus] = SCORED
+    tasks: Sequence[str] = ()
+    records: Sequence[str] = ()
+    concurrency: int = 16
+    scorer_timeout_seconds: float = 120.0
+    agent_config_path: str = "assets/agent_config.yml"
+    dry_run: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class SplitReport:
+    """The old and the new scores of one split's Records, and what became of their groups."""
+
+    old: list[float] = field(default_factory=list)
+    new: list[float] = field(default_factory=list)
+    changed: int = 0
+    decided_again: int = 0
+    kept: dict[str, int] = field(default_factory=dict)
+    """Groups that keep their scores, by reason."""
+
+    @property
+    def old_mean(self) -> float | None:
+        """The mean of the old scores; None without any."""
+        return fmean(self.old) if self.old else None
+
+    @property
+    def new_mean(self) -> float | None:
+        """The mean of the new scores; None without any."""
+        return fmean(self.new) if self.new else None
+
+
+@dataclass(frozen=True, slots=True)
+class RescoreReport:
+    """The result of rescoring a run."""
+
+    splits: dict[str, SplitReport] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+    """Records and groups that could not be scored or decided, with the reason."""
+
+    def remarks(self) -> Iterator[str]:
+        """Yield a line for the groups that keep their scores, by reason, and for the first errors."""
+        for name, split in sorted(self.splits.items()):
+            for why, groups in split.kept.items():
+                yield (
+                    f"{name}: {groups} groups keep their scores ({why});"
+                    " the new ones stand beside them as Record.rescored"
+                )
+        for error in self.errors[:_ERRORS_SHOWN]:
+            yield f"not scored  {error}"
+        if len(self.errors) > _ERRORS_SHOWN:
+            yield f"not scored  {len(self.errors) - _ERRORS_SHOWN} more"
+
+
+async def rescore_run(store: Store, options: RescoreOptions) -> RescoreReport:
+    """Score the selected Records again, a few groups at a time. Raises StoreError if none is selected."""
+    rescoring = Rescoring(store.connection)
+    tasks = await rescoring.tasks(
+        split=options.split, tasks=options.tasks, records=options.records, statuses=options.statuses
+    )
+    if not tasks:
+        raise StoreError(
+            f"run {store.run_name!r} has no scored Record like that",
+            hint="`agentrl audit records --status ready` lists Records",
+        )
+    rescorer = _Rescorer(rescoring, options, asyncio.Semaphore(max(1, options.concurrency)))
+    for start in range(0, len(tasks), _GROUPS_AT_A_TIME):
+        await asyncio.gather(*map(rescorer.rescore_group, tasks[start : start + _GROUPS_AT_A_TIME]))
+    return rescorer.report
+
+
+@dataclass(frozen=True, slots=True)
+class _Rescorer:
+    rescoring: Rescoring
+    options: RescoreOptions
+    slots: asyncio.Semaphore
+    report: RescoreReport = field(default_factory=RescoreReport)
+
+    async def rescore_group(self, task_id: str) -> None:
+        """Score the Records of one group, write the scores and count the result in the report."""
+        options = self.options
+        group = await self.rescoring.group(task_id, records=options.records, statuses=options.statuses)
+        scores = await self._scores(group)
+        try:
+            done = await self.rescoring.apply(
+                task_id, scores, _decide_by(group.task), dry_run=options.dry_run
+            )
+        except (ConfigError, GroupError) as error:
+            self.report.errors.append(f"{task_id}: {error.message}")
+            return
+        _count(self.report.splits.setdefault(group.task.split, SplitReport()), group, scores, done)
+
+    async def _scores(self, group: StoredGroup) -> dict[str, NewScore]:
+        results = await asyncio.gather(*(self._score(group, record) for record in group.records))
+        return {record.id: new for record, new in zip(group.records, results, strict=True) if new}
+
+    async def _score(self, group: StoredGroup, record: Record) -> NewScore | None:
+        options = self.options
+        calls = group.calls.get(record.id, ())
+        context = scorer_context(group.task, record, calls, options.agent_config_path)
+        async with self.slots:
+            try:
+                result = await run_scorer(
+                    options.scorer or group.task.scorer, context, options.scorer_timeout_seconds
+                )
+            except (ConfigError, ScorerError) as error:
+                self.report.errors.append(f"{record.id}: {error.message}")
+                return None
+        return NewScore(score=result.score, details=result.details)
+
+
+def scorer_context(
+    task: Task, record: Record, calls: Sequence[DispatchedSamplingTask], agent_config_path: str
+) -> ScorerContext:
+    """Return the scorer's input, rebuilt from stored documents; without messages if they were pruned."""
+    first = max((number for number, call in enumerate(calls) if call.parent is None), default=0)
+    messages = [
+        message
+        for parent, call in zip((None, *calls[first:]), calls[first:], strict=False)
+        for message in (*full_messages(call, parent), {"role": "assistant", **call.response})
+    ]
+    return ScorerContext(
+        query=task.query,
+        final_answer=record.final_answer,
+        answer=task.answer,
+        aug_answers=task.aug_answers,
+        messages=tuple(messages),
+        meta=task.meta,
+        agent_config_path=agent_config_path,
+    )
+
+
+def _decide_by(task: Task) -> Callable[[Mapping[str, Any] | None], Decide | None]:
+    """Return the function from stored rules to the decision; it returns None if the rules are unknown."""
+
+    def decide_by(rules: Mapping[str, Any] | None) -> Decide | None:
+        if rules is not None:
+            return GroupRules.stored(rules).decide
+        if task.split != TRAIN_SPLIT:
+            right = float((task.group or {}).get("right_threshold", RIGHT_THRESHOLD))
+            return GroupRules(config=GroupConfig(right_threshold=right), seed=0).decide
+        return None
+
+    return decide_by
+
+
+def _count(split: SplitReport, group: StoredGroup, scores: Mapping[str, NewScore], done: Rescored) -> None:
+    for record in group.records:
+        if record.id in scores and record.score is not None:
+            split.old.append(record.score)
+            split.new.append(scores[record.id].score)
+            split.changed += record.score != scores[record.id].score
+    split.decided_again += done.decided_again
+    if done.kept_because is not None:
+        split.kept[done.kept_because] = split.kept.get(done.kept_because, 0) + 1
