@@ -1,4 +1,9 @@
-"""Resumable checkpoints: model, optimizer, schedule, random states and the steps they contain, atomically."""
+"""Write and read checkpoints: model, optimizer, schedule, random states and the steps they contain.
+
+A checkpoint is a folder that is written atomically. The optimizer's state is torch.distributed.checkpoint's.
+The model is a Hugging Face folder: with torch.distributed.checkpoint, other tools could not load it, and its
+files could not be hard links to the published version of the same step.
+"""
 
 from __future__ import annotations
 
@@ -42,26 +47,26 @@ _ADAM_COPIES = 3
 _UNREADABLE = (
     OSError, KeyError, ValueError, RuntimeError, EOFError, struct.error, pickle.UnpicklingError,
 )  # fmt: skip
-"""What torch.load and load_state_dict raise on a file that is damaged or of something else."""
+"""What torch.load and load_state_dict raise for a file that is damaged or has other content."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointState:
-    """What a checkpoint says of itself."""
+    """The content of ``state.json``."""
 
     run_name: str
     step: int
     policy_version: int
-    """The newest version published when it was written; its own weights are published after it."""
+    """The newest published version at that time; the checkpoint's own weights are published later."""
     train_steps: tuple[str, ...]
-    """``_id`` of every TrainStep whose effect the weights contain."""
+    """``_id`` of every TrainStep in the weights."""
     architecture: dict[str, Any]
     attempt: int = 1
-    """The trainer that wrote it: the lease's."""
+    """Attempt of the lease of the trainer that wrote it."""
 
 
 class Fence(Protocol):
-    """What a trainer asks before it changes checkpoints; both raise LeaseLostError once it is replaced."""
+    """Checks before a trainer changes checkpoints; both raise LeaseLostError if another has taken over."""
 
     def check(self) -> None:
         """Renew the trainer's lease."""
@@ -71,37 +76,37 @@ class Fence(Protocol):
 
 
 class Resumable(Protocol):
-    """What a checkpoint holds besides its state."""
+    """What a checkpoint stores besides its state."""
 
     @property
     def policy(self) -> Policy:
-        """The model, and the folder whose tokenizer goes with it."""
+        """The model, and the base folder with its tokenizer."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer, or this process's part of it."""
+        """The optimizer, or this rank's part of it."""
 
     @property
     def scheduler(self) -> LRScheduler:
         """The learning-rate schedule."""
 
     def kept(self) -> SavableModel:
-        """What of the model is written: the adapter alone, where there is one."""
+        """Return what is stored of the model: the adapter, or the whole model if there is none."""
 
     def save_optimizer(self, folder: Path) -> None:
-        """Write the optimizer's state as ``shards.save_optimizer`` does."""
+        """Write the optimizer's state as ``optimizer_state.save_optimizer`` does."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk; ``folder/model`` is a Hugging Face folder, or peft's adapter folder."""
+    """A complete checkpoint on disk."""
 
     folder: Path
     state: CheckpointState
 
     @property
     def model(self) -> Path:
-        """The model part."""
+        """A Hugging Face folder, or peft's adapter folder."""
         return self.folder / "model"
 
 
@@ -114,12 +119,12 @@ def save(
     fence: Fence | None = None,
     same_as: Path | None = None,
 ) -> Path:
-    """Write ``root/checkpoint-000010`` whole, then delete those before the newest ``limit``.
+    """Write ``root/checkpoint-000010`` atomically, then delete all but the newest ``limit`` checkpoints.
 
-    Of a trainer after the first it is ``checkpoint-000010-ATTEMPT``: two trainers never write one folder.
-    Those with steps that are undone are neither counted nor deleted. Files of the model that equal those in
-    the folder ``same_as`` share their space on disk. Raises PublishError, with nothing left
-    behind, when the disk is full; LeaseLostError when another trainer has taken over.
+    From attempt 2 on, the name is ``checkpoint-000010-ATTEMPT``: two trainers never write one folder.
+    Checkpoints with undone steps are neither counted nor deleted. Model files equal to those in the folder
+    ``same_as`` become hard links to them. Raises PublishError, leaving nothing behind, if the disk is full;
+    LeaseLostError if another trainer has taken over.
     """
     policy, kept = trained.policy, trained.kept()
     target = root / _folder_name(state)
@@ -156,57 +161,56 @@ def find(
     base: Path,
     discarded: Collection[str] = (),
 ) -> Checkpoint | None:
-    """The checkpoint to resume from: for ``auto`` the newest complete one whose steps all stand, none for
-    ``none``, or a folder.
+    """Return the checkpoint to resume from, or None.
 
-    ``steps`` are all TrainSteps of the run. ``discarded`` names checkpoints that are being deleted.
-    Raises ConfigError for a folder that is none, for one of another run, for one that contains steps which
-    the database does not know, and for a named one that contains steps which have been undone; ModelError
-    for another architecture than the model in ``base``.
+    ``choice`` is ``auto`` (the newest complete one without undone steps), ``none`` or a folder. ``steps`` are
+    all TrainSteps of the run. ``discarded`` names checkpoints that are being deleted. Raises ConfigError for
+    a folder without a checkpoint, a checkpoint of another run, steps that are not in the database, and a
+    named checkpoint with undone steps; ModelError for another architecture than that of ``base``.
     """
     if choice in (None, "none"):
         return None
     if choice == "auto":
         found = (_read(folder) for folder in reversed(_folders(root)) if folder.name not in discarded)
-        standing = (item for item in found if not _undone(item, run_name, steps))
-        newest = next(standing, None)
+        usable = (item for item in found if not _undone(item, run_name, steps))
+        newest = next(usable, None)
         return newest and _checked(newest, base)
     folder = Path(str(choice))
     if not (folder / STATE).is_file():
         raise ConfigError(
-            f"--resume_from_checkpoint {folder} is no checkpoint: it has no {STATE}",
+            f"--resume_from_checkpoint {folder} is not a checkpoint: it has no {STATE}",
             hint="give 'auto', 'none' or a folder checkpoint-…",
         )
     named = _read(folder)
     undone = _undone(named, run_name, steps)
     if undone:
         raise ConfigError(
-            f"{folder} contains {len(undone)} steps that have been undone, {undone[0]} among them: the run"
-            " went on from a checkpoint before them, and their data belong to others now",
+            f"{folder} contains {len(undone)} undone steps, such as {undone[0]}: the run went on from an"
+            " earlier checkpoint, and other steps train their data now",
             hint=f"start another run from its weights: --model_name_or_path {named.model}",
         )
     return _checked(named, base)
 
 
 def set_aside(root: Path, train_steps: Collection[str], attempt: int) -> list[Path]:
-    """Rename checkpoints that contain other steps than ``train_steps`` to ``undone-checkpoint-…``.
+    """Rename checkpoints with undone steps, those not in ``train_steps``, to ``undone-checkpoint-…``.
 
-    Those steps are undone. Checkpoints of trainers after ``attempt`` stay. Returns the new places.
+    Checkpoints of trainers after ``attempt`` stay. Returns the new folders.
     """
     moved = []
-    standing = {item.folder for item in _lineage(root, train_steps, attempt)}
+    kept = {item.folder for item in _lineage(root, train_steps, attempt)}
     for folder in _folders(root):
-        if folder not in standing and _step_and_attempt(folder)[1] <= attempt:
+        if folder not in kept and _step_and_attempt(folder)[1] <= attempt:
             place = folder.with_name(f"undone-{folder.name}")
             shutil.rmtree(place, ignore_errors=True)
             folder.rename(place)
-            logger.warning("%s holds steps that are undone: it is %s now", folder, place.name)
+            logger.warning("%s contains undone steps: renamed to %s", folder, place.name)
             moved.append(place)
     return moved
 
 
 def restore(checkpoint: Checkpoint, trained: Resumable) -> None:
-    """Load optimizer, schedule and random states; the model is loaded from ``checkpoint.model``."""
+    """Load optimizer, schedule and random states; ``load_policy`` loads ``checkpoint.model``."""
     path = checkpoint.folder / _TRAINER
     try:
         load_optimizer(checkpoint.folder / _OPTIMIZER, trained.policy.model, trained.optimizer)
@@ -221,7 +225,7 @@ def restore(checkpoint: Checkpoint, trained: Resumable) -> None:
 
 
 def _folders(root: Path) -> list[Path]:
-    """Complete checkpoints, oldest first: a temporary folder has another name until it is whole."""
+    """Return complete checkpoints, oldest first; a folder has another name until it is complete."""
     if not root.is_dir():
         return []
     found = (path for path in root.iterdir() if _NAME.fullmatch(path.name))
@@ -239,7 +243,7 @@ def _step_and_attempt(folder: Path) -> tuple[int, int]:
 
 
 def _lineage(root: Path, train_steps: Collection[str], attempt: int) -> list[Checkpoint]:
-    """Checkpoints of trainers up to ``attempt`` that contain no other steps, oldest first."""
+    """Return checkpoints of trainers up to ``attempt`` with no other steps, oldest first."""
     contained = set(train_steps)
     found = []
     for folder in _folders(root):
@@ -267,7 +271,7 @@ def _read(folder: Path) -> Checkpoint:
 
 
 def _undone(checkpoint: Checkpoint, run_name: str, steps: Sequence[TrainStep]) -> list[str]:
-    """The steps in a checkpoint of this run that do not stand; ConfigError for one of another."""
+    """Return the undone steps in a checkpoint; ConfigError for a checkpoint of another run."""
     folder, state = checkpoint.folder, checkpoint.state
     if state.run_name != run_name:
         raise ConfigError(
@@ -278,9 +282,9 @@ def _undone(checkpoint: Checkpoint, run_name: str, steps: Sequence[TrainStep]) -
     unknown = [key for key in state.train_steps if key not in status]
     if unknown:
         raise ConfigError(
-            f"{folder} contains {len(unknown)} steps that database {run_name} does not know:"
+            f"{folder} contains {len(unknown)} steps that are not in database {run_name}:"
             " the database has been emptied, or is another one",
-            hint="give --resume_from_checkpoint none, or another --output_dir, to start anew",
+            hint="give --resume_from_checkpoint none, or another --output_dir, to start from the base model",
         )
     return [key for key in state.train_steps if status[key] is not StepStatus.COMMITTED]
 
@@ -290,9 +294,9 @@ def _checked(checkpoint: Checkpoint, base: Path) -> Checkpoint:
     expected = architecture(base)
     differing = [key for key in expected if state.architecture.get(key, expected[key]) != expected[key]]
     if differing:
-        told = ", ".join(f"{key} {state.architecture[key]} against {expected[key]}" for key in differing)
+        listed = ", ".join(f"{key} {state.architecture[key]}, not {expected[key]}" for key in differing)
         raise ModelError(
-            f"{folder} holds another architecture than {base}: {told}",
+            f"{folder} has another architecture than {base}: {listed}",
             hint="give the --model_name_or_path that the run started with, or --resume_from_checkpoint none",
         )
     return checkpoint

@@ -1,4 +1,4 @@
-"""The trainer's lease on its run: taken at the start, renewed while it trains, given back at the end."""
+"""Hold the lease that makes this process the only trainer of its run: acquire, renew, release."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RENEWALS_PER_LEASE = 3
-_LOOK_SECONDS = 1.0
-"""How often a lease is looked at that its holder may have left behind."""
+_POLL_SECONDS = 1.0
+"""How often to try for a lease whose holder may have died."""
 
 
 class TrainerLease:
-    """What makes this process the run's one trainer; made by ``hold``."""
+    """The lease of this process on its run; ``hold`` acquires it."""
 
     def __init__(self, store: Store, attempt: int, seconds: float, owner: str = "trainer") -> None:
         self._store = store
         self._seconds = seconds
         self.owner = owner
-        """The name of this start of a trainer; no other has it."""
+        """A unique name of this process."""
         self.attempt = attempt
-        """Which start of a trainer on this run this is, from 1; writes under an earlier one are refused."""
+        """Counts the trainers of this run, from 1: a fencing token; writes with a smaller one are refused."""
         self.lost = asyncio.Event()
         """Set when another trainer has taken over."""
 
     async def check(self) -> None:
-        """Renew now. Raises LeaseLostError if another trainer has taken over."""
+        """Renew the lease. Raises LeaseLostError if another trainer has taken over."""
         try:
             await self._store.trainer_lease.renew(self.attempt, self._seconds)
         except LeaseLostError:
@@ -59,11 +59,11 @@ class TrainerLease:
             raise
 
     def fence(self) -> ThreadFence:
-        """The lease, for a thread that writes files; call it on the event loop."""
+        """Return the lease's checks for a worker thread that writes files; call it on the event loop."""
         return ThreadFence(self, asyncio.get_running_loop())
 
     async def keep(self) -> None:
-        """Renew three times a term until the lease is lost; a database that is away is tried again."""
+        """Renew three times per lease term until the lease is lost; an outage of the database is retried."""
         while not self.lost.is_set():
             await asyncio.sleep(self._seconds / _RENEWALS_PER_LEASE)
             try:
@@ -76,9 +76,9 @@ class TrainerLease:
 
 @dataclass(frozen=True)
 class ThreadFence:
-    """Asks the database, on the event loop, whether this process is still the run's trainer.
+    """The lease's checks for a worker thread; they run on the event loop, and block the thread.
 
-    The limits of a database call bound each wait.
+    The timeouts of a database call bound each wait.
     """
 
     lease: TrainerLease
@@ -89,7 +89,7 @@ class ThreadFence:
         asyncio.run_coroutine_threadsafe(self.lease.check(), self.loop).result()
 
     def discard(self, names: Sequence[str]) -> None:
-        """Record that these checkpoints are about to be deleted. Raises LeaseLostError likewise."""
+        """Record that these checkpoints are about to be deleted; LeaseLostError if another has taken over."""
         asyncio.run_coroutine_threadsafe(self.lease.discard(names), self.loop).result()
 
 
@@ -97,10 +97,10 @@ class ThreadFence:
 async def hold(
     store: Store, seconds: float, stop: asyncio.Event | None = None
 ) -> AsyncIterator[TrainerLease]:
-    """Be the run's trainer for the length of the block.
+    """Hold the run's lease for the length of the block, and renew it meanwhile.
 
-    A lease whose holder cannot be observed from here (another machine, another container) is waited for until
-    it runs out. Raises LeaseHeldError, naming the holder, when the holder is alive, or on ``stop``.
+    If the holder cannot be observed from here (another machine or container), waits until its lease expires.
+    Raises LeaseHeldError, naming the holder, if the holder is alive, or when ``stop`` is set.
     """
     owner = f"{describe_process_id()}-{secrets.token_hex(3)}"
     attempt = await _acquire(store, owner, seconds, stop or asyncio.Event())
@@ -132,7 +132,7 @@ async def _acquire(store: Store, owner: str, seconds: float, stop: asyncio.Event
             if stop.is_set() or (holder.owner is not None and (is_renewed or is_seen_alive)):
                 raise
             if seen is None:
-                logger.warning("%s; waiting until it is renewed or runs out", error.message)
+                logger.warning("%s; waiting until it is renewed or expires", error.message)
             seen = term
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), _LOOK_SECONDS)
+            await asyncio.wait_for(stop.wait(), _POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""Where a trainer starts: the database is brought back to its checkpoint, or to the base model."""
+"""Roll the database back to the step of the checkpoint, or of the base model, that a trainer starts from."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Progress:
-    """How far training has come."""
+    """How far training has come; the loop updates it."""
 
     attempt: int
-    """Which start of a trainer on this run this is, from 1: the trainer's lease."""
+    """The attempt of the trainer's lease."""
     step: int = 0
-    """Committed optimizer steps that the weights contain."""
+    """Number of committed optimizer steps in the weights."""
     version: int = 0
-    """The newest published version."""
+    """The newest published policy version."""
     published_step: int = 0
-    """The step whose weights ``version`` has."""
+    """The step of that version's weights."""
     is_overdue: bool = False
-    """A publication failed, and none has succeeded since."""
+    """The last publication failed."""
     train_steps: list[str] = field(default_factory=list)
+    """``_id`` of each committed TrainStep in the weights."""
     replay: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """What the steps that are undone had planned: {step: (data id, …)}; done again, they train the same."""
+    """{step: (data id, …)} that undone steps had planned; repeated, they train the same data."""
 
     @property
     def is_published(self) -> bool:
-        """The weights are those of ``version``."""
+        """Whether the current weights are published."""
         return self.step == self.published_step
 
 
@@ -51,11 +52,11 @@ async def begin(
     attempt: int,
     replays: bool = True,
 ) -> Progress:
-    """Undo the steps after the checkpoint: withdraw their versions, re-open their data.
+    """Undo the steps after the checkpoint: first withdraw their versions, then re-open their data.
 
-    In this order, so that a published version never belongs to a step that has been undone.
-    Publishes the base model as version 0 on a new run. ``steps`` are all TrainSteps of the run, as they were
-    before; with ``replays`` the steps that are undone are planned again as they were.
+    In this order, no published version ever belongs to an undone step. Publishes the base model as version 0
+    of a new run. ``steps`` are all TrainSteps of the run, read before; with ``replays``, undone steps are
+    planned again with the same data.
     """
     step = checkpoint.state.step if checkpoint else 0
     contained = list(checkpoint.state.train_steps) if checkpoint else []
@@ -79,10 +80,10 @@ async def begin(
 
 
 def replay_after(steps: Sequence[TrainStep], step: int) -> dict[int, tuple[str, ...]]:
-    """What each step above ``step`` was last planned to train: {step: (data id, …)}.
+    """Return {step: (data id, …)}, the newest plan of each step above ``step``.
 
-    A trainer that dies while it replays leaves the plans of its predecessor behind it for the steps that it
-    did not reach, so that the next one replays them all.
+    If a trainer dies while it replays, its predecessor's plans stand for the steps that it did not reach; the
+    next trainer replays all of them.
     """
     plans = sorted((item for item in steps if item.step > step), key=lambda item: item.planned_at)
     return {item.step: item.data for item in plans}

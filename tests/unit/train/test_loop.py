@@ -249,7 +249,7 @@ async def test_a_trainer_that_waits_ends_when_it_is_replaced(store: FakeStore, s
 async def test_a_database_that_was_emptied_is_told(store: FakeStore, start: Start) -> None:
     await (await start(max_steps=1)).run()
     store.train_steps.clear()
-    with pytest.raises(ConfigError, match="1 steps that database run does not know"):
+    with pytest.raises(ConfigError, match="1 steps that are not in database run"):
         await start()
 
 
