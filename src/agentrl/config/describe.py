@@ -1,40 +1,122 @@
-"""``python -m agentrl.config.describe`` prints docs/flags.md from the schema."""
+"""Describes the flags: ``--help``, and docs/flags.md (``python -m agentrl.config.describe`` prints it)."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import textwrap
+from collections.abc import Sequence
+from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from agentrl.config.schema import GROUPS
+from agentrl.config.examples import EXAMPLES
+from agentrl.config.fields import constraint
+from agentrl.config.schema import GROUPS, Section, sections
+
+_WIDTH = 110
+_FLAG_COLUMN = 36
 
 _HEAD = """# Flags
 
 Every process of a run accepts every flag below and reads those it needs, so one set of flags, or one YAML
-file with the same names (`--config run.yml`; flags win), serves a whole run. An unknown flag or key is an
-error that names the nearest known one. `python -m agentrl.config.describe > docs/flags.md` writes this page.
+file with the same names (`--config run.yml`; flags win), serves a whole run. In the file, flags may be
+grouped in sections with the keys below, or stand flat:
+
+```yaml
+run_name: math
+loss:
+  loss_calculater: GSPO
+parallel:
+  tp_size: 2
+```
+
+An unknown flag, section or key is an error that names the nearest known one. A value outside the range of its
+flag is refused at start. `python -m agentrl.config.describe > docs/flags.md` writes this page.
 """
 
 
 def flags_page() -> str:
-    """The page as Markdown: a table per group."""
-    return "\n".join([_HEAD, *(_table(group) for group in GROUPS)])
+    """Return docs/flags.md: a table per section."""
+    return "\n".join([_HEAD, *(_table(section) for section in sections(*GROUPS))])
 
 
-def _table(group: type) -> str:
-    summary = (group.__doc__ or "").splitlines()[0].rstrip(".")
-    hints = get_type_hints(group)
-    lines = [f"## {summary}", "", "| flag | default | meaning |", "|---|---|---|"]
-    for field in dataclasses.fields(group):
-        default = "" if field.default is None else f"`{field.default}`" if field.default != "" else ""
-        meaning = str(field.metadata["help"]).replace("|", "\\|")
-        lines.append(f"| `--{field.name}` | {default} | {meaning}{_choices(hints[field.name])} |")
+def help_text(command: str, description: str, groups: Sequence[type]) -> str:
+    """Return the text of ``--help``: the flags of ``groups`` by section, and two examples."""
+    examples = EXAMPLES.get(" ".join(command.split()[:3]), EXAMPLES.get(" ".join(command.split()[:2]), ()))
+    parser = argparse.ArgumentParser(
+        prog=command,
+        usage=f"{command} [--config FILE.yaml] [--flag VALUE …]",
+        description=description,
+        add_help=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(
+            prog, max_help_position=_FLAG_COLUMN, width=_WIDTH
+        ),
+    )
+    for section in sections(*groups):
+        group = parser.add_argument_group(f"{section.title} [{section.key}]")
+        for item in section.flags:
+            group.add_argument(f"--{item.name}", metavar=_kind(item).upper(), help=_help(item))
+    end = textwrap.fill(
+        "The names in brackets are the sections of a --config file. Flags of the run's other commands are"
+        " accepted too, so that one set of flags, or one file, serves every process of a run.",
+        _WIDTH,
+    )
+    shown = [parser.format_help(), end]
+    if examples:
+        shown += ["", "examples:", *(f"  {example}" for example in examples)]
+    return "\n".join(shown)
+
+
+def _table(section: Section) -> str:
+    lines = [
+        f"## {section.title}",
+        "",
+        f"Section `{section.key}:`.",
+        "",
+        "| flag | value | default | meaning |",
+        "|---|---|---|---|",
+    ]
+    for item in section.flags:
+        default = "" if item.default in (None, "") else f"`{item.default}`"
+        meaning = str(item.metadata["help"]).replace("|", "\\|")
+        lines.append(f"| `--{item.name}` | {_value(item)} | {default} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 
-def _choices(hint: Any) -> str:
-    if get_origin(hint) is not Literal:
-        return ""
-    return f" ({', '.join(f'`{choice}`' for choice in get_args(hint))})"
+def _value(item: dataclasses.Field[Any]) -> str:
+    """Return the choices of a flag, or its type with range and unit."""
+    hint = _hint(item)
+    if get_origin(hint) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(hint))
+    return " ".join(filter(None, (_kind(item), constraint(item))))
+
+
+def _help(item: dataclasses.Field[Any]) -> str:
+    """Return the help text with range, unit, choices and default."""
+    choices = get_args(_hint(item)) if get_origin(_hint(item)) is Literal else ()
+    notes = [", ".join(choices), constraint(item)]
+    if item.default not in (None, "", dataclasses.MISSING, ...):
+        notes.append(f"default: {item.default}")
+    ending = "; ".join(filter(None, notes))
+    text = f"{item.metadata['help']} ({ending})" if ending else str(item.metadata["help"])
+    return text.replace("%", "%%")
+
+
+def _kind(item: dataclasses.Field[Any]) -> str:
+    """Return the name of the type of a flag, without None."""
+    hint = _hint(item)
+    if get_origin(hint) is Literal:
+        return "name"
+    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not NoneType]
+    name: str = kinds[0].__name__
+    return "text" if name == "str" else name
+
+
+def _hint(item: dataclasses.Field[Any]) -> Any:
+    return _HINTS.get(item.name, item.type)
+
+
+_HINTS = {name: hint for group in GROUPS for name, hint in get_type_hints(group).items()}
 
 
 if __name__ == "__main__":

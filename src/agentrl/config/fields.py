@@ -37,6 +37,8 @@ class Range:
         if not math.isinf(self.high):
             ends = "[" if self.includes_low else "(", "]" if self.includes_high else ")"
             return f"in {ends[0]}{self.low:g}, {self.high:g}{ends[1]}"
+        if math.isinf(self.low):
+            return "finite"
         return f"{'≥' if self.includes_low else '>'} {self.low:g}{' or inf' if self.includes_high else ''}"
 
 
@@ -47,7 +49,6 @@ def flag(
     within: str | None = None,
     unit: str | None = None,
     secret: bool = False,
-    repr: bool = True,
     ignored: bool = False,
 ) -> Any:
     """Declare a flag as a dataclass field.
@@ -63,7 +64,7 @@ def flag(
         "unit": unit,
         "ignored": ignored,
     }
-    return field(default=default, repr=repr and not secret, metadata=metadata)
+    return field(default=default, repr=not secret, metadata=metadata)
 
 
 def constraint(item: dataclasses.Field[Any]) -> str:
@@ -106,14 +107,3 @@ def require(condition: bool, message: str, hint: str) -> None:
     """Raise ConfigError unless ``condition`` holds."""
     if not condition:
         raise ConfigError(message, hint=hint)
-
-
-def require_positive(owner: object, *names: str) -> None:
-    """ConfigError for a named field that is neither None nor finite and above 0."""
-    for name in names:
-        value = getattr(owner, name)
-        require(
-            value is None or (math.isfinite(value) and value > 0),
-            f"--{name} is {value}",
-            f"give --{name} a value above 0",
-        )

@@ -1,4 +1,4 @@
-"""Flags and a YAML file → configuration dataclasses; what is unknown is an error that names the nearest."""
+"""Parses flags and a YAML file into configuration dataclasses."""
 
 from __future__ import annotations
 
@@ -6,25 +6,29 @@ import argparse
 import copy
 import dataclasses
 import difflib
+import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import yaml
 
-from agentrl.config.schema import GROUPS
+from agentrl.config.examples import EXAMPLES
+from agentrl.config.schema import GROUPS, sections
 from agentrl.errors import ConfigError
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 
 class Configs:
-    """The parsed groups; ``configs[LossConfig]`` is the group."""
+    """The parsed groups of flags; ``configs[LossConfig]`` is one of them."""
 
     def __init__(self, groups: Sequence[Any], given: Iterable[str] = ()) -> None:
-        """``given`` are the flags that were given, not left at their defaults."""
+        """``given`` names the flags that were given; the others have their defaults."""
         self._groups = {type(group): group for group in groups}
         self.given = frozenset(given)
 
@@ -47,16 +51,17 @@ def parse(
 ) -> Configs:
     """Parse ``argv`` into every group of the schema and ``extra`` (groups of this command alone).
 
-    ``--config FILE.yaml`` supplies values under the same names; flags win. ``--help`` lists the groups
-    ``shown`` and ``extra``. ``validate`` checks the values against each other. Raises ConfigError on unknown
-    flags or keys and on values of a wrong type.
+    ``--config FILE.yaml`` supplies values under the same names, flat or in sections; flags win. ``--help``
+    lists the groups ``shown`` and ``extra``. ``validate`` checks the values against each other. A flag that
+    has no effect logs a warning. Raises ConfigError on unknown flags or keys and on invalid values.
     """
-    from transformers.hf_argparser import HfArgumentParser
-
-    groups = (*GROUPS, *extra)
     if any(word in ("-h", "--help") for word in argv):
-        _print_help(command, description, (*extra, *shown))
-    parser = _parser(HfArgumentParser, groups, command)
+        from agentrl.config.describe import help_text
+
+        print(help_text(command, description, (*extra, *shown)))
+        raise SystemExit(0)
+    groups = (*GROUPS, *extra)
+    parser = _parser(groups, command)
     defaults, argv = _take_config_file(argv, groups)
     parser.set_defaults(**defaults)
     for action in parser._actions:
@@ -71,32 +76,30 @@ def parse(
         raise _unknown(what, remaining[0].split("=")[0], [f"--{name}" for name in _names(groups)])
     words = {word.lstrip("-").partition("=")[0] for word in argv if word.startswith("--")}
     configs = Configs(values, words & set(_names(groups)) | set(defaults))
+    _warn_of_ignored(configs)
     if validate is not None:
         validate(configs)
     return configs
 
 
-def _parser(base: Any, groups: Sequence[type], command: str) -> Any:
-    class Parser(_flag_parser(base)):  # type: ignore[misc]
+def _parser(groups: Sequence[type], command: str) -> Any:
+    from transformers.hf_argparser import HfArgumentParser
+
+    class Parser(HfArgumentParser):
+        """Raises ConfigError, and accepts the metadata of ``fields.flag``."""
+
         def error(self, message: str) -> NoReturn:
             raise ConfigError(message, hint=f"see: {command} --help")
 
-    parser = Parser(groups, prog=command, add_help=False, allow_abbrev=False)
+        @staticmethod
+        def _parse_dataclass_field(parser: Any, field: dataclasses.Field[Any]) -> None:
+            plain = copy.copy(field)
+            plain.metadata = MappingProxyType({"help": field.metadata["help"]})
+            HfArgumentParser._parse_dataclass_field(parser, plain)
+
+    parser = Parser(cast("Any", groups), prog=command, add_help=False, allow_abbrev=False)
     _add_bare_switches(parser, groups)
     return parser
-
-
-def _flag_parser(base: Any) -> Any:
-    """Return ``base``, an HfArgumentParser, as one that accepts the metadata of flags."""
-
-    class FlagParser(base):  # type: ignore[misc]
-        @staticmethod
-        def _parse_dataclass_field(parser: Any, item: dataclasses.Field[Any]) -> None:
-            plain = copy.copy(item)
-            plain.metadata = MappingProxyType({"help": item.metadata["help"]})
-            base._parse_dataclass_field(parser, plain)
-
-    return FlagParser
 
 
 def _add_bare_switches(parser: Any, groups: Sequence[type]) -> None:
@@ -110,20 +113,11 @@ def _add_bare_switches(parser: Any, groups: Sequence[type]) -> None:
             parser.add_argument(f"--no_{action.dest}", action="store_false", dest=action.dest, default=None)
 
 
-def _print_help(command: str, description: str, groups: Sequence[type]) -> NoReturn:
-    from transformers.hf_argparser import HfArgumentParser
-
-    shown = _flag_parser(HfArgumentParser)(
-        cast("Any", list(groups)),
-        prog=command,
-        usage=f"{command} [--config FILE.yaml] [--flag VALUE …]",
-        description=description,
-        epilog="Flags of the other commands of the run are accepted too, so that one set of flags, or one"
-        " --config file with the same names, serves every process of a run.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=110),
-    )
-    shown.print_help()
-    raise SystemExit(0)
+def _warn_of_ignored(configs: Configs) -> None:
+    for group in configs:
+        for item in dataclasses.fields(group):
+            if item.metadata.get("ignored") and item.name in configs.given:
+                logger.warning("--%s has no effect: %s", item.name, item.metadata["help"])
 
 
 def _take_config_file(argv: Sequence[str], groups: Sequence[type]) -> tuple[dict[str, Any], list[str]]:
@@ -135,10 +129,11 @@ def _take_config_file(argv: Sequence[str], groups: Sequence[type]) -> tuple[dict
         raise ConfigError(str(error), hint="--config takes the path of a YAML file") from error
     if known.config is None:
         return {}, rest
-    return _read_yaml(Path(known.config), groups), rest
+    path = Path(known.config)
+    return _read_flags(path, _read_yaml(path), groups), rest
 
 
-def _read_yaml(path: Path, groups: Sequence[type]) -> dict[str, Any]:
+def _read_yaml(path: Path) -> dict[Any, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
@@ -147,22 +142,59 @@ def _read_yaml(path: Path, groups: Sequence[type]) -> dict[str, Any]:
         ) from error
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"--config {path} is not YAML: {error}", hint="mend the line that it names"
+            f"--config {path} is not YAML: {error}", hint="correct the line that it names"
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"--config {path} is not UTF-8 text: {error}", hint="save it as UTF-8") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"--config {path} holds no mapping", hint="write one 'flag: value' a line")
-    hints = {name: hint for group in groups for name, hint in get_type_hints(group).items()}
-    for key, value in content.items():
-        if key not in hints:
-            raise _unknown(f"key in {path}:", str(key), _names(groups))
-        if not _fits(hints[key], value):
-            raise ConfigError(
-                f"{path}: {key} is {value!r} ({type(value).__name__}), and it takes {_describe(hints[key])}",
-                hint="mind YAML's types: 1e-6 without a dot is text, write 1.0e-6",
-            )
+        raise ConfigError(f"--config {path} holds no mapping", hint="write one 'flag: value' per line")
     return content
+
+
+def _read_flags(path: Path, content: Mapping[Any, Any], groups: Sequence[type]) -> dict[str, Any]:
+    """Return the flags of a YAML file by name, flat or in sections; ConfigError for an invalid one."""
+    hints = {name: hint for group in groups for name, hint in get_type_hints(group).items()}
+    names = {section.key: [item.name for item in section.flags] for section in sections(*groups)}
+    found: dict[str, Any] = {}
+    for key, value in content.items():
+        where = f"key in {path}:"
+        if isinstance(value, dict):
+            if key not in names:
+                raise _unknown(f"section in {path}:", str(key), list(names))
+            _require_in_section(path, key, value, names)
+            given = value
+        elif key in names and value is None:
+            continue
+        else:
+            given = {key: value}
+        for name, item in given.items():
+            if name not in hints:
+                raise _unknown(where, str(name), [*_names(groups), *names])
+            if name in found:
+                raise ConfigError(f"{path}: {name} is given twice", hint="leave one of them out")
+            if not _fits(hints[name], item):
+                raise ConfigError(
+                    f"{path}: {name} is {item!r} ({type(item).__name__}), and it takes"
+                    f" {_describe(hints[name])}",
+                    hint="mind YAML's types: 1e-6 without a dot is text, write 1.0e-6",
+                )
+            found[name] = item
+    return found
+
+
+def _require_in_section(
+    path: Path, key: str, values: Mapping[Any, Any], names: Mapping[str, Sequence[str]]
+) -> None:
+    """Raise ConfigError for a flag that does not belong to section ``key``."""
+    for name in values:
+        if name in names[key]:
+            continue
+        homes = [section for section, flags in names.items() if name in flags]
+        if homes:
+            raise ConfigError(
+                f"{path}: {name} is not a flag of section {key}", hint=f"move it to section {homes[0]}"
+            )
+        raise _unknown(f"key in section {key} of {path}:", str(name), names[key])
 
 
 def _fits(hint: Any, value: Any) -> bool:
@@ -192,18 +224,22 @@ def _unknown(what: str, name: str, known: Sequence[str]) -> ConfigError:
 
 
 def argv_or_system(argv: Sequence[str] | None) -> list[str]:
-    """The arguments of a command that may be called from Python or from the shell."""
+    """Return ``argv``, or the arguments of this process for None."""
     return list(sys.argv[1:] if argv is None else argv)
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argparse parser for commands with a few flags of their own; its errors are ConfigErrors."""
+    """Parses the arguments of commands with a few flags of their own; its errors are ConfigErrors."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
+        examples = EXAMPLES.get(self.prog)
+        if examples:
+            self.formatter_class = argparse.RawDescriptionHelpFormatter
+            self.epilog = "\n".join(["examples:", *(f"  {example}" for example in examples)])
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's; an unknown flag is an error that names the nearest one."""
+        """Parse as argparse does; an unknown flag raises ConfigError with the nearest known one."""
         parsed, rest = self.parse_known_args(args, namespace)
         if rest:
             known = [option for parser in self._all_parsers() for option in parser._option_string_actions]
@@ -211,7 +247,7 @@ class CommandParser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of leaving the process."""
+        """Raise ConfigError; argparse would end the process."""
         raise ConfigError(message, hint=f"see: {self.prog} --help")
 
     def _all_parsers(self) -> list[argparse.ArgumentParser]:

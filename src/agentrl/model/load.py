@@ -12,6 +12,7 @@ from agentrl.config.schema import AdapterConfig, ModelConfig
 from agentrl.errors import ModelError
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -145,9 +146,18 @@ def disable_dropout(model: PreTrainedModel) -> None:
                 setattr(module, name, 0.0)
 
 
+def resolve_dtype(name: str) -> torch.dtype:
+    """Return the dtype of ``--dtype``; ``auto`` is bfloat16 on an accelerator and float32 on a CPU."""
+    import torch
+
+    if name == "auto":
+        return torch.bfloat16 if torch.accelerator.is_available() else torch.float32
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
 def load_model(folder: Path, config: ModelConfig) -> PreTrainedModel:
     """Load the model in ``folder`` with the dtype of ``config``; ModelError if it cannot be loaded."""
-    import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -156,7 +166,7 @@ def load_model(folder: Path, config: ModelConfig) -> PreTrainedModel:
     try:
         model = AutoModelForCausalLM.from_pretrained(
             str(folder),
-            dtype=getattr(torch, config.dtype),
+            dtype=resolve_dtype(config.dtype),
             attn_implementation="sdpa",
             trust_remote_code=config.trust_remote_code,
         )

@@ -6,8 +6,8 @@ import asyncio
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from agentrl.config.groups import RIGHT_THRESHOLD
 from agentrl.config.load import Configs, parse
+from agentrl.config.sampling import RIGHT_THRESHOLD
 from agentrl.config.schema import (
     AgentConfig,
     ClaimConfig,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from agentrl.config.groups import RIGHT_THRESHOLD
+from agentrl.config.sampling import RIGHT_THRESHOLD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

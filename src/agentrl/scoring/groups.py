@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.config.groups import RIGHT_THRESHOLD, GroupConfig
+from agentrl.config.sampling import RIGHT_THRESHOLD, GroupConfig
 from agentrl.documents.record import Record
 from agentrl.documents.status import StopReason
 from agentrl.scoring.advantages import ESTIMATORS, agrees, estimate

@@ -13,7 +13,8 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import PyMongoError
 
-from agentrl.config.schema import SYSTEM_DATABASES, RunConfig
+from agentrl.config.run import SYSTEM_DATABASES
+from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store.admin.migrate import check_version, open_schema
 from agentrl.store.changes import Changes

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from agentrl.config.memory import MemoryConfig
+from agentrl.config.training import MemoryConfig
 from agentrl.data.forest import TokenForest
 from agentrl.data.planner import CPU_FILL, PrefixMerging, build_micro_batches
 from agentrl.documents.training import DBRecordData

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from agentrl.config.memory import MemoryConfig
+from agentrl.config.training import MemoryConfig
 from agentrl.errors import ConfigError, TrainingError
 
 Checkpointing = Literal["none", "full", "selective"]

@@ -249,12 +249,13 @@ def _stream(
 
 
 def _check_space(configs: Configs, output: Path, others: Sequence[Path]) -> None:
-    from agentrl.model.load import base_folder
+    from agentrl.model.load import base_folder, resolve_dtype
     from agentrl.train.disk_space import check_output, retention
 
     model = configs[ModelConfig]
     is_adapter = configs[AdapterConfig].lora_rank > 0
-    kept = retention(base_folder(model), model.dtype, configs[TrainConfig], is_adapter=is_adapter)
+    dtype = str(resolve_dtype(model.dtype)).removeprefix("torch.")
+    kept = retention(base_folder(model), dtype, configs[TrainConfig], is_adapter=is_adapter)
     check_output(output, kept, others)
 
 

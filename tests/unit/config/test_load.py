@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from agentrl.config.examples import EXAMPLES
 from agentrl.config.load import CommandParser, Configs, parse
 from agentrl.config.schema import (
     GROUPS,
+    EngineConfig,
     GroupConfig,
     LossConfig,
     OptimConfig,
@@ -20,6 +23,10 @@ from agentrl.config.schema import (
     flag,
 )
 from agentrl.errors import ConfigError
+from agentrl.train.sft import SFTConfig
+
+HAND_PARSED = {"agentrl mongo", "agentrl tasks", "agentrl db", "agentrl parity", "agentrl quickstart"}
+"""Commands with a parser of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +176,47 @@ def test_wrong_yaml_is_named_with_what_mends_it(tmp_path: Path, text: str, parts
     assert caught.value.hint
 
 
+def test_yaml_groups_flags_in_sections(tmp_path: Path) -> None:
+    text = "run_name: flat\nloss:\n  epsilon: 0.3\nparallel:\n  tp_size: 2\ntraining:\nengine: vllm\n"
+    configs = load("--config", yaml_file(tmp_path, text))
+    assert configs[RunConfig].run_name == "flat"
+    assert configs[LossConfig].epsilon == 0.3
+    assert configs[TrainConfig].tp_size == 2
+    assert configs[EngineConfig].engine == "vllm"
+    assert configs.given == {"run_name", "epsilon", "tp_size", "engine"}
+    own = yaml_file(tmp_path, "command:\n  limit: 3\n  out: b.png\n")
+    assert load("--config", own, extra=(OwnFlags,))[OwnFlags].limit == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("los:\n  epsilon: 0.3\n", ["unknown section", "los", "did you mean loss?"]),
+        ("loss:\n  epsilom: 0.3\n", ["unknown key in section loss", "epsilom", "did you mean epsilon?"]),
+        (
+            "loss:\n  learning_rate: 0.3\n",
+            ["learning_rate is not a flag of section loss", "section optimizer"],
+        ),
+        ("loss:\n  epsilon: 0.3\nepsilon: 0.2\n", ["epsilon is given twice"]),
+        ("loss:\n  epsilon: high\n", ["epsilon is 'high'", "float or null"]),
+        ("loss: 3\n", ["unknown key", "loss"]),
+        ("parallel:\n  max_steps: 3\n", ["not a flag of section parallel", "section training"]),
+    ],
+)
+def test_a_wrong_section_or_key_is_named(tmp_path: Path, text: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("--config", yaml_file(tmp_path, text))
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+def test_a_flag_without_effect_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    load("--gradient_accumulation_steps", "4")
+    assert "--gradient_accumulation_steps has no effect: use --groups_per_step" in caplog.text
+    caplog.clear()
+    load("--groups_per_step", "4")
+    assert not caplog.text
+
+
 def test_a_config_file_that_is_missing_or_no_text(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load("--config", str(tmp_path / "none.yaml"))
@@ -198,6 +246,7 @@ def test_help_shows_the_groups_of_the_command(word: str, capsys: pytest.CaptureF
     assert "--limit" in out
     assert "--run_name" in out
     assert "--learning_rate" not in out
+    assert "[run]" in out
 
 
 def test_every_flag_has_a_help_line_and_one_owner() -> None:
@@ -206,6 +255,27 @@ def test_every_flag_has_a_help_line_and_one_owner() -> None:
     for group in GROUPS:
         for field in fields(group):
             assert field.metadata["help"], f"{group.__name__}.{field.name}"
+
+
+def test_every_number_has_a_range() -> None:
+    without = {"seed", "min_turns"}
+    for group in GROUPS:
+        for field in fields(group):
+            kinds = {
+                kind.__name__ for kind in get_args(field.type) or (field.type,) if isinstance(kind, type)
+            }
+            if kinds & {"int", "float"} and not field.metadata["ignored"]:
+                assert field.metadata["within"] or field.name in without, field.name
+
+
+def test_the_examples_of_each_command_are_of_that_command() -> None:
+    for command, examples in EXAMPLES.items():
+        for example in examples:
+            assert command.split()[-1] in example
+            for word in example.split():
+                known = {field.name for group in (*GROUPS, SFTConfig) for field in fields(group)}
+                if word.startswith("--") and command not in HAND_PARSED:
+                    assert word.removeprefix("--") in known | {"config", "config_file", "limit"}, example
 
 
 def test_run_flags_of_the_original_documents_exist() -> None:

@@ -10,7 +10,7 @@ import torch
 from tiny_models import chains, packed, tiny_model, tree
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from agentrl.config.learning import AdapterConfig
+from agentrl.config.training import AdapterConfig
 from agentrl.errors import ConfigError, ModelError
 from agentrl.losses.settings import LossSettings
 from agentrl.model.lora import Adapter, add_adapter, is_adapter

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny_models import chains, packed, tiny_model
 
-from agentrl.config.memory import MemoryConfig
 from agentrl.config.schema import OptimConfig
+from agentrl.config.training import MemoryConfig
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.losses.settings import LossSettings
 from agentrl.train.allocations import peak_allocated

@@ -41,9 +41,14 @@ def run_local_server(
     from agentrl.inference.engines.local.server import LocalServer
     from agentrl.inference.engines.local.worker import Worker
 
-    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    kinds = {
+        "auto": torch.float32 if device == "cpu" else torch.bfloat16,
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }
     if dtype not in kinds:
-        raise ConfigError(f"--dtype {dtype} is none of {', '.join(kinds)}")
+        raise ConfigError(f"unknown --dtype {dtype!r}", hint=f"choose one of {', '.join(kinds)}")
 
     def load(folder: str) -> LocalModel:
         return LocalModel(folder, dtype=kinds[dtype], device=torch.device(device))
@@ -66,7 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model_path", required=True, help="folder of a Hugging Face model")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30000)
-    parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        help="float32, bfloat16, float16, or auto: float32 on a CPU, else bfloat16",
+    )
     parser.add_argument("--device", default="cpu", help="cpu, or a torch device such as cuda:0")
     parser.add_argument("--weight_version", default="default", help="name of the weights served at the start")
     parser.add_argument("--max_running_requests", type=int, default=32, help="sequences decoded at a time")

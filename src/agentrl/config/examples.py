@@ -1,0 +1,74 @@
+"""Two examples of each command, which its ``--help`` shows."""
+
+from __future__ import annotations
+
+from typing import Final
+
+EXAMPLES: Final[dict[str, tuple[str, str]]] = {
+    "agentrl mongo": (
+        "agentrl mongo up",
+        "agentrl mongo status --mongo_dir /data/mongo",
+    ),
+    "agentrl tasks": (
+        "agentrl tasks load assets/tasks.jsonl --run_name math",
+        "agentrl tasks list --run_name math",
+    ),
+    "agentrl db": (
+        "agentrl db check --run_name math",
+        "agentrl db migrate --run_name math",
+    ),
+    "agentrl serve": (
+        "agentrl serve --run_name math --model_name_or_path models/Qwen3-0.6B",
+        "agentrl serve --config run.yaml --engine sglang --inf_tp_size 2",
+    ),
+    "agentrl sample": (
+        "agentrl sample --run_name math --train_file tasks.jsonl --model_name_or_path models/Qwen3-0.6B",
+        "agentrl sample --config run.yaml --target_concurrency 4",
+    ),
+    "agentrl train": (
+        "agentrl train --run_name math --model_name_or_path models/Qwen3-0.6B --learning_rate 1e-6",
+        "accelerate launch --config_file assets/fsdp2_dst.yml -m agentrl.train --config run.yaml --tp_size 2",
+    ),
+    "agentrl try": (
+        "agentrl try --config run.yaml --train_file tasks.jsonl",
+        "agentrl try --config run.yaml --train_file tasks.jsonl --max_turns 4",
+    ),
+    "agentrl eval": (
+        "agentrl eval --config run.yaml --eval_file test.jsonl",
+        "agentrl eval --config run.yaml --eval_file test.jsonl --num_generations 4",
+    ),
+    "agentrl sft": (
+        "agentrl sft --model_name_or_path models/Qwen3-0.6B --train_file conversations.jsonl"
+        " --output_dir output/sft",
+        "agentrl sft --config run.yaml --sft_from_records math --sft_min_score 1 --output_dir output/sft",
+    ),
+    "agentrl audit run": (
+        "agentrl audit run --run_name math",
+        "agentrl audit run --config run.yaml",
+    ),
+    "agentrl audit record": (
+        "agentrl audit record 4f1c --run_name math",
+        "agentrl audit record --run_name math",
+    ),
+    "agentrl audit records": (
+        "agentrl audit records --run_name math",
+        "agentrl audit records --config run.yaml --limit 50",
+    ),
+    "agentrl audit curve": (
+        "agentrl audit curve --run_name math",
+        "agentrl audit curve --config run.yaml",
+    ),
+    "agentrl doctor": (
+        "agentrl doctor",
+        "agentrl doctor --config run.yaml --engine sglang",
+    ),
+    "agentrl parity": (
+        "agentrl parity --model_name_or_path models/Qwen3-0.6B --engine local",
+        "agentrl parity --model_name_or_path models/Qwen3-0.6B --engine sglang,vllm --prompts 32",
+    ),
+    "agentrl quickstart": (
+        "agentrl quickstart",
+        "agentrl quickstart --tiny",
+    ),
+}
+"""Command → its examples."""

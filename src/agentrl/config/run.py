@@ -1,0 +1,111 @@
+"""Flags of a run's name, database, model and inference engine."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from agentrl.config.fields import Flags, flag, require
+
+SYSTEM_DATABASES = frozenset({"admin", "config", "local"})
+_MISSED_HEARTBEATS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Flags):
+    """The run: its name, folders and database."""
+
+    section = "run"
+
+    run_name: str = flag("default", "name of the run; its database has the same name")
+    output_dir: str | None = flag(
+        None, "folder of checkpoints and published weights (default: output/RUN_NAME)"
+    )
+    log_dir: str = flag("logs", "folder of the log files, one per process")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = flag("INFO", "lowest level that is logged")
+    seed: int = flag(0, "seed of task order, sampling and training")
+    db_connection_string: str | None = flag(
+        None,
+        "URI of a MongoDB replica set, 6.0 or newer (default: the embedded server in --mongo_dir)",
+        secret=True,
+    )
+    mongo_dir: str = flag(".agentrl/mongo", "folder of the embedded MongoDB")
+    db_timeout_seconds: float = flag(
+        10.0, "timeout of one database operation", within="(0, inf)", unit="seconds"
+    )
+    db_wait_seconds: float = flag(
+        90.0,
+        "how long a process waits for a database that does not answer before it exits (0: not at all; inf:"
+        " without limit)",
+        within="[0, inf]",
+        unit="seconds",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,47}", self.run_name)),
+            f"--run_name is {self.run_name!r}",
+            "use up to 48 letters, digits, '_' and '-': it names the database and the folders",
+        )
+        require(
+            self.run_name.lower() not in SYSTEM_DATABASES,
+            f"--run_name is {self.run_name!r}, the name of one of MongoDB's own databases",
+            "choose another name: the run's database is named after it",
+        )
+
+    @property
+    def output(self) -> str:
+        """The run's output folder."""
+        return self.output_dir or f"output/{self.run_name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Flags):
+    """The policy's model."""
+
+    section = "model"
+
+    model_name_or_path: str | None = flag(None, "Hugging Face folder of the model that the run starts from")
+    model_name: str = flag("train-model", "name under which engines serve the policy")
+    reference_model: str | None = flag(
+        None, "Hugging Face folder of the reference model of --kl_coef (default: --model_name_or_path)"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = flag(
+        "auto", "dtype of weights and activations; auto: bfloat16 on an accelerator, float32 on a CPU"
+    )
+    trust_remote_code: bool = flag(False, "run Python code that comes with the model")
+    chat_template: str | None = flag(None, "file of a chat template that replaces the model's own")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(Flags):
+    """One inference engine."""
+
+    section = "inference"
+
+    engine: Literal["local", "sglang", "vllm"] = flag("local", "engine that `agentrl serve` runs")
+    host: str = flag("127.0.0.1", "address that the engine binds to")
+    port: int = flag(0, "port of the engine (0: any free one)", within="[0, 65535]")
+    inf_tp_size: int = flag(1, "tensor-parallel ranks of the engine", within="[1, inf)", unit="ranks")
+    inf_mem_ratio: float = flag(0.5, "fraction of the device's memory for the engine", within="(0, 1]")
+    max_running_requests: int = flag(
+        32, "sequences that the engine decodes at a time", within="[1, inf)", unit="sequences"
+    )
+    max_total_tokens: int = flag(65536, "size of the KV cache", within="[1, inf)", unit="tokens")
+    heartbeat_seconds: float = flag(
+        2.0,
+        "interval of an engine's heartbeat; after five missed ones it counts as dead",
+        within="(0, inf)",
+        unit="seconds",
+    )
+    engine_start_seconds: float = flag(
+        300.0, "how long an engine may take to start", within="(0, inf)", unit="seconds"
+    )
+    engine_args: str = flag("", "further arguments of the SGLang or vLLM server, as one string")
+
+    @property
+    def alive_seconds(self) -> float:
+        """Age of the last heartbeat above which an engine counts as dead."""
+        return _MISSED_HEARTBEATS * self.heartbeat_seconds

@@ -1,0 +1,263 @@
+"""Flags of sampling: tasks, claims, agents, samplers, and advantages of groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from agentrl.config.fields import Flags, flag, require
+
+RIGHT_THRESHOLD = 0.5
+"""Default of ``--right_threshold``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig(Flags):
+    """The tasks, their epochs and the size of a group."""
+
+    section = "tasks"
+
+    train_file: str | None = flag(None, "JSONL or JSON file of training tasks")
+    eval_file: str | None = flag(None, "JSONL or JSON file of evaluation tasks")
+    num_train_epochs: int = flag(1, "passes over the training tasks", within="[1, inf)", unit="epochs")
+    num_generations: int = flag(
+        8, "trajectories per task: the size of a group", within="[1, inf)", unit="trajectories"
+    )
+    skip_bad_lines: bool = flag(False, "skip invalid lines of a task file and load the others")
+    shuffle_tasks: bool = flag(True, "shuffle the tasks of each epoch by --seed")
+    task_selection: Literal["order", "pass_rate"] = flag(
+        "order",
+        "which task is sampled next: the next one of the epoch, or, with pass_rate, also the copy in a later"
+        " epoch of a task whose pass rate is near 1/2",
+    )
+    allowed_modules: str = flag(
+        "",
+        "modules or packages, comma-separated, whose functions tasks may name as module:function; functions"
+        " named in --train_file, --eval_file or a loaded task file are always allowed",
+    )
+
+    @property
+    def allowed_names(self) -> frozenset[str]:
+        """``--allowed_modules`` as a set."""
+        return frozenset(name.strip() for name in self.allowed_modules.split(",") if name.strip())
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.task_selection == "order" or self.num_train_epochs > 1,
+            f"--task_selection is {self.task_selection}, and --num_train_epochs 1 lets no task be sampled"
+            " twice",
+            "raise --num_train_epochs: it bounds how often one task may be sampled",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimConfig(Flags):
+    """Leases and retries of sampling claims."""
+
+    section = "claims"
+
+    lease_seconds: float = flag(
+        60.0,
+        "how long a sampler's claim or the trainer's lease is valid without renewal",
+        within="(0, inf)",
+        unit="seconds",
+    )
+    max_attempts: int = flag(
+        3, "attempts at a trajectory before its slot fails for good", within="[1, inf)", unit="attempts"
+    )
+    retry_backoff_seconds: float = flag(
+        2.0,
+        "delay before the second attempt; doubles with each further one",
+        within="(0, inf)",
+        unit="seconds",
+    )
+
+    @property
+    def heartbeat_seconds(self) -> float:
+        """Interval at which a claim is renewed: three attempts within a lease."""
+        return self.lease_seconds / 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig(Flags):
+    """One trajectory: its agent, turns, context and tools."""
+
+    section = "agent"
+
+    agent_name: str = flag("react", "agent of tasks that name none")
+    system_prompt: str | None = flag(None, "system prompt of tasks that have none")
+    query_prompt: str | None = flag(
+        None, "template of the user message, with {query}, of tasks that have none"
+    )
+    max_turns: int = flag(16, "model calls per trajectory", within="[1, inf)", unit="model calls")
+    max_prompt_tokens: int = flag(
+        32768,
+        "longest prompt; a longer context is reset or ends the trajectory",
+        within="[1, inf)",
+        unit="tokens",
+    )
+    prompt_reserve_tokens: int = flag(
+        1024,
+        "the context counts as full at --max_prompt_tokens minus this",
+        within="[0, inf)",
+        unit="tokens",
+    )
+    new_context: str = flag(
+        "disabled",
+        "context manager, called when the context is full: disabled (ends the trajectory), discard_all_tools"
+        " (drops tool results), discard_all (starts from a summary), or your own as module:name",
+    )
+    repetition_early_stop_times: int = flag(
+        -1,
+        "end the trajectory after this many equal assistant messages (-1: never)",
+        within="[-1, inf)",
+        unit="messages",
+    )
+    enable_repetition_compress: bool = flag(False, "on repetition reset the context; do not end")
+    tool_call_parser: str = flag(
+        "hermes", "how tool calls are written: hermes, qwen, llama, minicpm, …, or your own as module:name"
+    )
+    tools: str = flag(
+        "", "Python tools, comma-separated: module:name of functions or classes, or registered names"
+    )
+    mcp_manager_url: str | None = flag(None, "URL of an MCP manager (…/mcpapi) or a streamable-HTTP server")
+    mcp_server_name: str = flag("all", "server to use behind --mcp_manager_url")
+    mcp_servers_file: str | None = flag(None, "YAML file of MCP servers by name (command or url)")
+    mcp_auth_token_env: str = flag("MCP_AUTH_TOKEN", "environment variable with the MCP bearer token")
+    tool_timeout_seconds: float = flag(60.0, "timeout of one tool call", within="(0, inf)", unit="seconds")
+    max_tool_result_chars: int = flag(
+        32768,
+        "a longer tool result is cut, with a notice to the model",
+        within="[1, inf)",
+        unit="characters",
+    )
+    trajectory_timeout_seconds: float = flag(
+        3600.0, "timeout of one trajectory", within="(0, inf)", unit="seconds"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.max_prompt_tokens > self.prompt_reserve_tokens,
+            f"--max_prompt_tokens {self.max_prompt_tokens} leaves nothing beside"
+            f" --prompt_reserve_tokens {self.prompt_reserve_tokens}",
+            "raise --max_prompt_tokens or lower --prompt_reserve_tokens",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig(Flags):
+    """Samplers: model calls, concurrency and staleness."""
+
+    section = "sampling"
+
+    max_new_tokens: int = flag(8196, "tokens generated per model call", within="[1, inf)", unit="tokens")
+    preferred_sampling_params: str = flag(
+        "{}", 'JSON of sampling parameters, e.g. \'{"temperature": 1, "top_p": 1, "min_p": 0, "top_k": -1}\''
+    )
+    max_concurrent_samples_per_process: int = flag(
+        16, "trajectories that one sampler runs at a time", within="[1, inf)", unit="trajectories"
+    )
+    target_concurrency: int = flag(
+        1,
+        "sampler workers that `agentrl sample` starts in its process",
+        within="[1, inf)",
+        unit="workers",
+    )
+    max_staleness: int = flag(
+        1,
+        "largest age of the tokens of a trained trajectory (0: fully on-policy)",
+        within="[0, inf)",
+        unit="optimizer steps",
+    )
+    sync_sampling: bool = flag(
+        False, "sample the groups of a step only after the previous step has been published"
+    )
+    engine_timeout_seconds: float = flag(
+        600.0, "timeout of one model call", within="(0, inf)", unit="seconds"
+    )
+    engine_wait_seconds: float = flag(
+        300.0,
+        "how long a model call waits for an engine to appear or resume",
+        within="(0, inf)",
+        unit="seconds",
+    )
+    scorer_timeout_seconds: float = flag(
+        120.0, "timeout of one call of a scorer", within="(0, inf)", unit="seconds"
+    )
+    idle_exit_seconds: float | None = flag(
+        None, "exit after this long without work (default: never)", within="(0, inf)", unit="seconds"
+    )
+    agent_config_path: str = flag(
+        "assets/agent_config.yml", "YAML file with the endpoints of the judge and the browse agent"
+    )
+    resample_error_records: bool = flag(False, "reopen failed slots when the sampler starts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupConfig(Flags):
+    """How the scores of a group become advantages."""
+
+    section = "groups"
+
+    advantage: str = flag(
+        "leave_one_out",
+        "advantage estimator: leave_one_out, grpo, dr_grpo, reward (the score, without a baseline), or your"
+        " own as module:name",
+    )
+    adv_scaling: float = flag(1.0, "factor of every advantage", within="(-inf, inf)")
+    right_threshold: float = flag(
+        RIGHT_THRESHOLD, "a trajectory counts as right if its score is above this", within="(-inf, inf)"
+    )
+    clamp_advantage_by_score: bool = flag(
+        False, "clamp advantages to A ≤ 0 for score ≤ --right_threshold and to A ≥ 0 otherwise"
+    )
+    balance_sample: bool = flag(
+        False, "keep at most one wrong and two right trajectories more than the smaller side has"
+    )
+    drop_zero_advantage: bool = flag(True, "do not train model calls with advantage 0")
+    minimal_advantage: float = flag(
+        0.0, "do not train model calls whose |advantage| is below this", within="[0, inf)"
+    )
+    min_turns: int = flag(
+        1, "do not train right trajectories with fewer model calls than this", unit="model calls"
+    )
+    efficient_rewarding: bool = flag(
+        False, "adjust scores by the rank of the number of turns, within right and within wrong trajectories"
+    )
+    reserve_context_error_count: int = flag(
+        -1,
+        "trajectories that ended with a context error to keep per group (-1: all)",
+        within="[-1, inf)",
+        unit="trajectories",
+    )
+    group_filter: str | None = flag(
+        None, "your own filter, a name or module:function, that drops trajectories before all other rules"
+    )
+    min_score_spread: float = flag(
+        0.1, "drop a group whose highest and lowest score differ by less than this", within="[0, inf)"
+    )
+    overlong_limit: int = flag(
+        0,
+        "generated tokens of a trajectory from which its reward is lowered by the whole --overlong_penalty",
+        within="[0, inf)",
+        unit="tokens",
+    )
+    overlong_buffer: int = flag(
+        0,
+        "tokens before --overlong_limit over which the penalty grows linearly (0: no penalty)",
+        within="[0, inf)",
+        unit="tokens",
+    )
+    overlong_penalty: float = flag(
+        1.0, "subtracted from the reward of a trajectory at --overlong_limit", within="(0, inf)"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.overlong_buffer == 0 or self.overlong_limit >= self.overlong_buffer,
+            f"--overlong_buffer {self.overlong_buffer} is longer than --overlong_limit {self.overlong_limit}",
+            "give --overlong_limit: generated tokens of a whole trajectory that are too many",
+        )

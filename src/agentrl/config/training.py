@@ -1,0 +1,243 @@
+"""Flags of training: optimizer, adapters, memory, parallelism and the training loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from agentrl.config.fields import Flags, flag, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig(Flags):
+    """The optimizer and its schedule."""
+
+    section = "optimizer"
+
+    learning_rate: float = flag(1e-6, "peak learning rate", within="(0, inf)")
+    lr_scheduler_type: Literal[
+        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr",
+        "polynomial", "inverse_sqrt", "warmup_stable_decay",
+    ] = flag("constant", "schedule after warm-up, by its name in transformers")  # fmt: skip
+    lr_scheduler_kwargs: str = flag("{}", "JSON of the schedule's own arguments, e.g. '{\"num_cycles\": 2}'")
+    warmup_steps: int = flag(
+        0, "length of the linear warm-up (0: none)", within="[0, inf)", unit="optimizer steps"
+    )
+    warmup_ratio: float = flag(
+        0.0,
+        "length of the linear warm-up as a fraction of all steps; instead of --warmup_steps",
+        within="[0, 1)",
+    )
+    weight_decay: float = flag(
+        0.0, "weight decay of AdamW; norms and biases are not decayed", within="[0, inf)"
+    )
+    optim_args: str = flag("beta1=0.9,beta2=0.999,eps=1e-8", "betas and eps of AdamW")
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", within="(0, inf)")
+    num_epochs_per_batch: int = flag(
+        1, "passes over the data of a step; old logprobs are kept", within="[1, inf)", unit="passes"
+    )
+    mini_batches: int = flag(
+        1, "optimizer updates per pass; the groups are split", within="[1, inf)", unit="updates"
+    )
+    freeze: str | None = flag(
+        None, "regular expression; parameters whose name it matches somewhere are not trained"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            not (self.warmup_steps and self.warmup_ratio),
+            f"--warmup_steps {self.warmup_steps} and --warmup_ratio {self.warmup_ratio} set the same thing",
+            "leave one of them out",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig(Flags):
+    """Low-rank adapters (LoRA, arXiv 2106.09685), trained instead of the model's weights."""
+
+    section = "lora"
+
+    lora_rank: int = flag(0, "rank of the adapters (0: train the weights themselves)", within="[0, inf)")
+    lora_alpha: int = flag(
+        32, "the output of an adapter is multiplied by lora_alpha / lora_rank", within="[1, inf)"
+    )
+    lora_target_modules: str = flag(
+        "all-linear",
+        "layers with an adapter: all-linear (all linear layers except the output head), or names,"
+        " comma-separated",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.target_modules), "--lora_target_modules names no layer", "give all-linear")
+
+    @property
+    def target_modules(self) -> str | list[str]:
+        """``lora_target_modules`` as peft takes them."""
+        names = [name.strip() for name in self.lora_target_modules.split(",") if name.strip()]
+        return names[0] if names == ["all-linear"] else names
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig(Flags):
+    """Memory and speed of a training step; no flag changes a loss beyond rounding."""
+
+    section = "memory"
+
+    activation_checkpointing: Literal["none", "full", "selective"] = flag(
+        "none",
+        "activations that the backward recomputes: none; those of whole layers (full, the same as"
+        " --gradient_checkpointing); or all except the results of matrix products and attention (selective)",
+    )
+    activation_offload: bool = flag(
+        False, "keep the activations that checkpointing full saves in the host's memory"
+    )
+    optimizer_offload: bool = flag(
+        False, "keep the moments of AdamW in the host's memory; one tensor at a time is copied"
+    )
+    fused_adamw: bool = flag(
+        True, "use the fused AdamW kernel; parameters that are sharded over ranks do not"
+    )
+    gradient_reduction: Literal["last", "every"] = flag(
+        "last",
+        "when several processes reduce gradients: in the last micro-batch of a step (until then each process"
+        " holds the gradients of the whole model), or in every micro-batch (it holds its shard)",
+    )
+    torch_compile: bool = flag(False, "compile the decoder layers with torch.compile")
+    loss_vocab_chunk_size: int | None = flag(
+        None,
+        "chunk of the vocabulary in the projection to logits (default: 8192)",
+        within="[1, inf)",
+        unit="vocabulary entries",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Flags):
+    """Parallelism of the trainer; the model is sharded (FSDP) over the ranks that these sizes leave."""
+
+    section = "parallel"
+
+    dp_replicate_size: int = flag(
+        1, "replicas of the model; each is sharded over the remaining ranks", within="[1, inf)", unit="ranks"
+    )
+    tp_size: int = flag(
+        1, "ranks that split each layer (tensor parallelism)", within="[1, inf)", unit="ranks"
+    )
+    pp_size: int = flag(
+        1, "ranks that hold consecutive layers (pipeline parallelism)", within="[1, inf)", unit="ranks"
+    )
+    cp_size: int = flag(
+        1,
+        "ranks that split the tokens of each trajectory (context parallelism)",
+        within="[1, inf)",
+        unit="ranks",
+    )
+    ep_size: int = flag(
+        1,
+        "ranks that split the experts of a mixture of experts (expert parallelism)",
+        within="[1, inf)",
+        unit="ranks",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(ParallelConfig):
+    """The training loop: steps, data, checkpoints and published weights."""
+
+    section = "training"
+
+    max_steps: int = flag(
+        -1,
+        "optimizer steps of the whole run (-1: until the tasks are used up)",
+        within="[-1, inf)",
+        unit="optimizer steps",
+    )
+    groups_per_step: int = flag(4, "groups that one optimizer step trains", within="[1, inf)", unit="groups")
+    max_tokens: int = flag(65536, "size of a micro-batch", within="[1, inf)", unit="tokens")
+    prefix_merging: Literal["off", "trajectory", "group"] = flag(
+        "group",
+        "merge common prefixes into a tree per trajectory or per group; off: one row per model call",
+    )
+    staleness_policy: Literal["drop", "decay", "mask"] = flag(
+        "drop",
+        "what happens to data with tokens older than --max_staleness: drop it; multiply its advantage by"
+        " exp(-out_of_date_decay) per optimizer step beyond (decay); or train it without these tokens (mask)",
+    )
+    advantage_whitening: Literal["none", "batch"] = flag(
+        "none",
+        "batch: subtract the mean of the advantages over the step's trained tokens, and divide by their"
+        " standard deviation (REINFORCE++)",
+    )
+    max_trained_count: int = flag(1, "how often one trajectory is trained", within="[1, inf)", unit="times")
+    retrained_interval: int = flag(
+        1, "distance of two trainings of one trajectory", within="[0, inf)", unit="optimizer steps"
+    )
+    save_steps: int = flag(10, "interval of resumable checkpoints", within="[1, inf)", unit="optimizer steps")
+    save_total_limit: int = flag(2, "checkpoints kept", within="[1, inf)", unit="checkpoints")
+    publish_steps: int = flag(1, "interval of published weights", within="[1, inf)", unit="optimizer steps")
+    published_versions_kept: int = flag(
+        4,
+        "versions of published weights kept on disk; at least 2, since engines may still load the older one",
+        within="[2, inf)",
+        unit="versions",
+    )
+    keep_every: int = flag(
+        0,
+        "also keep every N-th published version without limit (0: none)",
+        within="[0, inf)",
+        unit="versions",
+    )
+    publish_wait_seconds: float = flag(
+        600.0,
+        "how long training pauses when weights cannot be published and data would become too stale; after"
+        " that it saves and exits",
+        within="(0, inf)",
+        unit="seconds",
+    )
+    fallback_output_dir: str | None = flag(
+        None, "folder on another disk for checkpoints that do not fit in --output_dir"
+    )
+    max_bad_steps: int = flag(
+        3,
+        "consecutive steps without a finite loss and gradient after which training ends",
+        within="[1, inf)",
+        unit="optimizer steps",
+    )
+    resume_from_checkpoint: str | None = flag(
+        "auto",
+        "checkpoint to resume from: auto (the newest one whose steps have not been reverted), a checkpoint"
+        " folder, or none",
+    )
+    gradient_checkpointing: bool = flag(False, "recompute activations in the backward")
+    loss_seq_chunk_size: int | None = flag(
+        None,
+        "chunk of the tokens in the projection to logits (default: 1024)",
+        within="[1, inf)",
+        unit="tokens",
+    )
+    autocast_bf16: bool = flag(False, "compute matrix products in bfloat16; weights keep --dtype")
+    verify_data: bool = flag(
+        True, "check training data against their Records and model calls before a step trains them"
+    )
+    data_wait_seconds: float = flag(
+        3600.0,
+        "exit if the data of one step are not complete after this long",
+        within="(0, inf)",
+        unit="seconds",
+    )
+    report_to: str = flag(
+        "none", "trackers, comma-separated: none, tensorboard, wandb, mlflow, or your own as module:name"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class IgnoredConfig(Flags):
+    """Flags of the original's scripts that are accepted without effect; using one logs a warning."""
+
+    section = "ignored"
+
+    enable_sampling: bool = flag(True, "sampling is a process of its own: `agentrl sample`", ignored=True)
+    pad_to_multiple_of: int | None = flag(None, "forests are packed and not padded", ignored=True)
+    gradient_accumulation_steps: int = flag(1, "use --groups_per_step and --max_tokens instead", ignored=True)
