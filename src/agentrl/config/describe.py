@@ -7,7 +7,7 @@ import dataclasses
 import textwrap
 from collections.abc import Sequence
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 from agentrl.config.examples import EXAMPLES
 from agentrl.config.fields import constraint
@@ -55,7 +55,8 @@ def help_text(command: str, description: str, groups: Sequence[type]) -> str:
     for section in sections(*groups):
         group = parser.add_argument_group(f"{section.title} [{section.key}]")
         for item in section.flags:
-            group.add_argument(f"--{item.name}", metavar=_kind(item).upper(), help=_help(item))
+            kind = section.types[item.name]
+            group.add_argument(f"--{item.name}", metavar=_kind(kind).upper(), help=_help(item, kind))
     end = textwrap.fill(
         "The names in brackets are the sections of a --config file. Flags of the run's other commands are"
         " accepted too, so that one set of flags, or one file, serves every process of a run.",
@@ -79,21 +80,22 @@ def _table(section: Section) -> str:
     for item in section.flags:
         default = "" if item.default in (None, "") else f"`{item.default}`"
         meaning = str(item.metadata["help"]).replace("|", "\\|")
-        lines.append(f"| `--{item.name}` | {_value(item)} | {default} | {meaning} |")
+        lines.append(
+            f"| `--{item.name}` | {_value(item, section.types[item.name])} | {default} | {meaning} |"
+        )
     return "\n".join(lines) + "\n"
 
 
-def _value(item: dataclasses.Field[Any]) -> str:
+def _value(item: dataclasses.Field[Any], kind: Any) -> str:
     """Return the choices of a flag, or its type with range and unit."""
-    hint = _hint(item)
-    if get_origin(hint) is Literal:
-        return ", ".join(f"`{choice}`" for choice in get_args(hint))
-    return " ".join(filter(None, (_kind(item), constraint(item))))
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(kind))
+    return " ".join(filter(None, (_kind(kind), constraint(item))))
 
 
-def _help(item: dataclasses.Field[Any]) -> str:
+def _help(item: dataclasses.Field[Any], kind: Any) -> str:
     """Return the help text with range, unit, choices and default."""
-    choices = get_args(_hint(item)) if get_origin(_hint(item)) is Literal else ()
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
     notes = [", ".join(choices), constraint(item)]
     if item.default not in (None, "", dataclasses.MISSING, ...):
         notes.append(f"default: {item.default}")
@@ -102,21 +104,12 @@ def _help(item: dataclasses.Field[Any]) -> str:
     return text.replace("%", "%%")
 
 
-def _kind(item: dataclasses.Field[Any]) -> str:
+def _kind(kind: Any) -> str:
     """Return the name of the type of a flag, without None."""
-    hint = _hint(item)
-    if get_origin(hint) is Literal:
+    if get_origin(kind) is Literal:
         return "name"
-    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not NoneType]
-    name: str = kinds[0].__name__
-    return "text" if name == "str" else name
-
-
-def _hint(item: dataclasses.Field[Any]) -> Any:
-    return _HINTS.get(item.name, item.type)
-
-
-_HINTS = {name: hint for group in GROUPS for name, hint in get_type_hints(group).items()}
+    (plain,) = [part for part in get_args(kind) or (kind,) if part is not NoneType]
+    return "text" if plain is str else str(plain.__name__)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, get_type_hints
 
 from agentrl.config.fields import flag
 from agentrl.config.loss import LossConfig
@@ -38,6 +39,8 @@ class Section:
     key: str
     title: str
     flags: tuple[dataclasses.Field[Any], ...]
+    types: Mapping[str, Any]
+    """Flag → its type."""
 
 
 def sections(*groups: type) -> list[Section]:
@@ -52,5 +55,6 @@ def sections(*groups: type) -> list[Section]:
             own = vars(kind).get("__annotations__", {})
             flags = tuple(item for name, item in fields.items() if name in own)
             title = (kind.__doc__ or "").splitlines()[0].rstrip(".")
-            found.append(Section(vars(kind).get("section", "command"), title, flags))
+            key = vars(kind).get("section", "command")
+            found.append(Section(key, title, flags, get_type_hints(kind)))
     return found
