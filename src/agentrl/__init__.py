@@ -1,3 +1,82 @@
-"""AgentRL: reinforcement learning for language-model agents, decoupled over MongoDB."""
+"""AgentRL: reinforcement learning for language-model agents, decoupled over MongoDB.
+
+This module is the public API. Decorators register what you write yourself: ``agent``, ``scorer``, ``tool``,
+``loss``, ``advantage``, ``context_manager``, ``group_filter``, ``tool_call_parser`` and ``tracker``; the
+classes are what such functions take and return. ``Store.open("run")`` reads a run from a notebook.
+assets/examples has a short example of each, and docs/extending.md explains them.
+
+Each name is imported at first use, so ``import agentrl`` is fast and imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agentrl.chat.parsers.base import ParsedMessage, ToolCall
+    from agentrl.chat.parsers.registry import tool_call_parser
+    from agentrl.chat.renderer import Message
+    from agentrl.documents.status import StopReason
+    from agentrl.losses.batch import TokenBatch, TokenLosses
+    from agentrl.losses.registry import loss
+    from agentrl.losses.settings import LossSettings
+    from agentrl.observe.trackers import tracker
+    from agentrl.rollout.agents import agent
+    from agentrl.rollout.context import context_manager
+    from agentrl.rollout.outcome import Outcome
+    from agentrl.rollout.rollout import Rollout, Turn
+    from agentrl.scoring.advantages import advantage
+    from agentrl.scoring.group_filters import ScoredGroup, group_filter
+    from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
+    from agentrl.store.notebook import Store
+    from agentrl.tools.python import tool
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "LossSettings", "Message", "Outcome", "ParsedMessage", "Rollout", "ScoreResult", "ScoredGroup",
+    "ScorerContext", "StopReason", "Store", "TokenBatch", "TokenLosses", "ToolCall", "Turn", "advantage",
+    "agent", "context_manager", "group_filter", "loss", "scorer", "tool", "tool_call_parser", "tracker",
+]  # fmt: skip
+
+_MODULES = {
+    "LossSettings": "losses.settings",
+    "Message": "chat.renderer",
+    "Outcome": "rollout.outcome",
+    "ParsedMessage": "chat.parsers.base",
+    "Rollout": "rollout.rollout",
+    "ScoreResult": "scoring.scorers",
+    "ScoredGroup": "scoring.group_filters",
+    "ScorerContext": "scoring.scorers",
+    "StopReason": "documents.status",
+    "Store": "store.notebook",
+    "TokenBatch": "losses.batch",
+    "TokenLosses": "losses.batch",
+    "ToolCall": "chat.parsers.base",
+    "Turn": "rollout.rollout",
+    "advantage": "scoring.advantages",
+    "agent": "rollout.agents",
+    "context_manager": "rollout.context",
+    "group_filter": "scoring.group_filters",
+    "loss": "losses.registry",
+    "scorer": "scoring.scorers",
+    "tool": "tools.python",
+    "tool_call_parser": "chat.parsers.registry",
+    "tracker": "observe.trackers",
+}
+
+
+if not TYPE_CHECKING:  # type checkers report an unknown name only without it
+
+    def __getattr__(name: str) -> object:
+        """Import a public name at its first use (PEP 562)."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

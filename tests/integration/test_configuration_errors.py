@@ -32,7 +32,7 @@ scorer_agent:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"scorer": "exakt"}, "did you mean exact"),
+        ({"scorer": "exakt"}, "did you mean 'exact'"),
         ({"scorer": "module_of_another_host:score"}, "No module named 'module_of_another_host'"),
         ({"scorer": "broken_module:score"}, "RuntimeError: no licence"),
         ({"agent_name": "nobody"}, "unknown agent 'nobody'"),

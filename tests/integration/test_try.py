@@ -94,4 +94,4 @@ def test_errors_of_the_command_have_exit_codes(tmp_path: Path) -> None:
     wrong = json.dumps({**QUESTION, "scorer": "exakt"})
     done = subprocess.run([*command, wrong, *url], capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
-    assert "did you mean exact" in done.stderr
+    assert "did you mean 'exact'" in done.stderr
