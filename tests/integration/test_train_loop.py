@@ -468,11 +468,11 @@ async def test_a_run_that_trained_nothing_says_why_and_exits_with_an_error(run: 
         await store.database["Record"].insert_many([item.to_document() for item in [*failed, *abandoned]])
     code, output = run.train()
     assert code == 1, output
-    assert "every group is sampled, and nothing could be trained" in output
+    assert "every group is sampled, and none could be trained" in output
     assert "4 scorer: no judge gave a verdict" in output
     assert "2 abandoned: no spread in the group's scores" in output
     assert f"agentrl db reopen --run_name {run.name}" in output
-    assert "what was to be trained is trained" not in output
+    assert "the end of the data" not in output
 
 
 async def test_a_database_that_is_not_there_is_told(run: Run) -> None:

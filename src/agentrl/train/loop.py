@@ -1,4 +1,4 @@
-"""The training loop: data, step, commit, publish, checkpoint; it waits, and computation has a thread."""
+"""The training loop: take data, train a step in a worker thread, commit it, save, publish."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _REASON_CHARS = 300
 
 @dataclass(kw_only=True)
 class Trainer:
-    """One trainer of a run. ``stop`` set: the current step is finished, saved, and ``run`` returns."""
+    """The trainer of a run. Setting ``stop`` lets ``run`` finish and save the current step, and return."""
 
     store: Store
     run_name: str
@@ -49,9 +49,10 @@ class Trainer:
     tracker: Tracker
     split: str = "train"
     skipped: int = 0
+    """Steps in a row whose loss or gradient was not finite."""
 
     async def run(self) -> None:
-        """Train until ``max_steps``, the end of the data, or ``stop``; publish and save what is not yet."""
+        """Train until ``max_steps``, the end of the data or ``stop``; then save and publish the last step."""
         try:
             await self.saver.publish_if_due()
             while not self._is_done():
@@ -69,22 +70,22 @@ class Trainer:
             raise await self._nothing_trained()
 
     async def _nothing_trained(self) -> TrainingError:
-        """Every group is sampled, and none could be trained: say why, by kind of failure."""
+        """Return the error for a run of which no group could be trained, with the kinds of failure."""
         endings = await self.store.records.failure_summary(self.split)
         reasons = [f"{count} {kind}: {excerpt(first, _REASON_CHARS)}" for kind, count, first in endings]
         return TrainingError(
-            "every group is sampled, and nothing could be trained"
+            "every group is sampled, and none could be trained"
             + (":\n  " + "\n  ".join(reasons) if reasons else "; no trajectory failed or was abandoned"),
-            hint="correct the cause (`agentrl try` runs one task), open failed slots again with `agentrl db"
-            f" reopen --run_name {self.run_name}`, and start samplers and the trainer; groups that were"
-            " abandoned need tasks that the model solves sometimes",
+            hint="fix the cause (`agentrl try` runs one task), re-open failed slots with `agentrl db reopen"
+            f" --run_name {self.run_name}`, and start samplers and the trainer; for abandoned groups, load"
+            " tasks that the model sometimes solves",
         )
 
     def _is_done(self) -> bool:
         return self.stop.is_set() or 0 < self.config.max_steps <= self.progress.step
 
     async def _next_data(self) -> StepData | None:
-        """The next step's data; None at the end of the data or on ``stop``."""
+        """Return the next step's data; None at the end of the data or on ``stop``."""
         take = asyncio.create_task(self.stream.take(self.progress.step + 1))
         stopped = asyncio.create_task(self.stop.wait())
         lost = asyncio.create_task(self.lease.lost.wait())
@@ -96,7 +97,7 @@ class Trainer:
         finally:
             await _cancel(take, stopped, lost)
         if batch is None and not self.stop.is_set() and self.progress.step:
-            logger.info("every group is sampled, and what was to be trained is trained")
+            logger.info("the end of the data: every group is sampled, and trained or abandoned")
         return batch
 
     async def _train(self, batch: StepData, seconds_data: float) -> None:
@@ -148,10 +149,10 @@ class Trainer:
         self.tracker.log(plan.step, metrics)
 
     async def _skip(self, plan: TrainStep, metrics: dict[str, Any]) -> None:
-        """Undo a step whose loss or gradient is not finite; its data are tried again behind others."""
+        """Undo a step whose loss or gradient is not finite; its data are retried after other data."""
         self.skipped += 1
         logger.error(
-            "step %d is skipped: loss %s, gradient norm %s; its data: %s",
+            "step %d is skipped: loss %s, gradient norm %s; data: %s",
             plan.step, metrics["loss"], metrics["grad_norm"], ", ".join(plan.data),
         )  # fmt: skip
         await self.stream.close()
@@ -159,7 +160,7 @@ class Trainer:
         self.stream.avoid(frozenset(plan.data))
         if self.skipped >= self.config.max_bad_steps:
             raise TrainingError(
-                f"loss or gradient were not finite {self.skipped} times in a row (at step {plan.step})",
+                f"the loss or gradient of step {plan.step} was not finite {self.skipped} times in a row",
                 hint="lower --learning_rate, or train in float32 (--dtype float32 --autocast_bf16 false);"
                 " the log names the trajectories, `agentrl audit record ID` shows one",
             )

@@ -1,4 +1,4 @@
-"""What a step says of sampling: reward and lengths over the groups finalized since the step before."""
+"""Compute what a step reports about sampling: rewards over the groups finalized since the last step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """The groups that a step reports on: ``Task.group`` of each, with the Task as ``task``.
+    """The groups, trained or abandoned, that a step reports on: the curve shows the policy, not the filter.
 
-    They are those that no step has counted, up to the last of the step's own groups, trained and abandoned
-    ones alike, so that the curve shows the policy and not the filter. Where there are none, they are the
-    step's own. ``commit_step`` marks them as counted: each group is in one step's window, never in two.
+    These are the groups that no step has counted, finalized no later than the last of the step's own groups;
+    if there are none, the step's own. ``commit_step`` marks them as counted, so that no group is in two
+    windows.
     """
 
     groups: Sequence[Mapping[str, Any]]
+    """``Task.group`` of each, with the Task's ``_id`` as ``task``."""
 
     @property
     def tasks(self) -> list[str]:
@@ -28,7 +29,7 @@ class Window:
 
 
 async def step_window(store: Store, split: str, groups: Sequence[str]) -> Window:
-    """The window of a step that trains ``groups``."""
+    """Return the window of a step that trains ``groups``."""
     tasks = [await store.tasks.get(group) for group in groups]
     own = [{"task": task.id, **task.group} for task in tasks if task is not None and task.group is not None]
     end = max((group["finalised_at"] for group in own), default=None)
@@ -38,12 +39,12 @@ async def step_window(store: Store, split: str, groups: Sequence[str]) -> Window
 
 
 async def window_metrics(store: Store, window: Window, trained: Sequence[str]) -> dict[str, Any]:
-    """Means over trajectories, ``masked_calls`` and ``length_bias``, as far as the window has them.
+    """Return ``trajectory_means``, ``masked_calls`` and ``length_bias`` of the window.
 
-    ``masked_calls`` counts model calls that a sampling parameter keeps out of training.
-    ``length_bias`` is the mean number of generated tokens of the Records ``trained`` over that of all scored
-    ones of the window, stale and filtered ones included: below 1, training sees shorter trajectories than the
-    policy writes.
+    ``masked_calls`` counts model calls that a sampling parameter excludes from training. ``length_bias`` is
+    the mean number of generated tokens of the Records ``trained``, divided by that of all scored Records in
+    the window, stale and filtered ones included. Below 1, training sees shorter trajectories than the policy
+    generates.
     """
     metrics: dict[str, Any] = trajectory_means(window.groups)
     metrics["masked_calls"] = sum(
@@ -59,8 +60,8 @@ async def window_metrics(store: Store, window: Window, trained: Sequence[str]) -
 def trajectory_means(summaries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return means over every scored trajectory of the groups; empty without one.
 
-    ``reward`` and ``pass_rate``; ``abandoned_fraction``, the share of trajectories that became no training
-    data; ``abandoned_groups``, the share of groups of which nothing did, since their scores agree.
+    The keys are ``reward``, ``pass_rate``, ``abandoned_fraction`` (trajectories that did not become training
+    data) and ``abandoned_groups`` (groups without any training data, because their scores agree).
     """
     scored = sum(summary["scored"] for summary in summaries)
     if not scored:

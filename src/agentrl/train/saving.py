@@ -1,4 +1,4 @@
-"""Checkpoints and publications of a trainer; training pauses while it cannot publish."""
+"""Save a trainer's checkpoints and publish its weights; training pauses while publishing fails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 
 @dataclass(kw_only=True)
 class Saver:
-    """Saves and publishes one trainer's weights. ``stop`` set: a pause ends, and so does training."""
+    """Saves and publishes one trainer's weights. Setting ``stop`` ends a pause, and training with it."""
 
     store: Store
     run_name: str
@@ -39,42 +39,42 @@ class Saver:
     lease: TrainerLease
     output: Path
     max_staleness: int
-    """Optimizer steps that training may be ahead of the newest published version: sampling waits beyond."""
+    """Maximum number of steps since the newest published version; sampling waits beyond it."""
     stop: asyncio.Event
     fallback: Path | None = None
-    """Where checkpoints go that ``output`` cannot take."""
+    """Folder for checkpoints that cannot be written to ``output``."""
     saved: Path | None = None
     """The newest checkpoint."""
     saved_step: int = 0
     published: Path | None = None
-    """The folder of the newest version, if this trainer has published one."""
+    """The folder of the newest version that this trainer has published."""
     seconds_publish: float = 0.0
 
     def is_due(self, step: int) -> bool:
-        """Whether the weights of ``step`` are to be published.
+        """Return whether to publish the weights of ``step``.
 
-        Every ``publish_steps``, and earlier where sampling waits for newer weights: admission counts
-        the steps since the newest published version as staleness.
+        They are published every ``publish_steps``, and earlier if sampling waits for newer weights: admission
+        counts the steps since the newest published version as staleness.
         """
         ahead = step - self.progress.published_step
         return step % self.config.publish_steps == 0 or ahead > self.max_staleness
 
     async def after_step(self) -> None:
-        """Save, then publish, where it is due. Saved first, a step whose weights others saw is rarely undone.
+        """Save a checkpoint and publish the weights, if due; a saved step is not undone after a restart.
 
-        A disk that refuses is logged and tried again after the next step, as long as the staleness bound
-        holds; then training pauses. Raises PublishError when the pause was in vain.
+        A full disk is logged and retried after the next step, within the staleness bound. Beyond it, training
+        pauses. Raises PublishError if publishing still fails after ``publish_wait_seconds``.
         """
         if self.progress.step % self.config.save_steps == 0:
             try:
                 await self._save()
             except PublishError as error:
                 await self.lease.check()
-                logger.error("no checkpoint at step %d: %s", self.progress.step, error)
+                logger.error("step %d has no checkpoint: %s", self.progress.step, error)
         await self.publish_if_due()
 
     async def publish_if_due(self) -> None:
-        """Publish where it is due. A failure is logged within the staleness bound, and retried beyond it."""
+        """Publish if due. A failure is logged within the staleness bound, and retried in a loop beyond it."""
         progress = self.progress
         if progress.is_published or not (self.is_due(progress.step) or progress.is_overdue):
             return None
@@ -94,14 +94,14 @@ class Saver:
                     raise
                 logger.error(
                     "training pauses at step %d, %d steps ahead of version %d (--max_staleness %d):"
-                    " trying again for %.0f s: %s",
+                    " retrying for %.0f s: %s",
                     progress.step, ahead, progress.version, self.max_staleness, left, error,
                 )  # fmt: skip
             await self._sleep(min(pause, max(left, 0.0)))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def finish(self) -> None:
-        """Save and publish what is not yet. Raises PublishError, naming what is kept, if either fails."""
+        """Save and publish the last step if needed. PublishError says what failed and what is saved."""
         failed: list[PublishError] = []
         for write in (self._save, self._publish):
             try:
@@ -113,7 +113,7 @@ class Saver:
             raise self.stopped(*failed)
 
     async def keep(self, error: PublishError) -> PublishError:
-        """Save a checkpoint, since training ends with ``error``; return the error that names what is kept."""
+        """Save a checkpoint before training ends with ``error``; return an error that says what is saved."""
         try:
             await self._save()
         except PublishError as other:
@@ -122,13 +122,13 @@ class Saver:
         return self.stopped(error)
 
     def stopped(self, *errors: PublishError) -> PublishError:
-        """The error with which training ends: what could not be written, and what is kept."""
+        """Return the error that ends training: what could not be written, and what is saved."""
         progress = self.progress
         kept = "no checkpoint" if self.saved is None else f"{self.saved} (step {self.saved_step})"
         hints = dict.fromkeys(error.hint for error in errors if error.hint)
         return PublishError(
             f"training stops at step {progress.step}: {'; '.join(error.message for error in errors)}."
-            f" Kept: {kept}, version {progress.version} of step {progress.published_step}",
+            f" Saved: {kept}, version {progress.version} of step {progress.published_step}",
             hint="; ".join(hints) + "; then start the trainer again: it resumes",
         )
 
@@ -160,7 +160,7 @@ class Saver:
         self.seconds_publish = time.perf_counter() - started
 
     async def _save(self) -> None:
-        """Save a checkpoint of the last step, where the output folder refuses it in the fallback folder."""
+        """Save a checkpoint of the last step, in the fallback folder if ``output`` cannot be written."""
         progress = self.progress
         if progress.step == self.saved_step:
             return
@@ -192,7 +192,7 @@ class Saver:
         logger.info("saved %s", self.saved)
 
     async def _sleep(self, seconds: float) -> None:
-        """Wait, but no longer than until training is stopped or another trainer takes over."""
+        """Wait, or return earlier when training is stopped or another trainer takes over."""
         events = [asyncio.create_task(event.wait()) for event in (self.stop, self.lease.lost)]
         try:
             await asyncio.wait(events, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

@@ -36,19 +36,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CPU_MICRO_BATCH_TOKENS = 2048
+"""Tokens per micro-batch on a CPU, few enough for activations to fit its cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig:
     """Flags of supervised fine-tuning."""
 
-    batch_size: int = flag(64, "conversations that one optimizer step trains")
-    log_steps: int = flag(20, "a line of progress every so many steps")
+    batch_size: int = flag(64, "conversations per optimizer step")
+    log_steps: int = flag(20, "steps between two log lines")
     sft_from_records: str | None = flag(
-        None, "train the scored Records of this run, ids as they were sampled, instead of --train_file"
+        None, "train the scored Records of this run, with their sampled token ids, instead of --train_file"
     )
-    sft_split: str = flag("train", "split of those Records")
-    sft_min_score: float = flag(1.0, "lowest score of those Records")
+    sft_split: str = flag("train", "split of these Records")
+    sft_min_score: float = flag(1.0, "minimum score of these Records")
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "log_steps"):
@@ -107,7 +108,7 @@ def _check_output(configs: Configs) -> None:
         raise ConfigError(f"--output_dir {output} is a file", hint="give a folder")
     if output.is_dir() and any(output.iterdir()) and not (output / "config.json").is_file():
         raise ConfigError(
-            f"--output_dir {output} holds other things than a model, and would be replaced",
+            f"--output_dir {output} has other content than a model, which would be deleted",
             hint="give a new or an empty folder",
         )
 
@@ -197,7 +198,7 @@ def _read(configs: Configs) -> list[DBRecordData]:
 
 
 def _token_budget(data: Sequence[DBRecordData], max_tokens: int) -> int:
-    """Tokens per micro-batch: on a CPU few, so that activations stay in its cache."""
+    """Return the number of tokens per micro-batch: ``max_tokens``, or fewer on a CPU."""
     import torch
 
     if torch.accelerator.is_available():
@@ -206,7 +207,7 @@ def _token_budget(data: Sequence[DBRecordData], max_tokens: int) -> int:
 
 
 def _batches(count: int, size: int, seed: int) -> Iterator[Sequence[int]]:
-    """Endless batches of indices; every index once an epoch, in an order that ``seed`` decides."""
+    """Yield batches of indices without end; each epoch is a permutation that depends on ``seed``."""
     generator = np.random.default_rng(seed)
     left = np.empty(0, np.int64)
     while True:

@@ -1,4 +1,4 @@
-"""What supervised fine-tuning trains, as training data: conversations of a file, or the Records of a run."""
+"""Convert conversations of a file, or Records of a run, to the training data of supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ADVANTAGE = 1.0
 
 
 def from_conversations(path: Path, renderer: ChatRenderer) -> list[DBRecordData]:
-    """The conversations of a JSONL file, a chain each; TaskFileError names a line that is none."""
+    """Return each conversation of a JSONL file as a chain; TaskFileError names a line that is invalid."""
     return [
         _one_chain(f"{path.name}:{number}", conversation)
         for number, conversation in enumerate(read_conversations(path, renderer), 1)
@@ -38,10 +38,10 @@ def from_conversations(path: Path, renderer: ChatRenderer) -> list[DBRecordData]
 
 
 async def from_records(run: RunConfig, split: str, min_score: float, base: Path) -> list[DBRecordData]:
-    """The trajectories of a run whose score is ``min_score`` or more, with the ids as they were sampled.
+    """Return the trajectories of a run with a score of ``min_score`` or more, with their sampled ids.
 
-    Every generated token of a call that was well-formed is trained. Raises ConfigError where there is none,
-    and where the run's model had another tokenizer than the one in ``base``.
+    Every generated token of a well-formed model call is trained. Raises ConfigError if there is no such
+    trajectory, or if the run's model had another tokenizer than the one in ``base``.
     """
     from agentrl.store.client import open_existing
 
@@ -53,7 +53,7 @@ async def from_records(run: RunConfig, split: str, min_score: float, base: Path)
     if not data:
         raise ConfigError(
             f"run {run.run_name} has {len(records)} Records of split {split} with a score of {min_score:g} or"
-            " more, and none of them can be trained",
+            " more, of which none can be trained",
             hint="lower --sft_min_score, or see `agentrl audit records` for the run's scores",
         )
     logger.info("%d of %d Records of run %s are trained", len(data), len(records), run.run_name)
@@ -64,7 +64,7 @@ def _one_chain(name: str, conversation: TokenizedConversation) -> DBRecordData:
     length = len(conversation.input_ids)
     edges = np.flatnonzero(np.diff(conversation.is_trainable.astype(np.int8), prepend=0, append=0))
     if length == 0 or len(edges) == 0:
-        raise TaskFileError(f"{name}: nothing of it is the assistant's", hint="check the chat template")
+        raise TaskFileError(f"{name} has no text of the assistant", hint="check the chat template")
     spans = tuple(
         TrainableSpan(start=start, end=end, call=index, version=0, advantage=_ADVANTAGE, temperature=1.0)
         for index, (start, end) in enumerate(edges.reshape(-1, 2).tolist())
@@ -100,6 +100,6 @@ async def _check_tokenizer(store: Store, run_name: str, base: Path) -> None:
         return
     if hashlib.sha256(own.read_bytes()).hexdigest() != sampled:
         raise ConfigError(
-            f"run {run_name} sampled with another {_TOKENIZER} than that of {base}: its ids mean other words",
+            f"run {run_name} sampled with another {_TOKENIZER} than that of {base}: its ids mean other text",
             hint="give a model with the tokenizer of the run",
         )

@@ -317,7 +317,7 @@ async def test_training_that_cannot_publish_ends_with_what_it_has_kept(
     with pytest.raises(PublishError, match=r"training stops at step 2: the disk of .* is full") as stopped:
         await trainer.run()
     kept = tmp_path / "fallback" / "checkpoint-000002"
-    assert f"Kept: {kept} (step 2), version 0 of step 0" in stopped.value.message
+    assert f"Saved: {kept} (step 2), version 0 of step 0" in stopped.value.message
     assert (kept / "state.json").is_file()
     assert len(committed(store)) == 2
 

@@ -75,7 +75,7 @@ def test_wrong_flags_are_told(flags: list[str], change: list[str], says: str) ->
         ("base/tuned", "would overwrite the model"),
         (".", "would overwrite"),
         ("data", "would overwrite --train_file"),
-        ("notes", "holds other things than a model"),
+        ("notes", "has other content than a model"),
         ("conversations.jsonl", "would overwrite --train_file|is a file"),
     ],
 )
