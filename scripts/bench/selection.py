@@ -41,7 +41,7 @@ from agentrl.documents.record import Record
 from agentrl.documents.task import Begin
 from agentrl.quickstart.servers.arithmetic import ArithmeticTextError, evaluate
 from agentrl.quickstart.tasks import CALCULATOR_TOOLS, QUESTION, expressions, tiny_expressions
-from agentrl.quickstart.warmup import prepare_tiny_model
+from agentrl.quickstart.tiny import prepare_tiny_model
 from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.difficulty import LIMIT, Trials, estimate_ability, pass_probability
 from agentrl.scoring.groups import decide_group, summarize

@@ -1,19 +1,66 @@
-"""Processes: children that never outlive their parent, and who a process is, so that its end can be seen."""
+"""Run child processes that end with their parent, and identify processes of this machine."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.documents.run import ProcessIdentity
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
+_ENDED = ("Z", "X", "x")
+"""States of a process in ``/proc/PID/stat`` that has ended."""
+
+# Runs the command and exits with its exit code. When the parent ends, the kernel sends SIGHUP to this shell,
+# which then kills its process group, itself included: workers of a killed server may outlive the server.
+_GUARD = """
+trap 'kill -KILL 0' HUP
+trap : TERM
+"$@" &
+while :; do
+    wait $!; code=$?
+    kill -0 $! 2>/dev/null || exit $code
+done
+"""
+
+
+@dataclass
+class ChildProcess:
+    """A command that can be started repeatedly, in a session of its own, and that ends with its parent.
+
+    stdout and stderr are appended to ``log``; with None they are those of this process. ``process`` is the
+    current or last run of the command; None if there is none.
+    """
+
+    name: str
+    command: Sequence[str]
+    log: Path | None
+    env: Mapping[str, str]
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process id; None while it does not run."""
+        return self.process.pid if self.process is not None and self.process.poll() is None else None
+
+    def start(self) -> None:
+        """Start the command. Call it from a long-lived thread, see ``start_child``."""
+        self.process = start_child(self.command, log=self.log, env=self.env)
+
+    def signal(self, number: int) -> bool:
+        """Send a signal to the process and all that it started; return False if it does not run."""
+        if self.process is None or self.process.poll() is not None:
+            return False
+        signal_session(self.process, number)
+        return True
 
 
 def start_child(
@@ -22,45 +69,65 @@ def start_child(
     log: Path | None,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    is_guarded: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start ``command`` in a session of its own; the kernel sends it SIGTERM when this thread ends.
 
-    Call it from a long-lived thread: the kernel watches the thread that started the child, not the
-    process. Output goes to the end of ``log`` (both streams), or to this process's own.
+    Call it from a long-lived thread: the kernel watches the thread that started the child, not the process.
+    stdout and stderr are appended to ``log``; with None they are those of this process. With ``is_guarded``
+    the whole session is killed when this thread ends, including processes that ``command`` started.
     """
     parent = os.getpid()
 
     def bind_to_parent() -> None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if is_guarded:  # under nohup a child inherits an ignored SIGHUP, which a shell cannot trap
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGHUP if is_guarded else signal.SIGTERM)
         if os.getppid() != parent:
             os._exit(1)
 
-    if log is None:
+    words = ["/bin/sh", "-c", _GUARD, "guard", *command] if is_guarded else command
+    with contextlib.ExitStack() as stack:
+        sink = None
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            sink = stack.enter_context(log.open("ab"))
         return subprocess.Popen(
-            command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, start_new_session=True,
+            words, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=sink,
+            stderr=None if sink is None else subprocess.STDOUT, start_new_session=True,
             preexec_fn=bind_to_parent,
         )  # fmt: skip
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as sink:
-        return subprocess.Popen(
-            command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT,
-            start_new_session=True, preexec_fn=bind_to_parent,
-        )  # fmt: skip
+
+
+def run_child(command: Sequence[str], *, log: Path | None, env: Mapping[str, str], seconds: float) -> int:
+    """Run ``command`` to its end and return its exit code.
+
+    Raises subprocess.TimeoutExpired after ``seconds``. The command is stopped if this call is interrupted.
+    """
+    child = start_child(command, log=log, env=env)
+    try:
+        return child.wait(seconds)
+    finally:
+        stop_child(child)
 
 
 def stop_child(process: subprocess.Popen[bytes], grace_seconds: float = 20.0) -> int:
-    """SIGTERM, then after ``grace_seconds`` SIGKILL to the whole session. Returns the exit code."""
+    """Send SIGTERM to the session, and SIGKILL to what is left of it after ``grace_seconds``.
+
+    Returns the exit code.
+    """
     signal_session(process, signal.SIGTERM)
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(grace_seconds)
-    except subprocess.TimeoutExpired:
-        signal_session(process, signal.SIGKILL)
-        process.wait(grace_seconds)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(grace_seconds)
     return process.returncode
 
 
 def stop_children(processes: Sequence[subprocess.Popen[bytes]], grace_seconds: float = 20.0) -> None:
-    """Stop several at once: all get SIGTERM first, so that they end side by side."""
+    """Stop several processes in parallel: send SIGTERM to all of them, then wait."""
     for process in processes:
         signal_session(process, signal.SIGTERM)
     deadline = time.monotonic() + grace_seconds
@@ -69,18 +136,47 @@ def stop_children(processes: Sequence[subprocess.Popen[bytes]], grace_seconds: f
 
 
 def signal_session(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to a child and to everything it started; nothing happens where it has ended."""
+    """Send a signal to a child and to everything that it started; do nothing if the child has ended."""
     if process.poll() is None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        except ProcessLookupError:
-            return
 
 
-def living_family(pids: Collection[int], marker: str) -> set[int]:
-    """Ids of the living processes among ``pids``, their descendants, and processes started with ``marker``.
+def thread_limits(threads: int = 1) -> dict[str, str]:
+    """Return environment variables that limit the threads of a child.
 
-    ``marker`` is ``NAME=value`` of the environment: it finds what a process that has ended has left behind.
+    With more threads than cores, the spinning of OpenMP slows every process down.
+    """
+    return {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def tail(log: Path, lines: int = 15, limit: int = 16_384) -> str:
+    """Return the last ``lines`` of a log file, from at most its last ``limit`` bytes."""
+    try:
+        with log.open("rb") as source:
+            source.seek(0, os.SEEK_END)
+            source.seek(max(0, source.tell() - limit))
+            text = source.read().decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def exit_reason(log: Path | None) -> str:
+    """Return why a process ended: the last error in its log, with its hint; else the last lines."""
+    text = tail(log) if log is not None else ""
+    lines = text.splitlines()
+    for place in reversed(range(len(lines))):
+        _, found, message = lines[place].partition(": error: ")
+        if found:
+            return "\n".join([message, *lines[place + 1 :]])
+    return text or "it has written nothing"
+
+
+def process_tree(pids: Collection[int], marker: str) -> set[int]:
+    """Return the ids of the running processes ``pids``, their descendants, and processes with ``marker``.
+
+    ``marker`` is ``NAME=value`` in the environment: it finds processes whose parent has ended.
     """
     children: dict[int, list[int]] = {}
     found = []
@@ -98,29 +194,17 @@ def living_family(pids: Collection[int], marker: str) -> set[int]:
         children.setdefault(int(parent), []).append(pid)
         if pid in pids or marker.encode() in environment:
             found.append(pid)
-    family: set[int] = set()
+    tree: set[int] = set()
     while found:
         pid = found.pop()
-        if pid not in family:
-            family.add(pid)
+        if pid not in tree:
+            tree.add(pid)
             found += children.get(pid, ())
-    return family - {os.getpid()}
-
-
-def tail(log: Path, lines: int = 15, limit: int = 16_384) -> str:
-    """The last ``lines`` of a log file, read from at most its last ``limit`` bytes."""
-    try:
-        with log.open("rb") as source:
-            source.seek(0, os.SEEK_END)
-            source.seek(max(0, source.tell() - limit))
-            text = source.read().decode("utf-8", errors="replace")
-    except FileNotFoundError:
-        return ""
-    return "\n".join(text.splitlines()[-lines:])
+    return tree - {os.getpid()}
 
 
 def identify(pid: int) -> ProcessIdentity | None:
-    """Identify a running process of this machine and pid namespace; None where /proc does not show it."""
+    """Identify a running process of this machine and pid namespace; None if /proc does not show it."""
     started = _start_ticks(pid)
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -133,7 +217,7 @@ def identify(pid: int) -> ProcessIdentity | None:
 
 
 def has_ended(process: ProcessIdentity) -> bool:
-    """Return True only if the process is known to have ended; False where it cannot be observed from here."""
+    """Return True only if the process is known to have ended; False if it cannot be observed from here."""
     if not is_observable(process):
         return False
     started = _start_ticks(process.pid)
@@ -149,7 +233,7 @@ def has_ended(process: ProcessIdentity) -> bool:
 
 
 def is_observable(process: ProcessIdentity) -> bool:
-    """Whether a process, if it runs, runs under this kernel and in this process's pid namespace."""
+    """Return whether the process belongs to this kernel boot and to this process's pid namespace."""
     here = identify(os.getpid())
     return here is not None and (here.boot_id, here.pid_namespace) == (
         process.boot_id, process.pid_namespace
@@ -157,7 +241,7 @@ def is_observable(process: ProcessIdentity) -> bool:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """Clock ticks from the boot to the start of a process; None where it has ended or is not shown."""
+    """Return the start of a process in clock ticks since the boot; None if it has ended or is not shown."""
     fields = _stat(pid)
     return None if fields is None or fields[0] in _ENDED else int(fields[19])
 
@@ -167,11 +251,8 @@ def _is_zombie(pid: int) -> bool:
     return fields is not None and fields[0] in _ENDED
 
 
-_ENDED = ("Z", "X", "x")
-
-
 def _stat(pid: int) -> list[str] | None:
-    """The fields of ``/proc/PID/stat`` behind the command's name; the first is the state."""
+    """Return the fields of ``/proc/PID/stat`` after the command's name; the first is the state."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Supervises the processes of a run on one machine: starts them, restarts crashed ones, stops all of them."""
+"""Supervise the processes of a run on one machine: start them, restart crashed ones, stop all of them."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.processes import living_family, signal_session, start_child, tail
+from agentrl.processes import ChildProcess, exit_reason, process_tree, signal_session
 
 logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 5
 POLL_SECONDS = 0.3
 STOP_SECONDS = 25.0
-"""How long processes may take to stop; what is left then is killed."""
+"""Time that the processes have to stop; those left are killed."""
 
 _FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0
 _STEADY_SECONDS = 300.0
-"""A process that has run for this long has recovered: its earlier crashes are forgotten."""
+"""A process that has run for this long has recovered: its earlier crashes no longer count."""
 
 _CLIENTS_SECONDS = 12.0
-"""How long engines and tool servers are kept for the samplers that stop before them."""
+"""Time for which engines and tool servers are kept running while the samplers stop."""
 
 _REPEATED_SECONDS = 1.0
-"""A launcher such as ``timeout`` forwards a signal that its whole group receives: that is one request."""
+"""Signals within this time are one request: a launcher such as ``timeout`` forwards a signal of its group."""
 
 _KILL_SECONDS = 5.0
 _MARKER = "AGENTRL_SUPERVISED_BY"
 
 
 class StoppedBySignalError(BaseException):
-    """SIGTERM or SIGINT asked this process to stop; ``exit_code`` is the shell's, 128 and the number."""
+    """SIGTERM or SIGINT asked this process to stop; ``exit_code`` is 128 plus the signal, as in a shell."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -47,88 +47,83 @@ class StoppedBySignalError(BaseException):
 
 
 @dataclass
-class Member:
-    """One process of the run; ``process`` is its current incarnation, None once it has ended well.
+class SupervisedProcess(ChildProcess):
+    """One process of the run; ``process`` is None once it has ended successfully.
 
-    ``serves`` is True for engines and tool servers: they are stopped after the processes that use them.
+    Engines and tool servers set ``is_server``: they are stopped after the processes that use them.
     """
 
-    name: str
-    command: Sequence[str]
-    log: Path | None
-    env: Mapping[str, str]
-    serves: bool = False
-    process: subprocess.Popen[bytes] | None = None
-    restarts: int = field(default=0)
+    is_server: bool = False
+    restarts: int = 0
     started_at: float = 0.0
     restart_at: float | None = None
 
     def start(self) -> None:
-        """Start it, or start it again."""
+        """Start or restart the process."""
         self.restart_at = None
         self.started_at = time.monotonic()
-        self.process = start_child(self.command, log=self.log, env=self.env)
+        super().start()
 
 
 class Supervisor:
-    """Keeps helpers alive while one main process runs; whatever happens, ``stop`` leaves nothing behind."""
+    """Keeps helper processes running while one main process runs; ``stop`` ends all of them."""
 
-    def __init__(self, say: Callable[[str], None] = logger.warning) -> None:
-        """``say`` prints a line about a process that ended."""
-        self._say = say
-        self._members: list[Member] = []
+    def __init__(self, report: Callable[[str], None] = logger.warning) -> None:
+        """``report`` receives a line about each process that crashed."""
+        self._report = report
+        self._members: list[SupervisedProcess] = []
         self._mark = uuid.uuid4().hex
 
-    def start(self, member: Member) -> None:
-        """Start a helper process; it is restarted when it crashes, up to MAX_RESTARTS times."""
+    def start(self, member: SupervisedProcess) -> None:
+        """Start a process; it is restarted when it crashes, up to MAX_RESTARTS times."""
         member.env = {**member.env, _MARKER: self._mark}
         self._members.append(member)
         member.start()
 
-    def run_main(self, main: Member, *, deadline: float) -> int:
+    def run_main(self, main: SupervisedProcess, *, deadline: float) -> int:
         """Run ``main`` to its end and return its exit code.
 
-        At ``deadline`` (monotonic seconds) it gets SIGTERM, which lets it finish its step and save.
-        Raises ConfigError once a helper ends because of its configuration, and AgentRLError once one has
-        crashed too often.
+        At ``deadline`` (monotonic seconds) it receives SIGTERM, so that it can finish its step and save.
+        Raises ConfigError if a helper ends because of its configuration, and AgentRLError if one has crashed
+        too often.
         """
         self.start(main)
         process = main.process
         assert process is not None
-        asked = False
+        is_stopping = False
         while process.poll() is None:
-            self._revive(main)
-            if not asked and time.monotonic() > deadline:
-                asked = True
+            self._restart_crashed(main)
+            if not is_stopping and time.monotonic() > deadline:
+                is_stopping = True
                 signal_session(process, signal.SIGTERM)
             time.sleep(POLL_SECONDS)
         return process.returncode
 
     def run_helpers(self) -> None:
-        """Run until every helper has ended by itself. Raises as ``run_main``."""
+        """Run until every helper has ended by itself. Raises the errors of ``run_main``."""
         while any(member.process is not None for member in self._members):
-            self._revive(None)
+            self._restart_crashed(None)
             time.sleep(POLL_SECONDS)
 
     def stop(self, seconds: float = STOP_SECONDS) -> None:
-        """Stop everything within ``seconds``; a further SIGINT or SIGTERM kills what is left at once."""
+        """Stop all processes within ``seconds``; another SIGINT or SIGTERM kills those left at once."""
         members, self._members = self._members, []
         deadline = time.monotonic() + seconds
-        family = _Family(members, self._mark)
+        tree = _ProcessTree(members, self._mark)
         try:
             with stop_on_signals(after=_REPEATED_SECONDS):
-                clients = [member for member in members if not member.serves]
+                clients = [member for member in members if not member.is_server]
                 _terminate(clients)
                 helpers = [member for member in clients if member.log is not None]
                 _wait(lambda: all(_is_gone(each) for each in helpers), deadline - seconds + _CLIENTS_SECONDS)
-                _terminate([member for member in members if member.serves])
-                _wait(lambda: not family.living(), deadline)
+                _terminate([member for member in members if member.is_server])
+                _wait(lambda: not tree.running(), deadline)
         except StoppedBySignalError:
-            logger.warning("asked again: the processes that are left are killed")
+            logger.warning("second request to stop: killing the remaining processes")
         finally:
-            family.kill()
+            tree.kill()
 
-    def _revive(self, main: Member | None) -> None:
+    def _restart_crashed(self, main: SupervisedProcess | None) -> None:
         for member in self._members:
             if member is main or member.process is None:
                 continue
@@ -136,49 +131,48 @@ class Supervisor:
                 if time.monotonic() >= member.restart_at:
                     member.start()
             elif member.process.poll() is not None:
-                self._ended(member, member.process.returncode)
+                self._plan_restart(member, member.process.returncode)
 
-    def _ended(self, member: Member, code: int) -> None:
+    def _plan_restart(self, member: SupervisedProcess, code: int) -> None:
         if code == 0:
             member.process = None
             return
         if code == ConfigError.exit_code:
-            raise ConfigError(f"{member.name} cannot run: {reason(member.log)}", hint=_see(member.log))
+            raise ConfigError(f"{member.name} cannot run: {exit_reason(member.log)}", hint=_see(member.log))
         if time.monotonic() - member.started_at >= _STEADY_SECONDS:
             member.restarts = 0
         member.restarts += 1
         if member.restarts > MAX_RESTARTS:
             raise AgentRLError(
                 f"{member.name} has ended {member.restarts} times, the last time with exit code {code}:"
-                f" {reason(member.log)}",
+                f" {exit_reason(member.log)}",
                 hint=_see(member.log),
             )
         delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** (member.restarts - 1))
         member.restart_at = time.monotonic() + delay
-        self._say(
-            f"{member.name} ended with exit code {code}; starting it again in {delay:g} s:"
-            f" {reason(member.log).partition(chr(10))[0]}"
+        self._report(
+            f"{member.name} ended with exit code {code}; restarting it in {delay:g} s:"
+            f" {exit_reason(member.log).partition(chr(10))[0]}"
         )
 
 
-class _Family:
-    """The processes of ``members`` and everything that they have started."""
+class _ProcessTree:
+    """The processes of ``members`` and everything that they started."""
 
-    def __init__(self, members: Sequence[Member], mark: str) -> None:
+    def __init__(self, members: Sequence[SupervisedProcess], mark: str) -> None:
         self._processes = [member.process for member in members if member.process is not None]
         self._known = {process.pid for process in self._processes}
         self._mark = f"{_MARKER}={mark}"
 
-    def living(self) -> set[int]:
-        """Process ids; a child whose parent has ended still belongs to it."""
+    def running(self) -> set[int]:
+        """Return the ids of the running processes, including those whose parent has ended."""
         ended = {process.pid for process in self._processes if process.poll() is not None}
-        living = living_family(self._known - ended, self._mark)
-        self._known = living
-        return living
+        self._known = process_tree(self._known - ended, self._mark)
+        return self._known
 
     def kill(self) -> None:
-        """SIGKILL to what is left."""
-        for pid in self.living():
+        """Send SIGKILL to the processes that still run."""
+        for pid in self.running():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for process in self._processes:
@@ -188,7 +182,7 @@ class _Family:
 
 @contextlib.contextmanager
 def stop_on_signals(after: float = 0.0) -> Iterator[None]:
-    """Within the block, SIGTERM and SIGINT raise StoppedBySignalError; before ``after`` seconds, nothing."""
+    """Raise StoppedBySignalError on SIGTERM and SIGINT; ignore them for the first ``after`` seconds."""
     began = time.monotonic()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -203,28 +197,16 @@ def stop_on_signals(after: float = 0.0) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def reason(log: Path | None) -> str:
-    """Why a process ended: the last error in its log, with its fix; else the last lines."""
-    text = tail(log) if log is not None else ""
-    lines = text.splitlines()
-    for place in reversed(range(len(lines))):
-        _, found, message = lines[place].partition(": error: ")
-        if found:
-            return "\n".join([message, *lines[place + 1 :]])
-    return text or "it has written nothing"
-
-
 def _see(log: Path | None) -> str:
-    return f"its log is {log}" if log is not None else "the reason stands above"
+    return f"its log is {log}" if log is not None else "see the error above"
 
 
-def _terminate(members: Sequence[Member]) -> None:
+def _terminate(members: Sequence[SupervisedProcess]) -> None:
     for member in members:
-        if member.process is not None:
-            signal_session(member.process, signal.SIGTERM)
+        member.signal(signal.SIGTERM)
 
 
-def _is_gone(member: Member) -> bool:
+def _is_gone(member: SupervisedProcess) -> bool:
     return member.process is None or member.process.poll() is not None
 
 

@@ -1,4 +1,4 @@
-"""The processes of a run under fire: started, signalled, and started again when they are gone."""
+"""The processes of a chaos run: start them, send them signals, and restart them when they have ended."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import logging
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentrl.processes import signal_session, start_child, stop_child, tail
+from agentrl.processes import ChildProcess, signal_session, stop_child, tail, thread_limits
 
 logger = logging.getLogger(__name__)
 
@@ -22,14 +22,14 @@ _POLL_SECONDS = 0.2
 _RESTART_SECONDS = 2.0
 _GONE_SECONDS = 20.0
 _STOPPED = (0, -signal.SIGTERM)
-"""Exit codes of a process that was told to stop; the second, of one that had only begun to start."""
+"""Exit codes of a stopped process; the second is that of a process that was still starting."""
 _REFUSED = 1
-"""Exit code of a process whose write was refused."""
+"""Exit code of a process whose write the store refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """A process that ended although nobody killed it."""
+    """A process that ended although no fault killed it."""
 
     actor: str
     code: int
@@ -37,39 +37,24 @@ class Exit:
 
 
 @dataclass
-class Actor:
-    """One process of the run, and its present incarnation. A fault holds ``busy`` while it lasts."""
+class Actor(ChildProcess):
+    """One process of the run, which writes to a log file. A fault holds ``busy`` while it lasts."""
 
-    name: str
-    command: Sequence[str]
-    log: Path
-    env: Mapping[str, str]
-    process: subprocess.Popen[bytes] | None = None
     exits: list[Exit] = field(default_factory=list)
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def role(self) -> str:
-        """``sampler``, ``engine`` or ``trainer``."""
+        """The role of the process: ``sampler``, ``engine`` or ``trainer``."""
         return self.name.partition("-")[0]
 
     @property
-    def pid(self) -> int | None:
-        """The living process's id."""
-        process = self.process
-        return process.pid if process is not None and process.poll() is None else None
-
-    @property
     def has_failed(self) -> bool:
-        """Whether it has ended by itself with an error."""
+        """Return whether the process has ended with an error."""
         return self.process is not None and self.process.poll() not in (None, 0)
 
-    def start(self) -> None:
-        """Start it. Call from the main thread: the process ends with the thread that started it."""
-        self.process = start_child(self.command, log=self.log, env=self.env)
-
     async def kill(self) -> bool:
-        """SIGKILL to the process itself; what it started must notice. False where it had ended already."""
+        """Send SIGKILL to the process alone, not to its children; return False if it had already ended."""
         process, self.process = self.process, None
         if process is None or process.poll() is not None:
             self.process = process
@@ -79,20 +64,20 @@ class Actor:
         return True
 
     def freeze(self) -> bool:
-        """SIGSTOP; False where it does not run."""
-        return self._signal(signal.SIGSTOP)
+        """Send SIGSTOP; return False if the process does not run."""
+        return self.signal(signal.SIGSTOP)
 
     def set_aside(self) -> subprocess.Popen[bytes] | None:
-        """SIGSTOP, and leave the name to the next process; None where it does not run."""
+        """Send SIGSTOP and return the process, so that another can be started; None if it does not run."""
         frozen = self.process if self.freeze() else None
         if frozen is not None:
             self.process = None
         return frozen
 
     async def end_superseded(self, frozen: subprocess.Popen[bytes], seconds: float) -> None:
-        """SIGCONT a process that was set aside; it must end with an error within ``seconds``.
+        """Resume a process that was set aside; record it unless it ends with an error within ``seconds``.
 
-        With 0 seconds it is killed: no other has taken its place.
+        With 0 seconds kill it instead: no other process has replaced it.
         """
         if seconds:
             signal_session(frozen, signal.SIGCONT)
@@ -103,42 +88,42 @@ class Actor:
             signal_session(frozen, signal.SIGKILL)
             await asyncio.to_thread(frozen.wait, _GONE_SECONDS)
         if seconds and code != _REFUSED:
-            shown = "it went on" if code is None else tail(self.log)
+            shown = "it continued" if code is None else self._last_lines()
             self.exits.append(Exit(f"superseded {self.name}", frozen.returncode, shown))
 
     def thaw(self) -> None:
-        """SIGCONT."""
-        self._signal(signal.SIGCONT)
+        """Send SIGCONT."""
+        self.signal(signal.SIGCONT)
 
     async def stop(self, seconds: float) -> int | None:
-        """SIGTERM, and SIGKILL after ``seconds``; the exit code, None where it did not run."""
+        """Send SIGTERM, and SIGKILL after ``seconds``; return the exit code, None if it did not run."""
         process, self.process = self.process, None
         if process is None:
             return None
         code = await asyncio.to_thread(stop_child, process, seconds)
         if code not in _STOPPED:
-            self.exits.append(Exit(self.name, code, tail(self.log)))
+            self._record_exit(code)
         return code
 
     def note_exit(self) -> bool:
-        """Whether it has ended by itself; if so it is written down, and there is no process any more."""
+        """Return whether the process has ended by itself; if so, record the exit and forget the process."""
         process = self.process
         if process is None or process.poll() is None:
             return False
-        self.exits.append(Exit(self.name, process.returncode, tail(self.log)))
+        self._record_exit(process.returncode)
         logger.warning("%s ended by itself with exit code %d", self.name, process.returncode)
         self.process = None
         return True
 
-    def _signal(self, number: int) -> bool:
-        if self.process is None or self.process.poll() is not None:
-            return False
-        signal_session(self.process, number)
-        return True
+    def _record_exit(self, code: int) -> None:
+        self.exits.append(Exit(self.name, code, self._last_lines()))
+
+    def _last_lines(self) -> str:
+        return "" if self.log is None else tail(self.log)
 
 
 async def watch(actors: Sequence[Actor]) -> None:
-    """Until cancelled: note whoever ends by itself, and start it again as an operator would."""
+    """Record each actor that ends by itself and restart it after two seconds, until cancelled."""
     while True:
         await asyncio.sleep(_POLL_SECONDS)
         for actor in actors:
@@ -149,13 +134,11 @@ async def watch(actors: Sequence[Actor]) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Environment of an actor: it finds this package, has one thread, and uses no network."""
+    """Return the environment of an actor: this package on its path, one thread, no network."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "OMP_NUM_THREADS": "1",
-        "GOMP_SPINCOUNT": "0",
-        "TOKENIZERS_PARALLELISM": "false",
+        **thread_limits(),
         "HF_HUB_OFFLINE": "1",
         "TQDM_DISABLE": "1",
     }

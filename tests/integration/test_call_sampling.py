@@ -25,7 +25,8 @@ from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim, Slot, Task
 from agentrl.inference.client import EngineClient, Generation
-from agentrl.inference.engines.launch import engine_client, engine_command
+from agentrl.inference.engines.clients import engine_client
+from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import load_policy

@@ -24,7 +24,8 @@ from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ConfigError, EngineError
 from agentrl.inference.client import EngineClient, EngineRefusedError, Generation
-from agentrl.inference.engines.launch import engine_client, engine_command
+from agentrl.inference.engines.clients import engine_client
+from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]

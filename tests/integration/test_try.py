@@ -17,7 +17,8 @@ from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
 from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError, TaskFileError
-from agentrl.inference.engines.launch import engine_client, engine_command
+from agentrl.inference.engines.clients import engine_client
+from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
 from agentrl.rollout.trial import run_trial
 from agentrl.rollout.try_task import TryConfig

@@ -10,11 +10,11 @@ import pytest
 from agentrl import supervise
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.processes import signal_session
-from agentrl.supervise import MAX_RESTARTS, Member, Supervisor
+from agentrl.supervise import MAX_RESTARTS, SupervisedProcess, Supervisor
 
 
 def member(name, code, log=None):
-    return Member(name, [sys.executable, "-c", code], log, dict(os.environ))
+    return SupervisedProcess(name, [sys.executable, "-c", code], log, dict(os.environ))
 
 
 SLEEP = "import time; time.sleep(60)"
@@ -142,10 +142,10 @@ def test_engines_and_tools_stop_after_the_processes_that_use_them(supervisor, tm
         "open(sys.argv[3], 'w').close()\n"
         "time.sleep(60)\n"
     )
-    for name, delay, serves in (("engine", "0", True), ("sampler", "0.5", False)):
+    for name, delay, is_server in (("engine", "0", True), ("sampler", "0.5", False)):
         started = member(name, tell, tmp_path / f"{name}.log")
         started.command += [f"{name} ", delay, str(tmp_path / f"{name}.ready")]
-        started.serves = serves
+        started.is_server = is_server
         supervisor.start(started)
     wait_for(lambda: all((tmp_path / f"{name}.ready").exists() for name in ("engine", "sampler")))
     supervisor.stop(20)
@@ -155,13 +155,13 @@ def test_engines_and_tools_stop_after_the_processes_that_use_them(supervisor, tm
 def test_a_second_signal_kills_what_is_left(tmp_path):
     script = (
         "import sys, time\n"
-        "from agentrl.supervise import Member, Supervisor, stop_on_signals, StoppedBySignalError\n"
+        "from agentrl.supervise import SupervisedProcess, Supervisor, stop_on_signals, StoppedBySignalError\n"
         "code = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)'\n"
         "supervisor = Supervisor(print)\n"
         "try:\n"
         "    with stop_on_signals():\n"
         "        try:\n"
-        "            main = Member('main', [sys.executable, '-c', code], None, {})\n"
+        "            main = SupervisedProcess('main', [sys.executable, '-c', code], None, {})\n"
         "            supervisor.start(main)\n"
         f"            open({str(tmp_path / 'ready')!r}, 'w').write(str(main.process.pid))\n"
         "            time.sleep(60)\n"

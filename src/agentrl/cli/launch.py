@@ -1,10 +1,10 @@
-"""Runs the processes of ``scripts/grpo.sh`` and its like: database, tools, engine, samplers, trainer.
+"""Run the processes of ``scripts/grpo.sh`` and the other run scripts: database, engine, samplers, trainer.
 
     python -m agentrl.cli.launch train --run_name NAME [--flag VALUE …]
     python -m agentrl.cli.launch eval --run_name NAME [--flag VALUE …]
 
-``scripts/lib/run.sh`` describes the environment variables. A process that crashes is started again; one
-that ends because of its configuration ends the others, and its reason is printed.
+``scripts/lib/run.sh`` describes the environment variables. A process that crashes is restarted. If one ends
+because of its configuration, the reason is printed and the others are stopped.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from agentrl.config.load import Configs, parse
 from agentrl.config.schema import AgentConfig, ModelConfig, RunConfig, TaskConfig
 from agentrl.documents.task_file import read_tasks
 from agentrl.errors import ConfigError
+from agentrl.processes import thread_limits
 from agentrl.quickstart.smollm import prepare_smollm
 from agentrl.store.embedded.server import EmbeddedMongo
-from agentrl.supervise import Member, StoppedBySignalError, Supervisor, stop_on_signals
+from agentrl.supervise import StoppedBySignalError, SupervisedProcess, Supervisor, stop_on_signals
 from agentrl.tools.config import HttpSpec, ManagerSpec, ServerSpec, load_servers
 
 SERVERS_FILE = Path("assets/mcp_servers.yml")
 ROLES = ("serve", "sample", "train")
 _DEMO_TOOLS = ("units", 8765)
-"""The server of ``SERVERS_FILE`` that somebody has to start, and its port."""
+"""The HTTP server of ``SERVERS_FILE``, which has to be started, and its port."""
 
 _CONNECT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What this machine runs. ``main`` is None where it has neither trainer nor evaluation."""
+    """The processes of this machine. ``main`` is None if it runs neither the trainer nor an evaluation."""
 
     run_name: str
     logs: Path
@@ -68,7 +69,7 @@ def _launch(argv: list[str]) -> int:
     if servers is not None:
         flags = ["--mcp_servers_file", str(SERVERS_FILE), *flags]
     if is_demo and configs[ModelConfig].model_name_or_path is None:
-        model = prepare_smollm(lambda text: _say(run.run_name, text))
+        model = prepare_smollm(lambda text: _report(run.run_name, text))
         flags = ["--model_name_or_path", str(model), *flags]
     if run.db_connection_string is None:
         _start_database(run)
@@ -87,34 +88,35 @@ def _launch(argv: list[str]) -> int:
 
 
 def _run(plan: Plan) -> int:
-    supervisor = Supervisor(lambda text: _say(plan.run_name, text))
+    supervisor = Supervisor(lambda text: _report(plan.run_name, text))
 
-    def start(name: str, command: Sequence[str], *, serves: bool = False) -> None:
-        member = Member(name, command, plan.logs / f"{name}.out", _environment(), serves)
+    def start(name: str, command: Sequence[str], *, is_server: bool = False) -> None:
+        log = plan.logs / f"{name}.out"
+        member = SupervisedProcess(name, command, log, _environment(), is_server=is_server)
         supervisor.start(member)
-        pid = member.process.pid if member.process else None
-        _say(plan.run_name, f"{name} started (pid {pid}, {member.log})")
+        _report(plan.run_name, f"{name} started (pid {member.pid}, {log})")
 
     try:
         if plan.tool_server is not None:
-            start("units-server", plan.tool_server, serves=True)
+            start("units-server", plan.tool_server, is_server=True)
         if plan.engines:
-            start("engine", _agentrl("serve", [*plan.flags, "--engine", plan.engine]), serves=True)
+            start("engine", _agentrl("serve", [*plan.flags, "--engine", plan.engine]), is_server=True)
         for index in range(plan.samplers):
             start(f"sampler-{index}", _agentrl("sample", plan.flags))
         if plan.main is not None:
-            return supervisor.run_main(Member("main", plan.main, None, _environment()), deadline=float("inf"))
+            main = SupervisedProcess("main", plan.main, None, _environment())
+            return supervisor.run_main(main, deadline=float("inf"))
         supervisor.run_helpers()
         return 0
     except StoppedBySignalError:
-        _say(plan.run_name, "stopping; the same command goes on from here")
+        _report(plan.run_name, "stopping; the same command resumes")
         raise
     finally:
         supervisor.stop()
 
 
 def _flags_of_variables(variables: Mapping[str, str]) -> list[str]:
-    """The flags that environment variables stand for; flags of the command line come after them and win."""
+    """Return the flags that the environment variables set; later flags of the command line override them."""
     named = {
         "--model_name_or_path": "MODEL_PATH",
         "--db_connection_string": "MONGO_URI",
@@ -140,9 +142,10 @@ def _roles(variables: Mapping[str, str]) -> set[str]:
 
 
 def _default_servers(configs: Configs, *, is_demo: bool) -> list[ServerSpec] | None:
-    """The tool servers of ``SERVERS_FILE`` where the tasks name some of them; None: the file is not used.
+    """Return the tool servers of ``SERVERS_FILE`` if the run uses that file, else None.
 
-    Raises ConfigError where the tasks name a server that is not configured, and TaskFileError.
+    It is used by the demo, and if the tasks name tools and no other servers are configured. Raises
+    ConfigError if the tasks name a server that the file does not configure, and TaskFileError.
     """
     agent, tasks = configs[AgentConfig], configs[TaskConfig]
     path = tasks.eval_file or tasks.train_file
@@ -163,7 +166,7 @@ def _default_servers(configs: Configs, *, is_demo: bool) -> list[ServerSpec] | N
 
 
 def _demo_server(servers: Sequence[ServerSpec]) -> list[str] | None:
-    """The command of the demo's HTTP tool server, where it is used and nothing listens on its port yet."""
+    """Return the command of the demo's HTTP tool server; None if it is not used or already runs."""
     name, port = _DEMO_TOOLS
     url = f"http://127.0.0.1:{port}/mcp"
     if not any(isinstance(each, HttpSpec) and (each.name, each.url) == (name, url) for each in servers):
@@ -180,9 +183,7 @@ def _start_database(run: RunConfig) -> None:
     was_running = mongo.status().running
     mongo.up()
     if not was_running:
-        _say(
-            run.run_name, f"MongoDB started (data in {run.mongo_dir}); it stays up until: agentrl mongo down"
-        )
+        _report(run.run_name, f"MongoDB started (data in {run.mongo_dir}); stop it with: agentrl mongo down")
 
 
 def _main_command(command: str, flags: Sequence[str], variables: Mapping[str, str]) -> list[str]:
@@ -198,11 +199,10 @@ def _agentrl(command: str, flags: Sequence[str]) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """Few threads a process: with more than there are cores, OpenMP's spinning starves everybody."""
-    return {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false", **os.environ}
+    return {**thread_limits(), **os.environ}
 
 
-def _say(run_name: str, text: str) -> None:
+def _report(run_name: str, text: str) -> None:
     print(f"{run_name}: {text}", flush=True)
 
 

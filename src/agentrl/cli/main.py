@@ -13,7 +13,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "mongo": ("agentrl.cli.mongo", "the embedded MongoDB: up, status, down"),
     "tasks": ("agentrl.rollout.tasks", "load a JSONL file of tasks; list what is loaded"),
     "db": ("agentrl.cli.db", "the database of a run: check, copy, prune, rescore, reopen, migrate"),
-    "serve": ("agentrl.inference.serve", "run one inference engine that follows the published weights"),
+    "serve": ("agentrl.cli.serve", "run one inference engine that follows the published weights"),
     "sample": ("agentrl.rollout.sample", "a sampler: claims, runs and scores trajectories"),
     "train": ("agentrl.cli.train", "the trainer"),
     "try": ("agentrl.rollout.try_task", "run one task's trajectory, print it, store nothing"),
@@ -24,7 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "agentrl.cli.doctor",
         "what is missing on this machine, and what mends it",
     ),
-    "quickstart": ("agentrl.quickstart.main", "the whole loop on this machine"),
+    "quickstart": ("agentrl.cli.quickstart", "the whole loop on this machine"),
 }
 
 

@@ -18,7 +18,7 @@ from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import EngineError, StoreError
 from agentrl.inference.client import EngineRefusedError, FinishReason, Generation
-from agentrl.inference.engines.launch import engine_client
+from agentrl.inference.engines.clients import engine_client
 
 log = logging.getLogger(__name__)
 

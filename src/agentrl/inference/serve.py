@@ -1,4 +1,4 @@
-"""``agentrl serve``: runs one engine, registers it, and keeps it at the newest published weights."""
+"""Serve one engine: start it, register it, and load each policy version that the trainer publishes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.config.load import Configs, parse
+from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
 from agentrl.documents.serving import InferenceService, PolicyVersion
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError, EngineError, PublishError, StoreError
 from agentrl.inference.client import EngineClient
-from agentrl.inference.engines.launch import engine_client, engine_command
+from agentrl.inference.engines.clients import engine_client
+from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port, require_free_port
 from agentrl.store.retry import log_store_errors, retry_outages
 
@@ -31,23 +32,11 @@ _UPDATE_SECONDS = 600.0
 _FOLLOW_POLL_SECONDS = 2.0
 
 
-def main(argv: list[str]) -> int:
-    """Serve until SIGTERM or SIGINT; EngineError where the engine ends by itself."""
-    configs = parse(
-        argv,
-        command="agentrl serve",
-        description="Runs one inference engine that follows the weights that the trainer publishes.",
-        shown=[RunConfig, ModelConfig, EngineConfig],
-    )
-    from agentrl.observe.logging import setup
-
-    setup(configs[RunConfig], "engine")
-    asyncio.run(serve(configs[RunConfig], configs[ModelConfig], configs[EngineConfig]))
-    return 0
-
-
 async def serve(run: RunConfig, model: ModelConfig, config: EngineConfig) -> None:
-    """Start the engine at the newest version, then beat and follow until a signal or the engine's end."""
+    """Serve the newest policy version, and each newer one, until SIGTERM or SIGINT.
+
+    Raises EngineError if the engine ends by itself.
+    """
     from agentrl.store.client import open_store
 
     if config.port:
@@ -79,7 +68,7 @@ async def _serve(store: Store, run: RunConfig, model: ModelConfig, config: Engin
 
 
 class ServedEngine:
-    """One engine's life in the database: registered, beating, following PolicyVersion, stopped."""
+    """An engine process and its InferenceService document: heartbeats, and updates to new versions."""
 
     def __init__(
         self,
@@ -104,9 +93,10 @@ class ServedEngine:
         self._detail: str | None = None
 
     async def run(self) -> None:
-        """Until cancelled; EngineError where the engine does not start or ends.
+        """Run until cancelled.
 
-        StoreUnavailableError where the database stays away for longer than ``--db_wait_seconds``.
+        Raises EngineError if the engine does not start or ends, and StoreUnavailableError if the database
+        is unavailable for longer than ``--db_wait_seconds``.
         """
         service = InferenceService(
             id=self._id,
@@ -122,7 +112,7 @@ class ServedEngine:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch_process())
-                tasks.create_task(self._beat())
+                tasks.create_task(self._send_heartbeats())
                 await self._process.wait_ready(self._client, self._config.engine_start_seconds)
                 await self._client.set_version(self._version)
                 self._status = ServiceStatus.READY
@@ -131,14 +121,14 @@ class ServedEngine:
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
-            await self._sign_off()
+            await self._deregister()
 
-    async def _sign_off(self) -> None:
+    async def _deregister(self) -> None:
         try:
             with retry_outages(0):
                 await self._store.services.stop(self._id)
         except StoreError as error:
-            log.warning("the engine ends unannounced; its heartbeat runs out: %s", error.message)
+            log.warning("the end of the engine is not recorded; its heartbeat expires: %s", error.message)
 
     async def _watch_process(self) -> None:
         """Raise EngineError once the engine's process has ended."""
@@ -150,10 +140,10 @@ class ServedEngine:
                 )
             await asyncio.sleep(self._config.heartbeat_seconds)
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         """Report status, version and load every ``heartbeat_seconds``."""
         while True:
-            with log_store_errors(log, "no heartbeat, the engine goes on"):
+            with log_store_errors(log, "no heartbeat; the engine keeps running"):
                 await self._report()
             await asyncio.sleep(self._config.heartbeat_seconds)
 
@@ -175,7 +165,7 @@ class ServedEngine:
 
         newest = self._version
         while True:
-            with log_store_errors(log, "published versions cannot be read, trying again"):
+            with log_store_errors(log, "published versions cannot be read; retrying"):
                 async for version in newer_versions(
                     self._store, after=newest, poll_seconds=_FOLLOW_POLL_SECONDS
                 ):
@@ -184,7 +174,7 @@ class ServedEngine:
             await asyncio.sleep(_FOLLOW_POLL_SECONDS)
 
     async def update(self, version: PolicyVersion) -> None:
-        """Load ``version``, whose running requests then go on with it; on any doubt the old weights stay."""
+        """Load ``version``; running requests continue with it. If it is damaged, the old weights stay."""
         from agentrl.weights.manifest import verify
 
         try:
@@ -228,12 +218,12 @@ async def _starting_weights(store: Store, model: ModelConfig) -> tuple[int, str]
 
 
 def _reachable(host: str) -> str:
-    """The name under which samplers reach an engine that binds to ``host``."""
+    """Return the name by which samplers reach an engine that binds to ``host``."""
     return socket.getfqdn() if host in ("0.0.0.0", "::") else host
 
 
 async def _until_signal(work: Callable[[], Awaitable[None]]) -> None:
-    """Run ``work`` until it ends or SIGTERM or SIGINT comes, which cancels it."""
+    """Run ``work`` to its end; cancel it on SIGTERM or SIGINT."""
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(work())
     for number in (signal.SIGTERM, signal.SIGINT):

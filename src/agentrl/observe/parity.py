@@ -177,7 +177,7 @@ def compare_samples(
 
 def _engines(flags: Any) -> list[str]:
     """The engines named; ConfigError on a name that there is not, and on several for one url."""
-    from agentrl.inference.engines.launch import ENGINES
+    from agentrl.inference.engines.commands import ENGINES
 
     names = str(flags.engine).split(",")
     for name in names:
@@ -193,7 +193,8 @@ def _engines(flags: Any) -> list[str]:
 @asynccontextmanager
 async def _engine(name: str, model: ModelConfig, flags: Any) -> AsyncIterator[EngineClient]:
     """A client of the engine at ``--url``, or of one that runs meanwhile."""
-    from agentrl.inference.engines.launch import engine_client, engine_command
+    from agentrl.inference.engines.clients import engine_client
+    from agentrl.inference.engines.commands import engine_command
     from agentrl.inference.engines.process import EngineProcess, free_port
 
     if flags.url:

@@ -1,1 +1,1 @@
-"""The quickstart: its models, tasks, tool servers, and the supervisor that runs every process of it."""
+"""The quickstart: its models, tasks and tool servers, and the run that uses them."""

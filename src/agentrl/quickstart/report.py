@@ -1,4 +1,4 @@
-"""What a finished quickstart prints: rewards, where things are, and what to try next."""
+"""Print the result of a quickstart: rewards, files, and commands to try next."""
 
 from __future__ import annotations
 
@@ -9,53 +9,53 @@ from statistics import fmean, median
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import AgentRLError
-from agentrl.quickstart.runs import QuickstartRun
 
-ENDS = 3  # steps that the first and the last reward average over
+ENDS = 3
+"""Number of steps at each end of the run over which the reward is averaged."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The committed steps' rewards and cost, and one Record to look at."""
+    """The rewards and the cost of the committed steps, and one Record to look at."""
 
     rewards: list[float]
     seconds: float
-    """Of forward, backward and optimizer in a step: the median."""
+    """Median time of forward, backward and optimizer in a step."""
     tokens: float
-    """That a step computed; the mean."""
+    """Mean number of tokens computed per step."""
     call_tokens: float
-    """That it would have computed with every model call as a row of its own; the mean."""
+    """Mean number of tokens per step if every model call were a row of its own."""
     sampled: int
-    """Trajectories of finished groups."""
+    """Number of trajectories in finished groups."""
     abandoned: int
-    """Of them, those that became no training data."""
+    """Number of these that did not become training data."""
     record_id: str | None
     plot: Path
 
     @property
     def first(self) -> float:
-        """Mean reward of the first three steps."""
+        """The mean reward of the first three steps."""
         return fmean(self.rewards[:ENDS])
 
     @property
     def last(self) -> float:
-        """Mean reward of the last three steps."""
+        """The mean reward of the last three steps."""
         return fmean(self.rewards[-ENDS:])
 
 
-async def read_outcome(run: QuickstartRun, mongo_dir: str) -> Outcome:
-    """Read the rewards from the database and draw the curve. Raises AgentRLError with no step at all."""
+async def read_outcome(run_name: str, output: Path, mongo_dir: str) -> Outcome:
+    """Read the rewards from the database and plot them. Raises AgentRLError if there is no step."""
     from agentrl.observe.audit.curve import plot_curve
     from agentrl.store.client import open_store
 
-    async with await open_store(RunConfig(run_name=run.name, mongo_dir=mongo_dir)) as store:
+    async with await open_store(RunConfig(run_name=run_name, mongo_dir=mongo_dir)) as store:
         steps = await store.training.steps()
         if not steps:
             raise AgentRLError(
-                "the time was over before the first optimizer step", hint="give it more: --minutes 15"
+                "the time limit was reached before the first optimizer step", hint="allow more: --minutes 15"
             )
-        plot = run.output / "curve.png"
-        plot_curve(run.name, await store.views.steps(), plot)
+        plot = output / "curve.png"
+        plot_curve(run_name, await store.views.steps(), plot)
         metrics = [step.metrics for step in steps]
         groups = await store.views.group_counts()
         return Outcome(
@@ -70,7 +70,7 @@ async def read_outcome(run: QuickstartRun, mongo_dir: str) -> Outcome:
         )
 
 
-def print_report(run: QuickstartRun, outcome: Outcome) -> None:
+def print_report(run_name: str, output: Path, outcome: Outcome) -> None:
     """Print the summary; its last line is ``reward FIRST -> LAST over N steps``."""
     agentrl = ".venv/bin/agentrl"
     lines = [
@@ -79,15 +79,15 @@ def print_report(run: QuickstartRun, outcome: Outcome) -> None:
         f" for model calls of {outcome.call_tokens:,.0f}",
         f"sampled     {outcome.sampled} trajectories; {outcome.abandoned} of them are abandoned",
         f"plot        {outcome.plot}",
-        f"checkpoint  {_newest_checkpoint(run.output)}",
-        f"database    {run.name} in .agentrl/mongo (the server is stopped; `{agentrl} mongo up` starts it)",
+        f"checkpoint  {_newest_checkpoint(output)}",
+        f"database    {run_name} in .agentrl/mongo (the server is stopped; `{agentrl} mongo up` starts it)",
         "",
         "next, try:",
         f"  {agentrl} mongo up",
-        f"  {agentrl} audit run --run_name {run.name}",
+        f"  {agentrl} audit run --run_name {run_name}",
     ]
     if outcome.record_id:
-        lines.append(f"  {agentrl} audit record {shlex.quote(outcome.record_id)} --run_name {run.name}")
+        lines.append(f"  {agentrl} audit record {shlex.quote(outcome.record_id)} --run_name {run_name}")
     lines += ["", f"reward {outcome.first:.3f} -> {outcome.last:.3f} over {len(outcome.rewards)} steps"]
     print("\n".join(lines), flush=True)
 

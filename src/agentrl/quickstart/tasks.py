@@ -1,8 +1,10 @@
-"""Generates the quickstart's task files; ``python -m agentrl.quickstart.tasks`` writes the same bytes again.
+"""Generate the quickstart's task files, ``assets/tasks/*.jsonl``.
 
-The tasks are arithmetic with numbers of two digits, given by one call of the calculator and one
-answer. SmolLM2-135M gets them wrong by itself. It imitates turns of a conversation far better than it follows
-instructions, so its system prompt ends in two worked examples written as ChatML turns.
+    python -m agentrl.quickstart.tasks
+
+Each task is arithmetic with numbers of two digits and needs one call of the calculator and one answer.
+SmolLM2-135M cannot solve it alone. It imitates a conversation better than it follows an instruction, so its
+system prompt ends with two worked examples, written as ChatML turns. Every call writes the same bytes.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ CALCULATOR_TOOLS: list[dict[str, Any]] = [
         },
     }
 ]
-"""The calculator server's one tool, as a chat template is given it."""
+"""The tool of the calculator server, in the form that a chat template receives."""
 
 
 def expressions(
     seed: int, *, smallest: int = SMALLEST, largest: int = LARGEST, operators: str = "+-*"
 ) -> Iterator[str]:
-    """An endless, seeded sequence of expressions such as ``37 * 48``, without the examples."""
+    """Yield expressions such as ``37 * 48`` without end, chosen by ``seed``; never one of the examples."""
     rng = random.Random(seed)
     while True:
         left, right = rng.randint(smallest, largest), rng.randint(smallest, largest)
@@ -51,19 +53,19 @@ def expressions(
 
 
 def tiny_expressions(seed: int) -> Iterator[str]:
-    """Sums of three digits: with every length fixed, two layers learn to copy numbers within a minute."""
+    """Yield sums of three digits: all have one length, so that two layers soon learn to copy numbers."""
     return expressions(seed, smallest=50, operators="+")
 
 
 def call_text(expression: str) -> str:
-    """A call of the calculator in the Hermes form, as the chat template writes it."""
+    """Return a call of the calculator in the Hermes format, as the chat template writes it."""
     return f'<tool_call>{{"name": "calculate", "arguments": {{"expression": "{expression}"}}}}</tool_call>'
 
 
 def worked_examples() -> str:
-    """The system prompt of the 135M model: an instruction, then each example as turns of a conversation.
+    """Return the system prompt of the 135M model: an instruction, then each example as ChatML turns.
 
-    The chat template closes the system message, so the last turn is left open.
+    The last turn stays open, because the chat template closes the system message.
     """
     turns = ["Use the tool."]
     for expression in EXAMPLES:
@@ -80,7 +82,7 @@ def worked_examples() -> str:
 def make_tasks(
     name: str, count: int, candidates: Iterator[str], *, system_prompt: str | None, without: set[str]
 ) -> list[str]:
-    """``count`` different tasks as JSON lines; none asks for an expression of ``without``, which grows."""
+    """Return ``count`` different tasks as JSON lines; skip expressions in ``without``, and add to it."""
     lines: list[str] = []
     for expression in candidates:
         if len(lines) == count:
@@ -105,7 +107,7 @@ def make_tasks(
 
 
 def task_files() -> dict[str, list[str]]:
-    """The lines of every task file, by file name. Training and evaluation ask different questions."""
+    """Return {file name: its lines}; training and evaluation tasks have different questions."""
     asked: set[str] = set()
     prompt = worked_examples()
     train = make_tasks("calc", 400, expressions(1), system_prompt=prompt, without=asked)
@@ -119,7 +121,7 @@ def task_files() -> dict[str, list[str]]:
 
 
 def main(argv: list[str]) -> int:
-    """Write the task files into the folder that ``argv`` names, or into ``assets/tasks``."""
+    """Write the task files into folder ``argv[0]``; into ``assets/tasks`` if there is none."""
     folder = Path(argv[0]) if argv else TASK_DIR
     folder.mkdir(parents=True, exist_ok=True)
     for name, lines in task_files().items():

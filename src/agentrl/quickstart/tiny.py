@@ -1,16 +1,25 @@
-"""A two-layer Qwen3-shaped model from scratch: its tokenizer, and the conversations that warm it up."""
+"""Make the model of ``agentrl quickstart --tiny``: two Qwen3 layers, warmed up by two phases of SFT.
+
+python -m agentrl.quickstart.tiny FOLDER SEED      # the model with random weights alone
+"""
 
 from __future__ import annotations
 
-import random
+import json
+import os
+import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.quickstart.servers.arithmetic import evaluate
+from agentrl.errors import ModelError
+from agentrl.processes import run_child, tail
+from agentrl.quickstart.sft_examples import tiny_sft_conversations
 from agentrl.quickstart.smollm import CHAT_TEMPLATE, install_template
-from agentrl.quickstart.tasks import CALCULATOR_TOOLS, QUESTION, call_text, tiny_expressions
+from agentrl.quickstart.tasks import QUESTION, call_text, tiny_expressions
 
 END, START, PAD = "<|im_end|>", "<|im_start|>", "<|endoftext|>"
 MARKS = ("<tool_call>", "</tool_call>", "<answer>", "</answer>")
@@ -18,15 +27,88 @@ VOCABULARY = 400
 CONTEXT_TOKENS = 1024
 MODEL_BYTES = 8_000_000
 
-MIXTURE = {"right": 0.3, "guess": 0.65, "wrong call": 0.05}
-"""Shares of the kinds of conversation in the mixed phase."""
+MODELS = Path(".agentrl/models")
+LOG = Path("logs/quickstart-tiny-sft.out")
+BUILD_SECONDS = 300.0
+PHASE_SECONDS = 900.0
 
-Conversation = dict[str, Any]
-"""One line of an SFT file: ``{"messages": [...], "tools": [...]}``."""
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of the warm-up: one run of ``agentrl sft``."""
+
+    name: str
+    mixed: bool
+    steps: int
+    learning_rate: float
+
+
+PHASES = (
+    Phase("correct conversations", mixed=False, steps=320, learning_rate=3e-3),
+    Phase("mixed conversations", mixed=True, steps=60, learning_rate=5e-4),
+)
+"""First correct conversations, then some with mistakes that reinforcement learning can correct."""
+
+BATCH_SIZE = 16
+
+
+def prepare_tiny_model(seed: int, report: Callable[[str], None]) -> Path:
+    """Return the folder of the warmed-up model; make it first if it is missing. Raises ModelError."""
+    folder = MODELS / f"tiny-seed{seed}"
+    if not (folder / "config.json").is_file():
+        MODELS.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=MODELS, prefix=".tmp-tiny-") as scratch:
+            _make(seed, folder, Path(scratch), report)
+    install_template(CHAT_TEMPLATE, folder)
+    return folder
+
+
+def _make(seed: int, folder: Path, scratch: Path, report: Callable[[str], None]) -> None:
+    report(f"making a two-layer model with seed {seed} in {folder}, once")
+    model = scratch / "random"
+    _run(["-m", "agentrl.quickstart.tiny", str(model), str(seed)], BUILD_SECONDS)
+    for number, phase in enumerate(PHASES):
+        report(f"supervised warm-up: {phase.steps} steps on {phase.name}")
+        file = scratch / f"phase{number}.jsonl"
+        write_conversations(file, seed, phase)
+        output = folder if phase is PHASES[-1] else scratch / f"phase{number}"
+        _run([*_sft_command(phase, seed), *_paths(model, file, output)], PHASE_SECONDS)
+        model = output
+
+
+def write_conversations(file: Path, seed: int, phase: Phase) -> None:
+    """Write as many conversations as the phase trains, one per line, so that none is seen twice."""
+    conversations = tiny_sft_conversations(seed, phase.steps * BATCH_SIZE, mixed=phase.mixed)
+    file.write_text("".join(f"{json.dumps(item)}\n" for item in conversations), encoding="utf-8")
+
+
+def _sft_command(phase: Phase, seed: int) -> list[str]:
+    return [
+        "-m", "agentrl", "sft", "--run_name", "quickstart-tiny-sft", "--seed", str(seed),
+        "--max_steps", str(phase.steps), "--batch_size", str(BATCH_SIZE), "--max_tokens", "2048",
+        "--learning_rate", str(phase.learning_rate), "--lr_scheduler_type", "linear", "--warmup_steps", "5",
+    ]  # fmt: skip
+
+
+def _paths(model: Path, file: Path, output: Path) -> list[str]:
+    return ["--model_name_or_path", str(model), "--train_file", str(file), "--output_dir", str(output)]
+
+
+def _run(arguments: list[str], seconds: float) -> None:
+    """Run Python in a child process, so that this one does not load torch."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    try:
+        code = run_child([sys.executable, *arguments], log=LOG, env=environment, seconds=seconds)
+    except subprocess.TimeoutExpired as error:
+        raise ModelError(f"the warm-up did not end within {seconds:g} s", hint=f"see {LOG}") from error
+    if code != 0:
+        raise ModelError(
+            f"the warm-up ended with exit code {code}:\n{tail(LOG)}", hint=f"the whole log is {LOG}"
+        )
 
 
 def build_tiny_model(folder: Path, seed: int, template: Path = CHAT_TEMPLATE) -> Path:
-    """Write a model with random weights and a tokenizer trained here as ``folder``; same seed, same bytes."""
+    """Write a model with random weights and a small tokenizer; the same seed gives the same bytes."""
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
@@ -62,51 +144,8 @@ def build_tiny_model(folder: Path, seed: int, template: Path = CHAT_TEMPLATE) ->
     return folder
 
 
-def tiny_sft_conversations(seed: int, count: int, *, mixed: bool) -> Iterator[Conversation]:
-    """``count`` conversations about arithmetic: a question, a call, its result and an answer.
-
-    Without ``mixed`` all are right: they teach the form and the copying. With ``mixed`` most guess instead of
-    calling, and a few call with a wrong expression, so that the model behaves rightly only sometimes and
-    reinforcement learning has something to find.
-    """
-    rng = random.Random(f"{seed}/{mixed}")
-    for expression, _ in zip(tiny_expressions(rng.getrandbits(32)), range(count), strict=False):
-        kind = rng.choices(tuple(MIXTURE), weights=tuple(MIXTURE.values()))[0] if mixed else "right"
-        yield {"messages": _messages(rng, expression, kind), "tools": CALCULATOR_TOOLS}
-
-
-def _messages(rng: random.Random, expression: str, kind: str) -> list[dict[str, Any]]:
-    question = {"role": "user", "content": QUESTION.format(expression)}
-    if kind == "guess":
-        return [question, _answer(_wrong(rng, evaluate(expression)))]
-    written = _wrong_call(rng, expression) if kind == "wrong call" else expression
-    result = evaluate(written)
-    call = {"name": "calculate", "arguments": {"expression": written}}
-    return [
-        question,
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
-        {"role": "tool", "content": result},
-        _answer(result),
-    ]
-
-
-def _answer(value: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": f"<answer>{value}</answer>"}
-
-
-def _wrong(rng: random.Random, value: str) -> str:
-    """Another number of about the same size."""
-    return str(int(value) + rng.choice([-10, -2, -1, 1, 2, 10]))
-
-
-def _wrong_call(rng: random.Random, expression: str) -> str:
-    """The expression with another number."""
-    left, operator, right = expression.split()
-    return f"{left} {operator} {_wrong(rng, right)}"
-
-
 def _tokenizer() -> Any:
-    """A byte-level BPE trained on the conversations themselves; a digit is always a token of its own."""
+    """Return a byte-level BPE tokenizer trained on the questions; each digit is a token of its own."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -24,7 +24,7 @@ from agentrl.documents.task_json import BadTaskError, make_task, parse
 from agentrl.documents.task_source import TaskSource
 from agentrl.errors import ConfigError, FailureError, ScorerError, TaskFileError, TrajectoryError
 from agentrl.inference.client import Generation
-from agentrl.inference.engines.launch import engine_client
+from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.router import EngineRouter
 from agentrl.observe.audit.record import render_trajectory
 from agentrl.observe.terminal import stdout_console

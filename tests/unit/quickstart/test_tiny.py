@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from agentrl.quickstart.servers.arithmetic import evaluate
-from agentrl.quickstart.tiny import build_tiny_model, tiny_sft_conversations
+from agentrl.quickstart.sft_examples import tiny_sft_conversations
+from agentrl.quickstart.tiny import build_tiny_model
 
 TEMPLATE = Path(__file__).parents[3] / "assets/chat_templates/smollm2_tools.jinja"
 

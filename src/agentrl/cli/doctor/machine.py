@@ -16,7 +16,7 @@ from typing import Literal
 from packaging.requirements import Requirement
 
 from agentrl.config.schema import EngineConfig, RunConfig
-from agentrl.machine import engine_venv, has_gpu, install_hint
+from agentrl.inference.engines.commands import engine_venv, has_gpu, install_hint
 
 State = Literal["ok", "warn", "fail"]
 

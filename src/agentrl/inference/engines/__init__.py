@@ -1,1 +1,1 @@
-"""The engines that ``agentrl serve`` can run: SGLang, vLLM, and a local one on transformers."""
+"""Inference engines: the commands that start their servers, the server processes, and their clients."""

@@ -1,1 +1,1 @@
-"""MCP servers of the quickstart: a calculator over stdio, a unit converter over streamable HTTP."""
+"""MCP servers of the quickstart: a calculator over stdio and a unit converter over streamable HTTP."""

@@ -1,4 +1,4 @@
-"""Evaluates arithmetic from text: numbers and operators only, with bounds on size."""
+"""Evaluate arithmetic expressions in text: only numbers and operators, of limited size."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-"}
 
 
 class ArithmeticTextError(ValueError):
-    """The text is no arithmetic, or its value is out of bounds; the message is for whoever wrote it."""
+    """The text is not arithmetic, or its value is too large; the message is for the author of the text."""
 
 
 def evaluate(expression: str) -> str:
-    """The value of ``expression`` as text: integers exactly, other values to 12 significant digits.
+    """Return the value of ``expression`` as text: integers exactly, others to 12 significant digits.
 
-    Knows ``+ - * / // % **``, parentheses and the typographic signs ``× ÷ −``. Raises ArithmeticTextError.
+    Supports ``+ - * / // % **``, parentheses and the typographic signs ``× ÷ −``. Raises ArithmeticTextError.
     """
     text = expression.strip()
     if not text:
@@ -61,14 +61,14 @@ def _apply(operation: Callable[[Number, Number], Number], left: Number, right: N
 
 
 def _divide(left: Number, right: Number) -> Number:
-    """Exact where both are integers and the quotient is one."""
+    """Divide; return an integer if both numbers and their quotient are integers."""
     if isinstance(left, int) and isinstance(right, int) and right != 0 and left % right == 0:
         return left // right
     return left / right
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    """Bounded before it is computed: a large power would take the process with it."""
+    """Raise to a power, after checking its size: a large power would block the process."""
     if abs(base) > 1 and exponent > 0 and exponent * math.log10(abs(base)) > MAX_DIGITS:
         raise _too_large()
     if base < 0 and not float(exponent).is_integer():

@@ -1,4 +1,4 @@
-"""The calculator as an MCP server over stdio: ``python -m agentrl.quickstart.servers.calculator``."""
+"""Serve the calculator as an MCP server over stdio: ``python -m agentrl.quickstart.servers.calculator``."""
 
 from __future__ import annotations
 

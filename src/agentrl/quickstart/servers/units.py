@@ -1,4 +1,7 @@
-"""A unit converter as an MCP server over HTTP: ``python -m agentrl.quickstart.servers.units --port 8765``."""
+"""Serve a unit converter as an MCP server over HTTP.
+
+python -m agentrl.quickstart.servers.units --port 8765
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from mcp.server.mcpserver.exceptions import ToolError
 HOST = "127.0.0.1"
 DEFAULT_PORT = 8765
 
-# Each table holds, per unit, how many of the table's first unit one of it is.
+# Each table maps a unit to its value in the first unit of the table.
 _SCALES: dict[str, dict[str, float]] = {
     "length": {"m": 1.0, "mm": 0.001, "cm": 0.01, "km": 1000.0, "in": 0.0254, "ft": 0.3048, "mi": 1609.344},
     "mass": {"kg": 1.0, "g": 0.001, "t": 1000.0, "oz": 0.028349523125, "lb": 0.45359237},
@@ -38,7 +41,7 @@ def utc_now() -> str:
 
 
 def converted(value: float, from_unit: str, to_unit: str) -> float:
-    """``value`` of ``from_unit`` in ``to_unit``. Raises ValueError, naming the units that are known."""
+    """Convert ``value`` between two units. Raises ValueError with the known units."""
     if from_unit in _TEMPERATURES and to_unit in _TEMPERATURES:
         return _from_celsius(_to_celsius(value, from_unit), to_unit)
     for scale in _SCALES.values():
@@ -60,7 +63,7 @@ def _from_celsius(value: float, unit: str) -> float:
 
 
 def main() -> None:
-    """Serve on the loopback interface until the process is ended."""
+    """Serve on the loopback interface until the process is stopped."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)
     server.run("streamable-http", host=HOST, port=parser.parse_args().port)

@@ -4,22 +4,22 @@ import pytest
 import yaml
 
 from agentrl.errors import ConfigError
-from agentrl.quickstart import runs
+from agentrl.quickstart import run as quickstart
 
 
 @pytest.fixture(autouse=True)
 def checkout(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    runs.CONFIG_DIR.mkdir(parents=True)
+    quickstart.CONFIG_DIR.mkdir(parents=True)
 
 
 def open_run(name=None, *, tiny=True, steps=None, seed=0):
-    return runs.open_run(name, tiny=tiny, steps=steps, seed=seed)
+    return quickstart.open_run(name, tiny=tiny, steps=steps, seed=seed)
 
 
 def test_a_new_run_takes_the_base_name_and_the_default_steps():
     run = open_run()
-    assert (run.name, run.steps, run.resumed) == ("quickstart-tiny", runs.TINY.steps, False)
+    assert (run.name, run.steps, run.resumed) == ("quickstart-tiny", quickstart.TINY.steps, False)
 
 
 def test_an_unfinished_run_resumes_to_its_own_target():
@@ -29,7 +29,7 @@ def test_an_unfinished_run_resumes_to_its_own_target():
 
 
 def test_a_finished_run_is_kept_and_the_next_gets_a_number():
-    runs.close_run(open_run())
+    quickstart.close_run(open_run())
     assert open_run().name == "quickstart-tiny-2"
 
 
@@ -39,7 +39,7 @@ def test_another_seed_is_another_run():
 
 
 def test_a_finished_run_cannot_be_named_again():
-    runs.close_run(open_run("mine"))
+    quickstart.close_run(open_run("mine"))
     with pytest.raises(ConfigError, match="the run mine is finished"):
         open_run("mine")
 
@@ -53,7 +53,7 @@ def test_outside_a_checkout_the_error_names_the_command(tmp_path, monkeypatch):
 
 
 def test_the_tool_servers_file_names_both_servers_and_the_port_of_the_http_one():
-    servers = runs.tool_servers(open_run())
+    servers = quickstart.tool_servers(open_run())
     content = yaml.safe_load(servers.file.read_text())["servers"]
     assert set(content) == {"calculator", "units"}
     assert content["units"]["url"].split(":")[2].split("/")[0] in servers.http_command

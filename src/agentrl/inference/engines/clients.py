@@ -1,4 +1,4 @@
-"""The engine client for vLLM: the same calls, said in vLLM's HTTP API."""
+"""Create the client of an engine by its name; VllmClient translates the calls to vLLM's HTTP API."""
 
 from __future__ import annotations
 
@@ -27,59 +27,72 @@ _PAUSE = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 _RENAMED = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
 
 
+def engine_client(
+    engine: str,
+    url: str,
+    timeout: float = 600.0,
+    *,
+    vocab_size: int | None = None,
+    instance: str | None = None,
+) -> EngineClient:
+    """Return the client for an engine of this name; the arguments are those of EngineClient."""
+    kind = VllmClient if engine == "vllm" else EngineClient
+    return kind(url, timeout, vocab_size=vocab_size, instance=instance)
+
+
 class VllmClient(EngineClient):
-    """One vLLM server at ``url``, in development mode and with ``--enable-scale-out``."""
+    """The client of a vLLM server that runs in development mode and with ``--enable-scale-out``."""
 
     async def health(self) -> bool:
-        """As of EngineClient: vLLM calls itself healthy while it is paused."""
+        """Return whether the engine takes requests; vLLM itself reports healthy while it is paused."""
         if not await super().health():
             return False
         return not (await self._get("/is_paused"))["is_paused"]
 
     async def instance(self) -> str | None:
-        """As of EngineClient."""
+        """Return the instance name, which ends one of the names of the served model."""
         names = [str(model["id"]) for model in (await self._get("/v1/models")).get("data", ())]
         return next((found for name in names if (found := instance_of(name)) is not None), None)
 
     async def model_info(self) -> ModelInfo:
-        """As of EngineClient; ``model_path`` is what the server was started with."""
+        """Return the served model and its policy version; ``model_path`` is that of the server's start."""
         path = str((await self._get("/v1/models"))["data"][0]["root"])
         version = self._version((await self._get("/weight_info"))["weight_version"])
         vocab_size = await asyncio.to_thread(vocab_size_of, path)
         return ModelInfo(model_path=path, version=version, vocab_size=vocab_size)
 
     async def server_info(self) -> dict[str, Any]:
-        """vLLM's description of itself, with ``model_path`` added."""
+        """Return vLLM's own description, with ``model_path`` added."""
         return {**await super().server_info(), "model_path": (await self.model_info()).model_path}
 
     async def load(self) -> int:
-        """As of EngineClient, from the metrics: ``/load`` counts some aborted requests for ever."""
+        """Return the running and queued requests, from the metrics: ``/load`` also counts aborted ones."""
         metrics = (await self._respond("GET", "/metrics", None, CONTROL_SECONDS)).text
         return sum(int(float(count)) for count in _REQUESTS.findall(metrics))
 
     async def pause(self, mode: PauseMode) -> None:
-        """As of EngineClient; ``retract`` keeps the KV cache until weights are loaded, which drops it."""
+        """Stop generating; ``retract`` keeps the KV cache until weights are loaded, which drops it."""
         await self._post(f"/pause?mode={_PAUSE[mode]}", {}, self._timeout)
 
     async def resume(self) -> None:
-        """As of EngineClient."""
+        """Continue after ``pause``."""
         await self._post("/resume", {}, CONTROL_SECONDS)
 
     async def flush_cache(self) -> None:
-        """As of EngineClient; vLLM frees the cache of a request a moment after it has ended."""
+        """Drop every cached prefix; retry, since vLLM frees the cache of a request shortly after its end."""
         for _ in range(_FLUSH_TRIES):
             if (await self._post("/reset_prefix_cache", {}, CONTROL_SECONDS)).get("success", False):
                 return
             await asyncio.sleep(_FLUSH_SECONDS)
-        raise EngineRefusedError(f"engine {self.url} did not flush its cache: requests run")
+        raise EngineRefusedError(f"engine {self.url} did not flush its cache: requests are running")
 
     async def abort(self, rid: str | None) -> None:
-        """As of EngineClient."""
+        """End request ``rid``, or all requests if it is None."""
         ids = {} if rid is None else {"request_ids": [f"generate-tokens-{rid}"]}
         await self._post("/abort_requests", ids, CONTROL_SECONDS)
 
     async def update_weights(self, path: str, version: int, *, flush_cache: bool = True) -> None:
-        """As of EngineClient. The folder is read here first: a worker that cannot load weights dies."""
+        """Load the weights in ``path``, after checking the files: vLLM crashes if it cannot load them."""
         info = await self.model_info()
         await asyncio.to_thread(_check_same_tensors, Path(info.model_path), Path(path))
         is_paused = (await self._get("/is_paused"))["is_paused"]
@@ -100,7 +113,7 @@ class VllmClient(EngineClient):
     ) -> tuple[str, dict[str, Any]]:
         sampling = {_RENAMED.get(name, name): value for name, value in params.to_request().items()}
         if sampling.get("ignore_eos"):
-            sampling["stop_token_ids"] = []  # vLLM would stop at them; SGLang means every stop token
+            sampling["stop_token_ids"] = []  # SGLang's ignore_eos ignores these too
         return "/inference/v1/generate", {
             "request_id": rid,
             "token_ids": list(input_ids),
@@ -122,19 +135,19 @@ class VllmClient(EngineClient):
 
 
 def _check_same_tensors(served: Path, offered: Path) -> None:
-    """EngineRefusedError where ``offered`` does not hold tensors of the names and shapes of ``served``."""
+    """Raise EngineRefusedError unless ``offered`` holds tensors of the names and shapes in ``served``."""
     if not offered.is_dir():
         raise EngineRefusedError(f"there is no folder {offered} to load weights from")
     there, wanted = _tensors(offered), _tensors(served)
     for name, shape in wanted.items():
         if there.get(name) != shape:
             raise EngineRefusedError(
-                f"{offered} does not fit the model served: {name} is {there.get(name)}, not {shape}"
+                f"{offered} does not fit the served model: {name} is {there.get(name)}, not {shape}"
             )
 
 
 def _tensors(folder: Path) -> dict[str, list[int]]:
-    """Name → shape of every tensor, from the headers of the folder's safetensors files."""
+    """Return {name: shape} of every tensor, from the headers of the safetensors files."""
     found: dict[str, list[int]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
@@ -142,7 +155,7 @@ def _tensors(folder: Path) -> dict[str, list[int]]:
                 (length,) = struct.unpack("<Q", stream.read(8))
                 header = json.loads(stream.read(length))
         except (OSError, struct.error, ValueError) as error:
-            raise EngineRefusedError(f"{file} is no safetensors file: {error}") from error
+            raise EngineRefusedError(f"{file} is not a safetensors file: {error}") from error
         found |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
     if not found:
         raise EngineRefusedError(f"{folder} holds no *.safetensors")

@@ -1,0 +1,51 @@
+"""``agentrl quickstart``: every process of a run on this machine, ending with a plotted reward."""
+
+from __future__ import annotations
+
+from agentrl.config.load import CommandParser
+from agentrl.config.schema import RunConfig
+from agentrl.errors import ConfigError
+from agentrl.quickstart.run import Options, run_quickstart
+from agentrl.supervise import StoppedBySignalError, stop_on_signals
+
+
+def main(argv: list[str]) -> int:
+    """Parse the flags, run, and print the result."""
+    options = _parse(argv)
+    try:
+        with stop_on_signals():
+            return run_quickstart(options)
+    except StoppedBySignalError as stopped:
+        return stopped.exit_code
+
+
+def _parse(argv: list[str]) -> Options:
+    parser = CommandParser(prog="agentrl quickstart", description=__doc__)
+    parser.add_argument(
+        "--tiny", action="store_true", help="a two-layer model made here: four to five minutes"
+    )
+    parser.add_argument("--steps", type=int, help="optimizer steps of the whole run")
+    parser.add_argument("--minutes", type=float, help="stop training after this many minutes")
+    parser.add_argument("--engine", choices=("local", "sglang", "vllm"), default="local")
+    parser.add_argument("--samplers", type=int, default=2, help="sampler processes (default: 2)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--prefix_merging", choices=("off", "trajectory", "group"), default="group",
+        help="what the trainer computes once (default: what a group shares)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--task_selection", choices=("order", "pass_rate"), default="order",
+        help="what is sampled next: the next task, or one whose pass rate is near ½ (default: order)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--keep_every", type=int, default=0, help="keep every N-th published version (default: 0, none)"
+    )
+    parser.add_argument("--run_name", help="name of the run (default: quickstart, or the next free number)")
+    options = Options(**vars(parser.parse_args(argv)))
+    for name in ("steps", "minutes", "samplers"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise ConfigError(f"--{name} is {value}", hint=f"give --{name} a value above 0")
+    if options.run_name is not None:
+        RunConfig(run_name=options.run_name)
+    return options

@@ -1,0 +1,169 @@
+"""Build the command that starts the server of an engine: ``local``, SGLang or vLLM, on GPUs or on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentrl.config.schema import EngineConfig, ModelConfig
+from agentrl.errors import ConfigError
+
+ENGINES = ("local", "sglang", "vllm")
+_ROOT = Path(__file__).resolve().parents[4]
+"""The clone of the repository, if there is one, with ``deploy/`` and the engines' venvs."""
+_SGLANG_CPU_LAUNCHER = _ROOT / "deploy" / "sglang" / "launch_cpu.py"
+_SGLANG_ENV = {"HF_HUB_OFFLINE": "1", "SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
+"""``SGLANG_RETURN_ORIGINAL_LOGPROB=0``: logprobs are those of logits / temperature."""
+_VLLM_CPU_BLOCK = 32
+"""Tokens per page of the KV cache on a CPU; only full pages are reused."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCommand:
+    """The command that starts a server; ``env`` is added to the environment.
+
+    ``instance`` is the name by which ``EngineClient.instance`` recognizes the server that this starts.
+    """
+
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    instance: str | None = None
+
+
+def engine_command(folder: str, model: ModelConfig, config: EngineConfig, port: int) -> EngineCommand:
+    """Return the command that serves the model in ``folder`` with ``config.engine``.
+
+    Each call chooses another random instance name. Raises ConfigError if the engine cannot run here.
+    """
+    instance = secrets.token_hex(8)
+    if config.engine == "local":
+        return _local_command(folder, config, port=port, dtype=model.dtype, instance=instance)
+    if config.inf_tp_size != 1 and not has_gpu():
+        raise ConfigError(
+            f"--inf_tp_size {config.inf_tp_size} needs GPUs, and there are none here", hint="set it to 1"
+        )
+    command = _sglang_command if config.engine == "sglang" else _vllm_command
+    return command(folder, config, port=port, model_name=model.model_name, instance=instance)
+
+
+def engine_venv(name: str) -> Path:
+    """Return the venv of an engine: ``AGENTRL_VLLM_VENV``, or ``.venv-vllm`` in the repository, for vLLM."""
+    return Path(os.environ.get(_venv_variable(name)) or _ROOT / f".venv-{name}")
+
+
+def engine_python(name: str) -> str:
+    """Return a Python interpreter that has the engine: that of its venv, or this one. Raises ConfigError."""
+    python = engine_venv(name) / "bin" / "python"
+    if python.is_file():
+        return str(python)
+    if not os.environ.get(_venv_variable(name)) and importlib.util.find_spec(name) is not None:
+        return sys.executable
+    raise ConfigError(f"{name} is not installed: there is no {python}", hint=install_hint(name))
+
+
+def install_hint(name: str) -> str:
+    """Return the hint that says how to install an engine."""
+    return f"bash scripts/setup_{name}.sh, or set {_venv_variable(name)} to a venv that has it"
+
+
+def has_gpu() -> bool:
+    """Return whether this machine has an NVIDIA or AMD GPU."""
+    return Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
+
+
+def _local_command(
+    model_path: str, config: EngineConfig, *, port: int, dtype: str, instance: str
+) -> EngineCommand:
+    argv = [
+        *(sys.executable, "-m", "agentrl.inference.engines.local"),
+        *("--model_path", model_path, "--host", config.host, "--port", str(port)),
+        *("--dtype", dtype, "--instance", instance),
+        *("--max_running_requests", str(config.max_running_requests)),
+        *("--max_total_tokens", str(config.max_total_tokens)),
+    ]
+    env = {"OMP_NUM_THREADS": _omp_threads(), "GOMP_SPINCOUNT": "0", "HF_HUB_OFFLINE": "1"}
+    return EngineCommand(argv, env, instance)
+
+
+def _sglang_command(
+    model_path: str, config: EngineConfig, *, port: int, model_name: str, instance: str
+) -> EngineCommand:
+    """Return the command of SGLang's server; the served model's name ends with the instance.
+
+    SGLang returns this name in ``/server_info``, so that a client can read the instance from it.
+    """
+    common = [
+        *("--model-path", model_path),
+        *("--host", config.host, "--port", str(port)),
+        *("--max-running-requests", str(config.max_running_requests)),
+        *("--mem-fraction-static", str(config.inf_mem_ratio)),
+        *("--log-level", "warning"),
+    ]
+    python = engine_python("sglang")
+    further = [*shlex.split(config.engine_args), "--served-model-name", f"{model_name}@{instance}"]
+    if has_gpu():
+        argv = [python, "-m", "sglang.launch_server", *common, "--tp-size", str(config.inf_tp_size)]
+        return EngineCommand([*argv, *further], dict(_SGLANG_ENV), instance)
+    if not _SGLANG_CPU_LAUNCHER.is_file():
+        raise ConfigError(
+            f"SGLang's launcher for CPUs is missing: {_SGLANG_CPU_LAUNCHER}",
+            hint="run from a clone of the repository",
+        )
+    cpu = [
+        *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"),
+        *("--max-total-tokens", str(config.max_total_tokens)),
+    ]
+    env = {
+        **_SGLANG_ENV,
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": _omp_threads(),
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    return EngineCommand([python, str(_SGLANG_CPU_LAUNCHER), *cpu, *common, *further], env, instance)
+
+
+def _vllm_command(
+    model_path: str, config: EngineConfig, *, port: int, model_name: str, instance: str
+) -> EngineCommand:
+    """Return the command of vLLM's server; its second model name ends with the instance.
+
+    Pausing and loading weights need vLLM's development mode, whose ``/collective_rpc`` calls any method of a
+    worker: let only trusted machines reach the port.
+    """
+    argv = [
+        *(engine_python("vllm"), "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", model_path),
+        *("--host", config.host, "--port", str(port)),
+        *("--max-num-seqs", str(config.max_running_requests)),
+        *("--logprobs-mode", "processed_logprobs"),
+        *("--enable-scale-out", "--enable-prompt-tokens-details"),
+        "--disable-uvicorn-access-log",
+    ]
+    env = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if has_gpu():
+        argv += ["--tensor-parallel-size", str(config.inf_tp_size)]
+        argv += ["--gpu-memory-utilization", str(config.inf_mem_ratio)]
+    else:
+        argv += ["--dtype", "float32", "--enforce-eager", "--block-size", str(_VLLM_CPU_BLOCK)]
+        argv += ["--num-gpu-blocks-override", str(config.max_total_tokens // _VLLM_CPU_BLOCK)]
+        env |= {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": _omp_threads(),
+        }
+    argv += [*shlex.split(config.engine_args), "--served-model-name", model_name, f"{model_name}@{instance}"]
+    return EngineCommand(argv, env, instance)
+
+
+def _omp_threads() -> str:
+    return os.environ.get("OMP_NUM_THREADS", "1")
+
+
+def _venv_variable(name: str) -> str:
+    return f"AGENTRL_{name.upper()}_VENV"
