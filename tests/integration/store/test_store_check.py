@@ -150,7 +150,7 @@ async def test_an_expired_lease_waits_where_no_sampler_lives(store: Store, weigh
     await Damage(store, weights).set("Task", run.RUNNING, slots__0__lease_expires_at=LONG_AGO)
     report = await check(store)
     assert report.violations == ()
-    assert any("leases that ran out wait" in note for note in report.notes)
+    assert any("expired leases wait" in note for note in report.notes)
 
 
 Break = Callable[[Damage], Awaitable[Any]]

@@ -1,1 +1,1 @@
-"""``agentrl db check``: the invariants of a run, proved on its documents while others write them."""
+"""``agentrl db check``: verifies the invariants of a run, one file each, while other processes write it."""

@@ -18,7 +18,7 @@ _NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class _Epoch:
-    """One epoch: its tasks, counted, and its ``Epoch`` documents. An epoch of an older run has none."""
+    """One epoch: the number of its tasks and its ``Epoch`` documents. An epoch of an older run has none."""
 
     split: str
     number: int
@@ -33,7 +33,7 @@ class _Epoch:
 
     @property
     def is_open(self) -> bool:
-        """Whether every task should be there; a load or an opening may be under way, or due, otherwise."""
+        """Whether every task must exist: no load or opening is in progress or due."""
         if self.opening is None:
             return True
         loaded = self.first or self.opening
@@ -42,7 +42,7 @@ class _Epoch:
 
     @property
     def is_begun_early(self) -> bool:
-        """Whether it is not opened yet and holds single tasks that were selected (``--task_selection``)."""
+        """Whether it is not open yet and holds only tasks selected in advance (``--task_selection``)."""
         return self.opening is not None and self.number > 0 and not self.opening["attempt"]
 
     def _has_all(self, loaded: Json) -> bool:
@@ -50,7 +50,7 @@ class _Epoch:
 
 
 class Epochs(Whole):
-    """Every epoch of every split."""
+    """Checks every epoch of every split."""
 
     async def inspect(self, moment: Snapshot, findings: Findings) -> None:
         openings = {opening["_id"]: opening for opening in await moment.find(EPOCH, {})}
@@ -70,7 +70,7 @@ class Epochs(Whole):
 
 
 async def _counts(moment: Snapshot) -> dict[tuple[str, int], int]:
-    """Tasks by split and epoch; the sort lets an index answer alone."""
+    """Count Tasks by split and epoch; the sort makes the query covered by an index."""
     groups = await moment.aggregate(
         TASK,
         [
@@ -91,7 +91,7 @@ def _epochs(counts: Mapping[tuple[str, int], int], openings: Mapping[str, Json])
 
 
 async def _problems(moment: Snapshot, epoch: _Epoch) -> Sequence[Problem]:
-    """What is wrong with an epoch that is open."""
+    """Return the problems of an open epoch."""
     counted = [] if epoch.opening is None else [("tasks", epoch.tasks, epoch.opening["tasks"])]
     problems = differing(epoch.name, counted)
     if epoch.number == 0:
@@ -124,11 +124,11 @@ async def _differences(moment: Snapshot, epoch: _Epoch) -> tuple[list[str], list
 
 
 def _key(task_id: str) -> bytes:
-    """Sorts as the server does."""
+    """Return a sort key in the order of the server."""
     return task_id.encode("utf-8", "surrogatepass")
 
 
 async def _task_ids(moment: Snapshot, key: str) -> AsyncIterator[str]:
-    """The ids of an epoch's tasks, in order."""
+    """Yield the ids of an epoch's tasks, in order."""
     async for task in moment.each(TASK, {"_id": id_prefix(f"{key}/")}, {"_id": 1}):
         yield task["_id"].removeprefix(f"{key}/")

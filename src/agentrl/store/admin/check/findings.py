@@ -1,4 +1,4 @@
-"""What a check counts and finds: violations, the invariants they break, and the report of both."""
+"""The result of a check: the invariants, the violations found, and the printed report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Invariant(IntEnum):
-    """What every run keeps, at every moment and at its end."""
+    """A property that every run has, at every moment and at its end."""
 
     TRAJECTORIES = 1
     TRAINING = 2
@@ -21,13 +21,13 @@ class Invariant(IntEnum):
 
     @property
     def title(self) -> str:
-        """The invariant in a few words."""
+        """The invariant in one sentence."""
         return _TITLES[self]
 
 
 _TITLES: Mapping[Invariant, str] = {
     Invariant.TRAJECTORIES: "slots end with one live Record, and no model call is missing",
-    Invariant.TRAINING: "every token is trained by the steps that say so, and no oftener than allowed",
+    Invariant.TRAINING: "every token is trained by the steps that say so, and no more often than allowed",
     Invariant.GROUPS: "groups say what their Records say, and every score is a scorer's",
     Invariant.STATES: "states are legal, and no lease outlives its owner",
     Invariant.VERSIONS: "policy versions are whole, and tokens name those that were published",
@@ -51,19 +51,19 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A problem that breaks an invariant. ``key`` is the ``_id`` to look at again for it."""
+    """A problem that breaks an invariant. ``key`` is the ``_id`` of the document to check again."""
 
     invariant: Invariant
     problem: Problem
     key: Any
 
     def same_as(self) -> tuple[Any, ...]:
-        """What two sightings of one violation have in common; values may have moved in between."""
+        """Return the identity of the violation; its values may change between two checks."""
         return self.invariant, self.problem.document, self.problem.what
 
 
 class Findings:
-    """Collects what was checked and what is violated."""
+    """Collects counts of checked things, violations and notes."""
 
     def __init__(self) -> None:
         self.checked: dict[Invariant, Counter[str]] = {invariant: Counter() for invariant in Invariant}
@@ -71,20 +71,20 @@ class Findings:
         self.notes: list[str] = []
 
     def count(self, invariant: Invariant, things: str, number: int = 1) -> None:
-        """Say that ``number`` more ``things`` were held against the invariant."""
+        """Count ``number`` more ``things`` as checked against the invariant."""
         self.checked[invariant][things] += number
 
     def add(self, invariant: Invariant, key: Any, problems: Iterable[Problem]) -> None:
-        """Take in the problems of one document."""
+        """Add the problems of one document."""
         self.violations.extend(Violation(invariant, problem, key) for problem in problems)
 
     def note(self, text: str) -> None:
-        """Say, once, what could not be checked."""
+        """Note what could not be checked; each text is kept once."""
         if text not in self.notes:
             self.notes.append(text)
 
     def merge(self, other: Findings) -> None:
-        """Take in all that ``other`` counted, found and noted."""
+        """Add the counts, violations and notes of ``other``."""
         for invariant, counts in other.checked.items():
             self.checked[invariant].update(counts)
         self.violations += other.violations
@@ -94,18 +94,18 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The outcome of a check."""
+    """The result of a check."""
 
     checked: Mapping[Invariant, Mapping[str, int]]
     violations: tuple[Violation, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
     def of(self, invariant: Invariant) -> list[Violation]:
-        """The violations of one invariant."""
+        """Return the violations of one invariant."""
         return [violation for violation in self.violations if violation.invariant is invariant]
 
     def lines(self) -> Iterator[str]:
-        """A line an invariant, then each violation and note, then how many violations there are."""
+        """Yield a line per invariant, then each violation and note, then the number of violations."""
         for invariant in Invariant:
             things = ", ".join(f"{number:,} {name}" for name, number in self.checked[invariant].items())
             yield (

@@ -1,4 +1,4 @@
-"""Invariant 3: a group's summary and advantages are those of its Records, and every score is a scorer's."""
+"""Invariant 3: summary and advantages of a group follow from its Records, and a scorer gave every score."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentrl.scoring.advantages import BUILT_IN
 from agentrl.scoring.groups import FAILED, decide_group, filtered_of, summarize
 from agentrl.store.admin.check.findings import Problem
 from agentrl.store.admin.check.reading import differing
-from agentrl.store.admin.check.slots import DEAD, SETTLED
+from agentrl.store.admin.check.trajectories import DEAD, SETTLED
 from agentrl.store.connection import Json
 
 _TOLERANCE = 1e-9
@@ -26,7 +26,7 @@ _DECIDING = (
 
 
 def score_problems(record: Json) -> Iterator[Problem]:
-    """What is wrong with the score, failure and fate of one Record."""
+    """Yield contradictions between the status of a Record and its score, failure and reason."""
     name, status, score = f"Record {record['_id']}", record["status"], record.get("score")
     if status in DEAD and score is not None:
         yield Problem(name, f"no score, since it is {status}", None, score)
@@ -59,7 +59,7 @@ def _settled(name: str, record: Json) -> Iterator[Problem]:
 
 
 def group_problems(task: Json, records: Sequence[Json], trained: int) -> Iterator[Problem]:
-    """What is wrong with the summary of a group; ``trained`` counts its training data."""
+    """Yield differences between a group's summary and its Records; ``trained`` counts its training data."""
     name, group = f"Task {task['_id']}", task.get("group")
     is_final = task["status"] == TaskStatus.COMPLETED
     if is_final != bool(group):
@@ -106,13 +106,13 @@ def _advantages(
 
 
 def rules_of(rules: Mapping[str, Any]) -> GroupConfig:
-    """``Task.group.rules`` as the flags that they are."""
+    """Return the flags stored in ``Task.group.rules``."""
     known = {field.name for field in dataclasses.fields(GroupConfig)}
     return GroupConfig(**{key: value for key, value in rules.items() if key in known})
 
 
 def _record(document: Json) -> Record:
-    """What deciding a group needs of a Record."""
+    """Return a Record with the fields that deciding a group needs."""
     return Record.from_document({"query": "", **{name: document.get(name) for name in _DECIDING}})
 
 

@@ -1,4 +1,4 @@
-"""Reads of one moment, page by page: what a check sees is consistent although others write."""
+"""Reads a run page by page, each page in one snapshot, so that a check sees consistent documents."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from agentrl.store.connection import Connection, Json
 Projection = Mapping[str, Any]
 
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, StoreError)
-"""What rules raise on documents whose fields are missing or of another type."""
+"""Raised by a rule on a document with a missing field or a field of another type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions:
-    """What to check, and with what that lives above the store.
+    """What to check, and the functions that live on a floor above the store.
 
-    ``is_final``: the run is over, nothing may be unfinished. ``heartbeat_seconds`` is how much later than its
-    term a lease may be reaped. ``settle_seconds`` pass before what looks wrong is looked at again.
+    ``is_final``: the run is over, nothing may be unfinished. ``heartbeat_seconds``: how late after its expiry
+    a lease may be taken over. ``settle_seconds``: the wait before a suspected violation is checked again.
     """
 
     compare_tokens: Callable[[DBRecordData, Sequence[DispatchedSamplingTask], GroupConfig | None], str | None]
-    """What of the training data is not what its calls convert to under the rules of its group."""
+    """Returns how training data differ from the conversion of their calls by the rules of the group."""
     verify_files: Callable[[str, Mapping[str, Any]], str | None] | None = None
-    """(folder, a file's name, bytes and sha256) → what differs; None: files are not read."""
+    """(folder, a file's name, bytes and sha256) → the difference; None: files are not read."""
     checkpoint: Checkpoint | None = None
     is_final: bool = False
     max_trained_count: int = 1
@@ -47,7 +47,7 @@ class CheckOptions:
 
 
 class Snapshot:
-    """The database at one moment: every read of one snapshot sees the same."""
+    """The database at one moment: every read sees the same state."""
 
     def __init__(self, connection: Connection, session: AsyncClientSession) -> None:
         self.connection = connection
@@ -57,14 +57,14 @@ class Snapshot:
         self, collection: str, query: Json, fields: Projection | None = None, *, by: str = "_id",
         limit: int = 0,
     ) -> list[Json]:  # fmt: skip
-        """Documents in the order of ``by``."""
+        """Return documents in the order of ``by``."""
         cursor = self.connection.collection(collection).find(
             query, fields, sort=[(by, ASCENDING)], limit=limit, session=self._session
         )
         return await cursor.to_list()
 
     async def each(self, collection: str, query: Json, fields: Projection) -> AsyncIterator[Json]:
-        """Yield documents in the order of ``_id``; memory holds one batch of them."""
+        """Yield documents in the order of ``_id``, with one batch in memory."""
         cursor = self.connection.collection(collection).find(
             query, fields, sort=[("_id", ASCENDING)], session=self._session
         )
@@ -72,36 +72,36 @@ class Snapshot:
             yield document
 
     async def ids(self, collection: str, ids: Collection[Any]) -> set[Any]:
-        """Which of ``ids`` exist."""
+        """Return those of ``ids`` that exist."""
         found = await self.find(collection, {"_id": {"$in": list(ids)}}, {"_id": 1})
         return {document["_id"] for document in found}
 
     async def by_id(self, collection: str, ids: Collection[Any], fields: Projection) -> dict[Any, Json]:
-        """Documents by ``_id``; those that do not exist are left out."""
+        """Return the existing documents among ``ids``, by ``_id``."""
         found = await self.find(collection, {"_id": {"$in": list(ids)}}, fields)
         return {document["_id"]: document for document in found}
 
     async def aggregate(self, collection: str, pipeline: list[Json]) -> list[Json]:
-        """What a pipeline yields."""
+        """Return the documents that a pipeline yields."""
         cursor = await self.connection.collection(collection).aggregate(pipeline, session=self._session)
         return await cursor.to_list()
 
 
 @asynccontextmanager
 async def snapshot(connection: Connection) -> AsyncIterator[Snapshot]:
-    """A snapshot of now. The server keeps its moment for five minutes: one is for one page."""
+    """Open a snapshot of now. The server keeps it for five minutes, so open one for each page."""
     async with connection.client.start_session(snapshot=True) as session:
         yield Snapshot(connection, session)
 
 
 async def server_time(connection: Connection) -> datetime:
-    """The server's clock."""
+    """Return the time of the server's clock."""
     moment: datetime = (await connection.client.admin.command("hello"))["localTime"]
     return moment.replace(tzinfo=UTC)
 
 
 class Section(ABC):
-    """Checks the documents of one collection, page by page; ``inspect`` says what is wrong with one."""
+    """Checks the documents of one collection page by page, each page with ``inspect``."""
 
     collection: str
     fields: ClassVar[Projection]
@@ -117,7 +117,7 @@ class Section(ABC):
         """Check the documents of ``page``, read at ``moment``."""
 
     async def _inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
-        """As ``inspect``; a document that no rule can read is a violation and spoils no other's check."""
+        """Call ``inspect``; a document that no rule can read is a violation and does not stop the check."""
         own = Findings()
         try:
             await self.inspect(moment, page, own)
@@ -145,7 +145,7 @@ class Section(ABC):
             query = {self.order: {"$gt": page[-1][self.order]}}
 
     async def look_again(self, keys: Collection[Any], findings: Findings) -> None:
-        """Check the documents of ``keys`` alone."""
+        """Check only the documents of ``keys``."""
         ordered = list(keys)
         for start in range(0, len(ordered), self.page_size):
             some = ordered[start : start + self.page_size]
@@ -158,7 +158,7 @@ class Section(ABC):
 
 
 class Whole(ABC):
-    """Checks what only the collection as a whole shows, in one snapshot; looked at again as a whole too."""
+    """Checks a property of a whole collection, in one snapshot."""
 
     def __init__(self, connection: Connection, options: CheckOptions) -> None:
         self.connection = connection
@@ -190,5 +190,5 @@ def _unreadable(name: str, error: Exception) -> Problem:
 
 
 def differing(document: str, rows: Sequence[tuple[str, Any, Any]]) -> list[Problem]:
-    """A problem for each (what, expected, found) whose values differ."""
+    """Return a problem for each (what, expected, found) whose values differ."""
     return [Problem(document, what, expected, found) for what, expected, found in rows if expected != found]

@@ -9,13 +9,13 @@ from typing import ClassVar
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.store.admin.check.findings import Findings, Invariant, Problem
 from agentrl.store.admin.check.reading import CheckOptions, Section, Snapshot
-from agentrl.store.admin.check.slots import SETTLED, TERMINAL
+from agentrl.store.admin.check.trajectories import SETTLED, TERMINAL
 from agentrl.store.connection import Connection, Json
 from agentrl.store.schema import VALIDATORS
 
 
 class Legal(Section):
-    """The documents of one collection obey its validator, which names the legal states and types."""
+    """Checks the documents of one collection against its validator, which lists legal states and types."""
 
     fields: ClassVar = {"_id": 1}
     page_size = 2000
@@ -39,7 +39,7 @@ _STOPPED = {RecordStatus.COMPLETED, RecordStatus.SCORING} | SETTLED
 
 
 def task_problems(task: Json) -> Iterator[Problem]:
-    """What is wrong with the state of a Task and of its slots."""
+    """Yield illegal combinations of the status of a Task and those of its slots."""
     name, slots = f"Task {task['_id']}", task["slots"]
     legal: tuple[TaskStatus, ...]
     if all(slot["status"] in TERMINAL for slot in slots):
@@ -79,7 +79,7 @@ def _slot(name: str, slot: Json) -> Iterator[Problem]:
 
 
 def record_problems(task: Json, record: Json) -> Iterator[Problem]:
-    """What is wrong with the state of a Record, given its Task's."""
+    """Yield illegal combinations of the status of a Record and that of its Task."""
     name, status = f"Record {record['_id']}", record["status"]
     settled = (RecordStatus.READY, RecordStatus.ABANDONED)
     is_completed = task["status"] == TaskStatus.COMPLETED
@@ -97,7 +97,7 @@ def record_problems(task: Json, record: Json) -> Iterator[Problem]:
 
 
 def overdue(task: Json, now: datetime, heartbeat_seconds: float) -> Sequence[Problem]:
-    """Slots that still run although their lease ended more than a heartbeat ago, by the server's clock."""
+    """Return the running slots whose lease expired more than a heartbeat ago, by the server's clock."""
     latest = now - timedelta(seconds=heartbeat_seconds)
     return [
         Problem(

@@ -1,4 +1,4 @@
-"""Invariant 5: policy versions are gap-free, their files are whole, and tokens name published ones."""
+"""Invariant 5: policy versions have no gaps, their files are intact, and tokens name published versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentrl.store.names import STEP, VERSION
 
 
 class Versions(Whole):
-    """The PolicyVersions and their folders."""
+    """Checks the PolicyVersions and their folders."""
 
     async def inspect(self, moment: Snapshot, findings: Findings) -> None:
         versions = await moment.find(VERSION, {})
@@ -65,7 +65,7 @@ class Versions(Whole):
 
 
 def number_problems(versions: Sequence[Json]) -> Iterator[Problem]:
-    """Gaps in the numbers, which run from 0; ``versions`` are in order."""
+    """Yield gaps in the numbers of ``versions``, which are in order and begin with 0."""
     expected = 0
     for version in versions:
         if version["_id"] != expected:
@@ -76,7 +76,7 @@ def number_problems(versions: Sequence[Json]) -> Iterator[Problem]:
 
 
 def origin_problems(version: Json, steps: Mapping[str, Json]) -> Iterator[Problem]:
-    """What is wrong with the step that a published version says it was made by."""
+    """Yield published versions whose TrainStep is missing, not committed or another one."""
     name, made_by = f"PolicyVersion {version['_id']}", version.get("train_step")
     if version["status"] != VersionStatus.PUBLISHED or (made_by is None and not version["step"]):
         return
@@ -91,7 +91,7 @@ def origin_problems(version: Json, steps: Mapping[str, Json]) -> Iterator[Proble
 def token_problems(
     calls: Sequence[Json], versions: Mapping[int, Json], skew_seconds: float
 ) -> Iterator[Problem]:
-    """Report model calls with tokens of a version that was not published when they ended.
+    """Yield model calls with tokens of a version that was not published when they ended.
 
     Version 0 is the model that the run starts from: engines serve it before a trainer publishes it.
     """

@@ -1,0 +1,279 @@
+"""Invariant 2: training data equal the conversion of their model calls, and steps trained what they name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import ClassVar
+
+from agentrl.documents.status import ACTIVE_STEPS, APPLIED_STEPS, DataStatus, RecordStatus, StepStatus, values
+from agentrl.documents.training import DBRecordData
+from agentrl.errors import StoreError
+from agentrl.store.admin.check.findings import Findings, Invariant, Problem
+from agentrl.store.admin.check.groups import rules_of
+from agentrl.store.admin.check.reading import Section, Snapshot, Whole, differing
+from agentrl.store.admin.checkpoints import Checkpoint
+from agentrl.store.blobs import Blobs
+from agentrl.store.connection import Json
+from agentrl.store.model_calls import read_calls
+from agentrl.store.names import DATA, RECORD, STEP, TASK, VERSION
+
+_RECORD_FIELDS = {
+    "task": 1, "split": 1, "status": 1, "score": 1, "advantage": 1, "trained_count": 1, "turns": 1,
+    "last_trained_step": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The steps that name some data: {data id: step numbers}. A step being reverted may be in both."""
+
+    committed: dict[str, set[int]]
+    planned: dict[str, set[int]]
+
+
+class Data(Section):
+    """Checks every DBRecordData against its Record, its model calls and its steps."""
+
+    collection = DATA
+    fields: ClassVar = {}
+    page_size = 16
+
+    async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
+        ids = [data["_id"] for data in page]
+        records = await moment.by_id(RECORD, ids, _RECORD_FIELDS)
+        steps = await _steps_naming(moment, page)
+        findings.count(Invariant.TRAINING, "training data", len(page))
+        quarantined = [data for data in page if data["status"] == DataStatus.QUARANTINED]
+        if quarantined:
+            findings.count(Invariant.TRAINING, "quarantined data", len(quarantined))
+        for data in page:
+            key = data["_id"]
+            record = records.get(key)
+            if record is None:
+                problem = Problem(f"DBRecordData {key}", "its Record", key, "none")
+                findings.add(Invariant.TRAINING, key, [problem])
+                continue
+            findings.add(Invariant.TRAINING, key, origin_problems(data, record))
+            findings.add(
+                Invariant.TRAINING, key, count_problems(data, record, self.options.max_trained_count)
+            )
+            findings.add(Invariant.TRAINING, key, data_step_problems(data, steps))
+            if self.options.is_final and data["status"] == DataStatus.PLANNED:
+                what = "no plan left at the end of the run"
+                problem = Problem(f"DBRecordData {key}", what, "another status", data["status"])
+                findings.add(Invariant.TRAINING, key, [problem])
+        await self._compare_tokens(moment, [item for item in page if item not in quarantined], findings)
+
+    async def _compare_tokens(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
+        tasks = await moment.by_id(TASK, {data["task"] for data in page}, {"group.rules": 1})
+        calls = await read_calls(self.connection, [data["_id"] for data in page], readable=False)
+        blobs = Blobs(self.connection, DATA)
+        for document in page:
+            try:
+                data = DBRecordData.from_document(await blobs.restore(document))
+                rules = (tasks.get(data.task, {}).get("group") or {}).get("rules")
+                config = None if rules is None else rules_of(rules)
+                difference = self.options.compare_tokens(data, calls[data.id], config)
+            except (StoreError, ValueError) as error:
+                difference = str(error)
+            findings.count(Invariant.TRAINING, "tokens", document["tokens"])
+            if difference is not None:
+                what = "the tokens of its model calls"
+                problem = Problem(f"DBRecordData {document['_id']}", what, "their conversion", difference)
+                findings.add(Invariant.TRAINING, document["_id"], [problem])
+
+
+def origin_problems(data: Json, record: Json) -> Iterator[Problem]:
+    """Yield contradictions between training data and their Record."""
+    name = f"DBRecordData {data['_id']}"
+    rows = [(f"{field} of its Record", record.get(field), data.get(field)) for field in _COPIED]
+    yield from differing(name, [("the Record whose _id it has", data["_id"], data["record"]), *rows])
+    if record["status"] != RecordStatus.READY:
+        yield Problem(name, "a Record that is ready", RecordStatus.READY.value, record["status"])
+
+
+_COPIED = ("task", "split", "score", "advantage", "turns", "trained_count")
+
+
+def count_problems(data: Json, record: Json, limit: int) -> Iterator[Problem]:
+    """Yield contradictions between the number of times the data were trained and their status."""
+    name, count, at_steps = f"DBRecordData {data['_id']}", data["trained_count"], data["trained_at_steps"]
+    status, planned = data["status"], data.get("planned_step")
+    yield from differing(name, [("trained_count of its trained_at_steps", len(at_steps), count)])
+    if len(set(at_steps)) != len(at_steps):
+        yield Problem(name, "trained once by a step", sorted(set(at_steps)), at_steps)
+    if count > limit:
+        yield Problem(name, "trained at most max_trained_count times", f"at most {limit}", count)
+    if status == DataStatus.TRAINED and not count:
+        yield Problem(name, "trained at least once, since it is trained", "1 or more", count)
+    if (status == DataStatus.QUARANTINED) != (data.get("problem") is not None):
+        what = f"a problem exactly where it is quarantined (it is {status})"
+        yield Problem(name, what, "a problem", data.get("problem"))
+    if (status == DataStatus.PLANNED) != (planned is not None):
+        expected = "a step" if status == DataStatus.PLANNED else None
+        yield Problem(name, f"a planned_step exactly where it is planned (it is {status})", expected, planned)
+    yield from differing(
+        f"Record {data['_id']}",
+        [("last_trained_step", max(at_steps, default=None), record.get("last_trained_step"))],
+    )
+
+
+def data_step_problems(data: Json, steps: Steps) -> Iterator[Problem]:
+    """Yield the steps that the data name and that do not name the data."""
+    name, key = f"DBRecordData {data['_id']}", data["_id"]
+    for number in data["trained_at_steps"]:
+        if number not in steps.committed.get(key, ()):
+            yield Problem(name, f"named by step {number}, which trained it", "a committed TrainStep", "none")
+    planned = data.get("planned_step")
+    if planned is not None and planned not in steps.planned.get(key, ()):
+        yield Problem(name, f"named by step {planned}, which plans it", "a planned TrainStep", "none")
+
+
+async def _steps_naming(moment: Snapshot, page: Sequence[Json]) -> Steps:
+    numbers = {number for data in page for number in (*data["trained_at_steps"], data.get("planned_step"))}
+    active = values((*ACTIVE_STEPS, StepStatus.REVERTING))
+    named = {"$setIntersection": ["$data", [data["_id"] for data in page]]}
+    pipeline: list[Json] = [
+        {"$match": {"status": {"$in": active}, "step": {"$in": [n for n in numbers if n is not None]}}},
+        {"$project": {"step": 1, "status": 1, "data": named}},
+    ]
+    steps = Steps({}, {})
+    for step in await moment.aggregate(STEP, pipeline):
+        for key in step["data"]:
+            if step["status"] in (*APPLIED_STEPS, StepStatus.REVERTING):
+                steps.committed.setdefault(key, set()).add(step["step"])
+            if step["status"] != StepStatus.COMMITTED:
+                steps.planned.setdefault(key, set()).add(step["step"])
+    return steps
+
+
+class StepData(Section):
+    """Checks every TrainStep and the data that it names."""
+
+    collection = STEP
+    fields: ClassVar = {"metrics": 0}
+    page_size = 8
+
+    async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
+        named = {key for step in page for key in step["data"]}
+        fields = {"status": 1, "trained_at_steps": 1, "planned_step": 1}
+        data = await moment.by_id(DATA, named, fields)
+        pruned = await _pruned(moment, named - data.keys())
+        versions = await moment.ids(VERSION, {step["policy_version"] for step in page})
+        findings.count(Invariant.TRAINING, "steps", len(page))
+        for step in page:
+            findings.add(Invariant.TRAINING, step["_id"], step_problems(step, data, pruned))
+            if step["policy_version"] not in versions:
+                what = "the policy version that it starts from"
+                problem = Problem(f"TrainStep {step['_id']}", what, step["policy_version"], "no such version")
+                findings.add(Invariant.TRAINING, step["_id"], [problem])
+
+
+async def _pruned(moment: Snapshot, missing: Collection[str]) -> set[str]:
+    """Return the missing data whose Records retention has pruned."""
+    query = {"_id": {"$in": list(missing)}, "pruned_at": {"$ne": None}}
+    return {record["_id"] for record in await moment.find(RECORD, query, {"_id": 1})} if missing else set()
+
+
+def step_problems(step: Json, data: Mapping[str, Json], pruned: Collection[str]) -> Iterator[Problem]:
+    """Yield contradictions between a step and the data that it names; a reverted step is not checked."""
+    name, number, status = f"TrainStep {step['_id']}", step["step"], step["status"]
+    if status in APPLIED_STEPS and step.get("committed_at") is None:
+        yield Problem(name, "when it was committed", "a time", None)
+    if status in (StepStatus.PLANNING, StepStatus.PLANNED) and step.get("committed_at") is not None:
+        yield Problem(name, f"no commit, since it is {status}", None, step["committed_at"])
+    if (status == StepStatus.COMMITTING) != (step.get("pending") is not None):
+        yield Problem(name, f"pending exactly while it commits (it is {status})", None, step.get("pending"))
+    if status not in ACTIVE_STEPS:
+        return
+    named: Counter[str] = Counter(step["data"])
+    for key, times in named.items():
+        if times > 1:
+            yield Problem(name, f"names {key} once", 1, times)
+        if key in pruned:
+            continue
+        if key not in data:
+            yield Problem(name, f"its training data {key}", "a DBRecordData", "none")
+        elif status in APPLIED_STEPS and number not in data[key]["trained_at_steps"]:
+            if not _is_pending(step, data[key], key):
+                at_steps = data[key]["trained_at_steps"]
+                yield Problem(f"DBRecordData {key}", f"trained by {name}, which names it", number, at_steps)
+        elif status == StepStatus.PLANNED:
+            yield from differing(
+                f"DBRecordData {key}",
+                [
+                    (f"planned, since {name} names it", DataStatus.PLANNED.value, data[key]["status"]),
+                    (f"planned_step of {name}", number, data[key].get("planned_step")),
+                ],
+            )
+
+
+def _is_pending(step: Json, data: Json, key: str) -> bool:
+    """Return whether a commit in progress has not reached the data yet, or leaves them out."""
+    if step["status"] != StepStatus.COMMITTING:
+        return False
+    return data.get("planned_step") == step["step"] or key in (step["pending"] or {}).get("untrained", ())
+
+
+class Lineage(Whole):
+    """Checks the numbers of the steps, and the steps of the last checkpoint."""
+
+    async def inspect(self, moment: Snapshot, findings: Findings) -> None:
+        steps = await moment.find(STEP, {}, {"step": 1, "status": 1}, by="step")
+        committed = [step for step in steps if step["status"] in APPLIED_STEPS]
+        planned = [step for step in steps if step["status"] in (StepStatus.PLANNING, StepStatus.PLANNED)]
+        findings.add(Invariant.TRAINING, None, number_problems(committed))
+        if self.options.is_final:
+            findings.add(Invariant.TRAINING, None, unfinished_problems(steps))
+        findings.add(Invariant.TRAINING, None, plan_problems(planned, len(committed), self.options.is_final))
+        checkpoint = self.options.checkpoint
+        if checkpoint is None:
+            findings.note("there is no checkpoint (--output_dir): its steps are not compared with the run's")
+            return
+        findings.count(Invariant.TRAINING, "steps of a checkpoint", len(checkpoint.train_steps))
+        problems = lineage_problems(checkpoint, committed, self.options.is_final)
+        findings.add(Invariant.TRAINING, None, problems)
+
+
+def number_problems(committed: Sequence[Json]) -> Iterator[Problem]:
+    """Yield gaps and repetitions in the numbers of committed steps, given in order."""
+    expected = 1
+    for step in committed:
+        if step["step"] != expected:
+            what = "numbers of committed steps without a gap or a repetition"
+            yield Problem(f"TrainStep {step['_id']}", what, expected, step["step"])
+        expected = step["step"] + 1
+
+
+def plan_problems(planned: Sequence[Json], committed: int, is_final: bool) -> Iterator[Problem]:
+    """Yield plans that are not for the next step; at the end of a run, every plan."""
+    for step in planned:
+        name = f"TrainStep {step['_id']}"
+        if is_final:
+            yield Problem(name, "no plan left at the end of the run", "committed or reverted", step["status"])
+        elif step["step"] != committed + 1:
+            yield Problem(name, "a plan for the next step", committed + 1, step["step"])
+
+
+def unfinished_problems(steps: Sequence[Json]) -> Iterator[Problem]:
+    """Yield commits and reverts that are unfinished at the end of a run."""
+    for step in steps:
+        if step["status"] in (StepStatus.COMMITTING, StepStatus.REVERTING):
+            what = "no change left half done at the end of the run"
+            yield Problem(f"TrainStep {step['_id']}", what, "committed or reverted", step["status"])
+
+
+def lineage_problems(checkpoint: Checkpoint, committed: Sequence[Json], is_final: bool) -> Iterator[Problem]:
+    """Yield differences between the committed steps and those that the checkpoint contains.
+
+    While the run goes on, steps after the checkpoint's are ignored: no checkpoint contains them yet.
+    """
+    ids = [step["_id"] for step in committed if is_final or step["step"] <= checkpoint.step]
+    for number, (contained, found) in enumerate(zip_longest(checkpoint.train_steps, ids), start=1):
+        if contained != found:
+            name = f"TrainStep {found or contained}"
+            what = f"step {number} of {checkpoint.name}"
+            yield Problem(name, what, contained or "no such step", found or "no committed step")
