@@ -15,8 +15,10 @@ from transformers import (
 )
 
 from agentrl.data.forest import TokenForest, forest_from_data
+from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
+from agentrl.model.forward import ForwardOptions
 
 VOCABULARY = 61
 AGES = {0: 1, 1: 0}
@@ -90,6 +92,15 @@ def paths(forest: TokenForest) -> list[list[int]]:
             way.append(parent)
         made.append(way[::-1])
     return made
+
+
+def model_logprobs(
+    model: PreTrainedModel, forest: TokenForest, options: ForwardOptions | None = None, executor: str = "auto"
+) -> torch.Tensor:
+    """Return the logprob of each trainable token as training computes it, float32[T] with gradient."""
+    logprobs: torch.Tensor
+    logprobs, _ = ParallelModel(model, executor=executor, trains=False)(forest, options or ForwardOptions())
+    return logprobs
 
 
 def plain_logprobs(model: PreTrainedModel, forest: TokenForest) -> torch.Tensor:

@@ -27,15 +27,15 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.config.schema import OptimConfig
+from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 from agentrl.losses.settings import LossSettings
+from agentrl.model.forward import ForwardOptions
 from agentrl.model.load import Policy
 from agentrl.scoring.advantages import estimate
-from agentrl.train.compute import PolicyTrainer
-from agentrl.train.optimizer import build_optimizer
-from agentrl.train.schedules import build_scheduler
-from agentrl.train.step import ForwardOptions
+from agentrl.train.optimizer import build_optimizer, build_scheduler
+from agentrl.train.step import PolicyTrainer
 
 DIGITS, ANSWER = 6, 4
 START = DIGITS
@@ -86,13 +86,13 @@ def build_model(seed: int) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def build_computer(model: Qwen3ForCausalLM, variant: str) -> PolicyTrainer:
+def build_trainer(model: Qwen3ForCausalLM, variant: str) -> PolicyTrainer:
     """Return what trains ``model`` with the flags of ``variant``."""
     config = OptimConfig(learning_rate=LEARNING_RATE, max_grad_norm=1.0)
     optimizer = build_optimizer(model, config)
     return PolicyTrainer(
-        device=torch.device("cpu"),
         policy=Policy(model, cast("Any", None), Path(), None),
+        model=ParallelModel(model),
         optimizer=optimizer,
         scheduler=build_scheduler(optimizer, config, None),
         settings=LossSettings(loss_calculater="GRPO", **VARIANTS[variant]),
@@ -166,7 +166,7 @@ def _data(
 def train(variant: str, staleness: int, seed: int, steps: int) -> Run:
     """Train for ``steps`` on data that are ``staleness`` optimizer steps old, or as old as there are."""
     model = build_model(seed)
-    computer = build_computer(model, variant)
+    trainer = build_trainer(model, variant)
     sampler = copy.deepcopy(model)
     generator, held_out = (torch.Generator().manual_seed(2 * seed + offset) for offset in (0, 1))
     history: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=staleness + 1)
@@ -175,7 +175,7 @@ def train(variant: str, staleness: int, seed: int, steps: int) -> Run:
         history.append((step, copy.deepcopy(model.state_dict())))
         version, weights = history[0]
         sampler.load_state_dict(weights)
-        result = computer.train(step_data(sampler, version, generator), {version: step - version})
+        result = trainer.train(step_data(sampler, version, generator), {version: step - version})
         if not result.is_finite:
             raise FloatingPointError(f"{variant}, staleness {staleness}, seed {seed}: step {step}")
         found.append(result.metrics)

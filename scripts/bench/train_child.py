@@ -14,6 +14,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from train_work import Group, load_model
@@ -43,13 +44,16 @@ def _ours(way: str, wanted: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from agentrl.config.schema import OptimConfig
+    from agentrl.distributed.parallel_model import ParallelModel
     from agentrl.losses.settings import LossSettings
     from agentrl.train.memory import enable_checkpointing
     from agentrl.train.optimizer import build_optimizer
-    from agentrl.train.step import count_step, forward_backward
+    from agentrl.train.step import forward_backward
+    from agentrl.train.step_loss import count_step
 
     model = load_model(wanted["model"])
     enable_checkpointing(model, wanted.get("checkpointing", "none"))
+    parallel = ParallelModel(model)
     data = Group(**wanted["group"]).data(_vocabulary(model))
     optimizer = build_optimizer(model, OptimConfig())
     every = wanted.get("sample", 1)
@@ -58,7 +62,7 @@ def _ours(way: str, wanted: dict[str, Any]) -> dict[str, Any]:
 
     def train(chosen: list[Any]) -> None:
         forward_backward(
-            model, chosen, LossSettings(old_logprobs="recompute"),
+            parallel, chosen, LossSettings(old_logprobs="recompute"),
             denominators=count_step(forests),
         )  # fmt: skip
 
@@ -99,7 +103,7 @@ def _micro_batches(model: Any, data: Any, way: str, max_tokens: int) -> list[Any
 
 
 def _flops(model: Any, forests: list[Any]) -> float:
-    from agentrl.train.throughput import ModelShape, attention_pairs
+    from agentrl.model.flops import ModelShape, attention_pairs
 
     return ModelShape.of(model.config).step_flops(
         sum(forest.tokens for forest in forests),
@@ -162,9 +166,11 @@ def _logprobs(tokens: int, vocabulary: int, hidden: int, chunk: int, vocab_chunk
     """The most that torch holds at once in forward and backward of the projection, inputs apart."""
     import torch
 
+    sys.path.append(str(Path(__file__).parents[2] / "tests"))
+    from peak_memory import peak_allocated
+
     from agentrl.model.logprobs import token_logprobs
     from agentrl.model.output_head import OutputHead
-    from agentrl.train.allocations import peak_allocated
 
     torch.manual_seed(0)
     states = torch.randn(tokens, hidden, requires_grad=True)

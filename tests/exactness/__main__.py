@@ -9,7 +9,6 @@ import torch
 from agentrl.data.planner import PrefixMerging
 from agentrl.losses.registry import LOSSES
 from agentrl.losses.settings import LossSettings
-from agentrl.train.step import ForwardOptions
 from exactness.corrections import cases_of
 from exactness.models import MODELS, tiny_model
 from exactness.reference import longest_sequence, plain_step, trainer_step
@@ -39,7 +38,7 @@ def largest_deviation(loss: str, model_name: str, executor: str, device: str) ->
         computed = trainer_step(
             model, data, settings, merging=MERGING[seed % 3],
             max_tokens=10**6 if seed % 2 else longest_sequence(data),
-            options=ForwardOptions(executor=executor),
+            executor=executor,
         )  # fmt: skip
         worst = max(worst, computed.deviation(expected))
     return worst

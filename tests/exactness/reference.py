@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from agentrl.data.planner import PrefixMerging, build_micro_batches
+from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.packing import unpack_floats, unpack_ids
 from agentrl.documents.training import DBRecordData, Node
 from agentrl.losses.batch import TokenBatch, old_logprobs
 from agentrl.losses.compute import Denominators, reduce_losses, token_losses
 from agentrl.losses.settings import LossSettings
-from agentrl.train.step import ForwardOptions, forward_backward
+from agentrl.model.forward import ForwardOptions
+from agentrl.train.step import forward_backward
 
 AGES = {0: 3, 2: 1}
 """{version: age} of the versions in ``make_step``."""
@@ -80,13 +82,14 @@ def trainer_step(
     *,
     merging: PrefixMerging,
     max_tokens: int,
+    executor: str = "auto",
     options: ForwardOptions | None = None,
 ) -> Computed:
     """Loss and gradients as training computes them."""
     model.zero_grad(set_to_none=True)
     vocabulary = model.config.get_text_config().vocab_size
     forests = build_micro_batches(data, max_tokens, vocab_size=vocabulary, merging=merging, ages=AGES)
-    report = forward_backward(model, forests, settings, options=options)
+    report = forward_backward(ParallelModel(model, executor=executor), forests, settings, options=options)
     return _taken(model, report["loss"])
 
 

@@ -18,7 +18,7 @@ from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError
 from agentrl.losses.registry import LOSSES
 from agentrl.losses.settings import LossSettings
-from agentrl.train.step import ForwardOptions
+from agentrl.model.forward import ForwardOptions
 from exactness.corrections import cases_of
 from exactness.models import MODELS, tiny_model
 from exactness.reference import (
@@ -115,7 +115,7 @@ def test_a_step_equals_one_call_at_a_time(
     executor: str,
 ) -> None:
     model, options = model_called(model_name), choice.draw(loss_settings(loss))
-    forward = ForwardOptions(executor=executor, chunk_size=5)
+    forward = ForwardOptions(chunk_size=5)
     expected = plain_step(model, data, options)
     computed = trainer_step(
         model, data, options, merging=merging, max_tokens=budget_of(data, room), options=forward

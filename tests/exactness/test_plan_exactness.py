@@ -6,20 +6,20 @@ import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from agentrl.data.forest import TokenForest
 from agentrl.data.planner import build_micro_batches
-from agentrl.losses.compute import Denominators
-from agentrl.losses.metrics import TokenMetrics
+from agentrl.distributed.mesh import Layout, Mesh
+from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.losses.registry import LOSSES
 from agentrl.losses.settings import LossSettings
-from agentrl.train.step import Ranks, count_step, forest_logprobs, forward_backward
+from agentrl.train.step import forward_backward
 from exactness.models import VOCABULARY, tiny_model
 from exactness.reference import AGES, Computed, longest_sequence, plain_step
 from exactness.steps import make_step, random_shape
@@ -38,36 +38,35 @@ WHOLE: dict[str, dict[str, Any]] = {
 
 
 class Meeting:
-    """Sums what simulated ranks bring, each from its own thread."""
+    """Sums the values of simulated ranks, each of which is a thread."""
 
     def __init__(self, ranks: int) -> None:
         self._barrier = threading.Barrier(ranks, timeout=60)
         self._brought: list[Any] = [None] * ranks
 
-    def total(self, rank: int, value: Any, start: Any) -> Any:
+    def sum(self, rank: int, value: Any) -> Any:
         self._brought[rank] = value
         self._barrier.wait()
-        total = sum(self._brought, start)
+        total = sum(self._brought[1:], self._brought[0])
         self._barrier.wait()
         return total
 
 
-def run_rank(
-    meeting: Meeting, rank: int, model: Any, forests: list[TokenForest], options: LossSettings
-) -> dict[str, Any]:
-    def join(loss: float, metrics: TokenMetrics) -> tuple[float, TokenMetrics]:
-        return meeting.total(rank, loss, 0.0), meeting.total(rank, metrics, TokenMetrics())
+class ThreadMesh(Mesh):
+    """The mesh of a simulated rank; all ranks train different data."""
 
-    ranks = Ranks(
-        logprobs=lambda forest, forward: forest_logprobs(model, forest, forward),
-        join=join,
-        total=lambda values: meeting.total(rank, values, torch.zeros_like(values)),
-        begin=lambda *, is_last: None,
-    )
-    return forward_backward(
-        model, forests, options, ranks=ranks,
-        denominators=meeting.total(rank, count_step(forests), Denominators(0, 0)),
-    )  # fmt: skip
+    def __init__(self, meeting: Meeting, rank: int, ranks: int) -> None:
+        super().__init__(Layout(dp_replicate=ranks))
+        self.__dict__.update(meeting=meeting, place=rank)
+
+    def coordinate(self, name: str) -> int:
+        return 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return cast(Tensor, self.sum_reports(tensor))
+
+    def sum_reports(self, report: Any) -> Any:
+        return self.__dict__["meeting"].sum(self.__dict__["place"], report)
 
 
 def in_threads(work: Callable[[int], Any], count: int) -> list[Any]:
@@ -98,7 +97,10 @@ def test_ranks_add_up_to_the_plain_step(
     meeting = Meeting(ranks)
     models = [copy.deepcopy(model) for _ in range(ranks)]
     reports = in_threads(
-        lambda rank: run_rank(meeting, rank, models[rank], forests[rank::ranks], options), ranks
+        lambda rank: forward_backward(
+            ParallelModel(models[rank], ThreadMesh(meeting, rank, ranks)), forests[rank::ranks], options
+        ),
+        ranks,
     )
     parameters = [dict(each.named_parameters()) for each in models]
     gradients = {
@@ -123,7 +125,7 @@ def test_the_order_of_data_and_of_micro_batches_changes_nothing(
     random.shuffle(data)
     forests = build_micro_batches(data, longest_sequence(data) + room, vocab_size=VOCABULARY, ages=AGES)
     random.shuffle(forests)
-    report = forward_backward(model, forests, options)
+    report = forward_backward(ParallelModel(model), forests, options)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert Computed(report["loss"], gradients).deviation(expected) <= LIMIT
     assert report["trajectories"] == len(data)

@@ -20,6 +20,7 @@ from agentrl.chat.renderer import ChatRenderer
 from agentrl.config.schema import AgentConfig, EngineConfig, GroupConfig, ModelConfig
 from agentrl.data.finalize_group import GroupRules
 from agentrl.data.planner import build_micro_batches
+from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
@@ -157,7 +158,7 @@ def step(served: Served, outcome: GroupOutcome) -> dict[str, Any]:
     model = load_policy(ModelConfig(model_name_or_path=str(served.folder))).model
     vocabulary = model.config.get_text_config().vocab_size
     forests = build_micro_batches(outcome.data, 4096, vocab_size=vocabulary)
-    return forward_backward(model, forests, LossSettings())
+    return forward_backward(ParallelModel(model), forests, LossSettings())
 
 
 async def test_calls_at_temperatures_of_their_own_are_on_policy(served: Served) -> None:

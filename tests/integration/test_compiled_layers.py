@@ -15,6 +15,7 @@ sys.path.insert(0, sys.argv[1])
 from tiny_models import chains, packed, tiny_model
 from agentrl.losses.settings import LossSettings
 from agentrl.train.memory import compile_layers
+from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.train.step import forward_backward
 
 plain, compiled = (tiny_model("llama", num_hidden_layers=1) for _ in range(2))
@@ -22,7 +23,7 @@ compile_layers(compiled)
 for seed in range(3):
     found = []
     for model in (plain, compiled):
-        loss = forward_backward(model, [packed(chains(seed))], LossSettings())["loss"]
+        loss = forward_backward(ParallelModel(model), [packed(chains(seed))], LossSettings())["loss"]
         found.append((loss, [parameter.grad for parameter in model.parameters()]))
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
 """

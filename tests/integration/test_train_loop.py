@@ -41,7 +41,7 @@ GROUPS = ("a", "b", "c", "d", "e", "f")
 KILLED_IN_STEP = """
 import os, signal, sys
 from agentrl.cli.main import main
-from agentrl.train.compute import PolicyTrainer
+from agentrl.train.step import PolicyTrainer
 train = PolicyTrainer.train
 def train_and_die(self, data, ages):
     result = train(self, data, ages)
@@ -70,12 +70,12 @@ OUT_OF_MEMORY_IN_STEP_2 = """
 import sys
 import torch
 from agentrl.cli.main import main
-from agentrl.train import step
-from agentrl.train.compute import PolicyTrainer
+from agentrl.distributed import parallel_model
+from agentrl.train.step import PolicyTrainer
 train = PolicyTrainer.train
 def train_in_little(self, data, ages):
     if self.scheduler.last_epoch == 1:
-        step.forest_logprobs = lambda *_: torch.empty(1 << 50)
+        parallel_model.forest_logprobs = lambda *_: torch.empty(1 << 50)
     return train(self, data, ages)
 PolicyTrainer.train = train_in_little
 sys.exit(main(["train", *sys.argv[1:]]))

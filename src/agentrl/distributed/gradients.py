@@ -1,4 +1,4 @@
-"""Gradients of parameters that are split in different ways: completed, measured and clipped as one vector."""
+"""Complete the gradients of parameters that are split in different ways, and clip them by one norm."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PARTIAL = "computes_partial_gradients"
 
 
 def mark_partial(module: nn.Module) -> None:
-    """Say that each tensor-parallel process computes only its part of the gradients of ``module``."""
+    """Mark a module of which each tensor-parallel rank computes only a part of the gradients."""
     setattr(module, _PARTIAL, True)
 
 
 def sum_partial_gradients(model: nn.Module, group: ProcessGroup) -> None:
-    """Add up, over the tensor-parallel ``group``, the gradients of modules that ``mark_partial`` marked."""
+    """Sum the gradients of modules that ``mark_partial`` marked over the tensor-parallel ``group``."""
     for module in model.modules():
         if not getattr(module, _PARTIAL, False):
             continue
@@ -35,16 +35,17 @@ def clip_gradients(
     parameters: Iterable[nn.Parameter],
     max_norm: float,
     stages: ProcessGroup | None = None,
-    elsewhere: nn.Parameter | None = None,
+    duplicate: nn.Parameter | None = None,
 ) -> float:
-    """Scale all gradients in place so that their norm is at most ``max_norm``; returns the norm before.
+    """Scale all gradients in place so that their joint norm is at most ``max_norm``; return the norm before.
 
-    The norm is that of the whole model's gradient: every number counts once, however many processes hold it.
-    ``stages`` hold other parameters each, apart from ``elsewhere``, which another one counts.
+    Every number of the whole model's gradient counts once, however many ranks hold it. Pipeline ``stages``
+    hold different parameters each, except for ``duplicate``, which another stage counts. (torch's
+    ``clip_grad_norm_`` takes no DTensors of several meshes, as experts and dense layers have.)
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-    counted = [grad for grad, parameter in zip(gradients, trained, strict=True) if parameter is not elsewhere]
+    counted = [grad for grad, parameter in zip(gradients, trained, strict=True) if parameter is not duplicate]
     norm = gradient_norm(counted, stages)
     coefficient = max_norm / (norm + 1e-6)
     if gradients and math.isfinite(coefficient) and coefficient < 1.0:
@@ -53,9 +54,9 @@ def clip_gradients(
 
 
 def gradient_norm(gradients: Sequence[Tensor], stages: ProcessGroup | None = None) -> float:
-    """The 2-norm of tensors of which some are split over meshes; the same on every process.
+    """Return the 2-norm of tensors of which some are split over meshes; it is equal on every rank.
 
-    Each process of ``stages`` brings others.
+    Each rank of ``stages`` has different tensors.
     """
     buckets: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
@@ -76,17 +77,6 @@ def gradient_norm(gradients: Sequence[Tensor], stages: ProcessGroup | None = Non
         dist.all_reduce(whole, dist.ReduceOp.SUM, stages)
         total = float(whole)
     return math.sqrt(total) if total >= 0 else math.nan
-
-
-def split_by_mesh(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Optimizer parameter groups, each of one mesh: fused and foreach kernels take no mixture."""
-    made: list[dict[str, Any]] = []
-    for group in groups:
-        by_mesh: dict[Any, list[nn.Parameter]] = defaultdict(list)
-        for parameter in group["params"]:
-            by_mesh[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(parameter)
-        made += [{**group, "params": members} for members in by_mesh.values()]
-    return made
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,67 +1,79 @@
-"""Which process holds which part of the model and of the data, and ``parallelize``, which spreads a model."""
+"""Lay out the ranks of a run in a mesh: which part of the model and of the data each rank has."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from agentrl.config.schema import TrainConfig
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
 """The mesh's dimensions, the slowest first: tensor-parallel ranks are neighbors."""
+_DATA = ("ep", "dp_shard", "dp_replicate")
+"""Dimensions along which ranks train different data."""
+
+Summable = TypeVar("Summable", bound=Any)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How many processes share the work along each dimension."""
+    """How many ranks divide the work along each dimension."""
 
     pp: int = 1
     """Stages of layers that the same data pass one after the other."""
     dp_replicate: int = 1
     """Copies of the model, each training other data."""
     dp_shard: int = 1
-    """Processes that hold one copy between them and train different data (FSDP2)."""
+    """Ranks that shard one copy of the model and train different data (FSDP2)."""
     cp: int = 1
-    """Processes that share the tokens of the same data between them."""
+    """Ranks that split the tokens of the same data."""
     ep: int = 1
-    """Processes that train different data and hold the experts of a mixture between them."""
+    """Ranks that split the experts of a mixture and train different data."""
     tp: int = 1
-    """Processes that compute one layer between them, on the same data."""
+    """Ranks that split each layer's matrices, on the same data."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """One number for each of ``DIMENSIONS``."""
+        """The size of each of ``DIMENSIONS``."""
         return tuple(getattr(self, name) for name in DIMENSIONS)
 
     @property
     def world(self) -> int:
-        """All processes."""
+        """The number of ranks."""
         return math.prod(self.sizes)
 
     @property
     def data(self) -> int:
-        """Processes, or groups of them, that train different data."""
+        """The number of ranks, or groups of ranks, that train different data."""
         return self.dp_replicate * self.dp_shard * self.ep
 
     @property
-    def sharers(self) -> int:
-        """Processes that compute the same data between them."""
+    def ranks_per_data(self) -> int:
+        """The number of ranks that compute the same data together."""
         return self.pp * self.cp * self.tp
 
     @property
     def shard(self) -> int:
-        """Processes that hold between them what is no expert (FSDP2): each computes other tokens."""
+        """The number of ranks that shard what is not an expert (FSDP2); each computes other tokens."""
         return self.dp_shard * self.cp * self.ep
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """Whether FSDP2 shards or replicates the layers."""
+        return self.shard * self.dp_replicate > 1
 
 
 def plan_layout(config: TrainConfig, world: int) -> Layout:
-    """The layout of ``world`` processes; ``dp_shard`` is what the other dimensions leave.
+    """Return the layout of ``world`` ranks; ``dp_shard`` is what the other dimensions leave.
 
     Raises ConfigError, with the equation, where they do not divide ``world``.
     """
@@ -79,25 +91,38 @@ def plan_layout(config: TrainConfig, world: int) -> Layout:
 
 
 @dataclass(frozen=True)
-class Mesh:
-    """The processes of a run in their layout: one mesh, and two in which neighboring dimensions are one."""
+class DeviceMeshes:
+    """One mesh over all ranks, seen with different dimensions."""
 
-    layout: Layout
     devices: DeviceMesh
-    """Of all ``DIMENSIONS``."""
+    """With all ``DIMENSIONS``."""
     dense: DeviceMesh
-    """``pp``, ``dp_replicate``, ``shard`` (``Layout.shard``), ``tp``: of parameters that are no experts."""
+    """``pp``, ``dp_replicate``, ``shard`` (``Layout.shard``), ``tp``: for parameters that are no experts."""
     sparse: DeviceMesh
-    """``pp``, ``dp_replicate``, ``shard`` (without ``ep``), ``ep``, ``tp``: of experts."""
+    """``pp``, ``dp_replicate``, ``shard`` (without ``ep``), ``ep``, ``tp``: for experts."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks of a run in their layout, and sums over them. The default is a single process."""
+
+    layout: Layout = field(default_factory=Layout)
+    meshes: DeviceMeshes | None = None
+    """None for a single process."""
 
     @property
-    def rank(self) -> int:
-        """This process, over all dimensions."""
-        return int(self.devices.get_rank())
+    def dense(self) -> DeviceMesh:
+        """``DeviceMeshes.dense``."""
+        return self._meshes.dense
+
+    @property
+    def sparse(self) -> DeviceMesh:
+        """``DeviceMeshes.sparse``."""
+        return self._meshes.sparse
 
     @property
     def data_rank(self) -> int:
-        """Which share of the data this process trains, in [0, ``layout.data``)."""
+        """Which part of the data this rank trains, in [0, ``layout.data``)."""
         rank = 0
         for name in ("dp_replicate", "dp_shard", "ep"):
             rank = rank * int(getattr(self.layout, name)) + self.coordinate(name)
@@ -105,63 +130,59 @@ class Mesh:
 
     @property
     def is_last_stage(self) -> bool:
-        """True where hidden states become logprobs."""
+        """Whether this rank turns hidden states into logprobs."""
         return self.coordinate("pp") == self.layout.pp - 1
 
     def coordinate(self, name: str) -> int:
-        """This process's place along dimension ``name``."""
-        return int(self.devices.get_local_rank(name))
+        """Return this rank's coordinate along dimension ``name``."""
+        return 0 if self.meshes is None else int(self.meshes.devices.get_local_rank(name))
 
     def group(self, name: str) -> ProcessGroup:
-        """The processes that differ from this one along dimension ``name`` alone."""
-        return self.devices.get_group(name)
+        """Return the group of ranks that differ from this one only along dimension ``name``."""
+        return self._meshes.devices.get_group(name)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of ``tensor`` over the ranks that train different data."""
+        total = tensor.clone()
+        for group in self._groups(_DATA):
+            dist.all_reduce(total, dist.ReduceOp.SUM, group)
+        return total
+
+    def sum_reports(self, report: Summable) -> Summable:
+        """Return the sum of a picklable ``report`` over all stages and ranks that train different data."""
+        for group in self._groups(("pp", *_DATA)):
+            gathered: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(gathered, report, group=group)
+            report = sum(gathered[1:], gathered[0])
+        return report
+
+    def _groups(self, names: tuple[str, ...]) -> list[ProcessGroup]:
+        return [self.group(name) for name in names if getattr(self.layout, name) > 1]
+
+    @property
+    def _meshes(self) -> DeviceMeshes:
+        if self.meshes is None:
+            raise ValueError("a single process has no device mesh")
+        return self.meshes
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
-    """Lay out the processes; every process of an initialized group calls it."""
-    from torch.distributed.device_mesh import init_device_mesh
-
+    """Return the mesh of ``layout``; with several ranks, each calls it after joining the process group."""
+    if layout.world == 1:
+        return Mesh()
     world = init_device_mesh(device_type, (layout.world,), mesh_dim_names=("world",))
-    pipeline, replicas = layout.pp, layout.dp_replicate
+    stages, replicas = layout.pp, layout.dp_replicate
     return Mesh(
         layout,
-        devices=world._unflatten(0, layout.sizes, DIMENSIONS),
-        dense=world._unflatten(
-            0, (pipeline, replicas, layout.shard, layout.tp), ("pp", "dp_replicate", "shard", "tp")
-        ),
-        sparse=world._unflatten(
-            0,
-            (pipeline, replicas, layout.dp_shard * layout.cp, layout.ep, layout.tp),
-            ("pp", "dp_replicate", "shard", "ep", "tp"),
+        DeviceMeshes(
+            devices=world._unflatten(0, layout.sizes, DIMENSIONS),
+            dense=world._unflatten(
+                0, (stages, replicas, layout.shard, layout.tp), ("pp", "dp_replicate", "shard", "tp")
+            ),
+            sparse=world._unflatten(
+                0,
+                (stages, replicas, layout.dp_shard * layout.cp, layout.ep, layout.tp),
+                ("pp", "dp_replicate", "shard", "ep", "tp"),
+            ),
         ),
     )
-
-
-def parallelize(model: Any, mesh: Mesh, config: TrainConfig) -> None:
-    """Spread ``model``, whole and equal on every process, over ``mesh``, in place.
-
-    Its parameters become DTensors, of which each process holds its part; ``fsdp.RankedModel`` runs
-    it. With stages of layers, those of the others leave it. Raises ConfigError for a model that the layout
-    cannot split, ModelError for one that is not its layers one after the other.
-    """
-    from agentrl.distributed.context_parallel.model import check_context
-    from agentrl.distributed.expert_parallel import check_experts, shard_experts
-    from agentrl.distributed.fsdp import shard_layers
-    from agentrl.distributed.pipeline_parallel.stages import assign_model_layers, check_stages, keep_stage
-    from agentrl.distributed.tensor_parallel import split_layers
-
-    layout = mesh.layout
-    shares = assign_model_layers(model, layout.pp) if layout.pp > 1 else []
-    if layout.cp > 1:
-        check_context(model, config.max_tokens)
-    check_experts(model, layout)
-    if shares:
-        check_stages(model, shares)
-    if layout.tp > 1:
-        split_layers(model, mesh)
-    if shares:
-        keep_stage(model, mesh.coordinate("pp"), shares)
-    if layout.ep * layout.tp > 1:
-        shard_experts(model, mesh)
-    if layout.shard * layout.dp_replicate > 1:
-        shard_layers(model, mesh)

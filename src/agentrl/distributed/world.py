@@ -1,4 +1,4 @@
-"""The processes of one trainer: rank 0 decides and tells the others, and then all do the same."""
+"""The processes of one trainer: rank 0 broadcasts commands, and every rank executes them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from agentrl.errors import TrainingError
 
 logger = logging.getLogger(__name__)
 
-_IDLE = datetime.timedelta(days=30)
-"""How long an order may be waited for: rank 0 waits for data in between; that it died is noticed at once."""
+_COMMAND_TIMEOUT = datetime.timedelta(days=30)
+"""Rank 0 waits for data between two commands. That it died is noticed at once, by its closed connection."""
 
 
 @dataclass(frozen=True)
-class Order:
-    """What all processes do next: the name of a thing and what it needs."""
+class Command:
+    """What every rank executes next."""
 
     name: str
     arguments: tuple[Any, ...] = ()
@@ -32,56 +32,58 @@ class Order:
 
 @dataclass(frozen=True)
 class World:
-    """This process among those that torchrun or ``accelerate launch`` started."""
+    """The processes that torchrun or ``accelerate launch`` started; a single process is a world of one."""
 
-    rank: int
-    world: int
     device: torch.device
-    orders: dist.ProcessGroup
-    """Of all processes, over the CPU; it waits as long as an order takes to come."""
+    rank: int = 0
+    size: int = 1
+    commands: dist.ProcessGroup | None = None
+    """All ranks, over gloo, with a timeout as long as a command may take to come; None in a world of one."""
 
-    def tell(self, name: str, *arguments: Any) -> None:
-        """On rank 0: have every other process hear this order."""
-        dist.broadcast_object_list([Order(name, arguments)], src=0, group=self.orders)
+    def broadcast(self, command: Command) -> None:
+        """Send ``command`` from rank 0 to every other rank."""
+        if self.commands is not None:
+            dist.broadcast_object_list([command], src=0, group=self.commands)
 
-    def hear(self) -> Order:
-        """On the others: wait for rank 0's next order. Raises TrainingError when rank 0 has gone."""
-        heard: list[Any] = [None]
+    def receive(self) -> Command:
+        """Wait for rank 0's next command. Raises TrainingError when rank 0 has gone."""
+        received: list[Any] = [None]
         try:
-            dist.broadcast_object_list(heard, src=0, group=self.orders)
+            dist.broadcast_object_list(received, src=0, group=self.commands)
         except RuntimeError as error:
             raise TrainingError(
-                f"rank {self.rank} no longer hears rank 0: {str(error).splitlines()[0]}",
-                hint="see what rank 0 says, and start the trainer again: it resumes",
+                f"rank {self.rank} lost the connection to rank 0: {str(error).splitlines()[0]}",
+                hint="see the log of rank 0, and start the trainer again: it resumes",
             ) from error
-        order: Order = heard[0]
-        return order
+        command: Command = received[0]
+        return command
 
     def use_device(self) -> None:
-        """Make this thread compute on the team's device: CUDA's choice is a thread's own."""
-        if self.device.type == "cuda":
+        """Make this rank's device the current one of the calling thread."""
+        if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)
 
-    def leave(self) -> None:
-        """Part from the other processes."""
-        leave_processes()
+
+def single_process() -> World:
+    """Return a world of one on the machine's accelerator, or on its CPU."""
+    return World(torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"))
 
 
 @contextlib.contextmanager
-def launched_world() -> Iterator[World | None]:
-    """Meet the processes that a launcher started, and part from them at the end; None for one alone."""
+def launched_world() -> Iterator[World]:
+    """Join the processes that a launcher started for the length of the block."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield None
+        yield single_process()
         return
-    team = join_world()
+    world = _join()
     try:
-        yield team
+        yield world
     finally:
-        team.leave()
+        leave_processes()
 
 
-def join_world() -> World:
-    """Meet the other processes, as the launcher's environment describes them: NCCL on GPUs, gloo on CPUs."""
+def _join() -> World:
+    """Connect to the other ranks as the launcher's environment says: NCCL on GPUs, gloo on CPUs."""
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
@@ -89,16 +91,16 @@ def join_world() -> World:
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo")
-    orders = dist.new_group(backend="gloo", timeout=_IDLE)
+    commands = dist.new_group(backend="gloo", timeout=_COMMAND_TIMEOUT)
     logger.info("rank %d of %d on %s", dist.get_rank(), dist.get_world_size(), device)
-    return World(dist.get_rank(), dist.get_world_size(), device, orders)
+    return World(device, dist.get_rank(), dist.get_world_size(), commands)
 
 
 def leave_processes() -> None:
-    """End the process groups.
+    """Destroy all process groups.
 
-    Those that discarded models still hold would end with the interpreter, which aborts when one of their
-    threads has just finished something then.
+    First collects models that are no longer used: a group that they still hold would end with the
+    interpreter, which aborts when one of the group's threads has just finished its work.
     """
     gc.collect()
     dist.destroy_process_group()

@@ -159,8 +159,9 @@ def compare_samples(
 ) -> list[Difference]:
     """One Difference per executor: the trainer scores every sample in one forest of chains."""
     from agentrl.data.forest import forest_from_sequences
+    from agentrl.distributed.parallel_model import ParallelModel
     from agentrl.model.attention.executor import EXECUTORS
-    from agentrl.train.step import ForwardOptions, forest_logprobs
+    from agentrl.model.forward import ForwardOptions
 
     forest = forest_from_sequences(
         [sample.prompt + sample.output for sample in samples],
@@ -170,7 +171,8 @@ def compare_samples(
     theirs = np.concatenate([np.asarray(sample.logprobs) for sample in samples])
     differences = []
     for executor in EXECUTORS:
-        logprobs, _ = forest_logprobs(policy.model, forest, ForwardOptions(executor=executor))
+        model = ParallelModel(policy.model, executor=executor, trains=False)
+        ((logprobs, _),) = model.logprobs([forest], ForwardOptions())
         differences.append(Difference.of(engine, executor, logprobs.detach().cpu().numpy(), theirs))
     return differences
 

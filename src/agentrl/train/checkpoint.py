@@ -76,7 +76,7 @@ class Fence(Protocol):
 
 
 class Resumable(Protocol):
-    """What a checkpoint stores besides its state."""
+    """What a checkpoint restores on one rank."""
 
     @property
     def policy(self) -> Policy:
@@ -89,6 +89,10 @@ class Resumable(Protocol):
     @property
     def scheduler(self) -> LRScheduler:
         """The learning-rate schedule."""
+
+
+class Savable(Resumable, Protocol):
+    """What a checkpoint stores besides its state."""
 
     def kept(self) -> SavableModel:
         """Return what is stored of the model: the adapter, or the whole model if there is none."""
@@ -113,7 +117,7 @@ class Checkpoint:
 def save(
     root: Path,
     state: CheckpointState,
-    trained: Resumable,
+    trained: Savable,
     *,
     limit: int,
     fence: Fence | None = None,

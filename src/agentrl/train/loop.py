@@ -22,9 +22,8 @@ from agentrl.train.rewards import step_window, window_metrics
 from agentrl.train.saving import Saver
 
 if TYPE_CHECKING:
-    from agentrl.distributed.controller import Leader
     from agentrl.store.client import Store
-    from agentrl.train.compute import PolicyTrainer
+    from agentrl.train.controller import Controller
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ class Trainer:
     store: Store
     run_name: str
     config: TrainConfig
-    computer: PolicyTrainer | Leader
+    controller: Controller
     saver: Saver
     stream: DataStream
     progress: Progress
@@ -112,7 +111,7 @@ class Trainer:
         await self.store.training.plan_step(plan, attempt=progress.attempt)
         window = await step_window(self.store, self.split, batch.groups)
         self._prefetch(plan.step)
-        result = await asyncio.to_thread(self.computer.train, batch.data, batch.ages)
+        result = await asyncio.to_thread(self.controller.train, batch.data, batch.ages)
         if not result.is_finite:
             await self._skip(plan, result.metrics)
             return

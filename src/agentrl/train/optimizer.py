@@ -1,22 +1,29 @@
-"""AdamW with its decay groups, and which parameters it trains."""
+"""Build AdamW and its learning-rate schedule, and choose which parameters are trained."""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from agentrl.config.schema import MemoryConfig, OptimConfig
 from agentrl.errors import ConfigError
-from agentrl.train.memory import OffloadedAdamW
 
 logger = logging.getLogger(__name__)
+
+_ENDLESS = frozenset({"constant", "constant_with_warmup", "inverse_sqrt"})
+_DECAY_FRACTION = 0.1
+"""Fraction of the steps in which ``warmup_stable_decay`` decays by default."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,7 @@ class AdamArguments:
 
 
 def parse_optim_args(text: str) -> AdamArguments:
-    """``beta1=0.9,beta2=0.98,eps=1e-8`` → AdamArguments; raises ConfigError on a wrong name or value."""
+    """Parse ``beta1=0.9,beta2=0.98,eps=1e-8``; raise ConfigError for a wrong name or value."""
     values: dict[str, float] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, separator, value = (part.strip() for part in item.partition("="))
@@ -51,18 +58,22 @@ def parse_optim_args(text: str) -> AdamArguments:
 def build_optimizer(
     model: nn.Module, config: OptimConfig, memory: MemoryConfig | None = None
 ) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; those of fewer than two dimensions are never decayed."""
+    """Return AdamW over the trainable parameters; those of fewer than two dimensions have no weight decay.
+
+    A parameter group has parameters of one mesh: fused and foreach kernels take no mixture.
+    """
     memory = memory or MemoryConfig()
     arguments = parse_optim_args(config.optim_args)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": _of_rank(trainable, matrices=True), "weight_decay": config.weight_decay},
-        {"params": _of_rank(trainable, matrices=False), "weight_decay": 0.0},
+        {"params": members, "weight_decay": decay}
+        for is_matrix, decay in ((True, config.weight_decay), (False, 0.0))
+        for members in _by_mesh([item for item in trainable if (item.dim() >= 2) is is_matrix])
     ]
     is_sharded = any(isinstance(parameter, DTensor) for parameter in trainable)
     kind = OffloadedAdamW if memory.optimizer_offload else torch.optim.AdamW
     return kind(
-        [group for group in groups if group["params"]],
+        groups,
         lr=config.learning_rate,
         betas=(arguments.beta1, arguments.beta2),
         eps=arguments.eps,
@@ -70,22 +81,66 @@ def build_optimizer(
     )
 
 
-def freeze(model: nn.Module, pattern: str | None) -> int:
-    """Stop training the parameters in whose names ``pattern`` is found; returns how many numbers they hold.
+def _by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        groups[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(parameter)
+    return list(groups.values())
 
-    A tied parameter is found by either of its names. Raises ConfigError for a pattern that is no regular
-    expression, that finds nothing, or that leaves nothing to train.
+
+class OffloadedAdamW(torch.optim.AdamW):
+    """AdamW whose moments stay in the host's memory; a device holds those of one parameter at a time.
+
+    The device does the arithmetic, so the weights equal those of AdamW bit by bit. Each step moves 16 bytes
+    per float32 parameter in each direction.
+    """
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Make one step; ``closure``, if given, computes the loss first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self.param_groups
+        try:
+            for group in groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self.param_groups = [{**group, "params": [parameter]}]
+                        self._step_on_device(parameter)
+        finally:
+            self.param_groups = groups
+        return loss
+
+    def _step_on_device(self, parameter: Tensor) -> None:
+        state = self.state[parameter]
+        self._move(state, parameter, parameter.device)
+        super().step()
+        self._move(state, parameter, torch.device("cpu"))
+
+    @staticmethod
+    def _move(state: dict[str, Any], parameter: Tensor, device: torch.device) -> None:
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                state[name] = value.to(device)
+
+
+def freeze(model: nn.Module, pattern: str | None) -> int:
+    """Stop training parameters whose names ``pattern`` matches anywhere; return how many numbers they hold.
+
+    A tied parameter matches by either of its names. Raises ConfigError for a pattern that is no regular
+    expression, that matches nothing, or that leaves nothing to train.
     """
     if pattern is None:
         return 0
     try:
-        finds = re.compile(pattern).search
+        matches = re.compile(pattern).search
     except re.error as error:
         raise ConfigError(
-            f"--freeze {pattern!r} is no regular expression: {error}", hint="mend it"
+            f"--freeze {pattern!r} is no regular expression: {error}", hint="correct the expression"
         ) from error
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    found = {name: model.get_parameter(name) for name in names if finds(name)}
+    found = {name: model.get_parameter(name) for name in names if matches(name)}
     if not found:
         raise ConfigError(
             f"--freeze {pattern!r} finds none of the model's {len(names)} parameters",
@@ -93,8 +148,8 @@ def freeze(model: nn.Module, pattern: str | None) -> int:
         )
     for parameter in found.values():
         parameter.requires_grad = False
-    left = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    if left == 0:
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if trained == 0:
         raise ConfigError(f"--freeze {pattern!r} leaves nothing to train", hint="match fewer parameters")
     frozen = sum(parameter.numel() for parameter in {id(p): p for p in found.values()}.values())
     logger.info(
@@ -102,10 +157,76 @@ def freeze(model: nn.Module, pattern: str | None) -> int:
         len(found),
         frozen,
         pattern,
-        left,
+        trained,
     )
     return frozen
 
 
-def _of_rank(parameters: Iterable[nn.Parameter], *, matrices: bool) -> list[nn.Parameter]:
-    return [parameter for parameter in parameters if (parameter.dim() >= 2) is matrices]
+def build_scheduler(
+    optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int | None
+) -> LambdaLR:
+    """Return the schedule: linear warm-up, then ``--lr_scheduler_type`` up to ``total_steps``.
+
+    After warm-up it is ``transformers.get_scheduler`` with ``--lr_scheduler_kwargs``. Two things differ from
+    transformers' own warm-up: the first step already learns, and the curve begins where warm-up ends. Raises
+    ConfigError for a curve whose end is unknown, and for wrong arguments.
+    """
+    if config.lr_scheduler_type not in _ENDLESS and total_steps is None:
+        raise ConfigError(
+            f"--lr_scheduler_type {config.lr_scheduler_type} has no end to fall to", hint="give --max_steps"
+        )
+    warmup = _warmup_steps(config, total_steps)
+    steps = None if total_steps is None else max(1, total_steps - warmup)
+    curve = _curve(config, warmup, steps)
+    end = math.inf if steps is None or config.lr_scheduler_type in _ENDLESS else steps
+
+    def factor(step: int) -> float:
+        return (step + 1) / (warmup + 1) if step < warmup else curve(int(min(step - warmup, end)))
+
+    return LambdaLR(optimizer, factor)
+
+
+def _warmup_steps(config: OptimConfig, total_steps: int | None) -> int:
+    if config.warmup_ratio == 0:
+        return config.warmup_steps
+    if total_steps is None:
+        raise ConfigError(
+            f"--warmup_ratio {config.warmup_ratio} is a fraction of a number of steps that is unknown",
+            hint="give --max_steps, or --warmup_steps instead",
+        )
+    return math.ceil(config.warmup_ratio * total_steps)
+
+
+def _curve(config: OptimConfig, warmup: int, steps: int | None) -> Callable[[int], float]:
+    """Return the factor of the learning rate by steps since the end of warm-up, of ``steps`` in all."""
+    from transformers import get_scheduler
+
+    kind = config.lr_scheduler_type
+    given = _scheduler_arguments(config.lr_scheduler_kwargs)
+    defaults: dict[str, Any] = {}
+    if kind == "inverse_sqrt" and warmup:
+        defaults = {"timescale": warmup}
+    elif kind == "warmup_stable_decay" and steps is not None:
+        defaults = {"num_decay_steps": max(1, math.ceil(_DECAY_FRACTION * steps))}
+    unused = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
+    try:
+        scheduler: Any = get_scheduler(kind, unused, 0, steps, scheduler_specific_kwargs=defaults | given)
+        curve: Callable[[int], float] = scheduler.lr_lambdas[0]
+        curve(0)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"--lr_scheduler_type {kind} with --lr_scheduler_kwargs {config.lr_scheduler_kwargs}: {error}",
+            hint="give the arguments of that schedule in transformers, such as"
+            " '{\"min_lr_rate\": 0.1}' for cosine_with_min_lr",
+        ) from error
+    return curve
+
+
+def _scheduler_arguments(text: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--lr_scheduler_kwargs is {text!r}: {error}", hint="give JSON, or {}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"--lr_scheduler_kwargs is {text!r}", hint="give a JSON object, or {}")
+    return content

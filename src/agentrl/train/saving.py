@@ -18,9 +18,8 @@ from agentrl.train.resume import Progress
 from agentrl.weights.publish import PublishTarget, publish
 
 if TYPE_CHECKING:
-    from agentrl.distributed.controller import Leader
     from agentrl.store.client import Store
-    from agentrl.train.compute import PolicyTrainer
+    from agentrl.train.controller import Controller
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ class Saver:
     store: Store
     run_name: str
     config: TrainConfig
-    computer: PolicyTrainer | Leader
+    controller: Controller
     progress: Progress
     lease: TrainerLease
     output: Path
@@ -138,10 +137,10 @@ class Saver:
             return
         await self.lease.check()
         started = time.perf_counter()
-        policy = self.computer.policy
+        policy = self.controller.policy
         published = await publish(
             self.store,
-            await asyncio.to_thread(self.computer.published),
+            await asyncio.to_thread(self.controller.published),
             PublishTarget(
                 root=self.output / "weights",
                 attempt=progress.attempt,
@@ -180,11 +179,11 @@ class Saver:
             step=progress.step,
             policy_version=progress.version,
             train_steps=tuple(progress.train_steps),
-            architecture=architecture(self.computer.policy.base),
+            architecture=architecture(self.controller.policy.base),
             attempt=progress.attempt,
         )
         self.saved = await asyncio.to_thread(
-            checkpoint.save, root, state, self.computer,
+            checkpoint.save, root, state, self.controller,
             limit=self.config.save_total_limit, fence=self.lease.fence(),
             same_as=self.published if progress.is_published else None,
         )  # fmt: skip

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,10 +29,10 @@ from agentrl.config.schema import (
 from agentrl.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
-    from agentrl.distributed.controller import Leader
     from agentrl.distributed.world import World
     from agentrl.documents.training import DBRecordData
-    from agentrl.train.compute import PolicyTrainer
+    from agentrl.train.controller import Controller
+    from agentrl.train.step import PolicyTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +68,11 @@ def fine_tune(configs: Configs) -> None:
     from agentrl.distributed.world import launched_world
 
     _check_flags(configs)
-    with launched_world() as team:
-        if team is not None and team.rank > 0:
-            _follow(configs, team)
+    with launched_world() as world:
+        if world.rank > 0:
+            _follow(configs, world)
         else:
-            _fine_tune(configs, team)
+            _fine_tune(configs, world)
 
 
 def _check_flags(configs: Configs) -> None:
@@ -113,27 +114,28 @@ def _check_output(configs: Configs) -> None:
         )
 
 
-def _follow(configs: Configs, team: World) -> None:
-    """What every rank but 0 does: build what rank 0 builds, and compute what it says until it ends."""
-    from agentrl.distributed.controller import follow
+def _follow(configs: Configs, world: World) -> None:
+    """Execute rank 0's commands until it ends."""
+    from agentrl.train.controller import follow
 
-    order = team.hear()
-    if order.name == "build":
-        follow(_build(configs, team, *order.arguments), team)
+    follow(world, partial(_build, configs, world))
 
 
-def _fine_tune(configs: Configs, team: World | None) -> None:
+def _fine_tune(configs: Configs, world: World) -> None:
+    from agentrl.train.controller import lead
+
     settings, train, seed = configs[SFTConfig], configs[TrainConfig], configs[RunConfig].seed
     started = time.perf_counter()
     data = _read(configs)
     steps = train.max_steps
     if steps <= 0:
         steps = -(-len(data) * configs[TaskConfig].num_train_epochs // settings.batch_size)
-    computer = _lead(configs, team, steps, _token_budget(data, train.max_tokens))
+    max_tokens = _token_budget(data, train.max_tokens)
+    controller = lead(world, partial(_build, configs, world), steps, max_tokens)
     logger.info("%d trajectories, %d steps of %d", len(data), steps, settings.batch_size)
     batches = _batches(len(data), settings.batch_size, seed)
     for step, chosen in zip(range(1, steps + 1), batches, strict=False):
-        result = computer.train([data[index] for index in chosen])
+        result = controller.train([data[index] for index in chosen])
         if not result.is_finite:
             raise TrainingError(f"the loss of step {step} is not finite", hint="lower --learning_rate")
         if step % settings.log_steps == 0 or step in (1, steps):
@@ -143,24 +145,13 @@ def _fine_tune(configs: Configs, team: World | None) -> None:
                 time.perf_counter() - started,
             )  # fmt: skip
     output = Path(configs[RunConfig].output)
-    _save(computer, output)
+    _save(controller, output)
     logger.info("saved %s", output)
-    if team is not None:
-        team.tell("end")
+    controller.end()
 
 
-def _lead(configs: Configs, team: World | None, steps: int, max_tokens: int) -> PolicyTrainer | Leader:
-    """What computes; on rank 0 of several, what leads them."""
-    if team is None:
-        return _build(configs, None, steps, max_tokens)
-    from agentrl.distributed.controller import lead
-
-    team.tell("build", steps, max_tokens)
-    return lead(_build(configs, team, steps, max_tokens), team)
-
-
-def _build(configs: Configs, team: World | None, steps: int, max_tokens: int) -> PolicyTrainer:
-    from agentrl.train.build import Recipe, build_computer
+def _build(configs: Configs, world: World, steps: int, max_tokens: int) -> PolicyTrainer:
+    from agentrl.train.build import Recipe, build_trainer
 
     recipe = Recipe(
         model=configs[ModelConfig],
@@ -171,7 +162,7 @@ def _build(configs: Configs, team: World | None, steps: int, max_tokens: int) ->
         train=replace(configs[TrainConfig], max_tokens=max_tokens),
         seed=configs[RunConfig].seed,
     )
-    return build_computer(recipe, weights=None, total_steps=steps, team=team)
+    return build_trainer(recipe, weights=None, total_steps=steps, world=world)
 
 
 def _loss(shared: LossConfig) -> LossConfig:
@@ -217,9 +208,9 @@ def _batches(count: int, size: int, seed: int) -> Iterator[Sequence[int]]:
         left = left[size:]
 
 
-def _save(computer: PolicyTrainer | Leader, output: Path) -> None:
+def _save(controller: Controller, output: Path) -> None:
     from agentrl.weights.model_folder import atomic_model_folder, save_model_files, weight_bytes
 
-    policy, published = computer.policy, computer.published()
+    policy, published = controller.policy, controller.published()
     with atomic_model_folder(output, weight_bytes(published)) as temporary:
         save_model_files(published, policy.base, temporary, policy.chat_template)

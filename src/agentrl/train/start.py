@@ -28,13 +28,13 @@ from agentrl.config.schema import (
 
 if TYPE_CHECKING:
     from agentrl.data.stream import DataStream
-    from agentrl.distributed.controller import Leader
     from agentrl.distributed.world import World
     from agentrl.documents.training import TrainStep
     from agentrl.store.client import Store
     from agentrl.train.checkpoint import Checkpoint
-    from agentrl.train.compute import PolicyTrainer
+    from agentrl.train.controller import Controller
     from agentrl.train.resume import Progress
+    from agentrl.train.step import PolicyTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -43,33 +43,31 @@ def run_trainer(configs: Configs) -> None:
     """Train until the end of the data or ``--max_steps``, or until SIGTERM or SIGINT; every rank calls it."""
     from agentrl.distributed.world import launched_world
 
-    with launched_world() as team:
-        if team is not None and team.rank > 0:
-            _follow(configs, team)
+    with launched_world() as world:
+        if world.rank > 0:
+            _follow(configs, world)
         else:
-            asyncio.run(_train(configs, team))
+            asyncio.run(_train(configs, world))
 
 
-def _follow(configs: Configs, team: World) -> None:
-    """What every rank but 0 does: set up what rank 0 says, and compute what it says until it ends."""
-    from agentrl.distributed.controller import follow
+def _follow(configs: Configs, world: World) -> None:
+    """Execute rank 0's commands until it ends; rank 0 alone handles signals."""
+    from agentrl.train.controller import follow
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    order = team.hear()
-    if order.name == "build":
-        follow(_build(configs, team, *order.arguments), team)
+    follow(world, partial(_build, configs, world))
 
 
-async def _train(configs: Configs, team: World | None) -> None:
+async def _train(configs: Configs, world: World) -> None:
     from agentrl.store.retry import retry_outages
 
     stop = _stop_on_signals()
     with retry_outages(configs[RunConfig].db_wait_seconds, stop):
-        await _train_until(stop, configs, team)
+        await _train_until(stop, configs, world)
 
 
-async def _train_until(stop: asyncio.Event, configs: Configs, team: World | None) -> None:
+async def _train_until(stop: asyncio.Event, configs: Configs, world: World) -> None:
     from agentrl.atomic_folder import remove_leftovers
     from agentrl.observe.live import StepView
     from agentrl.observe.trackers import open_trackers
@@ -93,12 +91,12 @@ async def _train_until(stop: asyncio.Event, configs: Configs, team: World | None
         steps = await store.training.steps(status=None)
         total_steps = await _total_steps(store, configs)
         discarded = (await store.trainer_lease.read()).discarded
-        computer, found = await asyncio.to_thread(
-            _prepare, configs, roots, total_steps, steps, discarded, team
+        controller, found = await asyncio.to_thread(
+            _prepare, configs, roots, total_steps, steps, discarded, world
         )
         replays = config.resume_from_checkpoint == "auto"
         progress = await resume.begin(
-            store, computer.policy.base, found, steps, attempt=lease.attempt, replays=replays
+            store, controller.policy.base, found, steps, attempt=lease.attempt, replays=replays
         )
         await lease.check()
         for root in roots:
@@ -112,12 +110,12 @@ async def _train_until(stop: asyncio.Event, configs: Configs, team: World | None
             store=store,
             run_name=run.run_name,
             config=config,
-            computer=computer,
+            controller=controller,
             saver=Saver(
                 store=store,
                 run_name=run.run_name,
                 config=config,
-                computer=computer,
+                controller=controller,
                 progress=progress,
                 lease=lease,
                 output=output,
@@ -127,7 +125,7 @@ async def _train_until(stop: asyncio.Event, configs: Configs, team: World | None
                 saved=found.folder if found else None,
                 saved_step=progress.step,
             ),
-            stream=_stream(store, configs, computer, progress),
+            stream=_stream(store, configs, controller, progress),
             progress=progress,
             lease=lease,
             owner=lease.owner,
@@ -139,8 +137,7 @@ async def _train_until(stop: asyncio.Event, configs: Configs, team: World | None
             await trainer.run()
         finally:
             tracker.close()
-    if team is not None:
-        team.tell("end")
+    controller.end()
 
 
 async def _join(configs: Configs) -> Store:
@@ -166,11 +163,12 @@ def _prepare(
     total_steps: int | None,
     steps: Sequence[TrainStep],
     discarded: Sequence[str],
-    team: World | None,
-) -> tuple[PolicyTrainer | Leader, Checkpoint | None]:
-    """What computes, as the checkpoint to resume from left it; on rank 0 of several, what leads them."""
+    world: World,
+) -> tuple[Controller, Checkpoint | None]:
+    """Build the trainer on all ranks as the checkpoint to resume from left it; return both."""
     from agentrl.model.load import base_folder
     from agentrl.train import checkpoint
+    from agentrl.train.controller import lead
 
     candidates = [
         checkpoint.find(
@@ -185,22 +183,15 @@ def _prepare(
     ]
     complete = [candidate for candidate in candidates if candidate is not None]
     found = max(complete, key=lambda candidate: candidate.state.step, default=None)
-    if team is None:
-        return _build(configs, None, found, total_steps), found
-    from agentrl.distributed.controller import lead
-
-    team.tell("build", found, total_steps)
-    return lead(_build(configs, team, found, total_steps), team), found
+    return lead(world, partial(_build, configs, world), found, total_steps), found
 
 
 def _build(
-    configs: Configs, team: World | None, found: Checkpoint | None, total_steps: int | None
+    configs: Configs, world: World, found: Checkpoint | None, total_steps: int | None
 ) -> PolicyTrainer:
     from agentrl.train import checkpoint
-    from agentrl.train.build import Recipe, build_computer
+    from agentrl.train.build import Recipe, build_trainer
 
-    if team is not None:
-        team.use_device()
     recipe = Recipe(
         model=configs[ModelConfig],
         loss=configs[LossConfig],
@@ -210,17 +201,15 @@ def _build(
         adapter=configs[AdapterConfig],
         memory=configs[MemoryConfig],
     )
-    computer = build_computer(
-        recipe, weights=found.model if found else None, total_steps=total_steps, team=team
+    trainer = build_trainer(
+        recipe, weights=found.model if found else None, total_steps=total_steps, world=world
     )
     if found:
-        checkpoint.restore(found, computer)
-    return computer
+        checkpoint.restore(found, trainer)
+    return trainer
 
 
-def _stream(
-    store: Store, configs: Configs, computer: PolicyTrainer | Leader, progress: Progress
-) -> DataStream:
+def _stream(store: Store, configs: Configs, controller: Controller, progress: Progress) -> DataStream:
     from agentrl.data.freshness import Freshness
     from agentrl.data.planner import packing_problem
     from agentrl.data.stream import DataStream, StreamSettings
@@ -239,7 +228,7 @@ def _stream(
         wait_seconds=train.data_wait_seconds,
         problem_of=partial(
             packing_problem,
-            vocab_size=computer.policy.model.config.get_text_config().vocab_size,
+            vocab_size=controller.policy.model.config.get_text_config().vocab_size,
             max_tokens=train.max_tokens,
         ),
         engine_alive_seconds=configs[EngineConfig].alive_seconds,

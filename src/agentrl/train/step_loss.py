@@ -1,7 +1,8 @@
-"""A step's loss, a micro-batch at a time: from a forest's logprobs to its share and its metrics."""
+"""Compute a step's loss one micro-batch at a time: forest and logprobs → loss and metrics."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -9,67 +10,52 @@ import torch
 from torch import Tensor
 
 from agentrl.data.forest import TokenForest
+from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.losses.batch import TokenBatch, TrajectoryMeans, old_logprobs
 from agentrl.losses.compute import Denominators, reduce_losses, token_losses
 from agentrl.losses.correction import divergence
 from agentrl.losses.metrics import TokenMetrics
 from agentrl.losses.settings import LossSettings
+from agentrl.model.forward import ForwardOptions
 
 
 @dataclass(frozen=True, slots=True)
-class TrajectorySums:
-    """Sums over the trainable tokens of each trajectory of a step; float64[trajectories] or longer."""
+class LossReport:
+    """Loss and metrics of some forests; ``+`` sums those of different forests."""
 
-    log_ratio: Tensor
-    """Σ log πθ/π_old."""
-    log_weight: Tensor
-    """Σ log π_old/μ."""
-    divergence: Tensor
-    """Σ of ``losses.correction.divergence``."""
+    loss: float = 0.0
+    metrics: TokenMetrics = field(default_factory=TokenMetrics)
 
-    @staticmethod
-    def of_tokens(batch: TokenBatch, settings: LossSettings) -> Tensor:
-        """Return the summands, float64[3, T], a row per field."""
-        rows = [batch.log_ratio.detach(), batch.log_weight, divergence(batch, settings)]
-        return torch.stack(rows).double()
-
-    def means(self, forest: TokenForest) -> TrajectoryMeans:
-        """The means of ``forest``'s rows."""
-        device = self.log_ratio.device
-        number = torch.from_numpy(forest.trajectory).to(device)
-        count = torch.from_numpy(np.maximum(forest.row_tokens, 1)).to(device)
-        return TrajectoryMeans(
-            *((sums[number] / count).float() for sums in (self.log_ratio, self.log_weight, self.divergence))
-        )
+    def __add__(self, other: LossReport) -> LossReport:
+        return LossReport(self.loss + other.loss, self.metrics + other.metrics)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class StepLoss:
-    """The loss and the metrics of a step, summed over the micro-batches that ``add`` was given."""
+    """The loss of a step, as a function of one forest at a time; ``report`` sums what ``add`` was given."""
 
     settings: LossSettings
     whole: Denominators
     """Of the whole step."""
     sums: TrajectorySums | None = None
-    """Where the loss reads whole trajectories and a forest holds parts of one."""
-    loss: float = 0.0
-    metrics: TokenMetrics = field(default_factory=TokenMetrics)
+    """Given if the loss reads whole trajectories and a forest holds parts of one."""
+    report: LossReport = field(default_factory=LossReport)
 
     def add(self, forest: TokenForest, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        """The share of the loss that ``forest`` has, with gradient to its ``logprobs`` (float32[T]).
+        """Return the part of the loss that ``forest`` has, with gradient to its ``logprobs`` (float32[T]).
 
-        It has one to its ``entropy`` (float32[T]) too where the loss has a bonus on it.
+        With an entropy bonus, it has a gradient to its ``entropy`` (float32[T]) too.
         """
         means = None if self.sums is None else self.sums.means(forest)
         batch = token_batch(forest, logprobs, self.settings, means)
         batch = replace(batch, entropy=entropy)
         result = token_losses(batch, self.settings)
-        share = reduce_losses(
+        part = reduce_losses(
             result.losses, batch.mask, batch.row, batch.trajectories, self.whole, self.settings, batch.lengths
         )
-        self.loss += float(share.detach())
-        self.metrics = self.metrics + TokenMetrics.of(batch, result, entropy.detach())
-        return share
+        metrics = TokenMetrics.of(batch, result, entropy.detach())
+        self.report += LossReport(float(part.detach()), metrics)
+        return part
 
 
 def token_batch(
@@ -78,9 +64,10 @@ def token_batch(
     settings: LossSettings,
     means: TrajectoryMeans | None = None,
 ) -> TokenBatch:
-    """A forest's trainable tokens as losses take them. Supervised data have no behavior policy: μ = πθ.
+    """Return a forest's trainable tokens as losses take them.
 
-    ``means`` are needed where the forest holds parts of trajectories and the loss reads whole ones.
+    Supervised data have no behavior policy: their behavior logprobs are the policy's own. ``means`` are
+    needed if the forest holds parts of trajectories and the loss reads whole ones.
     """
     row, version, age, advantages, behavior, lengths = (
         torch.from_numpy(array).to(logprobs.device)
@@ -109,3 +96,64 @@ def token_batch(
         lengths=lengths,
         means=means,
     )
+
+
+def count_step(forests: Sequence[TokenForest]) -> Denominators:
+    """Count the trainable tokens and the trajectories of ``forests``; a trajectory's parts add up to 1."""
+    total = Denominators(0, 0)
+    for forest in forests:
+        whole = forest.row_tokens[forest.row]
+        total = total + Denominators(forest.trainable_tokens, float((1.0 / whole).sum()))
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectorySums:
+    """Sums over the trainable tokens of each trajectory of a step; float64[trajectories] or longer."""
+
+    log_ratio: Tensor
+    """Σ log πθ/π_old."""
+    log_weight: Tensor
+    """Σ log π_old/μ."""
+    divergence: Tensor
+    """Σ of ``losses.correction.divergence``."""
+
+    @staticmethod
+    def of_tokens(batch: TokenBatch, settings: LossSettings) -> Tensor:
+        """Return the summands, float64[3, T], a row per field."""
+        rows = [batch.log_ratio.detach(), batch.log_weight, divergence(batch, settings)]
+        return torch.stack(rows).double()
+
+    def means(self, forest: TokenForest) -> TrajectoryMeans:
+        """Return the means over the trajectory of each of ``forest``'s rows."""
+        device = self.log_ratio.device
+        number = torch.from_numpy(forest.trajectory).to(device)
+        count = torch.from_numpy(np.maximum(forest.row_tokens, 1)).to(device)
+        return TrajectoryMeans(
+            *((sums[number] / count).float() for sums in (self.log_ratio, self.log_weight, self.divergence))
+        )
+
+
+@torch.no_grad()
+def sum_trajectories(
+    model: ParallelModel, forests: Sequence[TokenForest], settings: LossSettings, options: ForwardOptions
+) -> TrajectorySums | None:
+    """Sum what a loss reads of whole trajectories, by one more forward over each forest; None if not needed.
+
+    It is needed if the loss of a token depends on its whole trajectory (GSPO, corrections named ``seq_…``)
+    and a forest of any rank holds a part of one.
+    """
+    if not settings.reads_trajectory:
+        return None
+    device = model.model.device
+    numbers = 1 + max((int(forest.trajectory.max(initial=-1)) for forest in forests), default=-1)
+    found = torch.tensor([any(forest.holds_parts for forest in forests), numbers], device=device)
+    found = model.mesh.sum(found)
+    if not found[0]:
+        return None
+    sums = torch.zeros(3, int(found[1]), dtype=torch.float64, device=device)
+    for forest, (logprobs, _) in zip(forests, model.logprobs(forests, options), strict=True):
+        batch = token_batch(forest, logprobs, settings)
+        number = torch.from_numpy(forest.trajectory[forest.row]).to(device)
+        sums.index_add_(1, number, TrajectorySums.of_tokens(batch, settings))
+    return TrajectorySums(*model.mesh.sum(sums))

@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from layouts import LIMIT, Case, compare_step, compare_weights, computer, spread
+from layouts import LIMIT, Case, build_parallel, build_trainer, compare_step, compare_weights
 from steps import step_data
 from tiny_models import AGES, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentrl.config.schema import MemoryConfig, TrainConfig
-from agentrl.distributed.accumulation import Reduction
+from agentrl.distributed.fsdp import GradientReduction
+from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.distributed.world import leave_processes
-from agentrl.train.compute import PolicyTrainer
+from agentrl.train.step import PolicyTrainer
 
 REDUCED = torch.ops.c10d._reduce_scatter_base_.default
 MODULES = 3
@@ -46,7 +47,7 @@ def reductions(together: PolicyTrainer, step: int) -> tuple[int, int]:
     data = step_data(step)
     with Counter() as counter:
         together.train(data, AGES)
-    return counter.count, len(together._pack(data))
+    return counter.count, len(together.pack(data))
 
 
 def break_off(together: PolicyTrainer) -> None:
@@ -65,12 +66,12 @@ def break_off(together: PolicyTrainer) -> None:
     assert calls == 2
 
 
-def check(reduction: Reduction) -> None:
+def check(reduction: GradientReduction) -> None:
     """Compare with one process, before and after a step that broke off."""
     model = tiny_model("qwen3", vocab_size=64)
     case = Case(2, TrainConfig(), memory=MemoryConfig(gradient_reduction=reduction))
-    alone = computer(copy.deepcopy(model), case)
-    together = spread(model, case)
+    alone = build_trainer(ParallelModel(copy.deepcopy(model)), case)
+    together = build_parallel(model, case)
     deviations = list(compare_step(alone, together, 0).values())
     break_off(together)
     deviations += compare_step(alone, together, 1).values()

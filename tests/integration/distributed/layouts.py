@@ -32,28 +32,27 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.config.schema import AdapterConfig, MemoryConfig, OptimConfig, TrainConfig
 from agentrl.data.planner import PrefixMerging, build_micro_batches
-from agentrl.distributed.fsdp import Parallel, RankedModel
-from agentrl.distributed.gradients import split_by_mesh
-from agentrl.distributed.mesh import build_mesh, parallelize, plan_layout
-from agentrl.distributed.pipeline_parallel.stages import tied_weight
-from agentrl.distributed.state import (
+from agentrl.distributed.apply import parallelize
+from agentrl.distributed.gather import (
     GatheredAdapter,
-    StreamedModel,
+    GatheredModel,
     gather_adapter,
-    give_parts,
     published_parts,
     take_inventory,
 )
+from agentrl.distributed.mesh import build_mesh, plan_layout
+from agentrl.distributed.parallel_model import ParallelModel
+from agentrl.distributed.pipeline_parallel.stages import tied_weight
 from agentrl.distributed.world import leave_processes
 from agentrl.losses.settings import LossSettings
+from agentrl.model.forward import ForwardOptions
 from agentrl.model.load import Policy
 from agentrl.model.lora import Adapter, add_adapter
-from agentrl.train.compute import PolicyTrainer
+from agentrl.train.frozen_logprobs import FrozenLogprobs
 from agentrl.train.memory import checkpointing_mode, compile_layers, enable_checkpointing
 from agentrl.train.optimizer import build_optimizer
 from agentrl.train.optimizer_state import load_optimizer
-from agentrl.train.reference import FrozenLogprobs
-from agentrl.train.step import ForwardOptions
+from agentrl.train.step import PolicyTrainer
 
 LIMIT = 1e-4
 LORA = AdapterConfig(lora_rank=5)
@@ -127,55 +126,52 @@ CASES = {
 }
 
 
-def computer(
-    model: Any, case: Case, parallel: Parallel | None = None, adapter: Adapter | None = None
-) -> PolicyTrainer:
-    """What trains ``model``: with other processes as ``case`` says, alone without merging or cutting."""
+def build_trainer(model: ParallelModel, case: Case, adapter: Adapter | None = None) -> PolicyTrainer:
+    """Return what trains ``model``; in a single process without merging prefixes or splitting data."""
+    is_single = model.mesh.layout.world == 1
     gspo = {"loss_calculater": "GSPO", "old_logprobs": "recompute", "epsilon": 0.2}
     loss = gspo if case.whole_steps else {}
-    optimizer = build_optimizer(model, OPTIM, case.memory if parallel else PLAIN)
-    if parallel is not None:
-        optimizer.param_groups[:] = split_by_mesh(optimizer.param_groups)
+    optimizer = build_optimizer(model.model, OPTIM, PLAIN if is_single else case.memory)
     return PolicyTrainer(
-        device=torch.device("cpu"),
-        policy=Policy(model, cast("Any", None), Path(), None, adapter),
+        policy=Policy(model.model, cast("Any", None), Path(), None, adapter),
+        model=model,
         optimizer=optimizer,
         scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
         settings=LossSettings(importance_weight_cap_ratio=math.inf, entropy_coef=0.1, **cast("Any", loss)),
         options=ForwardOptions(),
-        max_tokens=MAX_TOKENS if parallel else 1 << 20,
-        prefix_merging=case.prefix_merging if parallel else "off",
+        max_tokens=1 << 20 if is_single else MAX_TOKENS,
+        prefix_merging="off" if is_single else case.prefix_merging,
         max_grad_norm=OPTIM.max_grad_norm,
-        parallel=parallel,
-        anchors=FrozenLogprobs(start=case.whole_steps),
+        frozen=FrozenLogprobs(start=case.whole_steps),
         epochs=2 if case.whole_steps else 1,
     )
 
 
-def spread(model: Any, case: Case, adapter: Adapter | None = None) -> PolicyTrainer:
-    """What trains ``model`` in the layout of ``case``."""
+def build_parallel(model: Any, case: Case, adapter: Adapter | None = None) -> PolicyTrainer:
+    """Split ``model`` over the layout of ``case``, and return what trains it."""
     enable_checkpointing(model, checkpointing_mode(case.memory, gradient_checkpointing=False))
     if case.memory.torch_compile:
         compile_layers(model)
     mesh = build_mesh(plan_layout(case.config, dist.get_world_size()), "cpu")
-    parallelize(model, mesh, case.config)
-    parallel = Parallel(mesh, RankedModel(model, mesh), case.memory.gradient_reduction)
-    return computer(model, case, parallel, adapter)
+    parallel = parallelize(
+        model, mesh, max_tokens=case.config.max_tokens, reduction=case.memory.gradient_reduction
+    )
+    return build_trainer(parallel, case, adapter)
 
 
 def publish(together: PolicyTrainer, folder: Path, limit: int = FILE_BYTES) -> None:
     """Write the model that engines load; all processes call it."""
     inventory = take_inventory(together.policy)
     if dist.get_rank() == 0:
-        StreamedModel(inventory, lambda: None, limit).save_pretrained(str(folder))
+        GatheredModel(inventory, lambda: None, limit).save_pretrained(str(folder))
     else:
-        give_parts(inventory)
+        inventory.send()
 
 
 def whole_weights(together: PolicyTrainer) -> dict[str, Tensor]:
-    """The weights that engines load, tied ones once; of no use on other ranks than 0."""
+    """Return the weights that engines load, tied ones once; other ranks than 0 ignore the result."""
     inventory = take_inventory(together.policy)
-    return {part.name: inventory.fetch(part) for part in inventory.parts()}
+    return {part.name: inventory.gather(part) for part in inventory.parts()}
 
 
 def resume(saved: PolicyTrainer, case: Case, folder: Path) -> PolicyTrainer:
@@ -188,7 +184,7 @@ def resume(saved: PolicyTrainer, case: Case, folder: Path) -> PolicyTrainer:
         return resume_adapter(saved.policy.adapter, case, folder)
     dist.barrier()
     model = type(saved.policy.model).from_pretrained(folder / "model", attn_implementation="sdpa").train()
-    resumed = spread(model, case)
+    resumed = build_parallel(model, case)
     load_optimizer(folder / "optimizer", model, resumed.optimizer)
     return resumed
 
@@ -203,7 +199,7 @@ def resume_adapter(saved: Adapter, case: Case, folder: Path) -> PolicyTrainer:
     dist.barrier()
     model = tiny_model("qwen3", vocab_size=64)
     adapter = add_adapter(model, LORA, Path(), folder / "adapter")
-    resumed = spread(model, case, adapter)
+    resumed = build_parallel(model, case, adapter)
     load_optimizer(folder / "optimizer", model, resumed.optimizer)
     return resumed
 
@@ -222,9 +218,9 @@ def largest_deviations(case: Case, folder: Path) -> dict[str, float]:
     )
     adapter = add_adapter(model, LORA, Path(), None) if case.lora else None
     single, single_adapter = copy.deepcopy((model, adapter))
-    alone = computer(single, case, adapter=single_adapter)
-    together = spread(model, case, adapter)
-    check_steps(cast("Parallel", together.parallel).mesh.layout.data)
+    alone = build_trainer(ParallelModel(single), case, single_adapter)
+    together = build_parallel(model, case, adapter)
+    check_steps(together.model.mesh.layout.data)
     worst = {"loss": 0.0, "grad_norm": 0.0, "weights": 0.0, "resumed": 0.0}
     for step in range(STEPS):
         for key, value in compare_step(alone, together, step).items():
@@ -280,10 +276,10 @@ def compare_weights(alone: PolicyTrainer, together: PolicyTrainer) -> float:
 
 def check_copies(together: PolicyTrainer) -> None:
     """A tied embedding that two stages hold is equal on both, bit by bit."""
-    parallel, weight = cast("Parallel", together.parallel), tied_weight(together.policy.model)
+    mesh, weight = together.model.mesh, tied_weight(together.policy.model)
     own = weight.to_local() if isinstance(weight, DTensor) else weight
-    copies: list[Any] = [None] * parallel.mesh.layout.pp
-    dist.all_gather_object(copies, own, group=parallel.mesh.group("pp"))
+    copies: list[Any] = [None] * mesh.layout.pp
+    dist.all_gather_object(copies, own, group=mesh.group("pp"))
     first, last = copies[0], copies[-1]
     assert (first is None and last is None) or torch.equal(first, last)
 

@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from layouts import Case, compare_step, computer, publish, spread, whole_weights
+from layouts import Case, build_parallel, build_trainer, compare_step, publish, whole_weights
+from peak_memory import peak_allocated
 from safetensors.torch import load_file
 from tiny_models import tiny_model
 
 from agentrl.config.schema import TrainConfig
-from agentrl.distributed.state import published_parts
+from agentrl.distributed.gather import published_parts
+from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.distributed.world import leave_processes
-from agentrl.train.allocations import peak_allocated
-from agentrl.train.compute import PolicyTrainer
+from agentrl.train.step import PolicyTrainer
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 64}
 
@@ -69,8 +70,8 @@ def main() -> int:
     try:
         model = tiny_model("qwen3", **WIDE)
         case = Case(2, TrainConfig())
-        alone = computer(copy.deepcopy(model), case)
-        together = spread(model, case)
+        alone = build_trainer(ParallelModel(copy.deepcopy(model)), case)
+        together = build_parallel(model, case)
         compare_memory(together, folder)
         compare_after_a_failure(together, alone, folder)
     finally:

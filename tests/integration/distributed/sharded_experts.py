@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from layouts import CASES, compare_step, compare_weights, computer, spread
+from layouts import CASES, build_parallel, build_trainer, compare_step, compare_weights
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -40,6 +40,7 @@ from tiny_models import tiny_model
 
 from agentrl.distributed.expert_parallel import shard_experts
 from agentrl.distributed.mesh import Layout, Mesh, build_mesh
+from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.distributed.world import leave_processes
 from agentrl.train.memory import enable_checkpointing
 
@@ -126,9 +127,9 @@ def recomputed() -> Iterator[tuple[str, float]]:
     for mode, implementation in itertools.product(("full", "selective"), IMPLEMENTATIONS):
         model = tiny_model("qwen3_moe", vocab_size=64)
         model.set_experts_implementation(implementation)
-        alone = computer(copy.deepcopy(model), CASES["ep2"])
+        alone = build_trainer(ParallelModel(copy.deepcopy(model)), CASES["ep2"])
         enable_checkpointing(model, mode)  # type: ignore[arg-type]
-        together = spread(model, CASES["ep2"])
+        together = build_parallel(model, CASES["ep2"])
         worst = max(value for step in range(2) for value in compare_step(alone, together, step).values())
         yield f"{mode} recomputation, {implementation}", max(worst, compare_weights(alone, together))
 

@@ -18,8 +18,7 @@ from agentrl.documents.training import DBRecordData, TrainableSpan
 from agentrl.errors import ConfigError
 from agentrl.losses.compute import reduce_losses, token_losses
 from agentrl.losses.settings import LossSettings
-from agentrl.train.step import count_step
-from agentrl.train.step_loss import token_batch
+from agentrl.train.step_loss import count_step, token_batch
 
 SPANS = ((2, 4, 1), (4, 7, 2), (8, 10, 4))
 """(start, end, version)."""

@@ -21,7 +21,7 @@ from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.training import DBRecordData, Node
 from agentrl.scoring.groups import decide_group
-from agentrl.train.updates import split_updates
+from agentrl.train.step import split_updates
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

@@ -16,13 +16,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from agentrl.data.forest import TokenForest, forest_from_sequences
 from agentrl.distributed.context_parallel.attention import split_attention
-from agentrl.distributed.context_parallel.model import Context, check_context
+from agentrl.distributed.context_parallel.model import ContextParallel, check_context
 from agentrl.distributed.context_parallel.tokens import RankTokens, TokenExchange, split_tokens
 from agentrl.errors import ConfigError, ModelError
 from agentrl.model.attention.flex import BLOCK, forest_block_mask
 from agentrl.model.attention.sdpa import forest_mask
-from agentrl.train.step import ForwardOptions
-from agentrl.train.throughput import attention_pairs
+from agentrl.model.flops import attention_pairs
 
 forests = st.builds(
     lambda seed, count, trees: packed([*chains(seed, count), *(tree(seed + i) for i in range(trees))]),
@@ -188,10 +187,9 @@ def test_a_state_along_the_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         check_context(model, 100)
 
 
-def test_an_executor_that_shares_no_tokens_is_refused() -> None:
-    context = Context(tiny_model("llama"), cast(Any, None))
-    with pytest.raises(ConfigError, match="'per_sequence' does not share tokens"):
-        context.run(packed(chains()), ForwardOptions(executor="per_sequence"))
+def test_an_executor_that_cannot_split_tokens_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'per_sequence' cannot split tokens"):
+        ContextParallel(tiny_model("llama"), cast(Any, None), "per_sequence")
 
 
 def test_a_layer_without_a_token_exchange_is_refused() -> None:

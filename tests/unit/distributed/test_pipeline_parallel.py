@@ -14,7 +14,8 @@ from tiny_models import VOCABULARY, chains, packed, tiny_model, tree
 from torch import Tensor, nn
 
 from agentrl.data.forest import TokenForest
-from agentrl.distributed.pipeline_parallel.schedule import InFlight, Pipeline
+from agentrl.distributed.mesh import Layout, Mesh
+from agentrl.distributed.pipeline_parallel.schedule import InFlight, PipelineModel
 from agentrl.distributed.pipeline_parallel.stages import (
     assign_layers,
     assign_model_layers,
@@ -25,9 +26,8 @@ from agentrl.distributed.pipeline_parallel.stages import (
 )
 from agentrl.errors import ConfigError, ModelError
 from agentrl.model.attention.executor import build_executor
-from agentrl.train.clock import Stopwatch
-from agentrl.train.step import ForwardOptions
-from agentrl.train.step_loss import StepLoss
+from agentrl.model.flops import Stopwatch
+from agentrl.model.forward import ForwardOptions
 
 SHARES = [range(1), range(1, 3), range(3, 4)]
 
@@ -145,31 +145,35 @@ class Wire:
         return item
 
 
-class Rehearsal(Pipeline):
+class StageMesh(Mesh):
+    """The mesh of one of several stages, without processes."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        super().__init__(Layout(pp=stages))
+        object.__setattr__(self, "stage", stage)
+
+    def coordinate(self, name: str) -> int:
+        return int(self.stage) if name == "pp" else 0
+
+
+class Rehearsal(PipelineModel):
     """A stage that computes nothing and notes what it would: which forests go forward and back, and when."""
 
     def __init__(self, stage: int, wires: list[tuple[Wire, Wire]]) -> None:
-        super().__init__(None, nn.Identity(), cast("Any", None), len, cast("Any", None))
-        for name, value in (("place", stage), ("wires", wires), ("notes", []), ("finals", [])):
-            object.__setattr__(self, name, value)
-
-    @property
-    def _stage(self) -> int:
-        return self.place
-
-    @property
-    def _stages(self) -> int:
-        return len(self.wires) + 1
+        super().__init__(nn.Identity(), StageMesh(stage, len(wires) + 1))
+        self.wires = wires
+        self.notes: list[tuple[str, Any]] = []
+        self.finals: list[bool] = []
 
     def _forward(self, forest: Any, options: Any, received: Any, loss: Any, watch: Any) -> InFlight:
         assert received == (None if self._stage == 0 else ("states", forest))
         self.notes.append(("forward", forest))
         return InFlight(forest, received, cast("Any", ("states", forest)), "")
 
-    def _backward(self, item: InFlight, gradient: Any, watch: Any, *, is_final: bool) -> Any:
+    def _backward(self, item: InFlight, gradient: Any, watch: Any, *, is_last: bool) -> Any:
         assert gradient == (None if self._is_last else ("gradient", item.forest))
         self.notes.append(("backward", item.forest))
-        self.finals.append(is_final)
+        self.finals.append(is_last)
         return None if self._stage == 0 else ("gradient", item.forest)
 
     def _exchange(
@@ -193,7 +197,7 @@ def test_every_forest_goes_forward_and_back_in_order_with_few_under_way(stages: 
     forests = cast("list[TokenForest]", [f"forest {index}" for index in range(count)])
 
     def run(stage: Rehearsal) -> None:
-        stage.train(forests, ForwardOptions(), cast("StepLoss", None), Stopwatch(torch.device("cpu")))
+        stage.forward_backward(forests, ForwardOptions(), cast("Any", None), Stopwatch(torch.device("cpu")))
 
     with ThreadPoolExecutor(stages) as pool:
         list(pool.map(run, rehearsals))

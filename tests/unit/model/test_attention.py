@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tiny_models import chains, packed, paths, plain_logprobs, tiny_model, tree
+from tiny_models import chains, model_logprobs, packed, paths, plain_logprobs, tiny_model, tree
 from transformers import Lfm2Config, Lfm2ForCausalLM, PreTrainedModel
 
 from agentrl.data.forest import TokenForest, forest_from_sequences
@@ -15,8 +15,8 @@ from agentrl.errors import ConfigError, ModelError
 from agentrl.model.attention.executor import build_executor
 from agentrl.model.attention.sdpa import forest_mask
 from agentrl.model.attention.varlen import Segment, SegmentPlan, plan_segments, split_segments
+from agentrl.model.forward import ForwardOptions, check_model
 from agentrl.train.memory import enable_checkpointing
-from agentrl.train.step import ForwardOptions, check_model, forest_logprobs
 
 
 def loss_and_gradients(
@@ -31,7 +31,7 @@ def loss_and_gradients(
 
 def assert_same(model: PreTrainedModel, forest: TokenForest, executor: str) -> None:
     loss, gradients = loss_and_gradients(
-        model, forest_logprobs(model, forest, ForwardOptions(executor=executor, chunk_size=7))[0]
+        model, model_logprobs(model, forest, ForwardOptions(chunk_size=7), executor)
     )
     model.set_attn_implementation("sdpa")
     expected_loss, expected = loss_and_gradients(model, plain_logprobs(model, forest))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peak_memory import peak_allocated
 from tiny_models import tiny_model
 
 from agentrl.errors import ModelError
 from agentrl.model import logprobs as chunked
 from agentrl.model.logprobs import token_logprobs
 from agentrl.model.output_head import OutputHead, check_output_head, output_head
-from agentrl.train.allocations import peak_allocated
 
 N, T, H, V = 40, 29, 16, 53
 

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import chains, packed, tiny_model, tree
+from tiny_models import chains, model_logprobs, packed, tiny_model, tree
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agentrl.config.training import AdapterConfig
+from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.errors import ConfigError, ModelError
 from agentrl.losses.settings import LossSettings
 from agentrl.model.lora import Adapter, add_adapter, is_adapter
-from agentrl.train.step import forest_logprobs, forward_backward
+from agentrl.train.step import forward_backward
 
 BASE = Path("base")
 FOREST = packed([*chains(0, 3), tree(1)])
@@ -28,14 +29,14 @@ def adapted(kind: str = "qwen3", *, tied: bool = False, **flags: object) -> tupl
 def train(model: PreTrainedModel, steps: int = 2) -> None:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
     for _ in range(steps):
-        forward_backward(model, [FOREST], LossSettings())
+        forward_backward(ParallelModel(model), [FOREST], LossSettings())
         optimizer.step()
         optimizer.zero_grad()
 
 
 def logprobs(model: PreTrainedModel) -> torch.Tensor:
     with torch.no_grad():
-        return forest_logprobs(model, FOREST)[0]
+        return model_logprobs(model, FOREST)
 
 
 @pytest.mark.exactness

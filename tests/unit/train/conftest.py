@@ -17,10 +17,12 @@ from training_data import group
 from agentrl.config.schema import LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from agentrl.data.freshness import Freshness
 from agentrl.data.stream import DataStream, StreamSettings
+from agentrl.distributed.world import single_process
 from agentrl.observe.live import StepView
 from agentrl.observe.trackers import open_trackers
 from agentrl.train import checkpoint, resume
-from agentrl.train.build import Recipe, build_computer
+from agentrl.train.build import Recipe, build_trainer
+from agentrl.train.controller import lead
 from agentrl.train.lease import TrainerLease
 from agentrl.train.loop import Trainer
 from agentrl.train.saving import Saver
@@ -58,9 +60,10 @@ def start(tmp_path: Path, store: FakeStore) -> Callable[..., Any]:
             model=ModelConfig(model_name_or_path=str(base)), loss=LossConfig(),
             optim=OptimConfig(learning_rate=1e-2), train=config, seed=0,
         )  # fmt: skip
-        computer = build_computer(recipe, weights=found.model if found else None, total_steps=None)
+        weights = found.model if found else None
+        controller = lead(single_process(), lambda: build_trainer(recipe, weights=weights, total_steps=None))
         if found:
-            checkpoint.restore(found, computer)
+            checkpoint.restore(found, controller)
         progress = await resume.begin(
             cast("Store", store), base, found, steps, attempt=lease.attempt, replays=choice == "auto"
         )
@@ -70,12 +73,12 @@ def start(tmp_path: Path, store: FakeStore) -> Callable[..., Any]:
         )  # fmt: skip
         stop = asyncio.Event()
         saver = Saver(
-            store=cast("Store", store), run_name="run", config=config, computer=computer, progress=progress,
-            lease=lease, output=output, max_staleness=max_staleness, stop=stop, saved_step=progress.step,
-            saved=found.folder if found else None,
+            store=cast("Store", store), run_name="run", config=config, controller=controller,
+            progress=progress, lease=lease, output=output, max_staleness=max_staleness, stop=stop,
+            saved_step=progress.step, saved=found.folder if found else None,
         )  # fmt: skip
         return Trainer(
-            store=cast("Store", store), run_name="run", config=config, computer=computer, saver=saver,
+            store=cast("Store", store), run_name="run", config=config, controller=controller, saver=saver,
             stream=DataStream(cast("Store", store), settings, progress.replay), progress=progress,
             lease=lease, owner="me", stop=stop, view=StepView(Console(file=StringIO())),
             tracker=open_trackers("none", RunConfig(), output),

@@ -20,9 +20,8 @@ from agentrl.errors import ConfigError, LeaseLostError, ModelError, PublishError
 from agentrl.model.load import Policy, architecture, load_policy
 from agentrl.train import checkpoint
 from agentrl.train.checkpoint import Checkpoint, CheckpointState
-from agentrl.train.optimizer import build_optimizer
+from agentrl.train.optimizer import build_optimizer, build_scheduler
 from agentrl.train.optimizer_state import save_optimizer
-from agentrl.train.schedules import build_scheduler
 from agentrl.weights.model_folder import SavableModel
 
 Usage = namedtuple("Usage", "total used free")

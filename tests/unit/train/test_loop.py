@@ -19,10 +19,10 @@ from agentrl.documents.status import DataStatus, StepStatus, VersionStatus
 from agentrl.documents.task import Task
 from agentrl.errors import ConfigError, LeaseLostError, PublishError, TrainingError
 from agentrl.train import checkpoint
-from agentrl.train.compute import PolicyTrainer, StepResult
 from agentrl.train.loop import Trainer
 from agentrl.train.rewards import Window, step_window, trajectory_means, window_metrics
 from agentrl.train.saving import Saver
+from agentrl.train.step import PolicyTrainer, StepResult
 from agentrl.weights.manifest import verify
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ async def test_a_replayed_step_with_equal_weights_is_the_version_that_it_was(
 
 async def test_versions_go_on_upwards_where_a_replay_ends_elsewhere(store: FakeStore, start: Start) -> None:
     trainer = await resumed_after_step_2(store, start)
-    trainer.computer.optimizer.param_groups[0]["lr"] *= 2
+    trainer.controller.optimizer.param_groups[0]["lr"] *= 2
     await trainer.run()
     assert sorted(store.versions) == [0, 1, 2, 3, 4]
     assert store.versions[3].status is VersionStatus.WITHDRAWN

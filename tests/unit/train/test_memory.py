@@ -1,4 +1,4 @@
-"""Memory knobs against the plain step: the same loss and gradients, and errors that name what helps."""
+"""Memory flags against the plain step: the same loss and gradients, and errors that name what helps."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from typing import Any
 
 import pytest
 import torch
+from peak_memory import peak_allocated
 from tiny_models import chains, packed, tiny_model
 
 from agentrl.config.schema import OptimConfig
 from agentrl.config.training import MemoryConfig
+from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.losses.settings import LossSettings
-from agentrl.train.allocations import peak_allocated
 from agentrl.train.memory import (
     Checkpointing,
-    OffloadedAdamW,
     checkpointing_mode,
     enable_checkpointing,
-    naming_the_knobs,
+    explain_out_of_memory,
 )
-from agentrl.train.optimizer import build_optimizer
+from agentrl.train.optimizer import OffloadedAdamW, build_optimizer
 from agentrl.train.step import forward_backward
 
 
 def step(model: Any) -> tuple[float, list[torch.Tensor]]:
     """Loss and gradients of one step on a few chains."""
-    metrics = forward_backward(model, [packed(chains())], LossSettings())
+    metrics = forward_backward(ParallelModel(model), [packed(chains())], LossSettings())
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad(set_to_none=True)
     return metrics["loss"], gradients
@@ -66,7 +66,7 @@ def test_an_offloaded_optimizer_makes_the_same_weights(fused: bool) -> None:
     assert isinstance(optimizers[1], OffloadedAdamW)
     for _ in range(3):
         for model, optimizer in zip(models, optimizers, strict=True):
-            forward_backward(model, [packed(chains())], LossSettings())
+            forward_backward(ParallelModel(model), [packed(chains())], LossSettings())
             optimizer.step()
             optimizer.zero_grad()
     for plain, offloaded in zip(*(model.parameters() for model in models), strict=True):
@@ -79,7 +79,7 @@ def test_one_kernel_for_all_parameters_makes_the_same_weights() -> None:
     models = [tiny_model("llama"), tiny_model("llama")]
     for model, fused in zip(models, (False, True), strict=True):
         optimizer = build_optimizer(model, OptimConfig(learning_rate=1e-2), MemoryConfig(fused_adamw=fused))
-        forward_backward(model, [packed(chains())], LossSettings())
+        forward_backward(ParallelModel(model), [packed(chains())], LossSettings())
         optimizer.step()
     for plain, fused_weights in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(plain, fused_weights, rtol=1e-6, atol=1e-7)
@@ -110,10 +110,10 @@ def test_a_model_that_cannot_recompute_is_refused() -> None:
         (MemoryError(), "full", "--activation_offload"),
     ],
 )
-def test_out_of_memory_names_the_knobs(error: Exception, mode: Checkpointing, first: str) -> None:
+def test_out_of_memory_names_the_flags(error: Exception, mode: Checkpointing, first: str) -> None:
     with (
         pytest.raises(TrainingError, match="out of memory") as raised,
-        naming_the_knobs(MemoryConfig(activation_checkpointing=mode), 8192),
+        explain_out_of_memory(MemoryConfig(activation_checkpointing=mode), 8192),
     ):
         raise error
     assert raised.value.hint is not None
@@ -121,16 +121,15 @@ def test_out_of_memory_names_the_knobs(error: Exception, mode: Checkpointing, fi
     assert "--max_tokens (to 4096" in raised.value.hint
 
 
-def test_several_processes_may_hold_a_share_of_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_ranks_may_shard_the_gradients() -> None:
     hints = []
-    for is_team in (True, False):
-        monkeypatch.setattr(torch.distributed, "is_initialized", lambda is_team=is_team: is_team)
-        with pytest.raises(TrainingError) as raised, naming_the_knobs(MemoryConfig(), 8192):
+    for ranks in (2, 1):
+        with pytest.raises(TrainingError) as raised, explain_out_of_memory(MemoryConfig(), 8192, ranks=ranks):
             raise MemoryError
         hints.append("--gradient_reduction every" in str(raised.value.hint))
     assert hints == [True, False]
 
 
 def test_other_errors_pass() -> None:
-    with pytest.raises(RuntimeError, match="shape"), naming_the_knobs(MemoryConfig(), 8192):
+    with pytest.raises(RuntimeError, match="shape"), explain_out_of_memory(MemoryConfig(), 8192):
         raise RuntimeError("shape mismatch")

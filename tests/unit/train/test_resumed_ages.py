@@ -13,7 +13,7 @@ from training_data import group, sampled_by
 from agentrl.data.freshness import Freshness
 from agentrl.documents.serving import PolicyVersion
 from agentrl.documents.status import DataStatus, StepStatus, VersionStatus
-from agentrl.train.compute import PolicyTrainer
+from agentrl.train.step import PolicyTrainer
 
 STEPS, KEPT = 5, 2
 """Steps before the trainer is resumed, and the step that it is resumed at."""
@@ -96,7 +96,7 @@ async def test_ages_are_those_of_a_run_left_in_peace(
         shutil.rmtree(output / f"checkpoint-{step:06d}")
     choice = "auto" if replays else str(output / f"checkpoint-{KEPT:06d}")
     trainer = await start(choice, max_steps=STEPS + 1, **flags)
-    trainer.computer.optimizer.param_groups[0]["lr"] *= 2
+    trainer.controller.optimizer.param_groups[0]["lr"] *= 2
     await trainer.run()
     withdrawn = [v.id for v in store.versions.values() if v.status is VersionStatus.WITHDRAWN]
     assert (withdrawn, max(store.versions)) == ([3, 4, 5], 9)

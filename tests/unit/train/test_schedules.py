@@ -12,7 +12,7 @@ from transformers.trainer_utils import SchedulerType
 
 from agentrl.config.schema import OptimConfig
 from agentrl.errors import ConfigError
-from agentrl.train.schedules import build_scheduler
+from agentrl.train.optimizer import build_scheduler
 
 KINDS = get_args(get_type_hints(OptimConfig)["lr_scheduler_type"])
 OWN_METRIC = {"reduce_lr_on_plateau", "greedy"}

@@ -11,11 +11,14 @@ from tiny_models import chains, packed, plain_logprobs, tiny_model, tree
 from transformers import PreTrainedModel
 
 from agentrl.data.forest import TokenForest, forest_from_sequences
+from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.errors import ForestError
 from agentrl.losses.compute import Denominators
 from agentrl.losses.registry import LOSSES
 from agentrl.losses.settings import LossSettings
-from agentrl.train.step import ForwardOptions, count_step, forward_backward
+from agentrl.model.forward import ForwardOptions
+from agentrl.train.step import forward_backward
+from agentrl.train.step_loss import count_step
 
 DATA = [*chains(0, 4), tree(1), *chains(2, 2)]
 
@@ -24,7 +27,7 @@ def run(
     model: PreTrainedModel, forests: list[TokenForest], settings: LossSettings, **more: Any
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     model.zero_grad()
-    report = forward_backward(model, forests, settings, **more)
+    report = forward_backward(ParallelModel(model), forests, settings, **more)
     return report, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -1,4 +1,4 @@
-"""Several updates on one step's data: splitting, anchored logprobs, clipping as in PPO, what is reported."""
+"""Several updates on one step's data: splitting, frozen logprobs, clipping as in PPO, what is reported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import plain_logprobs
+from tiny_models import model_logprobs, plain_logprobs
 from tiny_policy import write_tiny_policy
 from training_data import group
 
@@ -20,12 +20,10 @@ from agentrl.documents.training import DBRecordData
 from agentrl.errors import ModelError
 from agentrl.losses.batch import TokenBatch, TokenLosses
 from agentrl.losses.settings import LossSettings
-from agentrl.train import compute as compute_module
+from agentrl.train import step as step_module
 from agentrl.train import step_loss as step_loss_module
-from agentrl.train.build import Recipe, build_computer
-from agentrl.train.compute import PolicyTrainer
-from agentrl.train.step import forest_logprobs
-from agentrl.train.updates import join_metrics, split_updates
+from agentrl.train.build import Recipe, build_trainer
+from agentrl.train.step import PolicyTrainer, split_updates
 
 DATA = [*group("a"), *group("b", size=4), *group("c")]
 
@@ -35,7 +33,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_policy(tmp_path_factory.mktemp("updates") / "base")
 
 
-def computer(base: Path, *, rank: int = 0, model: dict[str, Any] | None = None, rate: float = 1e-3,
+def trainer(base: Path, *, rank: int = 0, model: dict[str, Any] | None = None, rate: float = 1e-3,
              **flags: Any) -> PolicyTrainer:  # fmt: skip
     loss = {name: flags.pop(name) for name in list(flags) if name in LossConfig.__dataclass_fields__}
     recipe = Recipe(
@@ -43,15 +41,15 @@ def computer(base: Path, *, rank: int = 0, model: dict[str, Any] | None = None, 
         optim=OptimConfig(learning_rate=rate, **flags), train=TrainConfig(), seed=0,
         adapter=AdapterConfig(lora_rank=rank),
     )  # fmt: skip
-    return build_computer(recipe, weights=None, total_steps=None)
+    return build_trainer(recipe, weights=None, total_steps=None)
 
 
 def sampled(policy: PolicyTrainer) -> list[DBRecordData]:
     """DATA whose behavior logprobs are the policy's own."""
     made = []
     for item in DATA:
-        (forest,) = policy._pack([item])
-        own = forest_logprobs(policy.policy.model, forest)[0].detach()
+        (forest,) = policy.pack([item])
+        own = model_logprobs(policy.policy.model, forest).detach()
         made.append(replace(item, behavior_logprobs=pack_floats(own.tolist())))
     return made
 
@@ -63,26 +61,9 @@ def test_groups_stay_together_and_tokens_are_balanced() -> None:
     assert [len(part) for part in split_updates(DATA, 9)] == [4, 2, 2]
 
 
-def test_metrics_of_updates_are_joined() -> None:
-    one = {
-        "loss": 1.0, "tokens": 10, "trainable_tokens": 4, "trajectories": 2, "ratio_max": 1.5, "lr": 0.1,
-        "seconds_optimizer": 1.0, "staleness_histogram": {"0": 4.0}, "version_fractions": {"3": 1.0},
-    }  # fmt: skip
-    two = {
-        **one, "loss": 4.0, "trainable_tokens": 8, "ratio_max": 1.2,
-        "staleness_histogram": {"0": 2.0, "1": 6.0}, "version_fractions": {"2": 0.5, "3": 0.5},
-    }  # fmt: skip
-    joined = join_metrics([one, two, one, two], 2)
-    assert joined["loss"] == pytest.approx(3.0)
-    assert (joined["tokens"], joined["trainable_tokens"], joined["trajectories"]) == (20, 12, 4)
-    assert (joined["ratio_max"], joined["seconds_optimizer"], joined["lr"]) == (1.5, 4.0, pytest.approx(0.1))
-    assert joined["staleness_histogram"] == {"0": 6.0, "1": 6.0}
-    assert joined["version_fractions"] == pytest.approx({"2": 1 / 3, "3": 2 / 3})
-
-
 def test_two_passes_are_two_updates_with_the_old_logprobs_kept(base: Path) -> None:
     """Epochs and mini-batches equal the same updates made by hand, and the second pass clips."""
-    twice, by_hand = computer(base, num_epochs_per_batch=2, mini_batches=2), computer(base)
+    twice, by_hand = trainer(base, num_epochs_per_batch=2, mini_batches=2), trainer(base)
     data = sampled(by_hand)
     result = twice.train(data)
     reports = [by_hand.train(part).metrics for part in split_updates(data, 2) * 2]
@@ -92,7 +73,7 @@ def test_two_passes_are_two_updates_with_the_old_logprobs_kept(base: Path) -> No
     for ours, theirs in zip(twice.policy.model.parameters(), by_hand.policy.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     assert reports[0]["ratio_max"] == pytest.approx(1.0, abs=1e-5)
-    moved = computer(base, num_epochs_per_batch=3, rate=0.05).train(data).metrics
+    moved = trainer(base, num_epochs_per_batch=3, rate=0.05).train(data).metrics
     assert moved["ratio_max"] > 1.3
     assert moved["clipped_fraction"] > 0.1
 
@@ -100,7 +81,7 @@ def test_two_passes_are_two_updates_with_the_old_logprobs_kept(base: Path) -> No
 @pytest.mark.parametrize("method", ["recompute", "loglinear"])
 def test_recomputed_logprobs_are_those_of_the_start_of_the_step(base: Path, method: str) -> None:
     data = [replace(item, behavior_logprobs=pack_floats([-3.0] * 4)) for item in DATA]
-    many = computer(base, num_epochs_per_batch=3, rate=0.05, old_logprobs=method)
+    many = trainer(base, num_epochs_per_batch=3, rate=0.05, old_logprobs=method)
     seen = []
     update = many._update
 
@@ -110,12 +91,12 @@ def test_recomputed_logprobs_are_those_of_the_start_of_the_step(base: Path, meth
 
     object.__setattr__(many, "_update", watch)
     with torch.no_grad():
-        expected = forest_logprobs(many.policy.model, many._pack(data)[0])[0].numpy()
+        expected = model_logprobs(many.policy.model, many.pack(data)[0]).numpy()
     metrics = many.train(data).metrics
     assert all(np.array_equal(start, expected) for start in seen)
     assert len(seen) == 3
     assert metrics["ratio_max"] > 1.3
-    once = computer(base, old_logprobs=method).train(data).metrics
+    once = trainer(base, old_logprobs=method).train(data).metrics
     if method == "recompute":
         assert once["ratio_max"] == once["ratio_mean"] == 1.0
 
@@ -123,7 +104,7 @@ def test_recomputed_logprobs_are_those_of_the_start_of_the_step(base: Path, meth
 def test_loglinear_starts_from_the_policy_of_the_steps_start_in_every_update(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    many = computer(base, num_epochs_per_batch=3, rate=0.05, old_logprobs="loglinear")
+    many = trainer(base, num_epochs_per_batch=3, rate=0.05, old_logprobs="loglinear")
     data = [replace(item, behavior_logprobs=pack_floats([-3.0] * 4)) for item in DATA]
     versions = {span.version for item in data for span in item.spans}
     plain, batches = step_loss_module.token_losses, []
@@ -134,7 +115,7 @@ def test_loglinear_starts_from_the_policy_of_the_steps_start_in_every_update(
 
     monkeypatch.setattr(step_loss_module, "token_losses", watch)
     with torch.no_grad():
-        start = forest_logprobs(many.policy.model, many._pack(data)[0])[0]
+        start = model_logprobs(many.policy.model, many.pack(data)[0])
     many.train(data, dict.fromkeys(versions, 2))
     assert len(batches) == 3
     for batch in batches:  # age 2: two thirds of the way from the sampler to the start
@@ -145,15 +126,15 @@ def test_loglinear_starts_from_the_policy_of_the_steps_start_in_every_update(
 def test_an_update_that_is_not_finite_ends_the_step_and_keeps_what_was_made(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours, once = computer(base, num_epochs_per_batch=3), computer(base)
+    ours, once = trainer(base, num_epochs_per_batch=3), trainer(base)
     once.train(DATA)
-    plain, calls = compute_module.forward_backward, []
+    plain, calls = step_module.forward_backward, []
 
     def breaks(*arguments: Any, **named: Any) -> dict[str, Any]:
         calls.append(1)
         return plain(*arguments, **named) | ({"loss": math.nan} if len(calls) == 2 else {})
 
-    monkeypatch.setattr(compute_module, "forward_backward", breaks)
+    monkeypatch.setattr(step_module, "forward_backward", breaks)
     result = ours.train(DATA)
     assert (result.is_finite, result.metrics["updates"], len(calls)) == (True, 1, 2)
     for mine, theirs in zip(ours.policy.model.parameters(), once.policy.model.parameters(), strict=True):
@@ -163,22 +144,22 @@ def test_an_update_that_is_not_finite_ends_the_step_and_keeps_what_was_made(
 @pytest.mark.parametrize("rank", [0, 4])
 def test_the_reference_is_where_training_started(base: Path, rank: int) -> None:
     """A frozen copy, or the adapted policy without its adapter: the same numbers, once for all epochs."""
-    ours = computer(base, rank=rank, kl_coef=0.1, num_epochs_per_batch=2, rate=0.05)
-    plain = computer(base)
-    (forest,) = ours._pack(DATA)
+    ours = trainer(base, rank=rank, kl_coef=0.1, num_epochs_per_batch=2, rate=0.05)
+    plain = trainer(base)
+    (forest,) = ours.pack(DATA)
     with torch.no_grad():
-        expected = forest_logprobs(plain.policy.model, forest)[0].numpy()
+        expected = model_logprobs(plain.policy.model, forest).numpy()
     first = ours.train(DATA).metrics["kl_reference"]
-    (anchored,) = ours._anchored([forest])
-    assert np.abs(anchored.reference_logprob - expected).max() < 1e-5
+    (attached,) = ours.frozen.attach(ours.model, [forest], ours.options)
+    assert np.abs(attached.reference_logprob - expected).max() < 1e-5
     assert ours.train(DATA).metrics["kl_reference"] > first > 0.0
-    assert (ours.anchors.reference.model is None) is (rank > 0)
+    assert (ours.frozen.reference.model is None) is (rank > 0)
 
 
 def test_the_pull_keeps_the_policy_near(base: Path) -> None:
     drift = []
     for coefficient in (0.0, 10.0):
-        ours = computer(base, kl_coef=coefficient or 1e-9, rate=0.01)
+        ours = trainer(base, kl_coef=coefficient or 1e-9, rate=0.01)
         drift.append([ours.train(DATA).metrics["kl_reference"] for _ in range(6)][-1])
     assert drift[1] < 0.5 * drift[0]
 
@@ -191,18 +172,18 @@ def test_a_reference_with_another_vocabulary_is_refused(base: Path, tmp_path: Pa
     config.vocab_size = 300
     Qwen3ForCausalLM(config).save_pretrained(other)
     with pytest.raises(ModelError, match="300 token ids, and the policy"):
-        computer(base, kl_coef=0.1, model={"reference_model": str(other)})
-    with pytest.raises(ModelError, match="no folder"):
-        computer(base, kl_coef=0.1, model={"reference_model": str(tmp_path / "none")})
+        trainer(base, kl_coef=0.1, model={"reference_model": str(other)})
+    with pytest.raises(ModelError, match="not a folder"):
+        trainer(base, kl_coef=0.1, model={"reference_model": str(tmp_path / "none")})
 
 
 def test_start_and_reference_logprobs_have_the_temperature_of_their_call(base: Path) -> None:
-    ours = computer(base, kl_coef=0.1, num_epochs_per_batch=2, old_logprobs="recompute")
+    ours = trainer(base, kl_coef=0.1, num_epochs_per_batch=2, old_logprobs="recompute")
     cold = [
         replace(item, spans=(replace(item.spans[0], temperature=temperature),))
         for item, temperature in zip(DATA, (0.5, 1.0, 1.5), strict=False)
     ]
-    (forest,) = ours._anchored(ours._pack(cold))
+    (forest,) = ours.frozen.attach(ours.model, ours.pack(cold), ours.options)
     ours.policy.model.set_attn_implementation("sdpa")
     with torch.no_grad():
         expected = plain_logprobs(ours.policy.model, forest).numpy()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peak_memory import peak_allocated
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
@@ -17,7 +18,6 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from agentrl.train.allocations import peak_allocated
 from agentrl.weights import sharded_writer
 from agentrl.weights.sharded_writer import Part, model_parts, write_files
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from agentrl.data.forest import TokenForest, forest_from_sequences
 from agentrl.errors import ConfigError, ModelError
 from agentrl.model.attention.executor import ForestExecutor, build_executor
-from agentrl.train.throughput import ModelShape
+from agentrl.model.flops import ModelShape
 
 _PROJECTED = 0.5
 """The fraction of tokens that the output head is assumed to project: the trained ones."""

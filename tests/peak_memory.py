@@ -1,4 +1,4 @@
-"""Counts what torch's CPU allocator hands out."""
+"""Measure the peak of what torch's CPU allocator hands out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_allocated(run: Callable[[], object]) -> int:
-    """Bytes of tensors alive at once, at most, of those that ``run`` makes on the CPU."""
+    """Return the largest number of bytes of CPU tensors made by ``run`` that are alive at once."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         run()
     pending: list[Any] = list(recorded.profiler.kineto_results.experimental_event_tree())

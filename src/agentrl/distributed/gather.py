@@ -1,4 +1,4 @@
-"""The whole weights of a model that several processes hold: gathered a tensor at a time, on rank 0's CPU."""
+"""Gather the whole weights of a model that several ranks hold: one tensor at a time, on rank 0's CPU."""
 
 from __future__ import annotations
 
@@ -20,51 +20,61 @@ from agentrl.weights.sharded_writer import FILE_BYTES, Part, model_parts, write_
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor of the policy is, and what it looks like."""
+    """Where a tensor of the policy is, and its shape and dtype."""
 
     holder: int
-    """The lowest rank that holds a part of it: 0, or the first of another stage of layers."""
+    """The lowest rank that holds a part of it: 0, or the first rank of another stage of layers."""
     like: Tensor
-    """On the meta device."""
+    """A tensor on the meta device."""
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """The tensors of a policy that engines load, over all stages of layers; made by ``take_inventory``."""
+    """The tensors of a policy that engines load, over all stages of layers; see ``take_inventory``."""
 
     policy: Policy
     places: Mapping[str, Place]
-    """By name, in the same order on every process."""
+    """By name, in the same order on every rank."""
 
     def parts(self) -> list[Part]:
-        """All tensors in order; those of other stages are received by rank 0 when they are asked for."""
+        """Return all tensors in order. Rank 0 receives those of other stages when they are made."""
         own = {part.name: part for part in published_parts(self.policy)}
         return [
             own.get(name) or Part(name, place.like, partial(self._receive, place))
             for name, place in self.places.items()
         ]
 
-    def fetch(self, part: Part) -> Tensor:
-        """The whole of ``part``: on rank 0's CPU, elsewhere of no use; all processes call it in one order."""
+    def gather(self, part: Part) -> Tensor:
+        """Return the whole of ``part`` on rank 0's CPU; other ranks ignore the result.
+
+        Every rank calls it for the same parts in the same order.
+        """
         rank, holder = dist.get_rank(), self.places[part.name].holder
-        full = gather(part.make())
+        full = _gather(part.make())
         if rank == holder > 0:
             dist.send(full.contiguous(), dst=0)
         return full
 
+    def send(self, parts: Iterable[Part] | None = None) -> None:
+        """Take part in gathering all tensors, or ``parts``, on every rank but 0."""
+        for part in self.parts() if parts is None else parts:
+            self.gather(part)
+
     def _receive(self, place: Place) -> Tensor:
         if dist.get_rank() > 0:
             return place.like
-        room = torch.empty_like(place.like, device=self.policy.model.device)
-        dist.recv(room, src=place.holder)
-        return room
+        received = torch.empty_like(place.like, device=self.policy.model.device)
+        dist.recv(received, src=place.holder)
+        return received
 
 
 def take_inventory(policy: Policy) -> Inventory:
-    """What every process holds of the policy; all processes call it."""
+    """Exchange which rank holds which tensor of the policy; every rank calls it."""
     own = {part.name: (part.like.shape, part.like.dtype) for part in published_parts(policy)}
-    held: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(held, own)
+    held: list[Any] = [own]
+    if dist.is_initialized():
+        held = [None] * dist.get_world_size()
+        dist.all_gather_object(held, own)
     places: dict[str, Place] = {}
     for rank, names in enumerate(held):
         for name, (shape, dtype) in names.items():
@@ -74,38 +84,32 @@ def take_inventory(policy: Policy) -> Inventory:
 
 
 def published_parts(policy: Policy) -> Iterator[Part]:
-    """The tensors that engines load, of which this process holds a part."""
+    """Return the tensors that engines load and of which this rank holds a part."""
     return model_parts(policy.model) if policy.adapter is None else policy.adapter.merged.parts()
 
 
-def gather(tensor: Tensor) -> Tensor:
-    """The whole of ``tensor``: on rank 0's CPU, elsewhere on the device; all that hold a part call it."""
+def gather_adapter(adapter: Adapter) -> dict[str, Tensor]:
+    """Return the adapter's whole weights on rank 0, as ``Adapter.write`` takes them; every rank calls it."""
+    return {name: _gather(tensor) for name, tensor in adapter.weights().items()}
+
+
+def _gather(tensor: Tensor) -> Tensor:
+    """Return the whole tensor, on rank 0 on the CPU; every rank that holds a part calls it."""
     full = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
     return full.cpu() if dist.get_rank() == 0 else full
 
 
-def gather_adapter(adapter: Adapter) -> dict[str, Tensor]:
-    """The adapters' whole weights, as ``Adapter.write`` takes them on rank 0; all processes call it."""
-    return {name: gather(tensor) for name, tensor in adapter.weights().items()}
-
-
-def give_parts(inventory: Inventory, parts: Iterable[Part] | None = None) -> None:
-    """On every process but rank 0: take part in gathering each tensor, or those that are left."""
-    for part in inventory.parts() if parts is None else parts:
-        inventory.fetch(part)
-
-
 @dataclass(frozen=True)
-class StreamedModel:
-    """A SavableModel of rank 0 whose weights are gathered while they are written, a file at a time."""
+class GatheredModel:
+    """A SavableModel on rank 0 whose weights are gathered while they are written, one file at a time."""
 
     inventory: Inventory
     begin: Callable[[], None]
-    """Has the other processes call ``give_parts``."""
+    """Makes the other ranks call ``Inventory.send``."""
     limit: int = FILE_BYTES
 
     def save_pretrained(self, save_directory: str) -> None:
-        """Write config, safetensors and their index; what fails here fails after all has been gathered."""
+        """Write config, safetensors and their index. An error leaves this after everything was gathered."""
         parts = self.inventory.parts()
         pending = iter(parts)
         self.begin()
@@ -114,24 +118,24 @@ class StreamedModel:
                 self.inventory.policy.model,
                 Path(save_directory),
                 parts,
-                lambda _: self.inventory.fetch(next(pending)),
+                lambda _: self.inventory.gather(next(pending)),
                 self.limit,
             )
         finally:
-            give_parts(self.inventory, pending)
+            self.inventory.send(pending)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors; tied tensors once."""
+        """Return names and tensors; tied tensors once."""
         return ((part.name, part.like) for part in self.inventory.parts())
 
 
 @dataclass(frozen=True)
 class GatheredAdapter:
-    """A SavableModel of rank 0: the adapter alone, which is small."""
+    """A SavableModel on rank 0: the adapter alone, which is small enough to be gathered at once."""
 
     adapter: Adapter
     begin: Callable[[], None]
-    """Has the other processes call ``gather_adapter``."""
+    """Makes the other ranks call ``gather_adapter``."""
 
     def save_pretrained(self, save_directory: str) -> None:
         """Write peft's files."""
@@ -139,5 +143,5 @@ class GatheredAdapter:
         self.adapter.write(save_directory, gather_adapter(self.adapter))
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The adapters' own parameters."""
+        """Return the adapter's own parameters."""
         return self.adapter.named_parameters()

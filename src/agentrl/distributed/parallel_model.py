@@ -1,0 +1,138 @@
+"""Run a causal LM over micro-batches on the ranks of a mesh; a single process is a mesh of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from agentrl.data.forest import TokenForest
+from agentrl.distributed.context_parallel.model import ContextParallel
+from agentrl.distributed.fsdp import GradientReduction, clean_step, set_reduction
+from agentrl.distributed.gradients import clip_gradients, sum_partial_gradients
+from agentrl.distributed.mesh import Mesh
+from agentrl.distributed.pipeline_parallel.stages import run_stage, sum_tied_gradients
+from agentrl.model.attention.executor import ForestExecutor, build_executor
+from agentrl.model.flops import Stopwatch
+from agentrl.model.forward import ForwardOptions, forest_logprobs
+from agentrl.model.output_head import OutputHead, output_head
+
+ForestLoss = Callable[[TokenForest, Tensor, Tensor], Tensor]
+"""(forest, logprobs float32[T], entropies float32[T]) → the forest's part of the step's loss, a scalar."""
+
+
+class ParallelModel(nn.Module):
+    """A causal LM as the ranks of ``mesh`` compute it together. Every rank calls the same methods.
+
+    ``apply.parallelize`` makes one from a model and a mesh. By default it is a whole model in one process.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        mesh: Mesh | None = None,
+        *,
+        executor: str = "auto",
+        trains: bool = True,
+        reduction: GradientReduction = "last",
+    ) -> None:
+        """``executor``, ``trains``: see ``build_executor``; ``reduction``: see ``fsdp.set_reduction``."""
+        super().__init__()
+        self.model = model
+        self.mesh = mesh or Mesh()
+        self._executor_name, self._trains, self._reduction = executor, trains, reduction
+        self._context = (
+            ContextParallel(model, self.mesh.group("cp"), executor, trains=trains)
+            if self.mesh.layout.cp > 1
+            else None
+        )
+
+    @cached_property
+    def executor(self) -> ForestExecutor:
+        """What runs forests. It is chosen once, at the first use: then the model is on its device."""
+        is_sharded = self.mesh.layout.uses_fsdp
+        return build_executor(self.model, self._executor_name, trains=self._trains, equal_calls=is_sharded)
+
+    def step(self) -> AbstractContextManager[None]:
+        """Open the block of one training step; see ``fsdp.clean_step``."""
+        return clean_step(self)
+
+    def logprobs(
+        self, forests: Sequence[TokenForest], options: ForwardOptions
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return logprob and entropy (float32[T] each) of each forest's trainable tokens.
+
+        Call it under ``torch.no_grad``.
+        """
+        return [self(forest, options) for forest in forests]
+
+    def forward_backward(
+        self, forests: Sequence[TokenForest], options: ForwardOptions, loss: ForestLoss, watch: Stopwatch
+    ) -> None:
+        """Add the gradients of each forest's ``loss`` to the parameters; time ``forward`` and ``backward``.
+
+        A rank among several runs forests without trainable tokens too, because other ranks wait for it.
+        """
+        if self.mesh.layout.world == 1:
+            forests = [forest for forest in forests if forest.trainable_tokens]
+        for place, forest in enumerate(forests, 1):
+            part = loss(forest, *self(forest, options))
+            watch.lap("forward")
+            self._before_backward(is_last=place == len(forests))
+            torch.autograd.backward(part)
+            watch.lap("backward")
+
+    def clip_gradients(self, max_norm: float) -> float:
+        """Complete the gradients and clip them by their joint norm; return the norm before."""
+        layout = self.mesh.layout
+        if layout.world == 1:
+            return float(nn.utils.clip_grad_norm_(self.parameters(), max_norm))
+        if layout.tp > 1:
+            sum_partial_gradients(self, self.mesh.group("tp"))
+        if layout.pp == 1:
+            return clip_gradients(self.parameters(), max_norm)
+        stages = self.mesh.group("pp")
+        duplicate = sum_tied_gradients(self.model, stages)
+        return clip_gradients(self.parameters(), max_norm, stages, duplicate)
+
+    def forward(
+        self, forest: TokenForest, options: ForwardOptions, received: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        """Return logprob (float32[T], with gradient) and entropy (float32[T]) of each trainable token.
+
+        A pipeline stage before the last returns hidden states [n, H] instead. One after the first gets those
+        of the stage before as ``received``.
+        """
+        with options.autocast(self.model.device):
+            if self._context is None:
+                hidden = run_stage(self.executor, forest, received)
+            else:
+                hidden = self._context.run(forest, received)
+        if not self.mesh.is_last_stage:
+            return hidden.to(self.model.dtype).contiguous()
+        if self._context is None:
+            return forest_logprobs(hidden, self._head(), forest, options)
+        return self._context.logprobs(hidden, self._head(), forest, options)
+
+    def tokens(self, forest: TokenForest) -> int:
+        """Return how many tokens of ``forest`` this rank computes, padding included."""
+        return forest.tokens if self._context is None else self._context.tokens(forest)
+
+    def _before_backward(self, *, is_last: bool) -> None:
+        set_reduction(self, self._reduction, is_last=is_last)
+
+    def _head(self) -> OutputHead:
+        """Return the output head, or this rank's rows of it."""
+        head = output_head(self.model)
+        if not isinstance(head.weight, DTensor):
+            return head
+        weight, group = head.weight.to_local(), self.mesh.group("tp")
+        bias = head.bias.to_local() if isinstance(head.bias, DTensor) else head.bias
+        return replace(head, weight=weight, bias=bias, group=group, first=dist.get_rank(group) * len(weight))

@@ -1,0 +1,123 @@
+"""Compute what a training step reports: its speed, what merging prefixes saved, and means over updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentrl.data.forest import TokenForest
+from agentrl.documents.training import DBRecordData
+from agentrl.model.flops import ModelShape, attention_pairs
+
+_COUNTED = ("tokens", "trainable_tokens", "trajectories")
+
+
+def speed_metrics(
+    forests: Sequence[TokenForest],
+    seconds: Mapping[str, float],
+    shape: ModelShape,
+    peak_flops: float,
+    *,
+    step_tokens: int | None = None,
+    positions: int | None = None,
+    ranks: int = 1,
+) -> dict[str, float]:
+    """Return the speed of one update on a rank whose device does ``peak_flops`` FLOP/s and ran ``forests``.
+
+    ``seconds`` has the wall-clock times of ``forward``, ``backward`` and ``optimizer``. ``step_tokens`` is
+    the number of tokens of all ranks, ``positions`` what the executor ran with padding; the default of both
+    is the number of tokens of ``forests``. ``ranks`` computed the same forests together.
+    """
+    tokens = sum(forest.tokens for forest in forests)
+    flops = (
+        shape.step_flops(
+            tokens,
+            sum(forest.trainable_tokens for forest in forests),
+            sum(attention_pairs(forest) for forest in forests),
+        )
+        / ranks
+    )
+    forward, backward = seconds["forward"], seconds.get("backward", 0.0)
+    elapsed = max(forward + backward + seconds["optimizer"], 1e-9)
+    return {
+        "tokens_per_second": (step_tokens or tokens) / elapsed,
+        "padding_efficiency": tokens / max(positions or tokens, 1),
+        "micro_batches": len(forests),
+        "mfu": flops / elapsed / peak_flops,
+        "tflops_per_second": flops / elapsed / 1e12,
+        "seconds_forward": forward,
+        "seconds_backward": backward,
+        "seconds_forward_backward": forward + backward,
+        "seconds_optimizer": seconds["optimizer"],
+    }
+
+
+def merging_metrics(metrics: Mapping[str, Any], total_tokens: int) -> dict[str, float]:
+    """Return what merging prefixes saved in a step that reports ``metrics``.
+
+    ``total_tokens`` is what ``call_tokens`` counts; the step computed ``metrics["tokens"]`` of them.
+    """
+    ratio = total_tokens / max(metrics["tokens"], 1)
+    return {
+        "unique_tokens": metrics["tokens"],
+        "total_tokens": total_tokens,
+        "sharing_ratio": ratio,
+        "total_tokens_per_second": metrics["tokens_per_second"] * ratio,
+    }
+
+
+def call_tokens(data: Sequence[DBRecordData]) -> int:
+    """Count the tokens that training would compute if each model call were a row: prompt and output."""
+    return sum(_call_tokens(item) for item in data)
+
+
+def _call_tokens(item: DBRecordData) -> int:
+    before: list[int] = []
+    for node in item.nodes:
+        above = item.nodes[node.parent] if node.parent >= 0 else None
+        before.append(0 if above is None else before[node.parent] + above.end - above.start)
+    ends: dict[int, int] = {}
+    for span in item.spans:
+        index = next(i for i, node in enumerate(item.nodes) if node.start <= span.start < node.end)
+        length = before[index] + span.end - item.nodes[index].start
+        ends[span.call] = max(ends.get(span.call, 0), length)
+    return sum(ends.values())
+
+
+def join_metrics(updates: Sequence[Mapping[str, Any]], first_pass: int) -> dict[str, Any]:
+    """Join the metrics of a step's updates; the first ``first_pass`` make one pass over its data.
+
+    Tokens, trajectories and histograms are those of the first pass. Seconds add up, and a maximum is that of
+    all updates. Every other number is the mean over updates, weighted by their trainable tokens.
+    """
+    weights = [float(update["trainable_tokens"]) for update in updates]
+    joined: dict[str, Any] = {}
+    for name, value in updates[0].items():
+        found = [(update[name], weight) for update, weight in zip(updates, weights, strict=True)
+                 if name in update]  # fmt: skip
+        if isinstance(value, Mapping):
+            join = _mean_by_key if name.endswith("_fractions") else _sum_by_key
+            joined[name] = join(found[:first_pass])
+        elif name in _COUNTED:
+            joined[name] = sum(number for number, _ in found[:first_pass])
+        elif name.startswith("seconds_"):
+            joined[name] = sum(number for number, _ in found)
+        elif name.endswith("_max"):
+            joined[name] = max(number for number, _ in found)
+        elif isinstance(value, int | float):
+            total = sum(weight for _, weight in found)
+            joined[name] = sum(number * weight for number, weight in found) / total
+        else:
+            joined[name] = value
+    return joined
+
+
+def _sum_by_key(found: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
+    keys = sorted({key for counts, _ in found for key in counts}, key=int)
+    return {key: sum(counts.get(key, 0.0) for counts, _ in found) for key in keys}
+
+
+def _mean_by_key(found: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
+    total = sum(weight for _, weight in found)
+    keys = sorted({key for shares, _ in found for key in shares}, key=int)
+    return {key: sum(shares.get(key, 0.0) * weight for shares, weight in found) / total for key in keys}
