@@ -26,7 +26,7 @@ from agentrl.documents.task import Slot, Task
 from agentrl.errors import EngineError, ModelError, ToolServerError
 from agentrl.rollout import housekeeping
 from agentrl.rollout import sampler as sampler_module
-from agentrl.rollout.evaluate import EvalConfig, collect, served_version
+from agentrl.rollout.evaluate import collect, served_version
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
 from agentrl.rollout.setup import open_renderer
@@ -359,13 +359,13 @@ async def test_an_evaluation_split_is_scored_and_makes_no_training_data(store: S
 
 async def test_without_a_model_or_an_engine_the_commands_say_so(store: Store) -> None:
     configs = parse(
-        ["--num_generations", "1", "--engine_wait_seconds", "0.2", "--eval_version", "4"],
-        command="agentrl eval", description="", shown=[], extra=[EvalConfig],
+        ["--num_generations", "1", "--engine_wait_seconds", "0.2"],
+        command="agentrl eval", description="", shown=[],
     )  # fmt: skip
     with pytest.raises(ModelError, match="no model is named"):
         await open_renderer(store, configs[ModelConfig])
     with pytest.raises(EngineError, match=r"no live engine serves policy version 4 after 0\.2 s"):
-        await served_version(store, configs)
+        await served_version(store, configs, 4)
 
 
 async def test_a_lease_that_ran_out_is_taken_over(store: Store) -> None:

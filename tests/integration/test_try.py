@@ -12,6 +12,7 @@ import pytest
 from test_sampling import task
 from tiny_policy import write_tiny_policy
 
+from agentrl.cli.try_task import TryConfig
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
 from agentrl.documents.serving import InferenceService
@@ -20,8 +21,7 @@ from agentrl.errors import ConfigError, TaskFileError
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
-from agentrl.rollout.trial import run_trial
-from agentrl.rollout.try_task import TryConfig
+from agentrl.rollout.try_task import try_task
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -57,7 +57,7 @@ async def test_a_task_is_tried_and_nothing_is_stored(
     model = ("--model_name_or_path", str(tmp_path / "model"))
     configs = flags(run_config, *model)
     given = json.dumps(QUESTION)
-    assert await run_trial(configs, given, line=None, engine_url=engine) == 0
+    assert await try_task(configs, given, line=None, engine_url=engine) == 0
     shown = capsys.readouterr().out
     assert "turn 1 ·" in shown
     assert "turn 2 ·" in shown
@@ -68,25 +68,25 @@ async def test_a_task_is_tried_and_nothing_is_stored(
     file = tmp_path / "tasks.jsonl"
     unanswerable = {"id": "x", "query": "?", "scorer": "f1"}
     file.write_text(f"{json.dumps(unanswerable)}\n{json.dumps({'id': 'y', **QUESTION})}\n")
-    assert await run_trial(configs, str(file), line=None, engine_url=engine) == 1
+    assert await try_task(configs, str(file), line=None, engine_url=engine) == 1
     assert "failed     scorer: " in capsys.readouterr().out
-    assert await run_trial(configs, str(file), line=2, engine_url=engine) == 0
+    assert await try_task(configs, str(file), line=2, engine_url=engine) == 0
     assert "task try/0/y" in capsys.readouterr().out
     with pytest.raises(TaskFileError, match="no task begins on line 9"):
-        await run_trial(configs, str(file), line=9, engine_url=engine)
+        await try_task(configs, str(file), line=9, engine_url=engine)
 
     service = InferenceService(id="e", url=engine, engine="local", model="tiny", host="h", pid=1)
     await store.services.register(service)
     await store.services.beat("e", status=ServiceStatus.READY, policy_version=0, running_requests=0)
     await store.tasks.load([task("a")])
     before = await store.tasks.get("train/0/a")
-    assert await run_trial(configs, "a", line=None, engine_url=None) == 0
+    assert await try_task(configs, "a", line=None, engine_url=None) == 0
     assert "task train/0/a" in capsys.readouterr().out
     assert await store.tasks.get("train/0/a") == before
     assert await store.database["Record"].count_documents({}) == 0
     assert await store.database["DispatchedSamplingTask"].count_documents({}) == 0
     with pytest.raises(ConfigError, match="is neither a task of run"):
-        await run_trial(configs, "b", line=None, engine_url=None)
+        await try_task(configs, "b", line=None, engine_url=None)
 
 
 def test_errors_of_the_command_have_exit_codes(tmp_path: Path) -> None:

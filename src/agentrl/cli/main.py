@@ -11,13 +11,13 @@ from agentrl.errors import AgentRLError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "mongo": ("agentrl.cli.mongo", "the embedded MongoDB: up, status, down"),
-    "tasks": ("agentrl.rollout.tasks", "load a JSONL file of tasks; list what is loaded"),
+    "tasks": ("agentrl.cli.tasks", "load a JSONL file of tasks; list what is loaded"),
     "db": ("agentrl.cli.db", "the database of a run: check, copy, prune, rescore, reopen, migrate"),
     "serve": ("agentrl.cli.serve", "run one inference engine that follows the published weights"),
-    "sample": ("agentrl.rollout.sample", "a sampler: claims, runs and scores trajectories"),
+    "sample": ("agentrl.cli.sample", "a sampler: claims, runs and scores trajectories"),
     "train": ("agentrl.cli.train", "the trainer"),
-    "try": ("agentrl.rollout.try_task", "run one task's trajectory, print it, store nothing"),
-    "eval": ("agentrl.rollout.evaluate", "sample an evaluation file at one policy version and report"),
+    "try": ("agentrl.cli.try_task", "run one task's trajectory, print it, store nothing"),
+    "eval": ("agentrl.cli.evaluate", "sample an evaluation file at one policy version and report"),
     "sft": ("agentrl.cli.sft", "supervised fine-tuning on conversations"),
     "audit": ("agentrl.cli.audit", "look at a run: its state, a trajectory, its curve"),
     "doctor": (

@@ -1,1 +1,1 @@
-"""Task → Record: claims, conversations, agents, scoring and finished groups."""
+"""Task → Record: claim tasks, run their trajectories, score them, finalize their groups."""

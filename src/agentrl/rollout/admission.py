@@ -1,4 +1,4 @@
-"""Freshness at sampling: how many groups may be open, so that what is sampled is trained soon enough."""
+"""Limit how many groups may be open, so that samples are trained before they are stale."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Bounds the groups that are sampled or wait to be trained.
+    """Limit the groups that are being sampled or wait to be trained.
 
-    Groups are trained in the order in which they were begun. With at most (``max_staleness`` + 1) ×
-    ``groups_per_step`` of them open, the step in progress included, a group that is begun under the weights
-    of the last step is trained at most ``max_staleness`` steps later. Weights that are not published yet, and
-    an engine that serves older ones, use up that allowance by as many optimizer steps as they lag.
+    Groups are trained in the order in which they began. With at most (``max_staleness`` + 1) ×
+    ``groups_per_step`` groups open, including the step in progress, a group that begins with the newest
+    weights is trained at most ``max_staleness`` steps later. Unpublished weights, and engines that serve
+    older ones, reduce this limit by the number of optimizer steps that they lag.
     """
 
     sampling: SamplingConfig
@@ -28,14 +28,14 @@ class Admission:
 
     @property
     def max_staleness(self) -> int:
-        """Optimizer steps that sampling may run ahead: none with ``--sync_sampling``."""
+        """Return how many optimizer steps sampling may run ahead: 0 with ``--sync_sampling``."""
         return 0 if self.sampling.sync_sampling else self.sampling.max_staleness
 
     async def groups_allowed(self, store: Store, engine_versions: Collection[int]) -> GroupLimit:
-        """How many groups may be open after the last step; groups already begun may always be finished.
+        """Return how many groups may be open after the last step. Groups that have begun may always finish.
 
-        ``engine_versions`` are those that engines serve; none counts as the newest. The one of the earliest
-        step counts: after a resume it may not be the one of the lowest number.
+        ``engine_versions`` are the versions that engines serve; with none, the newest counts. The version of
+        the earliest step decides: after a resume, that need not be the lowest number.
         """
         newest = await store.policy_versions.latest()
         step = await store.training.last_step()

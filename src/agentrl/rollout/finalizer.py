@@ -1,4 +1,4 @@
-"""A group whose last sample is in → advantages and training data, in one transaction."""
+"""Finalize groups: once every sample has a score, write advantages and training data in one transaction."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from agentrl.config.schema import GroupConfig
 from agentrl.data.finalize_group import TRAIN_SPLIT, GroupRules
 from agentrl.errors import StoreUnavailableError
-from agentrl.rollout.failures import failure_text
+from agentrl.rollout.outcome import failure_text
 
 if TYPE_CHECKING:
     from agentrl.documents.model_call import DispatchedSamplingTask
@@ -24,33 +24,33 @@ logger = logging.getLogger(__name__)
 
 _BATCH = 16
 ATTEMPTS = 4
-"""Attempts at finalizing one group before it is given up."""
+"""Attempts to finalize a group before it is given up."""
 RETRY_SECONDS = 5.0
-"""Wait after the first attempt that failed; it doubles."""
+"""Wait after the first failed attempt; doubles with each attempt."""
 
 
 class GroupFinalizer:
-    """Finalizes groups of one split: the process that wrote a group's last score does it.
+    """Finalize the groups of one split. The process that wrote a group's last score does it.
 
-    Several samplers may try the same group: one of them does it.
+    Several samplers may try the same group; exactly one succeeds.
     """
 
     def __init__(self, store: Store, config: GroupConfig, *, split: str, seed: int) -> None:
-        """Groups of ``TRAIN_SPLIT`` become training data; those of any other split are only summed up."""
+        """Groups of ``TRAIN_SPLIT`` become training data; groups of other splits are only summarized."""
         self._store = store
         self._split = split
         self._rules = GroupRules(config=config, seed=seed)
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     async def run_completed(self) -> int:
-        """Finalize the groups that writes of this process completed; returns how many this call did."""
+        """Finalize the groups that this process completed; return how many this call finalized."""
         completed = self._store.claims.completed.take(self._split)
         return sum([await self.finalize(task_id) for task_id in completed])
 
     async def run_waiting(self, waiting_seconds: float = 0.0) -> int:
-        """Finalize every group that has waited for ``waiting_seconds``; returns how many this call did.
+        """Finalize every group that has waited for ``waiting_seconds``; return how many this call finalized.
 
-        It repairs what a process left that ended between a group's last score and its finalizing.
+        This covers groups whose process ended after their last score and before they were finalized.
         """
         done = 0
         while waiting := await self._store.training.waiting_groups(self._split, _BATCH, waiting_seconds):
@@ -61,9 +61,9 @@ class GroupFinalizer:
         return done
 
     async def finalize(self, task_id: str) -> bool:
-        """Finalize one waiting group; False if another process did, or if this attempt failed.
+        """Finalize one waiting group; return False if another process did or if this attempt failed.
 
-        A failed attempt is counted in the Task and repeated later; after ``ATTEMPTS`` the group is given up.
+        A failed attempt is counted in the Task and retried later; after ``ATTEMPTS`` the group is given up.
         Raises StoreUnavailableError only; an outage does not count as an attempt.
         """
         try:
@@ -84,12 +84,12 @@ class GroupFinalizer:
         records: Sequence[Record],
         calls: Mapping[str, Sequence[DispatchedSamplingTask]],
     ) -> GroupOutcome:
-        """Decide the group, and log each parameter that masks calls once."""
+        """Decide the group; log once per sampling parameter that it masks model calls."""
         outcome = self._rules.decide(task, records, calls)
         for masked in outcome.summary.get("masked_calls", ()):
             name = masked["because"].partition(" ")[0]
-            if name not in self._told:
-                self._told.add(name)
+            if name not in self._logged:
+                self._logged.add(name)
                 logger.warning(
                     "model calls sampled with %s are recorded and not trained: the engine's logprobs leave it"
                     " out (`agentrl audit record`, Task.group.masked_calls)",
@@ -99,7 +99,7 @@ class GroupFinalizer:
         return outcome
 
     async def _failed(self, task_id: str, error: Exception) -> None:
-        """Count the attempt. Where even that fails, the group is tried again and the others go on."""
+        """Count the failed attempt. If that fails too, the group is retried and the others continue."""
         try:
             await self._count(task_id, error)
         except StoreUnavailableError:

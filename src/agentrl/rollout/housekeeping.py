@@ -1,4 +1,4 @@
-"""What a sampler does beside its trajectories: it finalizes groups, frees what others lost, opens epochs."""
+"""Background work of a sampler: finalize groups, reap expired leases, open epochs."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HOUSEKEEPING_SECONDS = 2.0
-"""How often, at most, a sampler does what any sampler does for all; the wait is up to twice as long."""
+"""Shortest interval between rounds of shared background work; each wait is up to twice as long."""
 
 SWEEP_SECONDS = 5.0
-"""How long, at least, a group waits before any sampler finalizes it, not only the one that completed it.
+"""Shortest time a group waits until samplers other than the one that completed it finalize it.
 
-Each round waits up to twice as long, by chance, so that not every sampler reads a group that is late.
+Each round waits up to twice as long, at random, so that samplers do not all read the same late group.
 """
 
 _MOST_QUIET = 3
-"""After so many rounds that find nothing to do they are rarest: each doubles the wait."""
+"""Largest number of idle rounds that double the wait."""
 
 LOAD_WARNING_SECONDS = 60.0
-"""How often a sampler warns that the split's tasks are not loaded to the end."""
+"""Interval of warnings that the split's tasks are not completely loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochPlan:
-    """How often the tasks of a split are sampled, and how each epoch's groups are made."""
+    """Number of epochs of a split, and how the groups of an epoch are created."""
 
     epochs: int
     seed: int
@@ -47,7 +47,7 @@ class EpochPlan:
 
 
 class Housekeeping:
-    """Finalizes groups, reaps leases that ran out and opens epochs, for the samplers of one split."""
+    """Finalize groups, reap expired leases and open epochs for the samplers of one split."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Housekeeping:
         made_work: Callable[[], None],
         first_warning_seconds: float,
     ) -> None:
-        """``made_work`` is called when there may be more to claim."""
+        """``made_work`` is called when new work may be claimable."""
         self._store = store
         self._finalizer = finalizer
         self._plan = plan
@@ -71,33 +71,33 @@ class Housekeeping:
         self._has_ended = asyncio.Event()
         self._lacks_work = asyncio.Event()
         self._warn_at = time.monotonic() + first_warning_seconds
-        """When the next warning about tasks that are not loaded may be logged (``time.monotonic``)."""
+        """Earliest time of the next warning about tasks that are not loaded (``time.monotonic``)."""
 
     def trajectory_ended(self) -> None:
-        """Note that a trajectory of this sampler has ended, which may have completed its group."""
+        """Record that a trajectory of this sampler has ended; its group may be complete."""
         self._has_ended.set()
 
     def work_ran_out(self) -> None:
-        """Note that a claim found nothing: the next epoch may be due."""
+        """Record that a claim found no work: the next epoch may be due."""
         self._lacks_work.set()
 
     async def finalize_own(self) -> None:
-        """Finalize each group at once that this sampler's trajectories complete."""
+        """Finalize each group as soon as this sampler's trajectories complete it."""
         while True:
             await self._has_ended.wait()
             self._has_ended.clear()
             await self.finalize_completed()
 
     async def finalize_completed(self) -> None:
-        """Finalize the groups that this process has completed until now."""
+        """Finalize the groups that this process has completed so far."""
         async with self._finalizing:
             if await self._finalizer.run_completed():
                 self._made_work()
 
     async def work_for_all(self) -> None:
-        """Do what any sampler does for all: expired leases, groups that were left waiting, the next epoch.
+        """Do the shared work that any sampler may do: expired leases, waiting groups, the next epoch.
 
-        Rounds that find nothing to do become rarer, until the sampler itself lacks work.
+        Idle rounds become rarer, until this sampler itself runs out of work.
         """
         quiet = 0
         while True:
@@ -121,9 +121,9 @@ class Housekeeping:
         return freed > 0 or swept > 0 or opened
 
     async def nothing_is_left(self) -> bool:
-        """Whether every group of every epoch is finalized; opens the next epoch where one is due."""
+        """Return whether every group of every epoch is finalized; open the next epoch if it is due."""
         tasks, split = self._store.tasks, self._split
-        following = await self._following_epoch()  # before the tasks: one that opens now has open ones
+        following = await self._following_epoch()  # read first: an epoch that opens meanwhile has open tasks
         if await tasks.any_with_status(split, TaskStatus.CREATED, TaskStatus.RUNNING, TaskStatus.WAITING):
             return False
         if not await tasks.any_with_status(split, TaskStatus.COMPLETED):
@@ -133,7 +133,7 @@ class Housekeeping:
         return following is None
 
     async def open_next_epoch(self) -> bool:
-        """Open or complete the next epoch once no task waits for its first claim; True if any was added."""
+        """Open or complete the next epoch if no task waits for its first claim; return whether it did."""
         if await self._store.tasks.any_with_status(self._split, TaskStatus.CREATED):
             return False
         following = await self._following_epoch()
@@ -148,7 +148,7 @@ class Housekeeping:
         return opened > 0
 
     async def _following_epoch(self) -> int | None:
-        """The first epoch that does not hold every task; None where all of the plan do."""
+        """Return the first epoch that does not hold every task; None if all epochs of the plan do."""
         following = await self._store.tasks.next_epoch(self._split, self._plan.epochs)
         if following == 0 and time.monotonic() >= self._warn_at:
             self._warn_at = time.monotonic() + LOAD_WARNING_SECONDS

@@ -1,4 +1,4 @@
-"""How a trajectory ended, and checks of what extensions return: outcomes and messages."""
+"""Describe how a trajectory ended, and validate what extensions return: outcomes, messages, error texts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from types import NoneType
 from agentrl.chat.renderer import Message
 from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.documents.status import StopReason
-from agentrl.errors import TrajectoryError
+from agentrl.errors import AgentRLError, TrajectoryError
+from agentrl.observe.redact import redact_and_cut
 from agentrl.user_code import describe
+
+MESSAGE_CHARS = 8 * 1024
+"""Longest stored failure message, in characters; a notice gives the number of characters left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +26,7 @@ class Outcome:
 
 
 def checked_outcome(agent: str, value: object) -> Outcome:
-    """The outcome that ``agent`` returned, sanitized for BSON; TrajectoryError where it is none."""
+    """Return the outcome of ``agent``, storable. Raises TrajectoryError if it is not an outcome."""
     if not isinstance(value, Outcome):
         raise TrajectoryError(
             f"agent {agent} returned {describe(value)}", hint="return Outcome(stop_reason, final_answer)"
@@ -43,7 +47,10 @@ def checked_outcome(agent: str, value: object) -> Outcome:
 
 
 def checked_messages(messages: Sequence[Message]) -> list[Message]:
-    """Messages from an extension, as a template and a document take them."""
+    """Return the messages of an extension in the form that templates and documents need.
+
+    Raises TrajectoryError for values that are not messages.
+    """
     if not isinstance(messages, (list, tuple)):
         raise TrajectoryError(f"messages are {describe(messages)}", hint="give a list of messages")
     for message in messages:
@@ -52,3 +59,16 @@ def checked_messages(messages: Sequence[Message]) -> list[Message]:
                 f"a message is {describe(message)}", hint="a message is a mapping with a text 'role'"
             )
     return [dict(replace_surrogates(dict(message))) for message in messages]
+
+
+def failure_text(error: BaseException | str) -> str:
+    """Return the text of a failure as it is stored: secrets hidden, storable, at most ``MESSAGE_CHARS``.
+
+    Errors of other packages are prefixed with the name of their class. Never raises.
+    """
+    if isinstance(error, str):
+        text = error
+    else:
+        text = str(error) if isinstance(error, AgentRLError) else describe(error)
+    shown = redact_and_cut(text, MESSAGE_CHARS)
+    return shown.encode("utf-8", "replace").decode("utf-8")

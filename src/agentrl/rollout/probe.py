@@ -1,4 +1,4 @@
-"""What no retry can fix is found before the first claim: everything that tasks name is imported and tried."""
+"""Validate before the first claim that this process can run the tasks: import and try all that they name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SHOWN = 10
 
 
 def require_groups(groups: GroupConfig, num_generations: int) -> None:
-    """Refuse groups of one trajectory if advantages compare trajectories: nothing would be trained."""
+    """Raise ConfigError for groups of one trajectory if advantages compare trajectories."""
     if num_generations == 1 and groups.min_score_spread > 0:
         raise ConfigError(
             "--num_generations is 1, so no group's scores can differ by --min_score_spread"
@@ -49,9 +49,9 @@ def require_groups(groups: GroupConfig, num_generations: int) -> None:
 async def probe(
     store: Store, tools: ToolSource, sampling: SamplingConfig, split: str, groups: GroupConfig | None = None
 ) -> None:
-    """Try what the unfinished tasks of ``split`` name. Raises ConfigError that lists all that cannot be used.
+    """Try the names in the unfinished tasks of ``split``. Raises ConfigError with all that cannot be used.
 
-    ``groups`` are the rules of a split that is trained. A judge that does not answer is a warning only.
+    ``groups`` are the rules of a split that is trained. A judge that does not answer is only a warning.
     """
     named = await store.tasks.references(split)
     problems: list[str] = []
@@ -77,7 +77,7 @@ async def probe(
 
 
 def _try(problems: list[str], task: str | None, check: Callable[[], object]) -> AgentSection | None:
-    """Call ``check``; what it refuses is one more problem, with a task that names it."""
+    """Call ``check``; append its ConfigError to ``problems``, with a task that is concerned."""
     try:
         found = check()
     except ConfigError as error:
@@ -111,7 +111,7 @@ def _refusal(problems: Sequence[str], split: str) -> ConfigError:
 
 
 async def _reach(section: AgentSection) -> None:
-    """Ask every endpoint once; log a warning for each that does not answer."""
+    """Send each endpoint one request; log a warning for each that does not answer."""
     await asyncio.gather(*(_reach_one(endpoint) for endpoint in section.models))
 
 

@@ -1,4 +1,4 @@
-"""What an agent works with: one trajectory's conversation, its model calls and its tools."""
+"""The Rollout that an agent receives: one trajectory's conversation, its model calls and its tools."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from agentrl.user_code import contain, contain_call
 
 
 class Engine(Protocol):
-    """The way to an inference engine: ``EngineRouter.session``."""
+    """Access to an inference engine: ``EngineRouter.session``."""
 
     async def generate(self, input_ids: Sequence[int], params: SamplingParams) -> Generation:
         """Sample a continuation of ``input_ids``."""
@@ -39,7 +39,7 @@ class Tools(Protocol):
     """The tools of one trajectory: ``TrajectoryTools``."""
 
     async def schemas(self, servers: Sequence[str] | None = None) -> list[Schema]:
-        """OpenAI function schemas."""
+        """Return OpenAI function schemas."""
         ...
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
@@ -49,7 +49,7 @@ class Tools(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One model call, read. ``times_seen`` counts this text in the trajectory, this call included."""
+    """One parsed model call. ``times_seen`` counts its text in the trajectory, this call included."""
 
     text: str
     content: str
@@ -62,7 +62,7 @@ class Turn:
 
 @dataclass(slots=True, kw_only=True)
 class _Pending:
-    """A model call that is not written yet: its tools may still run."""
+    """A model call that is not stored yet: its tools may still run."""
 
     parent: str | None
     messages: tuple[Message, ...]
@@ -94,9 +94,9 @@ ContextManager = Callable[["Rollout"], Awaitable[list[Message] | None]]
 class Rollout:
     """One trajectory as its agent sees it.
 
-    ``generate`` makes a model call, ``call_tools`` runs the calls in it, ``append_messages`` adds anything
-    else, ``reset_context`` starts a new prefix. Each model call is written once it is followed by another, or
-    by ``finish``.
+    ``generate`` makes a model call, ``call_tools`` runs the tool calls in it, ``append_messages`` adds other
+    messages, ``reset_context`` starts a new prefix. A model call is stored when the next one starts, or by
+    ``finish``.
     """
 
     def __init__(
@@ -116,9 +116,9 @@ class Rollout:
     ) -> None:
         """``write`` stores one model call; ``schemas`` are the tools offered.
 
-        Every model call has a sampling seed of its own, which follows from ``seed``, the task, the
-        trajectory, the attempt and the turn: where the engine's arithmetic does not depend on what else it
-        computes, the same run samples the same tokens again, while another attempt is another sample.
+        Every model call has its own sampling seed, derived from ``seed``, the task, the trajectory, the
+        attempt and the turn. With a batch-invariant engine the same run samples the same tokens again;
+        another attempt is another sample.
         """
         self.task = claim.task
         self.config = config
@@ -143,27 +143,27 @@ class Rollout:
 
     @property
     def messages(self) -> list[Message]:
-        """The present context, readable; a copy."""
+        """Return a copy of the messages of the current context."""
         return [dict(message) for message in self._conversation.messages]
 
     @property
     def question(self) -> str:
-        """The user message that the trajectory starts with."""
+        """Return the first user message of the trajectory."""
         template = self.task.query_prompt or self.config.query_prompt or "{query}"
         return template.replace("{query}", self.task.query)
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of the next call's prompt."""
+        """Return the length of the next model call's prompt, in tokens."""
         return len(self._conversation.prompt_ids())
 
     @property
     def context_is_full(self) -> bool:
-        """Whether the next prompt would reach into ``prompt_reserve_tokens``."""
+        """Return whether the next prompt uses some of ``prompt_reserve_tokens``."""
         return self.prompt_tokens > self.config.max_prompt_tokens - self.config.prompt_reserve_tokens
 
     async def generate(self, **changes: Any) -> Turn:
-        """One model call on the conversation so far; ``changes`` are sampling parameters for it alone."""
+        """Make one model call; ``changes`` are sampling parameters for this call only."""
         answered = self._pending.executions if self._pending else []
         await self.finish()
         conversation = self._conversation
@@ -202,8 +202,8 @@ class Rollout:
     async def call_tools(self, turn: Turn) -> list[ToolExecution]:
         """Run the tool calls of the last ``turn`` in order and append their results.
 
-        A malformed call is not run: the model is told what is wrong, and the turn counts as ``formaterror``.
-        A tool's own error is a result too. Raises ToolServerError when a server is lost.
+        A malformed tool call is not run: its result says what is wrong, and the model call's status is
+        ``formaterror``. An error that a tool reports is a result. Raises ToolServerError if a server is lost.
         """
         pending = self._pending
         if pending is None:
@@ -228,7 +228,7 @@ class Rollout:
         self._conversation.append_messages(checked_messages(messages))
 
     async def reset_context(self) -> bool:
-        """Start a new prefix as ``--new_context`` says; False where that ends, or the new one is full."""
+        """Start a new prefix according to ``--new_context``; return False if the trajectory must end."""
         what = f"context manager {self.config.new_context}"
         messages = await contain(lambda: self._manage_context(self), what, TrajectoryError)
         if messages is None:
@@ -241,7 +241,7 @@ class Rollout:
         return not self.context_is_full
 
     async def finish(self) -> None:
-        """Write the last model call, if it is not written yet."""
+        """Store the last model call, unless it is stored."""
         pending, self._pending = self._pending, None
         if pending is not None:
             call = self._document(pending)

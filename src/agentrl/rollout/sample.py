@@ -1,12 +1,10 @@
-"""``agentrl sample``: a sampler process; start as many as you like, anywhere."""
+"""Run one sampler process: join the run, load tasks, check them, then claim until the work is done."""
 
 from __future__ import annotations
 
-import asyncio
-
-from agentrl.config.load import Configs, parse
+from agentrl.config.facts import sampler_facts
+from agentrl.config.load import Configs
 from agentrl.config.schema import (
-    AgentConfig,
     ClaimConfig,
     GroupConfig,
     ModelConfig,
@@ -15,86 +13,72 @@ from agentrl.config.schema import (
     TaskConfig,
     TrainConfig,
 )
-from agentrl.config.validate import require_trainable
+from agentrl.observe.begin_run import begin_model, begin_run
+from agentrl.registry import paths_among
+from agentrl.rollout.admission import Admission
+from agentrl.rollout.finalizer import TRAIN_SPLIT, GroupFinalizer
+from agentrl.rollout.housekeeping import EpochPlan
+from agentrl.rollout.load_tasks import load_tasks
+from agentrl.rollout.probe import probe, require_groups
+from agentrl.rollout.sampler import Sampler, SamplerConfig
+from agentrl.rollout.setup import open_worker, owner_name, require_extensions, stop_on_signals
+from agentrl.store.client import Store, open_store
+from agentrl.store.retry import retry_outages
+from agentrl.store.selection import PASS_RATE, Selection
 
 
-def main(argv: list[str]) -> int:
-    """Run a sampler until its work is done or it is told to stop."""
-    configs = parse(
-        argv,
-        command="agentrl sample",
-        description="Claims tasks of the run, runs and scores their trajectories, finalizes groups.",
-        shown=[RunConfig, ModelConfig, TaskConfig, SamplingConfig, AgentConfig, ClaimConfig, GroupConfig],
-        validate=require_trainable,
-    )
-    from agentrl.observe.logging import setup
-
-    setup(configs[RunConfig], "sample")
-    asyncio.run(_sample(configs))
-    return 0
-
-
-async def _sample(configs: Configs) -> None:
-    from agentrl.rollout.setup import stop_on_signals
-    from agentrl.store.retry import retry_outages
-
+async def sample(configs: Configs) -> None:
+    """Run a sampler until every epoch is finalized, its work runs out, or a signal stops it."""
+    run, tasks = configs[RunConfig], configs[TaskConfig]
     stop = stop_on_signals()
-    with retry_outages(configs[RunConfig].db_wait_seconds, stop):
-        await _sample_until(stop, configs)
-
-
-async def _sample_until(stop: asyncio.Event, configs: Configs) -> None:
-    from agentrl.config.facts import sampler_facts
-    from agentrl.observe.begin_run import begin_model, begin_run
-    from agentrl.registry import paths_among
-    from agentrl.rollout.admission import Admission
-    from agentrl.rollout.finalizer import TRAIN_SPLIT, GroupFinalizer
-    from agentrl.rollout.probe import probe, require_groups
-    from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
-    from agentrl.rollout.setup import load_tasks, open_worker, owner_name, require_extensions
-    from agentrl.store.client import open_store
-    from agentrl.store.selection import PASS_RATE, Selection
-
-    run, tasks, sampling = configs[RunConfig], configs[TaskConfig], configs[SamplingConfig]
-    groups = configs[GroupConfig]
-    require_extensions(configs)
-    if tasks.train_file is not None:
-        require_groups(groups, tasks.num_generations)
-    async with await open_store(run) as store:
-        await begin_run(store, configs, "sample", sampler_facts(configs))
-        await begin_model(store, configs[ModelConfig].model_name_or_path, "sample")
+    with retry_outages(run.db_wait_seconds, stop):
+        require_extensions(configs)
         if tasks.train_file is not None:
-            await load_tasks(
-                store, run, tasks, tasks.train_file,
-                split=TRAIN_SPLIT, num_generations=tasks.num_generations,
-            )  # fmt: skip
-        if sampling.resample_error_records:
-            await store.claims.reopen_failed(TRAIN_SPLIT)
-        async with open_worker(store, configs, stop=stop) as (worker, router):
-            await probe(store, worker.tools, sampling, TRAIN_SPLIT, groups)
-            await store.imports.add(paths_among({groups.group_filter or "", groups.advantage}))
-            await store.settings.begin("chat", worker.renderer.facts, "sample")
-            admission = Admission(sampling, configs[TrainConfig])
-            sampler = Sampler(
-                store,
-                worker,
-                GroupFinalizer(store, groups, split=TRAIN_SPLIT, seed=run.seed),
-                SamplerConfig(
-                    split=TRAIN_SPLIT,
-                    owner=owner_name(),
-                    concurrency=sampling.max_concurrent_samples_per_process * sampling.target_concurrency,
-                    claims=configs[ClaimConfig],
-                    plan=EpochPlan(
-                        epochs=tasks.num_train_epochs,
-                        seed=run.seed,
-                        num_generations=tasks.num_generations,
-                        shuffle=tasks.shuffle_tasks,
-                    ),
-                    selection=(
-                        Selection(tasks.num_train_epochs) if tasks.task_selection == PASS_RATE else None
-                    ),
-                    idle_exit_seconds=sampling.idle_exit_seconds,
-                ),
-                lambda: admission.groups_allowed(store, router.policy_versions()),
-            )
-            await sampler.run(stop)
+            require_groups(configs[GroupConfig], tasks.num_generations)
+        async with await open_store(run) as store:
+            await _join_run(store, configs)
+            async with open_worker(store, configs, stop=stop) as (worker, router):
+                groups = configs[GroupConfig]
+                await probe(store, worker.tools, configs[SamplingConfig], TRAIN_SPLIT, groups)
+                await store.imports.add(paths_among({groups.group_filter or "", groups.advantage}))
+                await store.settings.begin("chat", worker.renderer.facts, "sample")
+                admission = Admission(configs[SamplingConfig], configs[TrainConfig])
+                sampler = Sampler(
+                    store,
+                    worker,
+                    GroupFinalizer(store, groups, split=TRAIN_SPLIT, seed=run.seed),
+                    _sampler_config(configs),
+                    lambda: admission.groups_allowed(store, router.policy_versions()),
+                )
+                await sampler.run(stop)
+
+
+async def _join_run(store: Store, configs: Configs) -> None:
+    """Begin the run or check its settings, load ``--train_file``, reopen failed slots if asked to."""
+    run, tasks = configs[RunConfig], configs[TaskConfig]
+    await begin_run(store, configs, "sample", sampler_facts(configs))
+    await begin_model(store, configs[ModelConfig].model_name_or_path, "sample")
+    if tasks.train_file is not None:
+        await load_tasks(
+            store, run, tasks, tasks.train_file, split=TRAIN_SPLIT, num_generations=tasks.num_generations
+        )
+    if configs[SamplingConfig].resample_error_records:
+        await store.claims.reopen_failed(TRAIN_SPLIT)
+
+
+def _sampler_config(configs: Configs) -> SamplerConfig:
+    tasks, sampling = configs[TaskConfig], configs[SamplingConfig]
+    return SamplerConfig(
+        split=TRAIN_SPLIT,
+        owner=owner_name(),
+        concurrency=sampling.max_concurrent_samples_per_process * sampling.target_concurrency,
+        claims=configs[ClaimConfig],
+        plan=EpochPlan(
+            epochs=tasks.num_train_epochs,
+            seed=configs[RunConfig].seed,
+            num_generations=tasks.num_generations,
+            shuffle=tasks.shuffle_tasks,
+        ),
+        selection=Selection(tasks.num_train_epochs) if tasks.task_selection == PASS_RATE else None,
+        idle_exit_seconds=sampling.idle_exit_seconds,
+    )

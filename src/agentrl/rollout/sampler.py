@@ -1,4 +1,4 @@
-"""A sampler's loop: claim, run many trajectories at once, keep leases, stop cleanly."""
+"""The sampler: claim slots, run trajectories concurrently, renew leases, stop cleanly."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ __all__ = ["EpochPlan", "Sampler", "SamplerConfig"]
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0
-"""How often a sampler looks for work that no change tells of: a retry that is due, a lease that ran out."""
+"""Interval of polls for work that no change announces: a retry that is due, a lease that expired."""
 
 _WORK = ("Task", "DBRecordData")
 _TRAINING = ("TrainStep", "PolicyVersion")
 _WATCH_SECONDS = 60.0
 _LOOK_POLLS = 3
 LAG_SECONDS = 1.0
-"""How soon new groups are looked for again while engines load a version."""
+"""Interval of looks for new groups while engines load a version."""
 
 _REST_SECONDS = 0.25
-"""Changes that come within this time wake a sampler once."""
+"""Changes within this time are coalesced: they wake a sampler once."""
 
 _MOST_MISSES = 4
-"""After so many claims without a slot a sampler heeds changes of groups least: each doubles the time."""
+"""Largest number of consecutive claims without a slot that double the rest."""
 
 GRACE_SECONDS = 5.0
-"""How long trajectories may still finish once the sampler is told to stop."""
+"""Time for trajectories to finish after the sampler is asked to stop."""
 
 _CANCEL_SECONDS = 5.0
-"""How long cancelled trajectories may take to end."""
+"""Time for cancelled trajectories to end."""
 
 _RELEASE_SECONDS = 5.0
-"""How long the hand-back of claims may take; then their leases run out."""
+"""Time to release claims; after it their leases expire instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerConfig:
-    """What one sampler process does."""
+    """Settings of one sampler."""
 
     split: str
     owner: str
@@ -63,12 +63,12 @@ class SamplerConfig:
     claims: ClaimConfig
     plan: EpochPlan
     selection: Selection | None = None
-    """None: groups are begun in the order of their tasks."""
+    """None: groups begin in the order of their tasks."""
     idle_exit_seconds: float | None = None
 
 
 class Sampler:
-    """Runs until every epoch's groups are finalized, ``idle_exit_seconds`` pass without work, or ``stop``."""
+    """Claim and run until all epochs are finalized, ``idle_exit_seconds`` pass without work, or ``stop``."""
 
     def __init__(
         self,
@@ -78,23 +78,23 @@ class Sampler:
         config: SamplerConfig,
         groups_allowed: Callable[[], Awaitable[GroupLimit | int | None]],
     ) -> None:
-        """``groups_allowed`` says how many groups may be open right now; None is any number."""
+        """``groups_allowed`` returns how many groups may be open now; None is no limit."""
         self._store = store
         self._worker = worker
         self._config = config
         self._groups_allowed = groups_allowed
         self._running: dict[asyncio.Task[bool], Claim] = {}
         self._unusable: list[Claim] = []
-        """Claims that this process cannot work on as it is configured: they are handed back."""
+        """Claims that this process cannot work on with its configuration: they are released."""
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
-        """Something has changed since the last claim that may have made work."""
+        """Set if a change since the last claim may have made work."""
         self._misses = 0
-        """Claims since the last that gave a slot."""
+        """Consecutive claims without a slot."""
         self._look_at = 0.0
-        """When new groups are looked for at the latest (``time.monotonic``)."""
+        """Latest time of the next look for new groups (``time.monotonic``)."""
         self.scored = 0
-        """Trajectories that this sampler has scored."""
+        """Number of trajectories that this sampler scored."""
         self._housekeeping = Housekeeping(
             store,
             finalizer,
@@ -106,7 +106,7 @@ class Sampler:
         )
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Sample until done or stopped; what is still held then is finished or handed back."""
+        """Sample until done or stopped; then finish or release the claims still held."""
         jobs = (
             self._heartbeats(), self._housekeeping.finalize_own(), self._housekeeping.work_for_all(),
             self._watch_work(), self._watch_training(),
@@ -117,7 +117,7 @@ class Sampler:
         try:
             await self._claim_and_start(stop)
         finally:
-            await self._hand_back()
+            await self._release_claims()
             for helper in helpers:
                 helper.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
@@ -147,10 +147,10 @@ class Sampler:
             await self._wait(stop)
 
     async def _claim(self, stop: asyncio.Event) -> Claim | None:
-        """One slot. New groups are looked for after a change only, or where none came for a while.
+        """Claim one slot. Look for new groups only after a change, or after a while without one.
 
-        Every event that frees capacity wakes the sampler, except engines that load a newer version: meanwhile
-        it polls every ``LAG_SECONDS``.
+        Every event that frees capacity wakes the sampler, except a weight update: it polls for that every
+        ``LAG_SECONDS``.
         """
         opens = self._changed.is_set() or time.monotonic() >= self._look_at
         self._changed.clear()
@@ -210,7 +210,7 @@ class Sampler:
         return limit is not None and time.monotonic() - busy_at >= limit
 
     async def _wait(self, stop: asyncio.Event) -> None:
-        """Until a trajectory ends, a change may have made work, ``stop``, or ``POLL_SECONDS``."""
+        """Wait for a trajectory to end, a change that may have made work, ``stop``, or ``POLL_SECONDS``."""
         signals: set[asyncio.Future[Any]] = {asyncio.ensure_future(stop.wait())}
         timeout = POLL_SECONDS
         if len(self._running) < self._config.concurrency:
@@ -234,7 +234,7 @@ class Sampler:
             raise
 
     async def _heartbeats(self) -> None:
-        """Renew every lease of this sampler; a trajectory whose claim is lost is given up."""
+        """Renew every lease of this sampler; cancel trajectories whose claim is lost."""
         while True:
             await asyncio.sleep(self._config.claims.heartbeat_seconds)
             held = list(self._running.values())
@@ -254,23 +254,23 @@ class Sampler:
                 task.cancel()
 
     async def _watch_work(self) -> None:
-        """Look for work after changes of groups and data: at once, then ever later while others take it."""
+        """Wake the sampler after changes of groups and data; rest longer while others take the work."""
         while True:
             if await self._store.wait_for_change(*_WORK, timeout=_WATCH_SECONDS):
                 self._changed.set()
                 await asyncio.sleep(_REST_SECONDS * 2**self._misses * random.uniform(0.5, 1))
 
     async def _watch_training(self) -> None:
-        """Look for work at once after a step or a version: both free capacity for groups."""
+        """Wake the sampler after a step or a policy version: both free capacity for groups."""
         while True:
             if await self._store.wait_for_change(*_TRAINING, timeout=_WATCH_SECONDS):
                 self._changed.set()
                 await asyncio.sleep(_REST_SECONDS)
 
-    async def _hand_back(self) -> None:
-        """Let trajectories finish for ``GRACE_SECONDS``, then stop them and release their claims.
+    async def _release_claims(self) -> None:
+        """Let trajectories finish for ``GRACE_SECONDS``, then cancel them and release their claims.
 
-        Every part is bounded: with the database away, the leases run out instead.
+        Every part is bounded: if the database is unavailable, the leases expire instead.
         """
         if self._running:
             await asyncio.wait(list(self._running), timeout=GRACE_SECONDS)
@@ -284,7 +284,7 @@ class Sampler:
             await self._bounded(self._housekeeping.finalize_completed())
 
     async def _bounded(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Do ``work`` within ``_RELEASE_SECONDS``; False where it failed or took longer."""
+        """Await ``work`` for ``_RELEASE_SECONDS``; return False if it failed or took longer."""
         task = asyncio.create_task(work)
         await asyncio.wait([task], timeout=_RELEASE_SECONDS)
         if not task.done():

@@ -1,4 +1,4 @@
-"""What ``sample`` and ``eval`` both need: renderer, sampling parameters, engines, tools, tasks, signals."""
+"""Assemble a worker from flags: renderer, sampling parameters, engines, tools, importable names, signals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.chat.parsers import PARSERS, get_parser
@@ -26,16 +25,14 @@ from agentrl.config.schema import (
 )
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.serving import InferenceService
-from agentrl.documents.task_file import read_tasks
 from agentrl.errors import ModelError
 from agentrl.inference.router import EngineRouter
 from agentrl.observe.logging import describe_process_id
-from agentrl.registry import allow_imports, paths_among
+from agentrl.registry import allow_imports
 from agentrl.rollout.agents import AGENTS
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.worker import Worker
 from agentrl.scoring.advantages import ESTIMATORS
-from agentrl.scoring.scorers import SCORERS
 from agentrl.tools.pool import ToolPool
 
 if TYPE_CHECKING:
@@ -45,12 +42,12 @@ logger = logging.getLogger(__name__)
 
 
 def owner_name() -> str:
-    """This process's name in claims: unique, and readable."""
+    """Return a unique, readable name of this process for claims."""
     return f"{describe_process_id()}-{uuid.uuid4().hex[:6]}"
 
 
 def stop_on_signals() -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set."""
+    """Return an event that SIGTERM and SIGINT set."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -59,7 +56,7 @@ def stop_on_signals() -> asyncio.Event:
 
 
 async def open_renderer(store: Store | None, model: ModelConfig) -> ChatRenderer:
-    """The renderer of ``--model_name_or_path``, or of the newest published weights."""
+    """Open the renderer of ``--model_name_or_path``, or of the newest published weights."""
     folder = model.model_name_or_path
     if folder is None and store is not None:
         version = await store.policy_versions.latest()
@@ -72,7 +69,7 @@ async def open_renderer(store: Store | None, model: ModelConfig) -> ChatRenderer
 
 
 def sampling_params(sampling: SamplingConfig, renderer: ChatRenderer) -> SamplingParams:
-    """``--preferred_sampling_params`` with the token limit and the model's stop tokens."""
+    """Return ``--preferred_sampling_params`` with the token limit and the model's stop tokens."""
     params = SamplingParams.from_json(sampling.preferred_sampling_params)
     stops = params.stop_token_ids or tuple(sorted(renderer.eos_ids))
     return params.replace(max_new_tokens=sampling.max_new_tokens, stop_token_ids=stops)
@@ -81,7 +78,7 @@ def sampling_params(sampling: SamplingConfig, renderer: ChatRenderer) -> Samplin
 async def live_engines(
     store: Store, engine: EngineConfig, version: int | None = None
 ) -> Sequence[InferenceService]:
-    """Engines with a recent heartbeat; with ``version``, those that serve it."""
+    """Return the engines with a recent heartbeat; with ``version``, only those that serve it."""
     services = await store.services.live(engine.alive_seconds)
     return [item for item in services if version is None or item.policy_version == version]
 
@@ -109,48 +106,13 @@ async def allow_configured_imports(store: Store, configs: Configs) -> None:
     allow_imports(await store.imports.paths())
 
 
-async def load_tasks(
-    store: Store, run: RunConfig, tasks: TaskConfig, path: str, *, split: str, num_generations: int
-) -> None:
-    """Load a task file into ``split``; loading it again changes nothing, a changed file is refused.
-
-    What the file names may be imported here; by other processes of the run, where this user may say so.
-    """
-    result = await asyncio.to_thread(
-        read_tasks,
-        Path(path),
-        split=split,
-        seed=run.seed,
-        shuffle=tasks.shuffle_tasks,
-        num_generations=num_generations,
-        skip_bad_lines=tasks.skip_bad_lines,
-        known_scorers=SCORERS.names(),
-        known_agents=AGENTS.names(),
-    )
-    for warning in result.warnings:
-        logger.warning("%s", warning)
-    loaded = await store.tasks.load(result.tasks)
-    paths = paths_among((*result.names.get("scorer", ()), *result.names.get("agent_name", ())))
-    allow_imports(paths)
-    await store.imports.add(paths)
-    logger.info(
-        "tasks loaded",
-        extra={
-            "file": path,
-            "new": loaded.inserted,
-            "there": loaded.existing,
-            "skipped": len(result.skipped),
-        },
-    )
-
-
 @asynccontextmanager
 async def open_worker(
     store: Store, configs: Configs, *, version: int | None = None, stop: asyncio.Event | None = None
 ) -> AsyncIterator[tuple[Worker, EngineRouter]]:
-    """A worker with everything that it needs; with ``version`` it uses engines that serve it.
+    """Open a worker with its dependencies; with ``version`` it uses only engines that serve it.
 
-    ``stop`` is the event that a signal to this process sets.
+    ``stop`` is the event that signals to this process set.
     """
     agent, sampling, engine = configs[AgentConfig], configs[SamplingConfig], configs[EngineConfig]
     await allow_configured_imports(store, configs)

@@ -1,42 +1,265 @@
-"""``agentrl try TASK``: runs one trajectory end to end, prints it turn by turn, and stores nothing."""
+"""Run one trajectory of one task and print it, without storing anything: ``agentrl try``."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
 
-from agentrl.config.load import parse
-from agentrl.config.schema import AgentConfig, ModelConfig, RunConfig, SamplingConfig, flag
-from agentrl.errors import ConfigError
+from agentrl.chat.parsers import get_parser
+from agentrl.chat.renderer import ChatRenderer
+from agentrl.config.load import Configs
+from agentrl.config.schema import AgentConfig, EngineConfig, ModelConfig, RunConfig, SamplingConfig
+from agentrl.documents.base import now
+from agentrl.documents.model_call import DispatchedSamplingTask
+from agentrl.documents.record import Failure, Record
+from agentrl.documents.sampling import SamplingParams
+from agentrl.documents.status import RecordStatus
+from agentrl.documents.task import Claim, Task, task_key
+from agentrl.documents.task_json import BadTaskError, make_task, parse
+from agentrl.documents.task_source import TaskSource
+from agentrl.errors import ConfigError, FailureError, TaskFileError, TrajectoryError
+from agentrl.inference.client import Generation
+from agentrl.inference.engines.clients import engine_client
+from agentrl.inference.router import EngineRouter
+from agentrl.observe.audit.record import render_trajectory
+from agentrl.observe.terminal import stdout_console
+from agentrl.rollout.agents import AGENTS
+from agentrl.rollout.context import CONTEXT_MANAGERS
+from agentrl.rollout.probe import JUDGES
+from agentrl.rollout.rollout import Engine, Outcome, Rollout
+from agentrl.rollout.setup import allow_configured_imports, live_engines, open_renderer, sampling_params
+from agentrl.rollout.worker import run_agent, score_trajectory
+from agentrl.scoring.agent_config import load_section
+from agentrl.scoring.answers import check_schema
+from agentrl.scoring.scorers import SCORERS, ScoreResult
+from agentrl.store.client import Store, open_existing
+from agentrl.store.views.read import WholeTrajectory
+from agentrl.tools.pool import ToolPool, TrajectoryTools
+
+_ID = "try"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TryConfig:
-    """What is tried, and where."""
+@dataclass(kw_only=True)
+class _Trial:
+    """One trajectory: its dependencies, and its results so far."""
 
-    line: int | None = flag(None, "the line of the file whose task is tried (default: its first task)")
-    engine_url: str | None = flag(None, "an engine's URL (default: a live engine of the run)")
+    configs: Configs
+    claim: Claim
+    engine: Engine
+    renderer: ChatRenderer
+    tools: TrajectoryTools
+    calls: list[DispatchedSamplingTask]
+    outcome: Outcome | None = None
+    result: ScoreResult | None = None
 
+    async def run(self) -> None:
+        """Run the agent, then score. Raises FailureError; ``calls`` holds the model calls until then."""
+        agent, sampling = self.configs[AgentConfig], self.configs[SamplingConfig]
+        try:
+            async with asyncio.timeout(agent.trajectory_timeout_seconds):
+                rollout = await self._run_agent(agent)
+        except TimeoutError as error:
+            limit = agent.trajectory_timeout_seconds
+            raise TrajectoryError(f"the trajectory took longer than {limit:g} s") from error
+        if self.outcome is not None:
+            self.result = await score_trajectory(self.claim.task, rollout, self.outcome, sampling)
 
-def main(argv: list[str]) -> int:
-    """Run one trajectory of a task: a JSON object, a task's id in the run, or a task file. 1 if it failed."""
-    words = list(argv)
-    wanted = words.pop(0) if words and not words[0].startswith("-") else None
-    configs = parse(
-        words,
-        command="agentrl try TASK",
-        description="Runs one trajectory of TASK and prints it; nothing is stored. TASK is a JSON object, the"
-        " id of a task of the run, or a task file.",
-        shown=[RunConfig, ModelConfig, SamplingConfig, AgentConfig],
-        extra=[TryConfig],
-    )
-    if wanted is None:
-        raise ConfigError(
-            "agentrl try takes a task",
-            hint='give its JSON, e.g. \'{"query": "1+1?", "answer": "2", "scorer": "exact"}\'; or a'
-            " task's id, or a task file",
+    async def _run_agent(self, agent: AgentConfig) -> Rollout:
+        name = self.claim.task.agent_name or agent.agent_name
+        rollout = Rollout(
+            self.claim,
+            agent,
+            renderer=self.renderer,
+            engine=self.engine,
+            tools=self.tools,
+            schemas=await self.tools.schemas(self.claim.task.tools),
+            parser=get_parser(agent.tool_call_parser),
+            params=sampling_params(self.configs[SamplingConfig], self.renderer),
+            seed=self.configs[RunConfig].seed,
+            manage_context=CONTEXT_MANAGERS.get(agent.new_context),
+            write=self._keep,
         )
-    from agentrl.rollout.trial import run_trial
+        try:
+            self.outcome = await run_agent(AGENTS.get(name), name, rollout)
+        finally:
+            await rollout.finish()
+        return rollout
 
-    flags = configs[TryConfig]
-    return asyncio.run(run_trial(configs, wanted, line=flags.line, engine_url=flags.engine_url))
+    async def _keep(self, call: DispatchedSamplingTask) -> None:
+        self.calls.append(call)
+
+
+async def try_task(configs: Configs, wanted: str, *, line: int | None, engine_url: str | None) -> int:
+    """Run one trajectory of a task and print it. Returns 1 if it failed, else 0.
+
+    ``wanted`` is a JSON object, the id of a task of the run, or a task file. Raises ConfigError and
+    TaskFileError for tasks that cannot be tried.
+    """
+    failure: Failure | None = None
+    async with AsyncExitStack() as stack:
+        store = await _store(stack, configs, wanted, engine_url)
+        task = await _task(wanted, line, store)
+        _require_usable(configs, task)
+        renderer = await open_renderer(store, configs[ModelConfig])
+        pool = await stack.enter_async_context(ToolPool(configs[AgentConfig]))
+        trial = _Trial(
+            configs=configs,
+            claim=Claim(task=task, traj_id=0, attempt=0, owner=_ID),
+            engine=await stack.enter_async_context(_engine(configs, store, engine_url, renderer)),
+            renderer=renderer,
+            tools=await stack.enter_async_context(pool.trajectory()),
+            calls=[],
+        )
+        try:
+            await trial.run()
+        except FailureError as error:
+            failure = Failure(kind=error.kind, message=str(error))
+    stdout_console().print(
+        render_trajectory(WholeTrajectory(record=_record(trial, failure), calls=trial.calls))
+    )
+    return 1 if failure else 0
+
+
+async def _store(
+    stack: AsyncExitStack, configs: Configs, wanted: str, engine_url: str | None
+) -> Store | None:
+    """Open the run's store if the task, the engine or the model comes from it."""
+    of_run = not _is_json(wanted) and not _is_file(wanted)
+    if not of_run and engine_url is not None and configs[ModelConfig].model_name_or_path is not None:
+        return None
+    store = await stack.enter_async_context(await open_existing(configs[RunConfig]))
+    if of_run:  # names in a database that others write do not decide what is imported here
+        await allow_configured_imports(store, configs)
+    return store
+
+
+async def _task(wanted: str, line: int | None, store: Store | None) -> Task:
+    if _is_json(wanted):
+        try:
+            item = parse(wanted.encode("utf-8", "surrogatepass"))
+            return make_task({"id": _ID, **item}, _ID, 0, 1)
+        except BadTaskError as error:
+            raise TaskFileError(f"this is not a task: {error}", hint="see docs/tasks.md") from error
+    if _is_file(wanted):
+        return await asyncio.to_thread(_task_of_file, Path(wanted), line)
+    if store is None:
+        raise ConfigError(f"{wanted!r} is neither JSON nor a file", hint="give one of them")
+    for key in (wanted, task_key("train", 0, wanted)):
+        task = await store.tasks.get(key)
+        if task is not None:
+            return task
+    raise ConfigError(
+        f"{wanted!r} is neither a task of run {store.run_name!r} nor a file",
+        hint="give a task's _id (split/epoch/id), its id in the task file, a task file, or JSON",
+    )
+
+
+def _is_json(wanted: str) -> bool:
+    return wanted.lstrip().startswith("{")
+
+
+def _is_file(wanted: str) -> bool:
+    try:
+        return Path(wanted).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _task_of_file(path: Path, line: int | None) -> Task:
+    for item in TaskSource(path).items():
+        if line is not None and item.line != line:
+            continue
+        try:
+            if isinstance(item.value, BadTaskError):
+                raise item.value
+            return make_task(item.value, _ID, 0, 1)
+        except BadTaskError as error:
+            raise TaskFileError(f"{path}:{item.line}: {error}", hint="correct this line") from error
+    where = f"no task begins on line {line}" if line is not None else "it holds no tasks"
+    raise TaskFileError(f"{path}: {where}", hint="give --line N of a task")
+
+
+def _require_usable(configs: Configs, task: Task) -> None:
+    """Raise ConfigError for a task that no sampler can run."""
+    AGENTS.get(task.agent_name or configs[AgentConfig].agent_name)
+    SCORERS.get(task.scorer)
+    check_schema(task.answer_schema)
+    if task.scorer in JUDGES:
+        load_section(configs[SamplingConfig].agent_config_path, "scorer_agent")
+
+
+class _Client(Protocol):
+    async def generate(self, input_ids: Sequence[int], params: SamplingParams, rid: str) -> Generation: ...
+
+
+@dataclass(frozen=True)
+class _Direct:
+    """One engine, without a router."""
+
+    client: _Client
+
+    async def generate(self, input_ids: Sequence[int], params: SamplingParams) -> Generation:
+        """Sample a continuation of ``input_ids``."""
+        return await self.client.generate(input_ids, params, f"{uuid.uuid4().hex}-{_ID}")
+
+
+@asynccontextmanager
+async def _engine(
+    configs: Configs, store: Store | None, url: str | None, renderer: ChatRenderer
+) -> AsyncIterator[Engine]:
+    """Open the engine at ``--engine_url``, or a live engine of the run."""
+    sampling, engine = configs[SamplingConfig], configs[EngineConfig]
+    if url is not None:
+        async with engine_client(engine.engine, url, sampling.engine_timeout_seconds) as client:
+            yield _Direct(client)
+        return
+    if store is None:
+        raise ConfigError("no engine is named", hint="give --engine_url, or --run_name of a run with engines")
+    router = EngineRouter(
+        lambda: live_engines(store, engine),
+        request_timeout=sampling.engine_timeout_seconds,
+        wait_seconds=sampling.engine_wait_seconds,
+        tokens=renderer,
+    )
+    try:
+        async with router.session(_ID) as session:
+            yield session
+    finally:
+        await router.close()
+
+
+def _record(trial: _Trial, failure: object) -> Record:
+    """Return the Record that a sampler would store."""
+    task, calls, outcome, result = trial.claim.task, trial.calls, trial.outcome, trial.result
+    versions = [span.version for call in calls for span in call.versions]
+    record = Record(
+        id=trial.claim.record_id,
+        task=task.id,
+        traj_id=0,
+        attempt=0,
+        split=task.split,
+        epoch=task.epoch,
+        status=RecordStatus.FAILED if failure else RecordStatus.SCORED,
+        query=task.query,
+        answer=task.answer,
+        owner=_ID,
+        turns=len(calls),
+        tool_calls=sum(len(call.tool_executions) for call in calls),
+        context_resets=sum(call.parent is None for call in calls[1:]),
+        prompt_tokens=calls[-1].prompt_tokens if calls else 0,
+        generated_tokens=sum(call.generated_tokens for call in calls),
+        min_version=min(versions, default=None),
+        max_version=max(versions, default=None),
+        completed_at=now(),
+        failure=failure if isinstance(failure, Failure) else None,
+    )
+    if outcome is not None:
+        record = replace(record, stop_reason=outcome.stop_reason, final_answer=outcome.final_answer)
+    if result is not None:
+        record = replace(record, score=result.score, score_details=result.details)
+    return record

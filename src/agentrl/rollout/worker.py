@@ -1,4 +1,4 @@
-"""One trajectory from claim to score: Record, turns, answer, score, each written as it happens."""
+"""Run one claimed trajectory to its score: agent, answer, scorer. Each state is stored when it is reached."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Failure
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus
-from agentrl.documents.task import Claim
+from agentrl.documents.task import Claim, Task
 from agentrl.errors import (
     ConfigError,
     FailureError,
@@ -31,8 +31,7 @@ from agentrl.errors import (
 from agentrl.registry import allow_imports, is_importable
 from agentrl.rollout.agents import AGENTS, Agent
 from agentrl.rollout.context import CONTEXT_MANAGERS
-from agentrl.rollout.failures import failure_text
-from agentrl.rollout.outcome import checked_outcome
+from agentrl.rollout.outcome import checked_outcome, failure_text
 from agentrl.rollout.rollout import Engine, Outcome, Rollout, Tools
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.scorers import SCORERS, ScorerContext, ScoreResult, run_scorer
@@ -48,14 +47,14 @@ _DEPENDENCIES = frozenset({"engine", "tool", "scorer"})
 """Kinds of failure that a signal to other processes can cause."""
 
 _SIGNAL_SECONDS = 0.5
-"""How much later this process may notice a signal that ended a tool server or an engine."""
+"""Longest delay until this process notices a signal that also ended a tool server or an engine."""
 
 
 class Router(Protocol):
-    """The way to the engines: ``EngineRouter``."""
+    """Access to the engines: ``EngineRouter``."""
 
     def session(self, traj_id: str) -> AbstractAsyncContextManager[Engine]:
-        """The model calls of one trajectory."""
+        """Return the engine of one trajectory."""
         ...
 
 
@@ -73,7 +72,7 @@ class ToolSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """Runs trajectories; it has no state of its own and serves any number of claims at a time."""
+    """Run trajectories. Stateless: serves any number of claims concurrently."""
 
     store: Store
     router: Router
@@ -82,26 +81,26 @@ class Worker:
     parser: ToolCallParser
     params: SamplingParams
     seed: int
-    """Of the run: each model call's sampling seed follows from it."""
+    """Seed of the run; the sampling seed of each model call is derived from it."""
     agent: AgentConfig
     sampling: SamplingConfig
     claims: ClaimConfig
     stop: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once this process is asked to stop. Failed engines and tool servers then count as interrupted."""
+    """Set when this process must stop; failures of engines and tool servers then count as interruptions."""
 
     async def run(self, claim: Claim) -> bool:
-        """Run one claimed trajectory to its score; True if it was scored.
+        """Run one claimed trajectory to its score; return whether it was scored.
 
-        What fails is marked on the Record and retried later, by anyone. Cancellation leaves the claim as it
-        is: the caller hands it back. So does a failure of an engine, a tool server or a scorer while this
-        process stops. A database that stays away, or refuses this user, is a StoreError. What a document
-        cannot hold is a failure of this trajectory alone. A ConfigError is raised: this process cannot work
-        on the task, and the caller hands the claim back.
+        A failure is stored in the Record, and any sampler retries it later. On cancellation the caller must
+        release the claim; a failure of an engine, a tool server or a scorer while this process stops counts
+        as cancellation. Raises StoreError if the database stays unavailable or refuses this user, and
+        ConfigError if this process cannot work on the task: the caller must release the claim then too. A
+        value that no document can hold fails this trajectory only.
         """
         try:
             try:
                 async with asyncio.timeout(self.agent.trajectory_timeout_seconds):
-                    rollout, outcome = await self._converse(claim)
+                    rollout, outcome = await self._run_trajectory(claim)
                 return await self._score(claim, rollout, outcome)
             except TimeoutError:
                 limit = self.agent.trajectory_timeout_seconds
@@ -117,17 +116,17 @@ class Worker:
             logger.warning("the claim was lost; its result is dropped", extra={"record": claim.record_id})
         return False
 
-    async def _stops(self) -> bool:
-        """Whether this process stops. A signal to a whole group may end a tool server first."""
+    async def _is_stopping(self) -> bool:
+        """Return whether this process stops. A signal to the process group may end a tool server first."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self.stop.wait(), _SIGNAL_SECONDS)
         return self.stop.is_set()
 
-    async def _converse(self, claim: Claim) -> tuple[Rollout, Outcome]:
+    async def _run_trajectory(self, claim: Claim) -> tuple[Rollout, Outcome]:
         await self.store.records.create(claim)
         agent_name = claim.task.agent_name or self.agent.agent_name
         if not all(map(is_importable, (agent_name, claim.task.scorer))):
-            allow_imports(await self.store.imports.paths())  # loaded after this process began
+            allow_imports(await self.store.imports.paths())  # loaded after this process started
         agent = contain_call(lambda: AGENTS.get(agent_name), f"agent {agent_name}", TrajectoryError)
         contain_call(lambda: SCORERS.get(claim.task.scorer), f"scorer {claim.task.scorer}", ScorerError)
         check_schema(claim.task.answer_schema)
@@ -149,7 +148,7 @@ class Worker:
                 manage_context=CONTEXT_MANAGERS.get(self.agent.new_context),
                 write=writer.write,
             )
-            outcome = await self._ask(agent, agent_name, rollout, writer)
+            outcome = await self._run_agent(agent, agent_name, rollout, writer)
         await self._advance(
             claim,
             RecordStatus.COMPLETED,
@@ -158,13 +157,10 @@ class Worker:
         )
         return rollout, outcome
 
-    async def _ask(self, agent: Agent, name: str, rollout: Rollout, writer: _CallWriter) -> Outcome:
-        """Run the agent and write its last model call, also where it failed."""
+    async def _run_agent(self, agent: Agent, name: str, rollout: Rollout, writer: _CallWriter) -> Outcome:
+        """Run the agent and store its last model call, also if the agent failed."""
         try:
-            outcome = await contain(lambda: agent(rollout), f"agent {name}", FailureError)
-            outcome = contain_call(
-                lambda: checked_outcome(name, outcome), f"the outcome of agent {name}", TrajectoryError
-            )
+            outcome = await run_agent(agent, name, rollout)
         except (FailureError, ConfigError):
             if writer.error is None:
                 await rollout.finish()
@@ -176,7 +172,7 @@ class Worker:
 
     async def _score(self, claim: Claim, rollout: Rollout, outcome: Outcome) -> bool:
         await self._advance(claim, RecordStatus.SCORING)
-        result = await self._scored(claim, rollout, outcome)
+        result = await score_trajectory(claim.task, rollout, outcome, self.sampling)
         await self.store.claims.score(claim, result.score, result.details)
         logger.info(
             "scored",
@@ -189,25 +185,12 @@ class Worker:
         )
         return True
 
-    async def _scored(self, claim: Claim, rollout: Rollout, outcome: Outcome) -> ScoreResult:
-        task = claim.task
-        context = ScorerContext(
-            query=task.query,
-            final_answer=outcome.final_answer,
-            answer=task.answer,
-            aug_answers=task.aug_answers,
-            messages=tuple(rollout.messages),
-            meta=task.meta,
-            agent_config_path=self.sampling.agent_config_path,
-        )
-        return await run_scorer(task.scorer, context, self.sampling.scorer_timeout_seconds)
-
     async def _advance(self, claim: Claim, status: RecordStatus, **fields: object) -> None:
         await self.store.records.advance(claim, status, **fields)
 
     async def _fail(self, claim: Claim, kind: str, why: Exception | str) -> None:
         message = failure_text(why)
-        if kind in _DEPENDENCIES and await self._stops():
+        if kind in _DEPENDENCIES and await self._is_stopping():
             logger.info("interrupted", extra={"record": claim.record_id, "why": message})
             raise asyncio.CancelledError
         logger.warning("trajectory failed", extra={"record": claim.record_id, "kind": kind, "why": message})
@@ -228,9 +211,9 @@ class Worker:
 
 
 class _CallWriter:
-    """Stores the model calls of one trajectory, and remembers the error that ended it.
+    """Store the model calls of one trajectory, and keep the first error.
 
-    An agent may suppress that error, or raise another because of it; ``check`` raises the one that counts.
+    An agent may suppress that error or raise another one; ``check`` raises the original.
     """
 
     def __init__(self, store: Store, claim: Claim) -> None:
@@ -239,7 +222,7 @@ class _CallWriter:
         self.error: StoreError | None = None
 
     async def write(self, call: DispatchedSamplingTask) -> None:
-        """Store one call; after an error, no further call."""
+        """Store one model call; after an error, store none."""
         self.check()
         try:
             await self._store.model_calls.add(self._claim, call)
@@ -248,6 +231,30 @@ class _CallWriter:
             raise
 
     def check(self) -> None:
-        """Raise the error, if there was one."""
+        """Raise the kept error, if there is one."""
         if self.error is not None:
             raise self.error
+
+
+async def run_agent(agent: Agent, name: str, rollout: Rollout) -> Outcome:
+    """Run an agent, contained, and validate its outcome. Raises FailureError or ConfigError."""
+    outcome = await contain(lambda: agent(rollout), f"agent {name}", FailureError)
+    return contain_call(
+        lambda: checked_outcome(name, outcome), f"the outcome of agent {name}", TrajectoryError
+    )
+
+
+async def score_trajectory(
+    task: Task, rollout: Rollout, outcome: Outcome, sampling: SamplingConfig
+) -> ScoreResult:
+    """Score a finished trajectory with the scorer of its task. Raises ScorerError."""
+    context = ScorerContext(
+        query=task.query,
+        final_answer=outcome.final_answer,
+        answer=task.answer,
+        aug_answers=task.aug_answers,
+        messages=tuple(rollout.messages),
+        meta=task.meta,
+        agent_config_path=sampling.agent_config_path,
+    )
+    return await run_scorer(task.scorer, context, sampling.scorer_timeout_seconds)

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from db_command import agentrl_db
 
+from agentrl.cli.tasks import main
 from agentrl.config.load import Configs
 from agentrl.config.schema import AgentConfig, GroupConfig, RunConfig, TaskConfig
 from agentrl.registry import is_importable
-from agentrl.rollout.setup import allow_configured_imports, load_tasks
-from agentrl.rollout.tasks import main
+from agentrl.rollout.load_tasks import load_tasks
+from agentrl.rollout.setup import allow_configured_imports
 from agentrl.store.client import open_existing, open_store
 
 pytestmark = pytest.mark.integration

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.cli import train
+from agentrl.cli import evaluate, sample, train
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import (
     AgentConfig,
@@ -21,7 +21,6 @@ from agentrl.config.schema import (
 )
 from agentrl.config.validate import require_trainable
 from agentrl.errors import ConfigError
-from agentrl.rollout import evaluate, sample
 from agentrl.rollout.admission import Admission
 
 STEPS = 12

@@ -1,18 +1,14 @@
-"""``agentrl tasks load FILE`` and ``agentrl tasks list``: questions of a run, loaded and counted."""
+"""``agentrl tasks load FILE`` and ``agentrl tasks list``: load the tasks of a run, and count them."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Callable, Collection, Mapping
 
 from agentrl.config.load import CommandParser
 from agentrl.config.schema import RunConfig
 from agentrl.documents.task_file import read_tasks
-from agentrl.errors import ConfigError
 from agentrl.observe.terminal import clean
-from agentrl.registry import paths_among
-from agentrl.rollout.finalizer import TRAIN_SPLIT
 
 
 def main(argv: list[str]) -> int:
@@ -40,9 +36,9 @@ def _parser() -> CommandParser:
     load.add_argument(
         "--update",
         action="store_true",
-        help="change tasks that are loaded and that nobody has begun",
+        help="change loaded tasks that have not begun",
     )
-    load.add_argument("--skip_bad_lines", action="store_true", help="load the good lines only")
+    load.add_argument("--skip_bad_lines", action="store_true", help="skip invalid lines")
     actions.add_parser("list", parents=[database], help="count the run's tasks by split and state")
     return parser
 
@@ -52,51 +48,28 @@ async def _load(arguments: argparse.Namespace) -> int:
         arguments.file, split=arguments.split, seed=arguments.seed, shuffle=not arguments.no_shuffle,
         num_generations=arguments.num_generations, skip_bad_lines=arguments.skip_bad_lines,
     )  # fmt: skip
+    from agentrl.rollout.load_tasks import store_tasks, unknown_names
     from agentrl.store.client import open_store
 
     for warning in (*result.warnings, *unknown_names(result.names)):
         print(f"warning  {warning}")
     async with await open_store(_run(arguments)) as store:
-        if arguments.split == TRAIN_SPLIT:
+        if arguments.split == "train":
             await store.settings.begin("tasks", {"num_generations": arguments.num_generations}, "tasks")
-        loaded = await store.tasks.load(result.tasks, update=arguments.update)
-        paths = paths_among((*result.names.get("scorer", ()), *result.names.get("agent_name", ())))
-        if not await store.imports.add(paths):
-            modules = ",".join(sorted({path.partition(":")[0] for path in paths}))
-            print(
-                f"warning  this user may not write Imports: start samplers with --allowed_modules {modules}"
-            )
+        loaded, refused = await store_tasks(store, result, update=arguments.update)
+    if refused:
+        modules = ",".join(sorted({path.partition(":")[0] for path in refused}))
+        print(f"warning  this user may not write Imports: start samplers with --allowed_modules {modules}")
     for reason in result.skipped:
         print(f"skipped  {reason}")
     for task_id in loaded.left:
-        print(f"left     {clean(task_id)}: its text differs, and it has been begun")
+        print(f"left     {clean(task_id)}: its text differs, and it has begun")
     updated = f", {loaded.updated} of them updated" if arguments.update else ""
     print(
         f"{arguments.run_name}/{arguments.split}: {loaded.inserted} tasks loaded,"
         f" {loaded.existing} there already{updated}, {len(result.skipped)} skipped"
     )
     return 0
-
-
-def unknown_names(names: Mapping[str, Collection[str]]) -> list[str]:
-    """Say which agents, scorers and answer schemas of tasks cannot be used on this machine, and why."""
-    from agentrl.rollout.agents import AGENTS
-    from agentrl.scoring.answers import check_schema
-    from agentrl.scoring.scorers import SCORERS
-
-    checks: dict[str, Callable[[str], object]] = {
-        "agent_name": AGENTS.get,
-        "scorer": SCORERS.get,
-        "answer_schema": check_schema,
-    }
-    warnings = []
-    for field, check in checks.items():
-        for name in sorted(names.get(field, ())):
-            try:
-                check(name)
-            except ConfigError as error:
-                warnings.append(clean(f"{field}: {error.message} ({error.hint})"))
-    return warnings
 
 
 async def _list(arguments: argparse.Namespace) -> int:

@@ -7,8 +7,14 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from agentrl.rollout.evaluate import split_name
-from agentrl.rollout.report import EvaluatedTask, failure_lines, pass_at_k, report_table, summary_of
+from agentrl.rollout.evaluate import (
+    EvaluatedTask,
+    failure_lines,
+    pass_at_k,
+    report_table,
+    split_name,
+    summarize_tasks,
+)
 
 
 def task(
@@ -34,7 +40,7 @@ def test_pass_at_k_is_the_chance_of_a_pass_among_k() -> None:
 
 
 def test_tasks_count_alike_and_failures_in_no_mean() -> None:
-    row = summary_of([task(1, 1, 1, 1), task(0, 0.4, failed=2, failures=("engine",)), task(failed=1)])
+    row = summarize_tasks([task(1, 1, 1, 1), task(0, 0.4, failed=2, failures=("engine",)), task(failed=1)])
     assert (row.tasks, row.scored, row.failed) == (3, 6, 3)
     assert row.mean_score == pytest.approx((1 + 0.2) / 2)
     assert row.pass_rate == 0.5
@@ -44,11 +50,11 @@ def test_tasks_count_alike_and_failures_in_no_mean() -> None:
 
 def test_the_threshold_says_which_scores_pass() -> None:
     strict = replace(task(0.6, 0.9), right_threshold=0.8)
-    assert (summary_of([task(0.6, 0.9)]).pass_rate, summary_of([strict]).pass_rate) == (1.0, 0.5)
+    assert (summarize_tasks([task(0.6, 0.9)]).pass_rate, summarize_tasks([strict]).pass_rate) == (1.0, 0.5)
 
 
 def test_nothing_scored_gives_no_numbers() -> None:
-    row = summary_of([task(failed=1)])
+    row = summarize_tasks([task(failed=1)])
     assert (row.mean_score, row.pass_rate, dict(row.pass_at)) == (None, None, {})
 
 

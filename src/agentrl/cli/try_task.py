@@ -1,0 +1,42 @@
+"""``agentrl try TASK``: run one trajectory end to end and print it turn by turn; store nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from agentrl.config.load import parse
+from agentrl.config.schema import AgentConfig, ModelConfig, RunConfig, SamplingConfig, flag
+from agentrl.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TryConfig:
+    """Which task to try, and on which engine."""
+
+    line: int | None = flag(None, "line of the task in the file (default: its first task)")
+    engine_url: str | None = flag(None, "an engine's URL (default: a live engine of the run)")
+
+
+def main(argv: list[str]) -> int:
+    """Run one trajectory of a task: JSON, a task's id in the run, or a task file. Return 1 if it fails."""
+    words = list(argv)
+    wanted = words.pop(0) if words and not words[0].startswith("-") else None
+    configs = parse(
+        words,
+        command="agentrl try TASK",
+        description="Runs one trajectory of TASK and prints it; nothing is stored. TASK is a JSON object, the"
+        " id of a task of the run, or a task file.",
+        shown=[RunConfig, ModelConfig, SamplingConfig, AgentConfig],
+        extra=[TryConfig],
+    )
+    if wanted is None:
+        raise ConfigError(
+            "agentrl try takes a task",
+            hint='give its JSON, e.g. \'{"query": "1+1?", "answer": "2", "scorer": "exact"}\'; or a'
+            " task's id, or a task file",
+        )
+    from agentrl.rollout.try_task import try_task
+
+    flags = configs[TryConfig]
+    return asyncio.run(try_task(configs, wanted, line=flags.line, engine_url=flags.engine_url))

@@ -1,0 +1,92 @@
+"""Load a task file into a run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl.config.schema import RunConfig, TaskConfig
+from agentrl.documents.task_file import ReadResult, read_tasks
+from agentrl.errors import ConfigError
+from agentrl.observe.terminal import clean
+from agentrl.registry import allow_imports, paths_among
+from agentrl.rollout.agents import AGENTS
+from agentrl.scoring.answers import check_schema
+from agentrl.scoring.scorers import SCORERS
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
+    from agentrl.store.task_loading import LoadResult
+
+logger = logging.getLogger(__name__)
+
+
+async def load_tasks(
+    store: Store, run: RunConfig, tasks: TaskConfig, path: str, *, split: str, num_generations: int
+) -> None:
+    """Load a task file into ``split``. Idempotent; raises TaskFileError if a loaded task has changed.
+
+    This process may import the Python paths in the file from now on; so may the other processes of the run,
+    if this user may write the run's list.
+    """
+    result = await asyncio.to_thread(
+        read_tasks,
+        Path(path),
+        split=split,
+        seed=run.seed,
+        shuffle=tasks.shuffle_tasks,
+        num_generations=num_generations,
+        skip_bad_lines=tasks.skip_bad_lines,
+        known_scorers=SCORERS.names(),
+        known_agents=AGENTS.names(),
+    )
+    for warning in result.warnings:
+        logger.warning("%s", warning)
+    loaded, _ = await store_tasks(store, result)
+    allow_imports(_paths(result))
+    logger.info(
+        "tasks loaded",
+        extra={
+            "file": path,
+            "new": loaded.inserted,
+            "there": loaded.existing,
+            "skipped": len(result.skipped),
+        },
+    )
+
+
+async def store_tasks(
+    store: Store, result: ReadResult, *, update: bool = False
+) -> tuple[LoadResult, tuple[str, ...]]:
+    """Store the tasks of a file, and add the Python paths in it to the run's list of importable paths.
+
+    Returns what was loaded, and the paths that this user may not add to the list. With ``update``, loaded
+    tasks that have not begun are changed.
+    """
+    loaded = await store.tasks.load(result.tasks, update=update)
+    paths = _paths(result)
+    return loaded, () if await store.imports.add(paths) else tuple(paths)
+
+
+def _paths(result: ReadResult) -> frozenset[str]:
+    return paths_among((*result.names.get("scorer", ()), *result.names.get("agent_name", ())))
+
+
+def unknown_names(names: Mapping[str, Collection[str]]) -> list[str]:
+    """Return why this machine cannot use agents, scorers and answer schemas of tasks: one text each."""
+    checks: dict[str, Callable[[str], object]] = {
+        "agent_name": AGENTS.get,
+        "scorer": SCORERS.get,
+        "answer_schema": check_schema,
+    }
+    warnings = []
+    for field, check in checks.items():
+        for name in sorted(names.get(field, ())):
+            try:
+                check(name)
+            except ConfigError as error:
+                warnings.append(clean(f"{field}: {error.message} ({error.hint})"))
+    return warnings
