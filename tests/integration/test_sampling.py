@@ -26,6 +26,7 @@ from agentrl.documents.task import Slot, Task
 from agentrl.errors import EngineError, ModelError, ToolServerError
 from agentrl.rollout import housekeeping
 from agentrl.rollout import sampler as sampler_module
+from agentrl.rollout import worker as worker_module
 from agentrl.rollout.evaluate import collect, served_version
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
@@ -382,7 +383,7 @@ async def test_a_lease_that_ran_out_is_taken_over(store: Store) -> None:
 
 
 async def test_a_late_result_is_refused_and_logged_and_the_new_owner_stands(
-    store: Store, caplog: pytest.LogCaptureFixture
+    store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await store.tasks.load([task("a", slots=1)])
     late = await store.claims.claim(split="train", owner="late", lease_seconds=60)
@@ -390,13 +391,14 @@ async def test_a_late_result_is_refused_and_logged_and_the_new_owner_stands(
     setting = Setting(store, "<answer>4</answer>")
 
     async def overtaken(*args: Any) -> Any:
+        monkeypatch.undo()
         ended = late.task.created_at
         ends = {"slots.0.lease_expires_at": ended, "lease_deadline": ended}
         await store.database["Task"].update_one({"_id": late.task.id}, {"$set": ends})
         await Setting(store, "<answer>3</answer>").run()
-        return await Worker._scored(setting.worker, *args)
+        return await worker_module.score_trajectory(*args)
 
-    object.__setattr__(setting.worker, "_scored", overtaken)
+    monkeypatch.setattr(worker_module, "score_trajectory", overtaken)
     assert not await setting.worker.run(late)
     assert "the claim was lost; its result is dropped" in caplog.text
     first, second = await setting.records("train/0/a")
