@@ -51,7 +51,7 @@ def output_head(model: nn.Module) -> OutputHead:
 
 @torch.no_grad()
 def check_output_head(model: nn.Module, hidden: Tensor, logits: Tensor, *, tolerance: float = 1e-2) -> None:
-    """Raise ModelError where ``output_head`` of ``hidden`` [n, H] is not the model's own ``logits`` [n, V].
+    """Raise ModelError if ``output_head`` of ``hidden`` [n, H] is not the model's own ``logits`` [n, V].
 
     Such a head does something that the model's config does not declare.
     """

@@ -183,7 +183,7 @@ def test_a_state_along_the_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     model = tiny_model("llama")
     check_context(model, 100)
     monkeypatch.setattr(model, "_is_stateful", True)
-    with pytest.raises(ConfigError, match="a recurrent state, which goes on from one sequence"):
+    with pytest.raises(ConfigError, match="a recurrent state, which carries over from one sequence"):
         check_context(model, 100)
 
 

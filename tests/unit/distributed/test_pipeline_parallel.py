@@ -77,7 +77,7 @@ def test_a_model_that_is_more_than_its_layers_is_refused_and_left_whole() -> Non
         return output
 
     decoder.forward = scaled
-    with pytest.raises(ModelError, match="in 3 stages its hidden states differ by"):
+    with pytest.raises(ModelError, match="the hidden states of 3 stages differ by"):
         check_stages(model, SHARES)
     assert model.state_dict().keys() == before
 

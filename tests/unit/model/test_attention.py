@@ -158,7 +158,7 @@ def test_a_window_shorter_than_a_trajectory_runs_each_path_alone(caplog: pytest.
     windowed = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
     model = tiny_model("qwen3", **windowed)
     assert build_executor(model).choose(packed([tree()])) == "per_sequence"
-    assert "layers that see 8 tokens back" in caplog.text
+    assert "layers that see only 8 tokens back" in caplog.text
     assert_same(model, packed([tree(), *chains()]), "auto")
     with pytest.raises(ModelError, match="'varlen' would not be exact"):
         build_executor(model, "varlen")(packed([tree()]))

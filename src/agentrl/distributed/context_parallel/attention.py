@@ -17,7 +17,7 @@ from agentrl.model.attention.varlen import Segment, segment_mask
 
 IMPLEMENTATION = "agentrl_context_parallel"
 TILE = 64
-"""Queries that are computed at once where they need a mask."""
+"""Queries that are computed at once under a mask."""
 
 
 def split_attention(

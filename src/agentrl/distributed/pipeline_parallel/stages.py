@@ -106,16 +106,16 @@ def run_stage(executor: ForestExecutor, forest: TokenForest, received: Tensor | 
         return executor(forest)
 
 
-def keep_stage(model: Any, stage: int, shares: Sequence[range]) -> None:
+def keep_stage(model: Any, stage: int, stage_layers: Sequence[range]) -> None:
     """Reduce ``model`` to one stage's layers, in place; parameters keep their names.
 
     A tied embedding stays on the first and on the last stage, under both its names.
     """
-    _replace(_replacements(model, stage, shares))
+    _replace(_replacements(model, stage, stage_layers))
 
 
 @torch.no_grad()
-def check_stages(model: Any, shares: Sequence[range]) -> None:
+def check_stages(model: Any, stage_layers: Sequence[range]) -> None:
     """Raise ModelError if the stages of ``model``, run one after the other, do not equal the whole model.
 
     Call it before ``keep_stage``. Raises ConfigError if a stage would have nothing to train.
@@ -124,19 +124,19 @@ def check_stages(model: Any, shares: Sequence[range]) -> None:
     executor = build_executor(model, trains=model.training)
     whole = executor(forest)
     hidden = None
-    for stage in range(len(shares)):
-        with _reduced(model, stage, shares):
+    for stage in range(len(stage_layers)):
+        with _reduced(model, stage, stage_layers):
             if not any(parameter.requires_grad for parameter in model.parameters()):
                 raise ConfigError(
-                    f"--freeze leaves nothing to train in stage {stage} of --pp_size {len(shares)}",
+                    f"--freeze leaves nothing to train in stage {stage} of --pp_size {len(stage_layers)}",
                     hint="freeze less, or lower --pp_size",
                 )
             hidden = run_stage(executor, forest, hidden)
     error = float((cast(Tensor, hidden) - whole).abs().max())
     if not error <= 1e-2 * float(whole.abs().max()):
         raise ModelError(
-            f"{type(model).__name__} is not its layers one after the other: in {len(shares)} stages its"
-            f" hidden states differ by {error:.3g}",
+            f"{type(model).__name__} does not run its layers one after the other: the hidden states of"
+            f" {len(stage_layers)} stages differ by {error:.3g} from those of the whole model",
             hint="set --pp_size 1",
         )
 
@@ -149,8 +149,8 @@ def tied_weight(model: Any) -> nn.Parameter | None:
 
 
 @contextmanager
-def _reduced(model: Any, stage: int, shares: Sequence[range]) -> Iterator[None]:
-    replacements = _replacements(model, stage, shares)
+def _reduced(model: Any, stage: int, stage_layers: Sequence[range]) -> Iterator[None]:
+    replacements = _replacements(model, stage, stage_layers)
     whole = [(parent, name, cast(nn.Module, getattr(parent, name))) for parent, name, _ in replacements]
     _replace(replacements)
     try:
@@ -164,15 +164,15 @@ def _replace(replacements: Sequence[Replacement]) -> None:
         setattr(parent, name, module)
 
 
-def _replacements(model: Any, stage: int, shares: Sequence[range]) -> list[Replacement]:
+def _replacements(model: Any, stage: int, stage_layers: Sequence[range]) -> list[Replacement]:
     """Return the modules that ``keep_stage`` puts in place of other stages'."""
     decoder, embedding = model.get_decoder(), model.get_input_embeddings()
-    is_first, is_last = stage == 0, stage == len(shares) - 1
+    is_first, is_last = stage == 0, stage == len(stage_layers) - 1
     is_tied = tied_weight(model) is not None
     replacements: list[Replacement] = [
         (decoder.layers, str(place), Identity())
         for place in range(len(decoder.layers))
-        if place not in shares[stage]
+        if place not in stage_layers[stage]
     ]
     if not is_first:
         received = ReceivedStates(embedding, keeps_weight=is_last and is_tied)

@@ -1,1 +1,1 @@
-"""Attention over a TokenForest: hidden states that are the same whatever executor runs the model."""
+"""Run a model over a TokenForest; every executor returns the same hidden states."""

@@ -1,4 +1,4 @@
-"""Check whether a model gives each sequence of a packed forest what it gives that sequence alone."""
+"""Check that a model computes each sequence of a packed forest as if it were alone."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _NOISE = ("dropout", "pdrop", "router_jitter_noise", "layerdrop")
 
 @dataclass(frozen=True, slots=True)
 class MaskLimits:
-    """Where an attention mask cannot make a model exact on a forest; a path run alone is always exact."""
+    """Reasons why no attention mask makes a model exact on a forest; a path run alone is always exact."""
 
     state: str | None
     """Layers that carry a state along the row (linear attention, convolutions, recurrences), and so read
-    what was packed before a sequence."""
+    the tokens packed before a sequence."""
     window: int | None
     """Tokens of the smallest attention window: a layer measures it along the row, not by depth in a tree."""
 
@@ -36,11 +36,11 @@ class MaskLimits:
         return cls(state, _window(config))
 
     def reason(self, depth: int) -> str | None:
-        """Return why no mask is exact on paths of up to ``depth`` tokens; None where one is."""
+        """Return why no mask is exact on paths of up to ``depth`` tokens; None if one is."""
         if self.state is not None:
-            return f"{self.state}, which goes on from one sequence into the next"
+            return f"{self.state}, which carries over from one sequence to the next"
         if self.window is not None and depth > self.window:
-            return f"layers that see {self.window} tokens back, fewer than a sequence has"
+            return f"layers that see only {self.window} tokens back, less than a sequence"
         return None
 
 
@@ -48,7 +48,7 @@ def check_compatibility(model: Any, *, trains: bool = True) -> None:
     """Raise ModelError for a model whose result depends on what its sequences are packed with.
 
     The causes are an auxiliary router loss over a micro-batch, experts with a token capacity, attention
-    scores that are capped inside the kernel, and, where the model ``trains``, dropout and other noise.
+    scores that are capped inside the kernel, and, if the model ``trains``, dropout and other noise.
     """
     name = type(model).__name__
     config = model.config.get_text_config()
@@ -73,7 +73,7 @@ def check_compatibility(model: Any, *, trains: bool = True) -> None:
 
 
 def set_attention(model: Any, implementation: str) -> None:
-    """Make every attention layer use ``implementation``; ModelError where the model does not allow it."""
+    """Make every attention layer use ``implementation``; ModelError if the model does not support it."""
     if model.config._attn_implementation == implementation:
         return
     hint = "use a model that transformers runs through its attention interface (Llama, Qwen, Mistral, …)"
@@ -87,7 +87,7 @@ def set_attention(model: Any, implementation: str) -> None:
 
 
 def _window(config: Any) -> int | None:
-    """Return the smallest window of the attention layers, in tokens; None where all see everything."""
+    """Return the smallest window of the attention layers, in tokens; None if all see every token."""
     layers = getattr(config, "layer_types", None)
     if layers is None:
         used = getattr(config, "use_sliding_window", True)

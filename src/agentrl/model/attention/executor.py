@@ -1,8 +1,12 @@
-"""Choose what runs forests through a causal LM, once, and run them.
+"""Choose, once per model, the executor that runs forests through it.
 
-Executors, each for any forest and each with the same hidden states: ``sdpa`` (one dense mask), ``varlen``
-(attention segment by segment, no padding), ``flex`` (FlexAttention under a block mask; GPU), ``per_sequence``
-(each path as a sequence of its own; any causal model) and ``per_sequence_padded`` (the same in one call).
+Every executor runs any forest and returns the same hidden states:
+
+- ``flex``: FlexAttention under a block mask; GPU
+- ``varlen``: attention segment by segment, without padding
+- ``sdpa``: one dense mask
+- ``per_sequence``: each path as a sequence of its own, for models that no mask makes exact
+- ``per_sequence_padded``: the same in one padded call, for ranks that shard a model
 """
 
 from __future__ import annotations
@@ -53,8 +57,8 @@ class ForestExecutor:
 
         Each token sees its ancestors and itself, at positions that count from its root. Runs on the model's
         device, under the caller's autocast. The model keeps the attention implementation that was used,
-        because recomputed activations need it in the backward. Raises ModelError where the executor would
-        not be exact on ``forest``.
+        because recomputed activations need it in the backward. Raises ModelError if the executor would not
+        be exact on ``forest``.
         """
         return EXECUTORS[self.choose(forest)](self.model, forest)
 
@@ -74,7 +78,7 @@ class ForestExecutor:
                 )
             return self.name
         if reason is not None:
-            _warn_once(f"{model} has {reason}: each sequence runs alone, and no prefix is shared")
+            _warn_once(f"{model} has {reason}: each sequence runs alone, without shared prefixes")
             return "per_sequence_padded" if self.equal_calls else "per_sequence"
         if self.has_flex:
             return "flex"
@@ -90,11 +94,11 @@ class ForestExecutor:
 def build_executor(
     model: Any, name: str = "auto", *, trains: bool = True, equal_calls: bool = False
 ) -> ForestExecutor:
-    """Return what runs forests through ``model`` (on its device already), after checking that it can.
+    """Check ``model``, which is on its device already, and return what runs forests through it.
 
-    ``trains``: the model is run in training mode, where dropout and other noise are refused. ``equal_calls``:
-    processes shard the model's weights, so that each must call it equally often. Raises ConfigError for an
-    unknown executor, ModelError for a model whose result depends on what its sequences are packed with.
+    ``trains`` refuses dropout and other noise of the training mode. ``equal_calls`` is for ranks that shard
+    the model's weights: each must call it equally often. Raises ConfigError for an unknown executor,
+    ModelError for a model whose result depends on what its sequences are packed with.
     """
     if name not in ("auto", *EXECUTORS):
         raise ConfigError(f"attention executor {name!r}", hint=f"use auto, {' or '.join(EXECUTORS)}")

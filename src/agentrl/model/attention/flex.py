@@ -112,7 +112,7 @@ def run_flex(model: Any, forest: TokenForest) -> Tensor:
 
 @cache
 def _kernel(device_type: str) -> Callable[..., Tensor]:
-    """Return FlexAttention, compiled where it has a kernel."""
+    """Return FlexAttention, compiled if the device has a kernel for it."""
     if device_type == "cpu":
         return cast(Callable[..., Tensor], flex_attention)
     return cast(Callable[..., Tensor], torch.compile(flex_attention, fullgraph=True))

@@ -1,9 +1,4 @@
-"""Executors on transformers' own SDPA attention: a forest under one dense mask, or each path alone.
-
-``per_sequence`` runs the paths one after the other, for models that no mask makes exact;
-``per_sequence_padded`` runs them in one padded call, for processes that shard a model and so must call it
-equally often.
-"""
+"""Executors on transformers' own SDPA attention: a forest under one dense mask, or each path alone."""
 
 from __future__ import annotations
 
