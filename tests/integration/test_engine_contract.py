@@ -165,7 +165,7 @@ SHAPED = {
 async def test_logprobs_of_a_shaped_call_are_what_it_says(served: Served, engine: EngineClient) -> None:
     for name, (params, of_sglang) in SHAPED.items():
         if name == "bias" and served.kind == "local":
-            with pytest.raises(EngineRefusedError, match="does not know sampling parameter 'logit_bias'"):
+            with pytest.raises(EngineRefusedError, match="does not support sampling parameter 'logit_bias'"):
                 await engine.generate(prompt(2), params, "biased")
             continue
         made = await engine.generate(prompt(2), params, f"shaped-{name}")

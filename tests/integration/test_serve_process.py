@@ -189,7 +189,7 @@ def test_a_folder_that_is_no_model_ends_with_the_reason(mongo: str, tmp_path: Pa
         *("--model_name_or_path", str(tmp_path)),
     )
     assert done.returncode == 1
-    assert "is no model folder" in done.stderr
+    assert "is not a model folder" in done.stderr
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])

@@ -1,1 +1,1 @@
-"""Each model call of a trajectory: the engine client, the router over live engines, the engines."""
+"""Inference: the engine client, the router over live engines, and the engines."""

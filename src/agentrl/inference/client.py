@@ -1,6 +1,6 @@
-"""The engine client: SGLang's HTTP API, spoken by SGLang itself and by the ``local`` engine.
+"""Call an inference engine over SGLang's HTTP API, which the ``local`` engine serves too.
 
-What vLLM says otherwise is in ``engines/vllm_client.py``.
+``engines/clients.py`` has the client for vLLM, whose API differs.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _EXCERPT = 300
 
 
 class EngineRefusedError(EngineError):
-    """The engine understood the request and refused it: sending it again would not help."""
+    """The engine refused the request; a retry would fail too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What one request generated; ``versions`` are spans over ``output_ids`` that cover it without a gap."""
+    """The result of one generation; the spans in ``versions`` cover ``output_ids`` without a gap."""
 
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -49,7 +49,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """The model that an engine serves. ``vocab_size`` is None where the engine does not tell it."""
+    """The model that an engine serves; ``vocab_size`` is None if the engine does not report it."""
 
     model_path: str
     version: int
@@ -57,7 +57,7 @@ class ModelInfo:
 
 
 class EngineClient:
-    """One engine at ``url``. Methods raise EngineError with the url, the status and what was answered."""
+    """The client of one engine. Methods raise EngineError with the url, the status and the answer."""
 
     def __init__(
         self,
@@ -67,14 +67,15 @@ class EngineClient:
         vocab_size: int | None = None,
         instance: str | None = None,
     ) -> None:
-        """``timeout``: seconds that one generation may take; ``vocab_size``: asked of the engine if None.
+        """Create the client of the engine at ``url``.
 
-        With an ``instance``, prompts go only to the server that has this name.
+        ``timeout`` limits one generation, in seconds. With ``vocab_size`` None, the engine is asked for it.
+        With an ``instance``, prompts are sent only to a server that has this instance name.
         """
         self.url = url.rstrip("/")
         self._timeout = timeout
         self._vocab_size = vocab_size
-        self._unproven = instance
+        self._unverified = instance
         self._instance = instance
         self._http = httpx.AsyncClient(
             base_url=self.url,
@@ -98,20 +99,20 @@ class EngineClient:
     async def generate(self, input_ids: Sequence[int], params: SamplingParams, rid: str) -> Generation:
         """Sample a continuation of ``input_ids``.
 
-        An id outside the vocabulary is refused here: SGLang would die of it. ``rid`` must not be a prefix of
-        another request's, since SGLang aborts by prefix. Cancelling the call aborts the request in the
-        engine.
+        An id outside the vocabulary raises EngineRefusedError here, because it crashes SGLang. ``rid`` must
+        not be a prefix of the id of another request, because SGLang aborts by prefix. Cancelling the call
+        aborts the request in the engine.
         """
-        if self._unproven is not None:
-            await self.check_instance(self._unproven)
-            self._unproven = None
+        if self._unverified is not None:
+            await self.check_instance(self._unverified)
+            self._unverified = None
         await self._check_ids(input_ids)
         path, body = self._request(input_ids, params, rid)
         start = time.monotonic()
         try:
             answer = await self._post(path, body, self._timeout)
         except EngineError:
-            self._unproven = self._instance  # another server may be there when this one is reached again
+            self._unverified = self._instance  # the address may belong to another server by the next call
             raise
         except asyncio.CancelledError:
             await asyncio.shield(self._abort_quietly(rid))
@@ -119,7 +120,7 @@ class EngineClient:
         return self._generation(answer, params, time.monotonic() - start)
 
     async def health(self) -> bool:
-        """Whether the engine answers and takes requests; False while it is paused, starting or gone."""
+        """Return whether the engine takes requests; False while it is paused, starting or unreachable."""
         try:
             response = await self._http.get("/health", timeout=CONTROL_SECONDS)
         except httpx.HTTPError:
@@ -127,7 +128,7 @@ class EngineClient:
         return response.status_code == 200
 
     async def model_info(self) -> ModelInfo:
-        """The served model and its policy version."""
+        """Return the served model and its policy version."""
         info = await self._get("/model_info")
         path = str(info.get("model_path", ""))
         vocab_size = info.get("vocab_size")
@@ -137,17 +138,17 @@ class EngineClient:
         return ModelInfo(model_path=path, version=version, vocab_size=vocab_size)
 
     async def server_info(self) -> dict[str, Any]:
-        """The engine's own description of itself, as it gives it."""
+        """Return the engine's own description, unchanged."""
         return await self._get("/server_info")
 
     async def instance(self) -> str | None:
-        """The name that the server was started with by ``agentrl serve``; None where it has none."""
+        """Return the instance name that ``agentrl serve`` gave the server; None if it has none."""
         info = await self.server_info()
         given = info.get("instance")
         return str(given) if given else instance_of(str(info.get("served_model_name", "")))
 
     async def check_instance(self, expected: str | None) -> None:
-        """EngineError unless the server was started as ``expected``; None expects nothing."""
+        """Raise EngineError unless the server's instance name is ``expected``; None accepts any server."""
         if expected is None:
             return
         try:
@@ -162,33 +163,37 @@ class EngineClient:
             )
 
     async def load(self) -> int:
-        """Requests that the engine runs or has queued."""
+        """Return the number of running and queued requests."""
         answer = await self._get("/v1/loads?include=core")
         ranks = answer.get("loads", [])
         return sum(rank.get("num_running_reqs", 0) + rank.get("num_waiting_reqs", 0) for rank in ranks)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop generating. ``retract`` drops the KV cache of running requests and recomputes it on resume;
-        ``in_place`` keeps it; ``abort`` ends them with what they have. New requests wait."""
+        """Stop generating; new requests wait.
+
+        ``retract`` drops the KV cache of running requests, which is recomputed on resume; ``in_place`` keeps
+        it; ``abort`` ends the requests with the tokens generated so far.
+        """
         await self._post("/pause_generation", {"mode": mode}, self._timeout)
 
     async def resume(self) -> None:
-        """Go on after ``pause``."""
+        """Continue after ``pause``."""
         await self._post("/continue_generation", {}, CONTROL_SECONDS)
 
     async def flush_cache(self) -> None:
-        """Forget every cached prefix. Refused while requests run."""
+        """Drop every cached prefix. Raises EngineRefusedError while requests are running."""
         await self._post("/flush_cache", {}, CONTROL_SECONDS)
 
     async def abort(self, rid: str | None) -> None:
-        """End request ``rid``, or all with None; they return what they have, with finish reason ``abort``."""
+        """End request ``rid``, or all if it is None; they return their tokens, finish reason ``abort``."""
         body = {"abort_all": True} if rid is None else {"rid": rid}
         await self._post("/abort_request", body, CONTROL_SECONDS)
 
     async def update_weights(self, path: str, version: int, *, flush_cache: bool = True) -> None:
-        """Load the weights in folder ``path`` as policy ``version``; on EngineError the old ones still serve.
+        """Load the weights in folder ``path`` as policy ``version``.
 
-        With requests running and no pause, the engine lets them finish first.
+        Unless it is paused, the engine first finishes the running requests. On EngineError it keeps serving
+        the old weights.
         """
         body = {"model_path": path, "weight_version": str(version), "flush_cache": flush_cache}
         answer = await self._post("/update_weights_from_disk", body, self._timeout)
@@ -198,13 +203,13 @@ class EngineClient:
             )
 
     async def set_version(self, version: int) -> None:
-        """Name the weights that are served policy ``version``."""
+        """Set the policy version of the served weights."""
         await self._post("/update_weight_version", {"new_version": str(version)}, CONTROL_SECONDS)
 
     def _request(
         self, input_ids: Sequence[int], params: SamplingParams, rid: str
     ) -> tuple[str, dict[str, Any]]:
-        """Path and body of a generation."""
+        """Return the path and the body of a generation request."""
         return "/generate", {
             "input_ids": list(input_ids),
             "sampling_params": params.to_request(),
@@ -248,7 +253,7 @@ class EngineClient:
             self._vocab_size = (await self.model_info()).vocab_size
         if self._vocab_size is None:
             raise EngineRefusedError(
-                f"engine {self.url} does not tell its vocabulary size, nor can its model folder be read here",
+                f"engine {self.url} reports no vocabulary size, and its model folder cannot be read here",
                 hint="pass vocab_size to the client",
             )
         low, high = min(input_ids), max(input_ids)
@@ -260,7 +265,7 @@ class EngineClient:
         try:
             await self.abort(rid)
         except EngineError:
-            return  # the engine is gone, and the request with it
+            return  # the engine has ended, and the request with it
 
     def _generation(self, answer: Mapping[str, Any], params: SamplingParams, seconds: float) -> Generation:
         try:
@@ -268,7 +273,7 @@ class EngineClient:
         except (KeyError, TypeError, ValueError, IndexError) as error:
             excerpt = json.dumps(answer)[:_EXCERPT]
             raise EngineError(
-                f"engine {self.url} answered in an unknown form ({error!r}): {excerpt}"
+                f"engine {self.url} answered in an unknown format ({error!r}): {excerpt}"
             ) from error
         ids, logprobs = fields["output_ids"], fields["logprobs"]
         if len(logprobs) != len(ids):
@@ -277,7 +282,7 @@ class EngineClient:
         return Generation(**fields, seconds=seconds, engine_url=self.url)
 
     def _fields(self, answer: Mapping[str, Any], params: SamplingParams) -> dict[str, Any]:
-        """What an answer says of a Generation; ``versions`` are the engine's own spans."""
+        """Return the fields of a Generation from an answer; ``versions`` are the engine's own spans."""
         meta = answer["meta_info"]
         ids = tuple(int(item) for item in answer["output_ids"])
         whole = {"version": meta.get("weight_version", "default"), "start": 0, "end": len(ids)}
@@ -292,7 +297,7 @@ class EngineClient:
         }
 
     def _spans(self, spans: Sequence[Mapping[str, Any]], count: int) -> tuple[VersionSpan, ...]:
-        """The engine's spans, cut to ``count`` tokens."""
+        """Return the engine's version spans, cut to ``count`` tokens; EngineError if they leave a gap."""
         if count == 0:
             return ()
         found = tuple(
@@ -310,38 +315,38 @@ class EngineClient:
         return found
 
     def _version(self, name: Any) -> int:
-        """A weight version's number; ``default`` is how SGLang names the weights that it started with."""
+        """Return the number of a weight version; SGLang names the initial weights ``default``, which is 0."""
         if name in ("default", None):
             return 0
         try:
             return int(name)
         except (TypeError, ValueError) as error:
             raise EngineError(
-                f"engine {self.url} reports weight version {name!r}, which is no policy version",
+                f"engine {self.url} reports weight version {name!r}, which is not a policy version",
                 hint="start it by `agentrl serve`",
             ) from error
 
 
 def _object(response: httpx.Response) -> dict[str, Any]:
-    """The JSON object answered; an empty dict where the body is empty or plain text."""
+    """Return the JSON object of a response; an empty dict for an empty or plain-text body."""
     if "json" not in response.headers.get("content-type", ""):
         return {}
     try:
         answer = response.json()
     except ValueError as error:
         raise EngineError(
-            f"engine {response.url} answered broken JSON: {response.text[:_EXCERPT]}"
+            f"engine {response.url} answered invalid JSON: {response.text[:_EXCERPT]}"
         ) from error
     return answer if isinstance(answer, dict) else {"value": answer}
 
 
 def instance_of(name: str) -> str | None:
-    """The instance in a served model's name, ``NAME@INSTANCE``."""
+    """Return the instance from a served model's name, ``NAME@INSTANCE``; None if there is none."""
     return name.rpartition("@")[2] if "@" in name else None
 
 
 def vocab_size_of(folder: str) -> int | None:
-    """``vocab_size`` of the config in a model folder; None where the folder cannot be read here."""
+    """Return ``vocab_size`` from the config in a model folder; None if it cannot be read here."""
     try:
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

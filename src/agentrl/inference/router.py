@@ -1,4 +1,4 @@
-"""Which engine runs a model call: the least loaded one, one for a trajectory, another when it is gone."""
+"""Route model calls: each trajectory goes to the least loaded engine, and to another one if it fails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LOG_SECONDS = 30.0
 
 
 class Client(Protocol):
-    """What the router needs of an engine client."""
+    """The part of an engine client that the router needs."""
 
     async def generate(self, input_ids: Sequence[int], params: SamplingParams, rid: str) -> Generation:
         """Sample a continuation of ``input_ids``."""
@@ -41,17 +41,17 @@ class Client(Protocol):
 
 
 class Tokens(Protocol):
-    """The part of a renderer that the router needs to detect the end of a generation."""
+    """The part of a renderer with which the router detects the end of a generation."""
 
     eos_ids: frozenset[int]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of generated ids."""
+        """Return the text of ``ids``."""
         ...
 
 
 class EngineRouter:
-    """Spreads trajectories over the live engines and carries their generations over pauses and deaths."""
+    """Distributes trajectories over the live engines; their generations survive pauses and failures."""
 
     def __init__(
         self,
@@ -66,13 +66,13 @@ class EngineRouter:
         client: Callable[[InferenceService], Client] | None = None,
         tokens: Tokens | None = None,
     ) -> None:
-        """``live`` lists the live engines and is asked again once its answer is ``max_age`` seconds old.
+        """Create a router over the engines that ``live`` lists; the list is cached for ``max_age`` seconds.
 
-        ``tokens`` knows the ids at which engines stop by themselves, and reads text for stop strings; without
-        it an aborted generation ends at ``stop_token_ids`` alone.
+        ``tokens`` has the end-of-sequence ids, and decodes text to find stop strings; without it an aborted
+        generation is complete only at ``stop_token_ids``.
 
-        ``wait_seconds`` bounds how long a generation goes on without a single new token: no engine there, or
-        engines that fail. A failed engine is left alone for ``suspect_seconds``.
+        A generation fails if it receives no new token for ``wait_seconds``, because there is no engine or
+        the engines fail. A failed engine is avoided for ``suspect_seconds``.
         """
         self._live = live
         self._wait_seconds = wait_seconds
@@ -91,16 +91,16 @@ class EngineRouter:
         self._tokens = tokens
         self._clients: dict[str, Client] = {}
         self._services: tuple[InferenceService, ...] = ()
-        self._asked_at = float("-inf")
-        self._asking = asyncio.Lock()
-        self._look: asyncio.Task[None] | None = None
+        self._refreshed_at = float("-inf")
+        self._refresh_lock = asyncio.Lock()
+        self._refresh_task: asyncio.Task[None] | None = None
         self._sessions: Counter[str] = Counter()
         self._suspects: dict[str, float] = {}
         self._logged_at = float("-inf")
 
     @asynccontextmanager
     async def session(self, traj_id: str) -> AsyncIterator[EngineSession]:
-        """The model calls of one trajectory: they go to one engine, so that its prefix cache serves them."""
+        """Return a session whose model calls go to one engine, so that its prefix cache is used."""
         session = EngineSession(self, traj_id)
         try:
             yield session
@@ -108,24 +108,26 @@ class EngineRouter:
             self._move(session, None)
 
     def policy_versions(self) -> frozenset[int]:
-        """The versions that usable engines serve; empty while none is known.
+        """Return the policy versions that usable engines serve; empty while none is known.
 
-        It answers at once, from the last look at the engines, and orders another if that was long ago.
+        It returns at once, from the cached list of engines, and starts a refresh if the list is too old.
         """
-        if time.monotonic() - self._asked_at >= self._max_age and (self._look is None or self._look.done()):
-            self._look = asyncio.get_running_loop().create_task(self._look_again())
+        if time.monotonic() - self._refreshed_at >= self._max_age and (
+            self._refresh_task is None or self._refresh_task.done()
+        ):
+            self._refresh_task = asyncio.get_running_loop().create_task(self._refresh_quietly())
         return frozenset(s.policy_version for s in self._usable() if s.policy_version is not None)
 
     async def close(self) -> None:
         """Close every engine's connections."""
-        if self._look is not None:
-            self._look.cancel()
+        if self._refresh_task is not None:
+            self._refresh_task.cancel()
         clients, self._clients = list(self._clients.values()), {}
         for client in clients:
             await client.close()
 
     async def _pick(self, session: EngineSession, deadline: float) -> Client:
-        """The session's engine, or the least loaded one; EngineError if there is none until ``deadline``."""
+        """Return the session's engine, else the least loaded one; EngineError after ``deadline``."""
         while True:
             await self._refresh()
             urls = {service.url: service for service in self._usable()}
@@ -134,20 +136,20 @@ class EngineRouter:
                 self._move(session, chosen.url if chosen else None)
             if session.url is not None:
                 return self._client(urls[session.url])
-            await self._wait(f"{session.traj_id} waits for a live engine", deadline)
+            await self._wait(f"{session.traj_id} is waiting for a live engine", deadline)
 
-    async def _look_again(self) -> None:
+    async def _refresh_quietly(self) -> None:
         try:
             await self._refresh()
         except StoreError as error:
             log.warning("the engines cannot be listed: %s", error.message)
 
     async def _refresh(self) -> None:
-        async with self._asking:
-            if time.monotonic() - self._asked_at < self._max_age:
+        async with self._refresh_lock:
+            if time.monotonic() - self._refreshed_at < self._max_age:
                 return
             self._services = tuple(await self._live())
-            self._asked_at = time.monotonic()
+            self._refreshed_at = time.monotonic()
 
     def _usable(self) -> list[InferenceService]:
         now = time.monotonic()
@@ -175,11 +177,11 @@ class EngineRouter:
         self._move(session, None)
 
     async def _wait(self, why: str, deadline: float, attempt: int = 1) -> None:
-        """Back off before the next attempt; EngineError at ``deadline``."""
+        """Sleep before the next attempt, with exponential backoff; EngineError at ``deadline``."""
         now = time.monotonic()
         if now >= deadline:
             raise EngineError(
-                f"{why}: nothing for {self._wait_seconds:g} s (--engine_wait_seconds)",
+                f"{why}: no new token for {self._wait_seconds:g} s (--engine_wait_seconds)",
                 hint="start an engine: agentrl serve --run_name … --model_name_or_path …",
             )
         if now - self._logged_at >= _LOG_SECONDS:
@@ -189,7 +191,7 @@ class EngineRouter:
 
 
 class EngineSession:
-    """One trajectory's way to its engine; made by ``EngineRouter.session``."""
+    """The model calls of one trajectory; created by ``EngineRouter.session``."""
 
     def __init__(self, router: EngineRouter, traj_id: str) -> None:
         self.traj_id = traj_id
@@ -197,12 +199,12 @@ class EngineSession:
         self._router = router
 
     async def generate(self, input_ids: Sequence[int], params: SamplingParams) -> Generation:
-        """One whole generation, whatever becomes of the engines meanwhile.
+        """Return one complete generation, resumed as often as engines abort it or fail.
 
-        A generation that was aborted goes on from the tokens so far, on the same engine or another, unless
-        they end where the call stops: an engine may report the abort and not the stop. One whose engine died
-        goes on from the last tokens received. Penalties then count the tokens of the last part alone.
-        EngineError where an engine refuses the request, or none brings a token for ``wait_seconds``.
+        An aborted generation continues from its tokens so far, on the same or another engine, unless they
+        already end at a stop: an engine may report the abort instead of the stop. After a failure it
+        continues from the last tokens received. Penalties then count only the tokens of the last part.
+        Raises EngineError if an engine refuses the request, or if no token arrives for ``wait_seconds``.
         """
         router = self._router
         parts: list[Generation] = []
@@ -237,7 +239,7 @@ class EngineSession:
 def _reason(
     part: Generation, done: Sequence[int], params: SamplingParams, tokens: Tokens | None
 ) -> FinishReason:
-    """Return the finish reason after the last ``part``; ``abort`` if the generation has to be resumed."""
+    """Return the finish reason after ``part``; ``abort`` if the generation has to be resumed."""
     if part.finish_reason != "abort":
         return part.finish_reason
     if part.output_ids and _stops(done, params, tokens):
@@ -248,8 +250,8 @@ def _reason(
 def _stops(done: Sequence[int], params: SamplingParams, tokens: Tokens | None) -> bool:
     """Return whether the ids ``done`` end in a stop token or contain a stop string, by SGLang's rules.
 
-    The last token stops it unless ``ignore_eos`` is set; a string of ``stop``, or a match of ``stop_regex``,
-    does so wherever it is, since an earlier part that had it would have ended.
+    Stop tokens do not count with ``ignore_eos``. A string of ``stop`` and a match of ``stop_regex`` count at
+    any position, because a generation ends at the first one.
     """
     extra = params.extra
     own = tokens.eos_ids if tokens is not None else frozenset()
@@ -268,7 +270,7 @@ def _strings(value: Any) -> list[str]:
 
 
 def _remaining(params: SamplingParams, done: int) -> SamplingParams:
-    """The parameters of a generation that already has ``done`` tokens; a seed moves on with them."""
+    """Return the parameters for the rest of a generation after ``done`` tokens; advance its seed."""
     if not done:
         return params
     extra = dict(params.extra)
@@ -280,7 +282,7 @@ def _remaining(params: SamplingParams, done: int) -> SamplingParams:
 def _joined(
     parts: Sequence[Generation], reason: FinishReason, prompt_tokens: int, seconds: float
 ) -> Generation:
-    """One generation out of its consecutive parts."""
+    """Concatenate the consecutive parts of one generation."""
     spans: list[VersionSpan] = []
     offset = 0
     for part in parts:

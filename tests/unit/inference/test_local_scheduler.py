@@ -156,7 +156,7 @@ def test_a_pause_changes_nothing_but_the_weights_after_it(mode: str) -> None:
     assert not desk.scheduler.has_work
     before = request.output_ids
     desk.scheduler.replace_model(RuleModel(shift=1), "7")
-    desk.scheduler.cache.forget()
+    desk.scheduler.cache.drop_idle()
     desk.scheduler.paused = False
     desk.run()
     made = desk.ended["r"]

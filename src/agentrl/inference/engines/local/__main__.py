@@ -1,8 +1,8 @@
-"""The local engine: a small inference server on transformers, for machines without SGLang.
+"""Run the local engine's server.
 
     python -m agentrl.inference.engines.local --model_path DIR --port 30000
 
-It batches continuously, reuses the KV cache of common prefixes, and speaks SGLang's HTTP API.
+The server batches continuously, reuses the KV cache of common prefixes, and has SGLang's HTTP API.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ def run_local_server(
     chunk_tokens: int = 256,
     instance: str | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. ModelError where the model cannot be served; ConfigError on a bad flag.
+    """Serve until SIGTERM or SIGINT.
 
-    ``max_total_tokens`` is the size of the KV cache and so the longest context; ``chunk_tokens`` the prompt
-    tokens of one forward pass: more is faster, fewer keeps decoding requests moving.
+    ``max_total_tokens`` is the size of the KV cache, and thus the longest context. ``chunk_tokens`` limits
+    the prompt tokens of one forward pass: a larger value is faster, a smaller one delays running requests
+    less.
+    Raises ModelError if the model cannot be served, and ConfigError for an unknown ``dtype``.
     """
     import torch
     import uvicorn
@@ -66,7 +68,7 @@ def run_local_server(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line of the server."""
+    """Parse the command line and serve."""
     parser = argparse.ArgumentParser(prog="python -m agentrl.inference.engines.local")
     parser.add_argument("--model_path", required=True, help="folder of a Hugging Face model")
     parser.add_argument("--host", default="127.0.0.1")
@@ -77,11 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="float32, bfloat16, float16, or auto: float32 on a CPU, else bfloat16",
     )
     parser.add_argument("--device", default="cpu", help="cpu, or a torch device such as cuda:0")
-    parser.add_argument("--weight_version", default="default", help="name of the weights served at the start")
-    parser.add_argument("--max_running_requests", type=int, default=32, help="sequences decoded at a time")
-    parser.add_argument("--max_total_tokens", type=int, default=65536, help="tokens of KV cache")
-    parser.add_argument("--chunk_tokens", type=int, default=256, help="prompt tokens of one forward pass")
-    parser.add_argument("--instance", help="name that /server_info answers: it identifies this process")
+    parser.add_argument("--weight_version", default="default", help="name of the initial weights")
+    parser.add_argument("--max_running_requests", type=int, default=32, help="most sequences in a batch")
+    parser.add_argument("--max_total_tokens", type=int, default=65536, help="size of the KV cache in tokens")
+    parser.add_argument("--chunk_tokens", type=int, default=256, help="most prompt tokens in a forward pass")
+    parser.add_argument("--instance", help="name in /server_info that identifies this process")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s  %(message)s")
     try:

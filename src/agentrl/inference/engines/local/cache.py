@@ -1,4 +1,4 @@
-"""The local engine's KV cache: a contiguous extent per sequence, kept after its request for prefix reuse."""
+"""KV cache of the local engine: contiguous rows per sequence, kept after its request for prefix reuse."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KEEP = 256
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One sequence in the cache: keys and values exist for ``tokens[:computed]``, from row ``start`` on."""
+    """One sequence in the cache: rows from ``start`` on hold keys and values of ``tokens[:computed]``."""
 
     tokens: NDArray[np.int32]
     computed: int = 0
@@ -26,19 +26,18 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """``length`` tokens of a prompt lie in ``slot``; ``promised`` will, once running prefills are through."""
+    """``length`` tokens of a prompt are cached in ``slot``; ``pending`` after the running prefills."""
 
     slot: Slot | None
     length: int
-    promised: int
+    pending: int
 
 
 class KVCache:
-    """Keys and values of at most ``max_tokens`` tokens.
+    """Keys and values of ``max_tokens`` tokens: two tensors [max_tokens, kv_heads, head_dim] per layer.
 
-    Per layer two tensors [max_tokens, kv_heads, head_dim]. A slot's rows are contiguous, so that attention
-    reads them without gathering; a slot that outgrows its rows moves. Rows are handed out from the lowest
-    on, and memory is taken only as far as rows were used.
+    The rows of a slot are contiguous, so that attention reads them without a gather; a slot that needs more
+    rows moves. The lowest free rows are used first, because the system allocates memory at the first write.
     """
 
     def __init__(
@@ -59,34 +58,34 @@ class KVCache:
         self._clock = 0
 
     def match(self, prompt: NDArray[np.int32]) -> PrefixMatch:
-        """The slot that holds the longest computed prefix of ``prompt``, all but its last token at most."""
-        best, length, promised = None, 0, 0
+        """Return the slot with the longest computed prefix of ``prompt``, excluding the last token."""
+        best, length, pending = None, 0, 0
         for slot in self._slots:
             common = min(_common_prefix(slot.tokens, prompt), len(prompt) - 1)
-            promised = max(promised, common)
+            pending = max(pending, common)
             ready = min(common, slot.computed)
             if ready > length or (ready == length > 0 and best is not None and best.busy and not slot.busy):
                 best, length = slot, ready
-        return PrefixMatch(best, length, promised)
+        return PrefixMatch(best, length, pending)
 
-    def acquire(self, prompt: NDArray[np.int32], found: PrefixMatch, room: int) -> Slot | None:
-        """A busy slot of ``room`` rows with the match in place; None where running sequences leave no room.
+    def acquire(self, prompt: NDArray[np.int32], found: PrefixMatch, rows: int) -> Slot | None:
+        """Return a busy slot of ``rows`` rows that holds the match; None if running sequences need the space.
 
-        A finished sequence that holds little beyond the match is continued where it lies; otherwise the match
-        is copied.
+        A finished sequence with few tokens beyond the match is continued in place; otherwise the match is
+        copied.
         """
         source, length = found.slot, found.length
         if source is not None and not source.busy and source.computed - length <= max(16, length // 4):
             source.tokens, source.computed, source.busy = prompt, length, True
-            if self.grow(source, room):
+            if self.grow(source, rows):
                 return source
             source.busy = False
             source.tokens = prompt[:length]
             return None
         slot = Slot(prompt)
-        if not self._place(slot, room, keep=source):
+        if not self._place(slot, rows, keep=source):
             source = None
-            if not self._place(slot, room, keep=None):
+            if not self._place(slot, rows, keep=None):
                 return None
         if source is not None:
             self._copy(source.start, slot.start, length)
@@ -94,15 +93,15 @@ class KVCache:
         self._slots.append(slot)
         return slot
 
-    def grow(self, slot: Slot, room: int) -> bool:
-        """Make sure that a busy slot has ``room`` rows; False where running sequences leave no room."""
-        if room <= slot.capacity:
+    def grow(self, slot: Slot, rows: int) -> bool:
+        """Give a busy slot at least ``rows`` rows; return False if running sequences need the space."""
+        if rows <= slot.capacity:
             return True
         start, capacity = slot.start, slot.capacity
         slot.capacity = 0
         if not self._place(
-            slot, max(room, min(room * 3 // 2, self.max_tokens)), keep=None
-        ) and not self._place(slot, room, keep=None):
+            slot, max(rows, min(rows * 3 // 2, self.max_tokens)), keep=None
+        ) and not self._place(slot, rows, keep=None):
             slot.start, slot.capacity = start, capacity
             return False
         if slot.start != start:
@@ -110,7 +109,7 @@ class KVCache:
         return True
 
     def release(self, slot: Slot, tokens: NDArray[np.int32]) -> None:
-        """Give a slot back; what it computed of ``tokens`` stays for reuse until its rows are needed."""
+        """Release a slot; its computed part of ``tokens`` stays for reuse until the rows are needed."""
         self._clock += 1
         slot.tokens = tokens[: slot.computed].copy()
         slot.busy, slot.used_at = False, self._clock
@@ -118,35 +117,35 @@ class KVCache:
         if slot.computed == 0 or len(idle) > _KEEP:
             self._slots.remove(min(idle, key=lambda item: (item.computed > 0, item.used_at)))
 
-    def forget(self) -> None:
-        """Drop every sequence that is not busy."""
+    def drop_idle(self) -> None:
+        """Drop every idle sequence."""
         self._slots = [slot for slot in self._slots if slot.busy]
 
     @property
     def held_tokens(self) -> int:
-        """Tokens whose keys and values are in the cache."""
+        """The number of tokens whose keys and values are in the cache."""
         return sum(slot.computed for slot in self._slots)
 
-    def _place(self, slot: Slot, room: int, keep: Slot | None) -> bool:
-        """Set ``slot``'s rows to the lowest free extent of ``room``, dropping idle sequences as needed."""
-        room = min(-(-room // _ROUND) * _ROUND, self.max_tokens)
+    def _place(self, slot: Slot, rows: int, keep: Slot | None) -> bool:
+        """Assign the lowest free range of ``rows`` rows to ``slot``; drop idle sequences as needed."""
+        rows = min(-(-rows // _ROUND) * _ROUND, self.max_tokens)
         while True:
-            start = self._lowest_free(room)
+            start = self._lowest_free(rows)
             if start is not None:
-                slot.start, slot.capacity = start, room
+                slot.start, slot.capacity = start, rows
                 return True
             idle = [item for item in self._slots if not item.busy and item is not keep]
             if not idle:
                 return False
             self._slots.remove(min(idle, key=lambda item: item.used_at))
 
-    def _lowest_free(self, room: int) -> int | None:
+    def _lowest_free(self, rows: int) -> int | None:
         end = 0
         for start, capacity in sorted((slot.start, slot.capacity) for slot in self._slots if slot.capacity):
-            if start - end >= room:
+            if start - end >= rows:
                 return end
             end = start + capacity
-        return end if self.max_tokens - end >= room else None
+        return end if self.max_tokens - end >= rows else None
 
     def _copy(self, source: int, target: int, length: int) -> None:
         overlap = abs(source - target) < length
@@ -156,7 +155,7 @@ class KVCache:
 
 
 def _common_prefix(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:
-    """Length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     count = min(len(left), len(right))
     different = np.flatnonzero(left[:count] != right[:count])
     return int(different[0]) if len(different) else count

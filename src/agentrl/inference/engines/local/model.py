@@ -1,4 +1,4 @@
-"""The local engine's forward pass: a transformers model over a flat batch of chunks and a KV cache."""
+"""Forward pass of the local engine: a transformers model over a flat batch of chunks and a KV cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens of one sequence to run next: they take positions ``start …`` of the sequence in ``slot``."""
+    """The next tokens of one sequence to compute, at positions ``start …`` of the sequence in ``slot``."""
 
     slot: Slot
     start: int
@@ -35,7 +35,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A chunk as attention sees it: queries [begin, end) of the batch over cache rows [first, last)."""
+    """The attention of one chunk: queries [begin, end) of the batch over cache rows [first, last)."""
 
     begin: int
     end: int
@@ -52,10 +52,10 @@ class _Batch:
 
 
 class LocalModel:
-    """A causal language model of ordinary attention, ready for inference."""
+    """A causal language model with full attention, loaded for inference."""
 
     def __init__(self, folder: str, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Load ``folder``; ModelError where it is no model folder or its attention is not ordinary."""
+        """Load ``folder``; ModelError if it is not a model folder or its attention is not supported."""
         config = load_config(folder)
         self.folder = folder
         self.device = device
@@ -73,7 +73,7 @@ class LocalModel:
             _pack_linears(self._model)
 
     def new_cache(self, max_tokens: int) -> KVCache:
-        """An empty cache of the model's shape."""
+        """Return an empty cache of the model's shape."""
         return KVCache(
             num_layers=self._num_layers,
             max_tokens=max_tokens,
@@ -84,7 +84,7 @@ class LocalModel:
         )
 
     def check_same_shape(self, other: LocalModel) -> None:
-        """ModelError unless ``other`` can take this model's place over the same cache."""
+        """Raise ModelError unless ``other`` can replace this model on the same cache."""
         for name in ("vocab_size", "_num_layers", "_num_kv_heads", "_head_dim"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
@@ -93,9 +93,9 @@ class LocalModel:
                 )
 
     def forward(self, chunks: Sequence[Chunk], cache: KVCache) -> Tensor:
-        """Run ``chunks``, at most one of a sequence, and store their keys and values.
+        """Compute ``chunks``, at most one per sequence, and store their keys and values.
 
-        Returns float32 logits [chunks that want them, vocab] at the last token of each such chunk.
+        Returns float32 logits [chunks with ``wants_logits``, vocab] at the last token of each such chunk.
         """
         ids = np.concatenate([chunk.token_ids for chunk in chunks])
         positions = np.concatenate([np.arange(c.start, c.start + len(c.token_ids)) for c in chunks])
@@ -130,7 +130,7 @@ class LocalModel:
 
     @torch.inference_mode()
     def _check_against_plain_attention(self) -> None:
-        """ModelError unless the slotted forward, in two chunks, agrees with the plain one on a few ids."""
+        """Raise ModelError unless the cached forward, in two chunks, agrees with the model's own forward."""
         ids = np.arange(24, dtype=np.int32) * 7919 % self.vocab_size
         cache = self.new_cache(max_tokens=2 * len(ids))
         slot = Slot(ids, start=len(ids))
@@ -144,15 +144,15 @@ class LocalModel:
         if not gap <= limit:
             raise ModelError(
                 f"{self.folder}: the local engine's logprobs differ from the plain model's by {gap:.2g}",
-                hint="serve this model by --engine sglang",
+                hint="serve this model with --engine sglang",
             )
 
 
 def load_config(folder: str) -> Any:
-    """The configuration of a model folder; ModelError where there is none or it needs remote code."""
+    """Return the configuration of a model folder. Raises ModelError if it is missing or not supported."""
     if not (Path(folder) / "config.json").is_file():
         raise ModelError(
-            f"{folder} is no model folder: it has no config.json",
+            f"{folder} is not a model folder: it has no config.json",
             hint="give the folder of a Hugging Face model",
         )
     try:
@@ -162,8 +162,8 @@ def load_config(folder: str) -> Any:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise ModelError(
-            f"{folder}: the local engine knows full attention only, not {', '.join(sorted(kinds))}",
-            hint="serve it by --engine sglang",
+            f"{folder}: the local engine supports only full attention, not {', '.join(sorted(kinds))}",
+            hint="serve it with --engine sglang",
         )
     return config
 
@@ -183,7 +183,7 @@ def _load(folder: str, dtype: torch.dtype, device: torch.device) -> PreTrainedMo
 
 
 def _eos_ids(folder: str, config: Any) -> frozenset[int]:
-    """End-of-sequence ids of the configuration and of generation_config.json."""
+    """Return the end-of-sequence ids of the configuration and of generation_config.json."""
     found = [config.eos_token_id]
     path = Path(folder) / "generation_config.json"
     if path.is_file():
@@ -202,14 +202,14 @@ def _slot_attention(
     slot_batch: _Batch | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over the KV cache, called by each layer with query [1, heads, n, dim] of the flat batch.
+    """Compute attention over the KV cache; each layer calls it with query [1, heads, n, dim] of the batch.
 
-    The query heads that share a key head are laid out as further query rows, so that keys and values are read
-    once and never repeated.
+    The query heads of one key head become additional query rows, so that keys and values are read once and
+    never repeated.
     """
     named = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if slot_batch is None or named:
-        raise ModelError(f"the local engine's attention does not know {named or 'a call without its batch'}")
+        raise ModelError(f"the local engine's attention does not support {named or 'a call without a batch'}")
     layer = cast("int", module.layer_idx)
     cache = slot_batch.cache
     layer_keys, layer_values = cache.keys[layer], cache.values[layer]
@@ -236,7 +236,7 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _slot_attention)
 
 
 class _PackedLinear(nn.Module):
-    """A linear layer whose weight lies as oneDNN wants it: two to three times faster on a CPU."""
+    """A linear layer with its weight in the layout of oneDNN: two to three times faster on a CPU."""
 
     def __init__(self, linear: nn.Linear, rows: int) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class _PackedLinear(nn.Module):
 
 
 def _pack_linears(model: nn.Module) -> None:
-    """Replace every linear layer by a packed one."""
+    """Replace every linear layer by one with a packed weight."""
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:
             parent, _, leaf = name.rpartition(".")

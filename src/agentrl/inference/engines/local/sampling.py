@@ -1,4 +1,4 @@
-"""The local engine's sampling: rows of logits → token ids and their logprobs, all rows at once."""
+"""Sample token ids and their logprobs from a batch of logits, for the local engine."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _WIDTHS = (64, 1024)
 
 @dataclass(slots=True)
 class RowSampler:
-    """How one request is sampled: its parameters, its random numbers, its penalized tokens."""
+    """The sampling state of one request: parameters, random generator, counts of generated tokens."""
 
     params: SamplingParams
     rng: np.random.Generator
     counts: dict[int, int] = field(default_factory=dict)
-    """How often each token was generated; kept only where a penalty needs it."""
+    """{token: how often it was generated}; kept only if a penalty needs it."""
 
     @property
     def greedy(self) -> bool:
-        """Temperature 0: the most likely token."""
+        """Return whether the temperature is 0: the most likely token is chosen."""
         return self.params.temperature == 0.0
 
     @property
     def truncated(self) -> bool:
-        """Whether ``top_k``, ``top_p`` or ``min_p`` leaves tokens out."""
+        """Return whether ``top_k``, ``top_p`` or ``min_p`` excludes tokens."""
         params = self.params
         return not self.greedy and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
 
     @property
     def penalized(self) -> bool:
-        """Whether tokens already generated are made less likely."""
+        """Return whether tokens that were already generated are penalized."""
         params = self.params
         return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
 
@@ -49,12 +49,12 @@ class RowSampler:
 
 
 def sample(logits: Tensor, samplers: Sequence[RowSampler]) -> tuple[list[int], list[float]]:
-    """Token ids and logprobs for float32 logits [n, vocab], which are overwritten.
+    """Sample one token per row of float32 logits [n, vocab], which are overwritten; return ids and logprobs.
 
-    The logprobs are of the distribution that is drawn from: penalized logits divided by the temperature,
-    renormalized over the tokens that ``top_k``, ``top_p`` and ``min_p`` leave. A greedy row's are those at
-    temperature 1. Tokens are drawn by inverting the cumulative distribution in float64 at one uniform number
-    a row, so that a row depends on its own seed alone.
+    The logprobs are those of the sampled distribution: penalized logits divided by the temperature,
+    renormalized over the tokens that ``top_k``, ``top_p`` and ``min_p`` allow. Those of a greedy row are at
+    temperature 1. Each row inverts the cumulative distribution in float64 at one uniform random number, so
+    that a row depends only on its own seed.
     """
     for row, sampler in enumerate(samplers):
         if sampler.penalized and sampler.counts:
@@ -81,7 +81,7 @@ def _rows(logits: Tensor, rows: list[int]) -> Tensor:
 
 
 def _penalize(row: Tensor, sampler: RowSampler) -> None:
-    """Apply the three penalties, as SGLang defines them over generated tokens, to logits [vocab] in place."""
+    """Apply the presence, frequency and repetition penalties of SGLang to logits [vocab] in place."""
     params = sampler.params
     ids = torch.tensor(list(sampler.counts), device=row.device)
     counts = torch.tensor(list(sampler.counts.values()), device=row.device, dtype=row.dtype)
@@ -91,9 +91,9 @@ def _penalize(row: Tensor, sampler: RowSampler) -> None:
 
 
 def _draw(probs: Tensor, samplers: Sequence[RowSampler]) -> Tensor:
-    """One index a row in proportion to ``probs`` [n, m]; a probability of 0 is never drawn.
+    """Draw one index per row in proportion to ``probs`` [n, m]; never one with probability 0.
 
-    The cumulative distribution is inverted in two stages, first over blocks and then within one.
+    The cumulative distribution is inverted in two stages: over blocks, then within one block.
     """
     padding = -probs.shape[-1] % _BLOCK
     blocks = F.pad(probs, (0, padding)).view(len(probs), -1, _BLOCK)
@@ -108,9 +108,10 @@ def _draw(probs: Tensor, samplers: Sequence[RowSampler]) -> Tensor:
 
 
 def _invert(mass: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """First index [n] whose cumulative ``mass`` [n, m] exceeds ``target`` [n, 1], and what of it lies there.
+    """Return the first index [n] whose cumulative ``mass`` [n, m] exceeds ``target`` [n, 1], and the rest.
 
-    Where rounding puts the target beyond all mass, it is the last index that has any.
+    The rest [n, 1] is the target minus the mass before the index. If rounding puts the target above the total
+    mass, the last index with any mass is returned.
     """
     cumulative = mass.cumsum(dim=-1)
     found = torch.searchsorted(cumulative, target, right=True)
@@ -120,12 +121,10 @@ def _invert(mass: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _draw_truncated(probs: Tensor, samplers: Sequence[RowSampler]) -> tuple[Tensor, Tensor]:
-    """As ``_draw`` over what ``top_k``, then ``top_p``, then ``min_p`` leave of ``probs`` [n, vocab].
+    """Draw from what ``top_k``, then ``top_p``, then ``min_p`` leave of ``probs`` [n, vocab].
 
-    Also returns how much probability [n] that is.
-
-    Sorting a vocabulary is slow and the likeliest tokens nearly always suffice: more are looked at only for
-    the rows that need them.
+    Returns the indices [n] and the remaining probability [n]. Sorting the vocabulary is slow and the most
+    likely tokens nearly always suffice, so wider ranges are examined only for the rows that need them.
     """
     vocab = probs.shape[-1]
     tokens = torch.empty(len(probs), dtype=torch.long, device=probs.device)
@@ -149,9 +148,9 @@ def _draw_truncated(probs: Tensor, samplers: Sequence[RowSampler]) -> tuple[Tens
 
 
 def _truncate(values: Tensor, samplers: Sequence[RowSampler]) -> tuple[Tensor, Tensor]:
-    """The largest probabilities ``values`` [n, width] with what is cut set to 0, and which rows [n] are done.
+    """Set the excluded ones of the largest probabilities ``values`` [n, width] to 0.
 
-    A row is done where one of its limits cuts the last of the values already.
+    Also returns which rows [n] are complete: their limits exclude the last of the values.
     """
     width = values.shape[-1]
     params = [sampler.params for sampler in samplers]

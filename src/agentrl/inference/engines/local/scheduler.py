@@ -1,4 +1,4 @@
-"""The local engine's continuous batching: which tokens of which request run in the next forward pass."""
+"""Continuous batching of the local engine: choose the tokens of each forward pass."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ log = logging.getLogger(__name__)
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
-_FIRST_ROOM = 256
+_FIRST_ROWS = 256
 
 
 class Model(Protocol):
-    """What the scheduler needs of a model."""
+    """The part of a model that the scheduler needs."""
 
     vocab_size: int
     eos_ids: frozenset[int]
 
     def forward(self, chunks: Sequence[Chunk], cache: KVCache) -> Tensor:
-        """Logits [chunks that want them, vocab] at each such chunk's last token."""
+        """Return logits [chunks with ``wants_logits``, vocab] at the last token of each such chunk."""
         ...
 
 
@@ -40,7 +40,7 @@ class Request:
 
     rid: str
     tokens: NDArray[np.int32]
-    """int32[prompt + max_new_tokens]: the prompt, then what was generated; ``length`` of them are valid."""
+    """int32[prompt + max_new_tokens]: prompt, then generated tokens; the first ``length`` are valid."""
     prompt_tokens: int
     sampler: RowSampler
     stop_ids: frozenset[int]
@@ -62,7 +62,7 @@ class Request:
         return [int(item) for item in self.tokens[self.prompt_tokens : self.length]]
 
     def append(self, token: int, logprob: float, version: str) -> None:
-        """Add a generated token; set ``finish_reason`` where it is the last."""
+        """Add a generated token; set ``finish_reason`` if it is the last one."""
         index = self.length - self.prompt_tokens
         self.tokens[self.length] = token
         self.length += 1
@@ -78,10 +78,10 @@ class Request:
 
 
 class Scheduler:
-    """Runs requests over one model and one KV cache. Not thread-safe: one thread owns it.
+    """Runs requests on one model and one KV cache. Not thread-safe: one thread owns it.
 
-    Every step runs one token of each decoding request and up to ``chunk_tokens`` of prompts. A request whose
-    prompt's beginning is just being computed for another one waits for it and then copies it.
+    Every step computes one token of each decoding request and up to ``chunk_tokens`` prompt tokens. A request
+    whose prefix is being computed for another request waits for it and then copies it.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def abort(self, rid: str | None) -> int:
-        """End the request ``rid`` (None: all) with what it has; returns how many were ended."""
+        """End request ``rid``, or all if it is None, with the tokens so far; return how many were ended."""
         chosen = [r for r in (*self.running, *self.waiting) if rid is None or r.rid == rid]
         for request in chosen:
             request.finish_reason = {"type": "abort", "message": "aborted by request"}
@@ -110,7 +110,7 @@ class Scheduler:
         return len(chosen)
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop stepping; ``retract`` sends running requests back to the queue, ``abort`` ends all."""
+        """Stop generating; ``retract`` moves running requests back to the queue, ``abort`` ends all."""
         self.paused = True
         if mode == "abort":
             self.abort(None)
@@ -119,17 +119,17 @@ class Scheduler:
                 self._retract(request)
 
     def replace_model(self, model: Model, version: str) -> None:
-        """Serve other weights from the next step on; the KV of running requests stays as it is."""
+        """Use other weights from the next step on; the KV cache of running requests stays unchanged."""
         self.model = model
         self.version = version
 
     @property
     def has_work(self) -> bool:
-        """Whether ``step`` would run something."""
+        """Return whether ``step`` has something to compute."""
         return not self.paused and bool(self.running or (self.waiting and not self.draining))
 
     def step(self) -> None:
-        """Admit what fits, run one forward pass, append the sampled tokens, end what is finished."""
+        """Admit waiting requests, run one forward pass, append the sampled tokens, end finished requests."""
         if not self.draining:
             self._admit()
         chunks, samplers = self._plan()
@@ -147,7 +147,7 @@ class Scheduler:
                 self._end(request)
 
     def fail_all(self, error: BaseException) -> None:
-        """End every request after a forward pass that raised; the caches of running ones are dropped."""
+        """End every request after a failed forward pass; drop the caches of the running ones."""
         for request in (*self.running, *self.waiting):
             request.finish_reason = {"type": "abort", "message": f"engine error: {error}", "status_code": 500}
             if request.slot is not None:
@@ -160,10 +160,10 @@ class Scheduler:
                 return
             prompt = request.tokens[: request.length]
             found = self.cache.match(prompt)
-            if found.promised > found.length:
+            if found.pending > found.length:
                 continue
-            room = min(request.length + _FIRST_ROOM, len(request.tokens))
-            slot = self.cache.acquire(prompt, found, room)
+            rows = min(request.length + _FIRST_ROWS, len(request.tokens))
+            slot = self.cache.acquire(prompt, found, rows)
             if slot is None:
                 return
             request.slot = slot
@@ -173,12 +173,12 @@ class Scheduler:
             self.running.append(request)
 
     def _plan(self) -> tuple[list[tuple[Request, Chunk]], list[RowSampler]]:
-        """The next chunk of each running request: decoding ones first, then prompts as the budget allows."""
+        """Return the next chunk of each running request: decoding ones first, then prompts."""
         planned: list[tuple[Request, Chunk]] = []
         budget = self._chunk_tokens
         for request in sorted(self.running, key=lambda r: r.length - _slot(r).computed > 1):
             slot = request.slot
-            if slot is None or not self._make_room(request):
+            if slot is None or not self._reserve_rows(request):
                 continue
             missing = request.length - slot.computed
             count = missing if missing == 1 else min(missing, budget)
@@ -191,8 +191,8 @@ class Scheduler:
         kept = [(request, chunk) for request, chunk in planned if request.slot is chunk.slot]
         return kept, [request.sampler for request, chunk in kept if chunk.wants_logits]
 
-    def _make_room(self, request: Request) -> bool:
-        """Rows for the request's tokens, by retracting later requests where the cache is full."""
+    def _reserve_rows(self, request: Request) -> bool:
+        """Get cache rows for the request's tokens; retract later requests if the cache is full."""
         while not self.cache.grow(_slot(request), request.length):
             victim = self.running[-1]
             log.warning("KV cache full: request %s waits and is recomputed", victim.rid)
@@ -202,7 +202,7 @@ class Scheduler:
         return True
 
     def _retract(self, request: Request) -> None:
-        """Send a running request back to the head of the queue; its KV stays only as a reusable prefix."""
+        """Move a running request to the head of the queue; its KV cache stays as a reusable prefix."""
         slot = _slot(request)
         self.cache.release(slot, request.tokens)
         request.slot = None

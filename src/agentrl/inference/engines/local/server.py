@@ -1,4 +1,4 @@
-"""The local engine's HTTP face: the part of SGLang's API that AgentRL uses."""
+"""HTTP API of the local engine: the part of SGLang's API that AgentRL uses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PAUSE_MODES = ("abort", "retract", "in_place")
 
 
 class LocalServer:
-    """Translates between HTTP and the worker."""
+    """Translates HTTP requests into calls of the worker."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class LocalServer:
         self._updating = asyncio.Lock()
 
     def app(self) -> FastAPI:
-        """The application; its life is the worker's."""
+        """Return the application; the worker starts and stops with it."""
         app = FastAPI(title="AgentRL local engine", lifespan=self._lifespan)
         app.post("/generate")(self.generate)
         app.get("/health")(self.health)
@@ -67,7 +67,7 @@ class LocalServer:
         await asyncio.to_thread(self._worker.stop)
 
     async def generate(self, request: Request) -> Response:
-        """Generate; a client that hangs up aborts its request."""
+        """Generate; abort the request if the client disconnects."""
         body = await _json(request)
         loop = asyncio.get_running_loop()
         done = asyncio.Event()
@@ -89,11 +89,11 @@ class LocalServer:
         return JSONResponse(self._answer(generation, with_logprobs=bool(body.get("return_logprob"))))
 
     async def health(self) -> Response:
-        """200 while requests are run, 503 while paused."""
+        """Return 200 while requests are processed, 503 while paused."""
         return Response(status_code=503 if self._worker.paused else 200)
 
     async def model_info(self) -> dict[str, Any]:
-        """The model served."""
+        """Return the served model."""
         return {
             "model_path": self._model.folder,
             "is_generation": True,
@@ -102,7 +102,7 @@ class LocalServer:
         }
 
     async def server_info(self) -> dict[str, Any]:
-        """The engine's settings and load."""
+        """Return the engine's settings and load."""
         running, waiting = self._worker.loads
         return {
             "engine": "local",
@@ -118,12 +118,12 @@ class LocalServer:
         }
 
     async def loads(self) -> dict[str, Any]:
-        """Running and waiting requests."""
+        """Return the number of running and waiting requests."""
         running, waiting = self._worker.loads
         return {"loads": [{"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting}]}
 
     async def flush_cache(self) -> Response:
-        """Forget cached prefixes; 400 while requests run."""
+        """Drop cached prefixes; return 400 while requests are running."""
         flushed = await asyncio.wrap_future(self._worker.flush())
         text = "Cache flushed." if flushed else "Requests are running: the cache was not flushed."
         return Response(text, status_code=200 if flushed else 400, media_type="text/plain")
@@ -132,12 +132,12 @@ class LocalServer:
         """Pause in one of the three modes."""
         mode = (await _json(request)).get("mode", "abort")
         if mode not in _PAUSE_MODES:
-            raise _BadRequestError(f"pause mode {mode!r} is none of {', '.join(_PAUSE_MODES)}")
+            raise _BadRequestError(f"unknown pause mode {mode!r}; choose one of {', '.join(_PAUSE_MODES)}")
         await asyncio.wrap_future(self._worker.pause(mode))
         return {"status": "ok", "message": "Generation is paused."}
 
     async def resume(self) -> dict[str, str]:
-        """Go on after a pause."""
+        """Continue after a pause."""
         await asyncio.wrap_future(self._worker.resume())
         return {"status": "ok", "message": "Generation continues."}
 
@@ -151,7 +151,7 @@ class LocalServer:
         return Response(status_code=200)
 
     async def update_weights(self, request: Request) -> JSONResponse:
-        """Load other weights of the same shape; 400, and the old ones stay, where they cannot be used."""
+        """Load other weights of the same shape; if they cannot be used, return 400 and keep the old ones."""
         body = await _json(request)
         path, version = body.get("model_path"), body.get("weight_version")
         if not isinstance(path, str):
@@ -173,7 +173,7 @@ class LocalServer:
         return JSONResponse({"success": True, "message": "Weights loaded.", "num_paused_requests": paused})
 
     async def update_weight_version(self, request: Request) -> dict[str, Any]:
-        """Rename the weights served."""
+        """Set the version of the served weights."""
         version = (await _json(request)).get("new_version")
         if not isinstance(version, str):
             raise _BadRequestError("update_weight_version needs new_version, a string")
@@ -185,14 +185,14 @@ class LocalServer:
         if not isinstance(ids, list) or not ids or any(type(item) is not int for item in ids):
             raise _BadRequestError("generate needs input_ids: a list of at least one integer")
         if min(ids) < 0 or max(ids) >= self._model.vocab_size:
-            raise _BadRequestError(f"input_ids reach outside the vocabulary of {self._model.vocab_size} ids")
+            raise _BadRequestError(f"input_ids are outside the vocabulary of {self._model.vocab_size} ids")
         if len(ids) >= self._context_length:
             raise _BadRequestError(
                 f"a prompt of {len(ids)} tokens and one more do not fit the context of {self._context_length}"
             )
         params, options = _sampling_params(body.get("sampling_params") or {})
-        room = min(params.max_new_tokens, self._context_length - len(ids))
-        tokens = np.zeros(len(ids) + room, dtype=np.int32)
+        limit = min(params.max_new_tokens, self._context_length - len(ids))
+        tokens = np.zeros(len(ids) + limit, dtype=np.int32)
         tokens[: len(ids)] = ids
         stop_ids = frozenset() if options["ignore_eos"] else self._model.eos_ids | set(params.stop_token_ids)
         return Generation(
@@ -224,7 +224,7 @@ class LocalServer:
 
 
 class _BadRequestError(Exception):
-    """The request cannot be understood; answered with 400."""
+    """The request is not valid; the answer has status 400."""
 
 
 async def _bad_request(_: Request, error: Exception) -> JSONResponse:
@@ -247,11 +247,11 @@ async def _disconnected(request: Request) -> None:
 
 
 def _sampling_params(values: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
-    """The parameters, and the options ``ignore_eos`` and ``sampling_seed``."""
+    """Return the sampling parameters, and the options ``ignore_eos`` and ``sampling_seed``."""
     options: dict[str, Any] = {"ignore_eos": False, "sampling_seed": None}
     unknown = [name for name in values if name not in _PARAMS and name not in options]
     if unknown:
-        raise _BadRequestError(f"the local engine does not know sampling parameter {unknown[0]!r}")
+        raise _BadRequestError(f"the local engine does not support sampling parameter {unknown[0]!r}")
     options |= {name: values[name] for name in options if values.get(name) is not None}
     known = {name: values[name] for name in _PARAMS if values.get(name) is not None}
     if "stop_token_ids" in known:

@@ -1,4 +1,4 @@
-"""The local engine's one thread: runs the scheduler, and between two steps whatever it is asked to."""
+"""Thread of the local engine: it runs the scheduler's steps, and commands between them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Worker:
-    """Owns a Scheduler. Every method returns at once; the futures are done when the thread has done it."""
+    """Owns a Scheduler in a thread. Methods return at once, with a future that the thread completes."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -31,31 +31,31 @@ class Worker:
         self._thread.start()
 
     def stop(self, timeout: float = 10.0) -> None:
-        """End the thread after its current step; requests end as aborted."""
+        """End the thread after its current step; abort all requests."""
         self._commands.put(None)
         self._thread.join(timeout)
 
     @property
     def paused(self) -> bool:
-        """Whether generation is paused."""
+        """Return whether generation is paused."""
         return self._scheduler.paused
 
     @property
     def version(self) -> str:
-        """The weight version served."""
+        """The version of the served weights."""
         return self._scheduler.version
 
     @property
     def loads(self) -> tuple[int, int]:
-        """Running and waiting requests."""
+        """The numbers of running and waiting requests."""
         return len(self._scheduler.running), len(self._scheduler.waiting)
 
     def submit(self, request: Request) -> Future[None]:
-        """Queue a request; its ``finish`` tells when it is done."""
+        """Queue a request; its ``finish`` is called when it is done."""
         return self._call(lambda: self._scheduler.submit(request))
 
     def abort(self, rid: str | None) -> Future[int]:
-        """End a request, or all."""
+        """End request ``rid``, or all if it is None."""
         return self._call(lambda: self._scheduler.abort(rid))
 
     def pause(self, mode: PauseMode) -> Future[None]:
@@ -67,33 +67,33 @@ class Worker:
         return self._call(self._resume)
 
     def flush(self) -> Future[bool]:
-        """Forget cached prefixes; False, and nothing done, while requests run."""
+        """Drop cached prefixes; do nothing and return False while requests are running."""
         return self._call(self._flush)
 
     def rename(self, version: str) -> Future[None]:
-        """Change the weight version's name alone."""
+        """Set the version of the served weights."""
         return self._call(lambda: setattr(self._scheduler, "version", version))
 
     def swap(self, model: Model, version: str, *, flush: bool) -> Future[None]:
         """Serve ``model``: at once while paused, else when the running requests have ended.
 
-        ModelError where ``flush`` is asked for and paused requests still hold their KV (``in_place``).
+        The future raises ModelError if ``flush`` is set and requests paused ``in_place`` still use the cache.
         """
         done: Future[None] = Future()
 
         def apply() -> None:
             if flush and self._scheduler.running:
                 raise ModelError(
-                    "the cache cannot be flushed: requests paused in place hold it",
+                    "the cache cannot be flushed: requests that are paused in place use it",
                     hint="pause with mode retract, or send flush_cache false",
                 )
             self._scheduler.replace_model(model, version)
             if flush:
-                self._scheduler.cache.forget()
+                self._scheduler.cache.drop_idle()
 
         def schedule() -> None:
             if self._swap is not None:
-                done.set_exception(ModelError("another weight update is under way"))
+                done.set_exception(ModelError("another weight update is in progress"))
                 return
             self._scheduler.draining = True
             self._swap = (apply, done)
@@ -112,7 +112,7 @@ class Worker:
     def _flush(self) -> bool:
         if self._scheduler.running:
             return False
-        self._scheduler.cache.forget()
+        self._scheduler.cache.drop_idle()
         return True
 
     def _run(self) -> None:
@@ -151,5 +151,5 @@ class Worker:
 def _settle(done: Future[Any], function: Callable[[], Any]) -> None:
     try:
         done.set_result(function())
-    except Exception as error:  # noqa: BLE001 - handed to whoever asked
+    except Exception as error:  # noqa: BLE001 - passed to the caller
         done.set_exception(error)
