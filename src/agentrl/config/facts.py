@@ -1,15 +1,18 @@
-"""The settings that all processes of a run must agree on, by concern."""
+"""Collects the settings that the processes of a run must agree on, and a process's resolved configuration."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+import platform
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
+    GROUPS,
     AdapterConfig,
     AgentConfig,
     GroupConfig,
@@ -24,6 +27,7 @@ from agentrl.documents.sampling import SamplingParams
 Facts = dict[str, dict[str, Any]]
 """Concern → setting → value."""
 
+_PACKAGES = ("agentrl", "torch", "transformers", "accelerate", "peft", "tokenizers", "pymongo", "mcp")
 _SAMPLED = ("tool_call_parser", "agent_name", "system_prompt", "query_prompt", "new_context")
 _ARCHITECTURE = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
@@ -73,10 +77,28 @@ def model_facts(folder: Path) -> dict[str, Any]:
 
 
 def public_flags(configs: Configs) -> dict[str, Any]:
-    """Return every flag but the secret ones, by name."""
+    """Return every flag by name, except secret ones."""
     return {
         item.name: getattr(group, item.name)
         for group in configs
         for item in dataclasses.fields(group)
         if item.repr
     }
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of Python and of the installed packages that results depend on."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def per_process_flags() -> frozenset[str]:
+    """Return the names of the flags in which the processes of a run may differ without a warning."""
+    return frozenset(
+        item.name for group in GROUPS for item in dataclasses.fields(group) if item.metadata["per_process"]
+    )

@@ -50,19 +50,21 @@ def flag(
     unit: str | None = None,
     secret: bool = False,
     ignored: bool = False,
+    per_process: bool = False,
 ) -> Any:
     """Declare a flag as a dataclass field.
 
     ``help`` is the line that ``--help`` and docs/flags.md print. ``within`` is the range of valid values in
     mathematical notation, such as ``[0, 1)``; None is always valid where the type allows it. ``unit`` is the
     unit of the value. A ``secret`` flag is never printed or stored. An ``ignored`` flag is accepted without
-    effect.
+    effect. Processes of a run may differ in a ``per_process`` flag without a warning.
     """
     metadata = {
         "help": help,
         "within": None if within is None else Range.parse(within),
         "unit": unit,
         "ignored": ignored,
+        "per_process": per_process,
     }
     return field(default=default, repr=not secret, metadata=metadata)
 

@@ -22,17 +22,19 @@ class RunConfig(Flags):
     output_dir: str | None = flag(
         None, "folder of checkpoints and published weights (default: output/RUN_NAME)"
     )
-    log_dir: str = flag("logs", "folder of the log files, one per process")
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = flag("INFO", "lowest level that is logged")
+    log_dir: str = flag("logs", "folder of the log files, one per process", per_process=True)
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = flag(
+        "INFO", "lowest level that is logged", per_process=True
+    )
     seed: int = flag(0, "seed of task order, sampling and training")
     db_connection_string: str | None = flag(
         None,
         "URI of a MongoDB replica set, 6.0 or newer (default: the embedded server in --mongo_dir)",
         secret=True,
     )
-    mongo_dir: str = flag(".agentrl/mongo", "folder of the embedded MongoDB")
+    mongo_dir: str = flag(".agentrl/mongo", "folder of the embedded MongoDB", per_process=True)
     db_timeout_seconds: float = flag(
-        10.0, "timeout of one database operation", within="(0, inf)", unit="seconds"
+        10.0, "timeout of one database operation", within="(0, inf)", unit="seconds", per_process=True
     )
     db_wait_seconds: float = flag(
         90.0,
@@ -40,6 +42,7 @@ class RunConfig(Flags):
         " without limit)",
         within="[0, inf]",
         unit="seconds",
+        per_process=True,
     )
 
     def __post_init__(self) -> None:
@@ -86,14 +89,24 @@ class EngineConfig(Flags):
     section = "inference"
 
     engine: Literal["local", "sglang", "vllm"] = flag("local", "engine that `agentrl serve` runs")
-    host: str = flag("127.0.0.1", "address that the engine binds to")
-    port: int = flag(0, "port of the engine (0: any free one)", within="[0, 65535]")
-    inf_tp_size: int = flag(1, "tensor-parallel ranks of the engine", within="[1, inf)", unit="ranks")
-    inf_mem_ratio: float = flag(0.5, "fraction of the device's memory for the engine", within="(0, 1]")
-    max_running_requests: int = flag(
-        32, "sequences that the engine decodes at a time", within="[1, inf)", unit="sequences"
+    host: str = flag("127.0.0.1", "address that the engine binds to", per_process=True)
+    port: int = flag(0, "port of the engine (0: any free one)", within="[0, 65535]", per_process=True)
+    inf_tp_size: int = flag(
+        1, "tensor-parallel ranks of the engine", within="[1, inf)", unit="ranks", per_process=True
     )
-    max_total_tokens: int = flag(65536, "size of the KV cache", within="[1, inf)", unit="tokens")
+    inf_mem_ratio: float = flag(
+        0.5, "fraction of the device's memory for the engine", within="(0, 1]", per_process=True
+    )
+    max_running_requests: int = flag(
+        32,
+        "sequences that the engine decodes at a time",
+        within="[1, inf)",
+        unit="sequences",
+        per_process=True,
+    )
+    max_total_tokens: int = flag(
+        65536, "size of the KV cache", within="[1, inf)", unit="tokens", per_process=True
+    )
     heartbeat_seconds: float = flag(
         2.0,
         "interval of an engine's heartbeat; after five missed ones it counts as dead",
@@ -101,9 +114,11 @@ class EngineConfig(Flags):
         unit="seconds",
     )
     engine_start_seconds: float = flag(
-        300.0, "how long an engine may take to start", within="(0, inf)", unit="seconds"
+        300.0, "how long an engine may take to start", within="(0, inf)", unit="seconds", per_process=True
     )
-    engine_args: str = flag("", "further arguments of the SGLang or vLLM server, as one string")
+    engine_args: str = flag(
+        "", "further arguments of the SGLang or vLLM server, as one string", per_process=True
+    )
 
     @property
     def alive_seconds(self) -> float:

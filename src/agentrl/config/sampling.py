@@ -17,13 +17,15 @@ class TaskConfig(Flags):
 
     section = "tasks"
 
-    train_file: str | None = flag(None, "JSONL or JSON file of training tasks")
-    eval_file: str | None = flag(None, "JSONL or JSON file of evaluation tasks")
+    train_file: str | None = flag(None, "JSONL or JSON file of training tasks", per_process=True)
+    eval_file: str | None = flag(None, "JSONL or JSON file of evaluation tasks", per_process=True)
     num_train_epochs: int = flag(1, "passes over the training tasks", within="[1, inf)", unit="epochs")
     num_generations: int = flag(
         8, "trajectories per task: the size of a group", within="[1, inf)", unit="trajectories"
     )
-    skip_bad_lines: bool = flag(False, "skip invalid lines of a task file and load the others")
+    skip_bad_lines: bool = flag(
+        False, "skip invalid lines of a task file and load the others", per_process=True
+    )
     shuffle_tasks: bool = flag(True, "shuffle the tasks of each epoch by --seed")
     task_selection: Literal["order", "pass_rate"] = flag(
         "order",
@@ -157,13 +159,18 @@ class SamplingConfig(Flags):
         "{}", 'JSON of sampling parameters, e.g. \'{"temperature": 1, "top_p": 1, "min_p": 0, "top_k": -1}\''
     )
     max_concurrent_samples_per_process: int = flag(
-        16, "trajectories that one sampler runs at a time", within="[1, inf)", unit="trajectories"
+        16,
+        "trajectories that one sampler runs at a time",
+        within="[1, inf)",
+        unit="trajectories",
+        per_process=True,
     )
     target_concurrency: int = flag(
         1,
         "sampler workers that `agentrl sample` starts in its process",
         within="[1, inf)",
         unit="workers",
+        per_process=True,
     )
     max_staleness: int = flag(
         1,
@@ -175,24 +182,33 @@ class SamplingConfig(Flags):
         False, "sample the groups of a step only after the previous step has been published"
     )
     engine_timeout_seconds: float = flag(
-        600.0, "timeout of one model call", within="(0, inf)", unit="seconds"
+        600.0, "timeout of one model call", within="(0, inf)", unit="seconds", per_process=True
     )
     engine_wait_seconds: float = flag(
         300.0,
         "how long a model call waits for an engine to appear or resume",
         within="(0, inf)",
         unit="seconds",
+        per_process=True,
     )
     scorer_timeout_seconds: float = flag(
         120.0, "timeout of one call of a scorer", within="(0, inf)", unit="seconds"
     )
     idle_exit_seconds: float | None = flag(
-        None, "exit after this long without work (default: never)", within="(0, inf)", unit="seconds"
+        None,
+        "exit after this long without work (default: never)",
+        within="(0, inf)",
+        unit="seconds",
+        per_process=True,
     )
     agent_config_path: str = flag(
-        "assets/agent_config.yml", "YAML file with the endpoints of the judge and the browse agent"
+        "assets/agent_config.yml",
+        "YAML file with the endpoints of the judge and the browse agent",
+        per_process=True,
     )
-    resample_error_records: bool = flag(False, "reopen failed slots when the sampler starts")
+    resample_error_records: bool = flag(
+        False, "reopen failed slots when the sampler starts", per_process=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -153,6 +153,7 @@ class TrainConfig(ParallelConfig):
         "optimizer steps of the whole run (-1: until the tasks are used up)",
         within="[-1, inf)",
         unit="optimizer steps",
+        per_process=True,
     )
     groups_per_step: int = flag(4, "groups that one optimizer step trains", within="[1, inf)", unit="groups")
     max_tokens: int = flag(65536, "size of a micro-batch", within="[1, inf)", unit="tokens")
@@ -197,7 +198,7 @@ class TrainConfig(ParallelConfig):
         unit="seconds",
     )
     fallback_output_dir: str | None = flag(
-        None, "folder on another disk for checkpoints that do not fit in --output_dir"
+        None, "folder on another disk for checkpoints that do not fit in --output_dir", per_process=True
     )
     max_bad_steps: int = flag(
         3,
@@ -209,6 +210,7 @@ class TrainConfig(ParallelConfig):
         "auto",
         "checkpoint to resume from: auto (the newest one whose steps have not been reverted), a checkpoint"
         " folder, or none",
+        per_process=True,
     )
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward")
     loss_seq_chunk_size: int | None = flag(
@@ -228,7 +230,9 @@ class TrainConfig(ParallelConfig):
         unit="seconds",
     )
     report_to: str = flag(
-        "none", "trackers, comma-separated: none, tensorboard, wandb, mlflow, or your own as module:name"
+        "none",
+        "trackers, comma-separated: none, tensorboard, wandb, mlflow, or your own as module:name",
+        per_process=True,
     )
 
 

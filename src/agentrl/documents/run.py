@@ -1,6 +1,6 @@
-"""What there is once in a run: the version of its schema, the admission gate, the lease of its trainer.
+"""Documents that a run has once: schema version, settings, admission gate, epochs, the trainer's lease.
 
-Each has a collection of its own, since different users of the database may write it.
+Each kind has a collection of its own, because different database users may write it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from agentrl.documents.base import Document, Root
 from agentrl.documents.status import EpochStatus
 
 SCHEMA: Final = "schema"
-"""``_id`` of ``{version}`` in ``Run``: the version of the database's shape. Administrators change it."""
+"""``_id`` of the document in ``Run`` with the version of the database schema. Administrators change it."""
 
 ADMISSION: Final = "admission"
 """``_id`` of the ``Gate`` in ``Admission``."""
@@ -21,22 +21,24 @@ ADMISSION: Final = "admission"
 TRAINER: Final = "trainer"
 """``_id`` of the ``TrainerLease``, alone in its collection."""
 
-
 SETTINGS: Final = ("tasks", "model", "chat", "sampling", "temperature", "groups", "loss", "adapter")
-"""What the processes of a run must agree on, by concern: the ``_id`` of a document of ``Settings``."""
+"""Concerns that the processes of a run must agree on; each is the ``_id`` of a document of ``Settings``."""
 
 FLAGS: Final = ("sample", "train", "serve")
-"""Roles whose flags are kept: those that the first process had."""
+"""Roles whose resolved configuration is stored, as the first process of the role had it."""
+
+
+_FLAGS_PREFIX: Final = "flags/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFact(Root):
-    """What administrators keep in ``Run``."""
+    """A document of ``Run``, which administrators write."""
 
     id: str
     version: int | None = None
     importing: bool | None = None
-    """True while an import goes on."""
+    """True during an import."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,27 +51,33 @@ class ImportList(Root):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings(Root):
-    """Settings or flags, inserted once, by the first process that starts."""
+    """Settings of a concern, or flags of a role: inserted once, by the first process, and never changed."""
 
     id: str
     values: dict[str, Any]
-    """Name → value, without secrets."""
+    """Name → value, without secrets. Flags are resolved: defaults that depend on others are filled in."""
     by: str
     """The command and the host that wrote them."""
     at: datetime
+    given: tuple[str, ...] = ()
+    """Flags alone: names of those that were given, on the command line or in a file."""
+    packages: dict[str, str] | None = None
+    """Flags alone: package → version."""
+
+    @property
+    def role(self) -> str | None:
+        """The role whose flags these are; None for the settings of a concern."""
+        return self.id.removeprefix(_FLAGS_PREFIX) if self.id.startswith(_FLAGS_PREFIX) else None
 
 
 def flags_key(role: str) -> str:
-    """The ``_id`` in ``Settings`` of a role's flags."""
-    return f"flags/{role}"
+    """Return the ``_id`` in ``Settings`` of a role's flags."""
+    return f"{_FLAGS_PREFIX}{role}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate(Root):
-    """Every opening of a group writes it, so that openings come one after another.
-
-    Writing ``opened`` makes concurrent admissions conflict.
-    """
+    """Counts the groups that were opened. Every admission writes it, so that concurrent ones conflict."""
 
     id: str = ADMISSION
     opened: int = 0
@@ -78,22 +86,22 @@ class Gate(Root):
 
 
 def epoch_key(split: str, epoch: int) -> str:
-    """The ``_id`` of an ``EpochOpening``."""
+    """Return the ``_id`` of an ``EpochOpening``."""
     return f"{split}/{epoch}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochOpening(Root):
-    """One epoch of one split: whether it holds every task, and the process that inserts them.
+    """One epoch of one split: whether all of its tasks are inserted, and the process that inserts them.
 
-    Epoch 0 is what was loaded; each later epoch copies it. Whoever continues an opening uses the stored
-    ``seed``, ``shuffle`` and ``num_generations``. ``attempt`` fences the owners before.
+    Epoch 0 holds the loaded tasks; each later epoch copies it. A process that takes over uses the stored
+    ``seed``, ``shuffle`` and ``num_generations``. ``attempt`` fences earlier owners.
     """
 
     id: str
     status: EpochStatus = EpochStatus.OPENING
     tasks: int = 0
-    """Tasks that it holds once it is open; while it is opening, as many as are expected."""
+    """Number of its tasks; while it is opening, the expected number."""
     attempt: int = 0
     owner: str | None = None
     lease_expires_at: datetime | None = None
@@ -104,20 +112,20 @@ class EpochOpening(Root):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessIdentity(Document):
-    """One process of one boot of one kernel. Host name and pid alone are shared by many."""
+    """Identifies one process for all time: a host name and a pid alone are reused."""
 
     boot_id: str
-    """Of the kernel that runs it."""
+    """Boot id of its kernel."""
     pid_namespace: str
-    """In which ``pid`` is its number."""
+    """Namespace of ``pid``."""
     pid: int
     started: int
-    """Clock ticks from the boot to its start: a later process with the same pid has another."""
+    """Clock ticks from the boot to its start, which differ from those of a later process with this pid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerLease(Root):
-    """The one trainer that may plan, commit and revert steps. ``attempt`` fences the ones before it."""
+    """The lease of the one trainer that may plan, commit and revert steps; ``attempt`` fences it."""
 
     id: str = TRAINER
     attempt: int = 0
@@ -127,6 +135,6 @@ class TrainerLease(Root):
     process: ProcessIdentity | None = None
     lease_expires_at: datetime | None = None
     writes: int = 0
-    """Grows with each write that the attempt guards: a takeover and such a write cannot pass each other."""
+    """Incremented by each write that the attempt fences, so that it conflicts with a takeover."""
     discarded: tuple[str, ...] = ()
-    """Checkpoints that are being deleted: none of them is resumed from."""
+    """Checkpoints that are being deleted; training does not resume from them."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from agentrl.config.facts import Facts, model_facts, public_flags
+from agentrl.config.facts import Facts, model_facts, package_versions, per_process_flags, public_flags
 from agentrl.config.load import Configs
 from agentrl.config.schema import TaskConfig
 from agentrl.observe.redact import redact
@@ -15,22 +17,36 @@ if TYPE_CHECKING:
     from agentrl.store.client import Store
 
 
-async def begin_run(store: Store, configs: Configs, role: str, facts: Facts) -> None:
+logger = logging.getLogger(__name__)
+
+
+async def begin_run(
+    store: Store, configs: Configs, role: str, facts: Facts, resolved: Mapping[str, Any] | None = None
+) -> None:
     """Store ``facts`` as the run's settings, or raise ConfigError if they contradict the stored ones.
 
-    Call it before anything is claimed, loaded or trained. The first process of a role also stores its flags,
-    except secret ones.
+    Call it before anything is claimed, loaded or trained. The first process of a role also stores its
+    resolved configuration: its flags except secret ones, with the values of ``facts`` and ``resolved`` for
+    flags that were not given, and the versions of packages. A later process logs a warning for each flag
+    that differs although data stay right.
     """
     for concern, values in facts.items():
         await store.settings.begin(concern, values, role)
     if "tasks" not in facts and "num_generations" in configs.given:
         given = configs[TaskConfig].num_generations
         await store.settings.check("tasks", {"num_generations": given})
-    flags = {
-        name: redact(value) if isinstance(value, str) else value
-        for name, value in public_flags(configs).items()
-    }
-    await store.settings.keep_flags(role, flags)
+    flags = public_flags(configs)
+    for values in (*facts.values(), dict(resolved or {})):
+        flags |= {name: value for name, value in values.items() if name in flags}
+    differing = await store.settings.join(
+        role,
+        {name: redact(value) if isinstance(value, str) else value for name, value in flags.items()},
+        given=configs.given,
+        packages=package_versions(),
+        per_process=per_process_flags(),
+    )
+    for line in differing:
+        logger.warning("this process differs from the run: %s", line)
 
 
 async def begin_model(store: Store, folder: str | Path | None, role: str) -> None:

@@ -1,9 +1,10 @@
-"""What a run was begun with: written once by the first process, compared by every other."""
+"""Stores the settings and the configuration that a run began with, and compares later processes with them."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from pymongo import ASCENDING
@@ -16,30 +17,29 @@ from agentrl.store.connection import Repository, database_call
 from agentrl.store.names import RECORD, SETTINGS
 
 FIXED: Final = frozenset({"tasks", "model"})
-"""Concerns whose settings stay as they are once anything has been sampled."""
+"""Concerns whose settings cannot change once anything has been sampled."""
 
 _SHOWN = 120
 
 
 class Settings(Repository):
-    """The settings that the processes of a run must agree on, and the flags that each role began with."""
+    """The settings that the processes of a run must agree on, and the configuration of each role."""
 
     @database_call
     async def begin(self, concern: str, values: Mapping[str, Any], role: str) -> None:
-        """Write the settings of ``concern``, or compare them with those that are written.
+        """Insert the settings of ``concern``, or compare ``values`` with the stored ones.
 
         Raises ConfigError that names every setting that differs. A setting that only one side has is not
         compared.
         """
-        fact = _fact(concern, values, role)
         try:
-            await self._collection(SETTINGS).insert_one(fact.to_document())
+            await self._collection(SETTINGS).insert_one(_document(concern, values, role).to_document())
         except DuplicateKeyError:
             await self.check(concern, values)
 
     @database_call
     async def check(self, concern: str, values: Mapping[str, Any]) -> None:
-        """Compare with what is written, if anything is. Raises ConfigError as ``begin`` does."""
+        """Compare with the stored settings, if there are any. Raises ConfigError as ``begin`` does."""
         document = await self._collection(SETTINGS).find_one({"_id": concern})
         if document is None:
             return
@@ -53,26 +53,47 @@ class Settings(Repository):
             )
 
     @database_call
-    async def keep_flags(self, role: str, values: Mapping[str, Any]) -> None:
-        """Keep the flags of the first process of ``role``; they hold no secrets."""
-        fact = _fact(flags_key(role), values, role)
-        try:
-            await self._collection(SETTINGS).insert_one(fact.to_document())
-        except DuplicateKeyError:
-            return
+    async def join(
+        self,
+        role: str,
+        values: Mapping[str, Any],
+        *,
+        given: Collection[str],
+        packages: Mapping[str, str],
+        per_process: Collection[str] = (),
+    ) -> list[str]:
+        """Store the resolved configuration of the first process of ``role``, and return how others differ.
+
+        ``values`` are all flags without secrets, ``given`` those that were given, ``packages`` the versions
+        of packages. The result has a line for each flag outside ``per_process`` that differs from the stored
+        configuration of the role, or that was given with another value to another role.
+        """
+        own = _document(flags_key(role), values, role, given=tuple(sorted(given)), packages=dict(packages))
+        with suppress(DuplicateKeyError):
+            await self._collection(SETTINGS).insert_one(own.to_document())
+        return [
+            line
+            for stored in await self._configurations()
+            for line in _contradictions(stored, own, per_process)
+        ]
+
+    @database_call
+    async def resolved(self) -> list[RunSettings]:
+        """Return the stored configuration of each role: its flags, and the versions of its packages."""
+        return await self._configurations()
 
     @database_call
     async def all(self) -> list[RunSettings]:
-        """The settings of every concern that has been written."""
+        """Return the settings of every concern that are stored."""
         flags = [flags_key(role) for role in FLAGS]
         cursor = self._collection(SETTINGS).find({"_id": {"$nin": flags}}, sort=[("_id", ASCENDING)])
         return [RunSettings.from_document(document) async for document in cursor]
 
     @database_call
     async def forget(self, concern: str) -> RunSettings | None:
-        """Delete the settings of a concern: the next process that starts writes its own. Returns them.
+        """Delete and return the settings of a concern; the next process that starts stores its own.
 
-        Raises ConfigError where what has been sampled depends on them.
+        Raises ConfigError if sampled trajectories depend on them.
         """
         if concern in FIXED and await self._collection(RECORD).find_one({}, {"_id": 1}) is not None:
             raise ConfigError(
@@ -83,10 +104,15 @@ class Settings(Repository):
         document = await self._collection(SETTINGS).find_one_and_delete({"_id": concern})
         return None if document is None else RunSettings.from_document(document)
 
+    async def _configurations(self) -> list[RunSettings]:
+        flags = [flags_key(role) for role in FLAGS]
+        cursor = self._collection(SETTINGS).find({"_id": {"$in": flags}}, sort=[("_id", ASCENDING)])
+        return [RunSettings.from_document(document) async for document in cursor]
 
-def _fact(key: str, values: Mapping[str, Any], role: str) -> RunSettings:
+
+def _document(key: str, values: Mapping[str, Any], role: str, **more: Any) -> RunSettings:
     by = f"agentrl {role} on {socket.gethostname()}"
-    return RunSettings(id=key, values=plain(dict(values)), by=by, at=now())
+    return RunSettings(id=key, values=plain(dict(values)), by=by, at=now(), **more)
 
 
 def _differences(concern: str, begun: RunSettings, values: Mapping[str, Any]) -> Iterator[str]:
@@ -96,6 +122,15 @@ def _differences(concern: str, begun: RunSettings, values: Mapping[str, Any]) ->
             yield f"{what} is {_shown(values[name])}, and the run has {_shown(stored)}"
 
 
+def _contradictions(stored: RunSettings, own: RunSettings, per_process: Collection[str]) -> Iterator[str]:
+    """Yield a line for each flag of ``own`` that contradicts ``stored``: of another role, if both gave it."""
+    for name, value in own.values.items():
+        if name in per_process or name not in stored.values or value == stored.values[name]:
+            continue
+        if stored.id == own.id or (name in own.given and name in stored.given):
+            yield f"--{name} is {_shown(value)}, and {stored.by} has {_shown(stored.values[name])}"
+
+
 def _shown(value: Any) -> str:
     text = ascii(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
@@ -103,6 +138,6 @@ def _shown(value: Any) -> str:
 
 def _hint(concern: str, run: str) -> str:
     same = "give the model that the run has" if concern == "model" else "give the flags that the run has"
-    changing = f"agentrl db accept {concern} --run_name {run}"
+    command = f"agentrl db accept {concern} --run_name {run}"
     when = ", while nothing is sampled," if concern in FIXED else ""
-    return f"{same}, or another --run_name;{when} `{changing}` lets the next process set its own"
+    return f"{same}, or another --run_name;{when} `{command}` lets the next process set its own"

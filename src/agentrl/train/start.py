@@ -149,7 +149,9 @@ async def _join(configs: Configs) -> Store:
 
     store = await open_store(configs[RunConfig])
     try:
-        await begin_run(store, configs, "train", trainer_facts(configs, LossSettings.of(configs[LossConfig])))
+        facts = trainer_facts(configs, LossSettings.of(configs[LossConfig]))
+        resolved = {"dtype": _dtype(configs[ModelConfig]), "output_dir": configs[RunConfig].output}
+        await begin_run(store, configs, "train", facts, resolved)
         await begin_model(store, configs[ModelConfig].model_name_or_path, "train")
     except BaseException:
         await store.close()
@@ -237,14 +239,20 @@ def _stream(store: Store, configs: Configs, controller: Controller, progress: Pr
     return DataStream(store, settings, progress.replay, verify=verify, attempt=progress.attempt)
 
 
+def _dtype(model: ModelConfig) -> str:
+    """Return the name of the dtype that ``--dtype`` is on this machine."""
+    from agentrl.model.load import resolve_dtype
+
+    return str(resolve_dtype(model.dtype)).removeprefix("torch.")
+
+
 def _check_space(configs: Configs, output: Path, others: Sequence[Path]) -> None:
-    from agentrl.model.load import base_folder, resolve_dtype
+    from agentrl.model.load import base_folder
     from agentrl.train.disk_space import check_output, retention
 
     model = configs[ModelConfig]
     is_adapter = configs[AdapterConfig].lora_rank > 0
-    dtype = str(resolve_dtype(model.dtype)).removeprefix("torch.")
-    kept = retention(base_folder(model), dtype, configs[TrainConfig], is_adapter=is_adapter)
+    kept = retention(base_folder(model), _dtype(model), configs[TrainConfig], is_adapter=is_adapter)
     check_output(output, kept, others)
 
 

@@ -97,6 +97,34 @@ async def test_what_may_change_between_restarts_is_not_compared(store: Store) ->
     await join(store, "train", "--learning_rate", "1e-3", "--save_steps", "7", "--max_tokens", "128")
 
 
+async def test_the_resolved_configuration_of_each_role_is_stored(store: Store) -> None:
+    await join(store, "sample", "--max_turns", "3")
+    await join(store, "train", "--loss_calculater", "GSPO")
+    sample, train = await store.settings.resolved()
+    assert (sample.role, train.role) == ("sample", "train")
+    assert sample.given == ("max_turns",)
+    assert train.values["epsilon"] == 3e-4
+    assert train.packages is not None
+    assert {"python", "agentrl", "torch", "pymongo"} <= train.packages.keys()
+
+
+async def test_what_differs_without_harm_is_named_in_a_warning(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    await join(store, "sample", "--max_turns", "3", "--max_staleness", "2", "--log_dir", "a")
+    await join(store, "sample", "--max_turns", "3", "--max_staleness", "2", "--log_dir", "b")
+    assert not caplog.text
+    await join(store, "sample", "--max_turns", "4", "--max_staleness", "2")
+    assert "--max_turns is 4, and agentrl sample on" in caplog.text
+    assert "has 3" in caplog.text
+    assert "--max_staleness" not in caplog.text
+    caplog.clear()
+    await join(store, "train")
+    assert not caplog.text
+    await join(store, "train", "--max_staleness", "1")
+    assert "--max_staleness is 1, and agentrl sample on" in caplog.text
+
+
 async def test_a_trainer_is_held_to_the_group_size_that_it_is_given(store: Store) -> None:
     await join(store, "sample", "--num_generations", "4")
     await join(store, "train")
@@ -135,4 +163,6 @@ async def test_the_flags_of_each_role_are_kept_without_secrets_and_shown(store: 
     with console.capture() as shown:
         console.print(render_state(await store.views.state(), alive_seconds=10))
     assert "Begun with" in shown.get()
+    assert "learning_rate 0.5" in shown.get()
+    assert "Configuration" in shown.get()
     assert "num_generations 8" in shown.get()

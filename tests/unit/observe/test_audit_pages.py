@@ -156,6 +156,7 @@ def state(**changes: Any) -> RunState:
             documents.step_row(7, status=StepStatus.PLANNED, committed_at=None, metrics={}),
         ],
         "at": now, "settings": [],
+        "configurations": [],
     }  # fmt: skip
     return RunState(**(fields | changes))
 

@@ -30,6 +30,7 @@ def render_state(state: RunState, *, alive_seconds: float) -> RenderableType:
     """Return the tables that have rows; an engine is dead without a heartbeat for ``alive_seconds``."""
     tables = [
         _settings_table(state),
+        _configuration_table(state),
         _status_table("Tasks", "split", state.tasks, [str(status) for status in TaskStatus]),
         _status_table("Records", "split", state.records, [str(status) for status in RecordStatus]),
         _failure_table(state),
@@ -56,6 +57,21 @@ def _settings_table(state: RunState) -> Table:
         for fact in state.settings
     ]
     return table("Begun with", ["concern", "settings", "by", "when"], rows, text=3)
+
+
+def _configuration_table(state: RunState) -> Table:
+    """Return the flags that each role was given; the stored configuration has the others too."""
+    rows = [
+        [
+            item.role,
+            excerpt(", ".join(f"{name} {item.values.get(name, '***')}" for name in item.given), 400),
+            excerpt(", ".join(f"{name} {version}" for name, version in (item.packages or {}).items()), 200),
+            excerpt(item.by, 60),
+            age(item.at, state.at),
+        ]
+        for item in state.configurations
+    ]
+    return table("Configuration", ["role", "flags given", "packages", "by", "when"], rows, text=4)
 
 
 def _status_table(

@@ -74,6 +74,8 @@ class RunState:
     """The last ones, oldest first."""
     settings: Sequence[RunSettings]
     """The settings that the processes of the run agree on."""
+    configurations: Sequence[RunSettings]
+    """The resolved configuration of each role."""
     at: datetime
 
     @property
@@ -209,6 +211,7 @@ class Views(Repository):
             versions=[PolicyVersion.from_document({**version, "files": ()}) async for version in newest],
             steps=await self.steps(last=LAST_STEPS),
             settings=await Settings(self._connection).all(),
+            configurations=await Settings(self._connection).resolved(),
             at=now(),
         )
 
