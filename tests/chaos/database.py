@@ -11,9 +11,9 @@ from typing import Protocol
 
 from agentrl.errors import AgentRLError
 from agentrl.store.embedded.credentials import uri
-from agentrl.store.embedded.replica_set import ReplicaSet
 from agentrl.store.embedded.server import EmbeddedMongo
 from chaos.proxy import HOST, Proxy
+from chaos.replica_set import ReplicaSet
 
 _GONE_SECONDS = 20.0
 _ALONE_SECONDS = 1.0

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """Run one action; ``status`` and ``uri`` exit with 3 where the server is down."""
+    """Run one action; ``status`` and ``uri`` exit with 3 if the server is down."""
     parser = CommandParser(prog="agentrl mongo", description="The embedded MongoDB of this machine.")
     parser.add_argument(
         "action", choices=("up", "status", "uri", "down"), help="uri prints the URI with the password"
@@ -39,6 +39,6 @@ def _description(mongo: EmbeddedMongo, status: EmbeddedStatus) -> str:
     if status.guarded:
         return f"{described}\nfor Compass, with the password: agentrl mongo uri --mongo_dir {mongo.directory}"
     return (
-        f"{described}\nan older version started it, and it asks nobody for a password\n"
+        f"{described}\nan older version started it, and it requires no password\n"
         "  → stop the processes of its runs, then: agentrl mongo down; agentrl mongo up"
     )

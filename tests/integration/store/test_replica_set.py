@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from chaos.replica_set import ReplicaSet
 
 from agentrl.errors import StoreUnavailableError
 from agentrl.store.connection import Connection
-from agentrl.store.embedded.replica_set import ReplicaSet
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 

@@ -100,7 +100,7 @@ def test_a_server_without_users_gets_one_when_it_is_started_again(
         with MongoClient[dict[str, object]](status.uri) as client:
             client["run"]["Task"].insert_one({"_id": 1})
         assert main(["up", *flags]) == 0
-        assert "asks nobody for a password" in capsys.readouterr().out
+        assert "requires no password" in capsys.readouterr().out
         assert mongo.status().pid == status.pid
         mongo.down()
         upgraded = mongo.up()

@@ -187,7 +187,7 @@ async def test_an_import_that_was_interrupted_is_no_run_and_is_begun_again(
     await connection.database["Task"].insert_one({"_id": "half"})
     await connection.close()
     for opening in (open_store, open_existing):
-        with pytest.raises(StoreError, match="did not come to its end"):
+        with pytest.raises(StoreError, match="did not finish"):
             await opening(vacant)
     await load(vacant, folder)
     async with await open_store(vacant) as copy:

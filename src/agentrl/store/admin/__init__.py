@@ -1,1 +1,1 @@
-"""Maintenance of one run's database: check, migrate, prune, rescore, reopen, copy, users."""
+"""Maintenance of a run's database: check, migrate, prune, rescore, reopen, export, import, users."""

@@ -1,4 +1,4 @@
-"""The version of a database's schema: written once, checked at every opening, raised by migrations."""
+"""Checks the schema version of a run at every opening, and migrates older runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STOP = "stop its processes and wait until the leases have run out (--lease_seco
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Migration:
-    """One step from a version to the next. ``run`` may be repeated; it returns how many documents changed."""
+    """One step from a version to the next. ``run`` is idempotent and returns how many documents changed."""
 
     origin: int
     target: int
@@ -36,14 +36,14 @@ class Migration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Migrated:
-    """What one migration did."""
+    """The result of one migration."""
 
     migration: Migration
     changed: int
 
 
 async def released_records(database: AsyncDatabase[Json]) -> int:
-    """1 → 2: a Record that was handed back is ``released``, and no longer a failure of kind "released"."""
+    """1 → 2: a released Record has the status ``released``, and not a failure of kind "released"."""
     result = await database.get_collection(RECORD).update_many(
         {"status": RecordStatus.FAILED.value, "failure.kind": RecordStatus.RELEASED.value},
         {"$set": {"status": RecordStatus.RELEASED.value, "failure": None}},
@@ -53,9 +53,9 @@ async def released_records(database: AsyncDatabase[Json]) -> int:
 
 
 async def moved_gate_and_lease(database: AsyncDatabase[Json]) -> int:
-    """2 → 3: the gate and the trainer's lease leave ``Run``, which only administrators may write.
+    """2 → 3: move the gate and the trainer's lease out of ``Run``, which only administrators may write.
 
-    The functions that tasks name are listed in ``Imports``, so that samplers go on importing them.
+    The functions that tasks name are listed in ``Imports``, so that samplers may still import them.
     """
     moved = 0
     named = [name for field in ("scorer", "agent_name") for name in await database[TASK].distinct(field)]
@@ -73,9 +73,9 @@ async def moved_gate_and_lease(database: AsyncDatabase[Json]) -> int:
 
 
 async def span_temperatures(database: AsyncDatabase[Json]) -> int:
-    """3 → 4: copy the temperature of each model call to its spans, 1 if the call has none above 0.
+    """3 → 4: copy the temperature of each model call to its spans; 1 if the call has none above 0.
 
-    Data are changed a page at a time, by ``_id``; those that have temperatures stay as they are.
+    Data are changed page by page in the order of ``_id``; data that have temperatures are left alone.
     """
     data, changed, last = database.get_collection(DATA), 0, ""
     waiting: Json = {"spans": {"$elemMatch": {"temperature": {"$exists": False}}}}
@@ -128,20 +128,20 @@ MIGRATIONS: Final[tuple[Migration, ...]] = (
         run=span_temperatures,
     ),
 )  # fmt: skip
-"""In order; each begins where the one before it ends."""
+"""In order; each starts from the version that the one before reaches."""
 
 
 async def stored_version(database: AsyncDatabase[Json]) -> int | None:
-    """The schema version of a database; None where there is no run, 1 where the run says nothing of it.
+    """Return the schema version of a database; None without a run, 1 for a run that does not store it.
 
-    StoreError where an import has not finished: its mark is ``importing`` beside the version.
+    Raises StoreError after an unfinished import, which is marked by ``importing`` beside the version.
     """
     holds_tasks = bool(await database.list_collection_names(filter={"name": TASK}))
     schema = await database.get_collection(RUN).find_one({"_id": SCHEMA})
     if schema is not None and schema.get("importing"):
         raise StoreError(
-            f"the import into run {database.name!r} did not come to its end",
-            hint="import once more: what is there already is replaced",
+            f"the import into run {database.name!r} did not finish",
+            hint="import again: it replaces the documents that exist",
         )
     if schema is not None:
         return int(schema["version"])
@@ -149,7 +149,7 @@ async def stored_version(database: AsyncDatabase[Json]) -> int | None:
 
 
 async def check_version(database: AsyncDatabase[Json]) -> int | None:
-    """``stored_version``, which must be this code's where there is one; otherwise a StoreError."""
+    """Return ``stored_version``. Raises StoreError if it is not this code's."""
     version = await stored_version(database)
     if version is not None and version > SCHEMA_VERSION:
         raise StoreError(
@@ -165,9 +165,9 @@ async def check_version(database: AsyncDatabase[Json]) -> int | None:
 
 
 async def open_schema(database: AsyncDatabase[Json]) -> None:
-    """Make the schema of a new run, or check that of an existing one and make what it misses.
+    """Create the schema of a new run, or check that of an existing run and create what is missing.
 
-    A new run gets its version before its collections, so that no one can take it for an old one.
+    A new run gets its version before its collections, so that no process can mistake it for an old run.
     """
     if await check_version(database) is None:
         with contextlib.suppress(DuplicateKeyError):  # another process opened the run at the same moment
@@ -176,7 +176,7 @@ async def open_schema(database: AsyncDatabase[Json]) -> None:
 
 
 async def write_version(database: AsyncDatabase[Json], version: int) -> None:
-    """Say that the database has ``version``; a higher one stays. Only an administrator may."""
+    """Store ``version`` unless a higher one is stored. It needs the rights of an administrator."""
     await database.get_collection(RUN).update_one(
         {"_id": SCHEMA}, {"$max": {"version": version}}, upsert=True
     )
@@ -191,7 +191,7 @@ class Migrations(Repository):
 
     @database_call
     async def pending(self) -> tuple[Migration, ...]:
-        """The migrations that are due. StoreError where there is no way, or the database is newer."""
+        """Return the migrations that are due. Raises StoreError if the database is newer than this code."""
         version = await stored_version(self._database)
         if version is None or version > SCHEMA_VERSION:
             await check_version(self._database)
@@ -200,9 +200,9 @@ class Migrations(Repository):
 
     @database_call
     async def run(self) -> list[Migrated]:
-        """Bring the database to this code's version, then its validators, indexes and views.
+        """Migrate the database to this code's version, then update its validators, indexes and views.
 
-        Refuses a run whose samplers or trainer still hold leases. Stopped half-way, it goes on where it was.
+        Raises StoreError while samplers or a trainer hold leases. An interrupted migration can be repeated.
         """
         pending = await self.pending()
         if pending:

@@ -32,16 +32,16 @@ from agentrl.store.selection import ease_after_group
 
 _SETTLED = (RecordStatus.READY, RecordStatus.ABANDONED)
 SCORED = (RecordStatus.SCORED, *_SETTLED)
-"""The states in which a Record has a score."""
+"""The statuses of a Record with a score."""
 _TRIES = 5
 
 DecideBy = Callable[[Mapping[str, Any] | None], Decide | None]
-"""``Task.group.rules`` → how the group is decided; None where the rules do not say."""
+"""``Task.group.rules`` → the function that decides the group; None if the rules are unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewScore:
-    """A score for a Record that had one."""
+    """A new score of a Record that has one."""
 
     score: float
     details: dict[str, Any]
@@ -49,10 +49,10 @@ class NewScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescored:
-    """What became of the new scores of one group.
+    """The result of rescoring one group.
 
-    ``kept_because``: the Records keep their scores, and the new ones stand beside them in ``rescored``.
-    ``decided_again``: the group was finalized, and its advantages and training data were made anew.
+    ``kept_because``: why the Records keep their scores; the new ones are stored beside them in ``rescored``.
+    ``decided_again``: the group was finalized, and its advantages and training data are new.
     """
 
     changed: int
@@ -68,7 +68,7 @@ class Rescoring(Repository):
         self, *, split: str | None = None, tasks: Sequence[str] = (), records: Sequence[str] = (),
         statuses: Sequence[RecordStatus] = SCORED,
     ) -> list[str]:  # fmt: skip
-        """``_id`` of the Tasks that have Records to score; no filter given takes all."""
+        """Return the ``_id`` of the Tasks with Records to score; without a filter, of all."""
         query = _query(split, tasks, records, statuses)
         pipeline: list[Json] = [
             {"$match": query}, {"$group": {"_id": "$task"}}, {"$sort": {"_id": ASCENDING}},
@@ -79,7 +79,7 @@ class Rescoring(Repository):
     async def group(
         self, task_id: str, *, records: Sequence[str] = (), statuses: Sequence[RecordStatus] = SCORED
     ) -> StoredGroup:
-        """The Records of one Task to score, with their model calls (none where they were pruned)."""
+        """Return the Records of one Task to score, with their model calls unless they were pruned."""
         document = await self._collection(TASK).find_one({"_id": task_id})
         if document is None:
             raise StoreError(f"there is no Task {task_id}")
@@ -92,15 +92,18 @@ class Rescoring(Repository):
     async def apply(
         self, task_id: str, scores: Mapping[str, NewScore], decide_by: DecideBy, *, dry_run: bool = False
     ) -> Rescored:
-        """Give the Records of one group their new scores, all in one transaction or none.
+        """Write the new scores of one group in one transaction.
 
-        A group that is not finalized is decided by them later; one that is, and of which nothing has been
-        trained, is decided again at once. Otherwise the new scores are noted beside the old.
+        A group that is not finalized is decided by them later. A finalized group is decided anew at once if
+        nothing of it has been trained; otherwise the new scores are stored beside the old ones.
         """
         for _ in range(_TRIES):
             with contextlib.suppress(GroupChangedError, GroupBlockedError):
                 return await self._apply(task_id, scores, decide_by, dry_run)
-        raise StoreError(f"group {task_id} did not hold still", hint="rescore it when its samplers are done")
+        raise StoreError(
+            f"group {task_id} kept changing while it was rescored",
+            hint="rescore it when its samplers are done",
+        )
 
     async def _apply(
         self, task_id: str, scores: Mapping[str, NewScore], decide_by: DecideBy, dry_run: bool
@@ -170,7 +173,7 @@ def _query(
 
 
 def _with_score(record: Record, new: NewScore | None) -> Record:
-    """The Record with its new score; itself where the score and its scorer are what they were."""
+    """Return the Record with its new score; the Record itself if score and scorer are the same."""
     if new is None or record.score is None:
         return record
     same_scorer = record.score_details.get("scorer") == new.details.get("scorer")

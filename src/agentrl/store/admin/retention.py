@@ -1,4 +1,4 @@
-"""Retention: model calls and training data that nothing needs any more are deleted; the audit trail stays."""
+"""Deletes model calls and training data that nothing needs any more, and keeps the audit trail."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _USED = [DataStatus.TRAINED.value, *_UNTRAINED]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What may go. ``last_step``: nothing that a later step trained; a resume may need it again.
+    """What may be deleted. ``last_step``: no data of a later step, which a resume may train again.
 
     ``before``: trajectories begun earlier than this. ``before_step``: trained by earlier steps only, or
     (never trained) begun before that step was planned.
@@ -36,7 +36,7 @@ class Limits:
 
 @dataclass(slots=True, kw_only=True)
 class Pruned:
-    """What was deleted. ``bytes`` are those of the documents and files; the server reuses their space."""
+    """Counts of what was deleted. ``bytes`` is the size of documents and files; the server reuses it."""
 
     trajectories: int = 0
     calls: int = 0
@@ -45,7 +45,7 @@ class Pruned:
     bytes: int = 0
 
     def add(self, other: Pruned) -> None:
-        """Count what another batch deleted."""
+        """Add the counts of another batch."""
         self.trajectories += other.trajectories
         self.calls += other.calls
         self.data += other.data
@@ -60,7 +60,7 @@ class Retention(Repository):
     async def limits(
         self, *, last_step: int, older_than_days: float | None = None, before_step: int | None = None
     ) -> Limits:
-        """The limits by the server's clock. StoreError where ``before_step`` is not committed."""
+        """Return the limits by the server's clock. Raises StoreError if ``before_step`` is not committed."""
         before = None
         if older_than_days is not None:
             hello = await self._connection.client.admin.command("hello")
@@ -73,11 +73,10 @@ class Retention(Repository):
 
     @database_call
     async def prune(self, limits: Limits, *, dry_run: bool = False) -> Pruned:
-        """Delete calls and data of finished trajectories within ``limits``, a batch to a transaction.
+        """Delete calls and data of finished trajectories within ``limits``, one transaction per batch.
 
-        Finished are the trained, stale and quarantined ones, and those that failed, were handed back or
-        abandoned; whatever waits to be trained, or is planned, stays. Records, Tasks and TrainSteps get
-        ``pruned_at``.
+        A trajectory is finished if it is trained, stale, quarantined, failed, released or abandoned. Data
+        that wait to be trained or are planned stay. Records, Tasks and TrainSteps get ``pruned_at``.
         """
         total = Pruned()
         async for batch in self._candidates(limits):
@@ -85,7 +84,7 @@ class Retention(Repository):
         return total
 
     async def _candidates(self, limits: Limits) -> AsyncIterator[list[str]]:
-        """``_id`` of Records that may be pruned, in batches."""
+        """Yield the ``_id`` of Records that may be pruned, in batches."""
         for collection, query in (
             (DATA, await self._used(limits)),
             (RECORD, await self._dead(limits)),
@@ -103,7 +102,7 @@ class Retention(Repository):
                 last = ids[-1]
 
     async def _used(self, limits: Limits) -> Json:
-        """Training data that no step will take again."""
+        """Return the query for training data that no step will use again."""
         newest = limits.last_step
         if limits.before_step is not None:
             newest = min(newest, limits.before_step - 1)
@@ -116,12 +115,12 @@ class Retention(Repository):
         return {"$or": [untrained, trained]}
 
     async def _dead(self, limits: Limits) -> Json:
-        """Records of attempts that trained nothing and never will."""
+        """Return the query for Records of attempts that have trained nothing and never will."""
         begun = await self._begun(limits)
         return {"status": {"$in": _DEAD}, "pruned_at": None, **_before("created_at", begun)}
 
     async def _begun(self, limits: Limits) -> datetime | None:
-        """The moment before which an untrained trajectory must have begun."""
+        """Return the time before which an untrained trajectory must have begun."""
         planned = None if limits.before_step is None else await self._planned_at(limits.before_step)
         moments = [moment for moment in (limits.before, planned) if moment is not None]
         return min(moments, default=None)

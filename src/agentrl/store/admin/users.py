@@ -1,4 +1,4 @@
-"""Users of a server with authentication: a role for each kind of process, with no more than it needs."""
+"""Users of a server with authentication: one role per kind of process, with the rights that it needs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ADD, _CHANGE = ["insert"], ["insert", "update"]
 _FILES = ["insert", "createIndex"]
 _PASSWORD_BYTES = 24
 _EXISTS = {51002, 51003}
-"""The role, or the user, is there already."""
+"""The role or the user exists already."""
 _NOT_ALLOWED = {13, 18}
 
 
@@ -57,12 +57,12 @@ ROLES: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
     "agentrl_engine": {SERVICE: _CHANGE, SETTINGS: _ADD},
     "agentrl_auditor": {},
 }  # fmt: skip
-"""Role → collection → what it may do there. All may read the whole run and follow its changes."""
+"""Role → collection → allowed actions. Every role may read the whole run and watch its changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreatedUser:
-    """One user. ``password`` is None where it was not generated: it is the environment's, or the old one."""
+    """One user. ``password`` is None unless it was generated: it is the environment's, or the old one."""
 
     name: str
     uri: str
@@ -75,11 +75,11 @@ class Users(Repository):
 
     @database_call
     async def create(self, *, all_runs: bool = False) -> list[CreatedUser]:
-        """Make each role, or bring it up to date, and a user of the same name.
+        """Create or update each role, and a user of the same name.
 
-        They belong to the run's database; with ``all_runs`` to ``admin``, with rights on every run there
-        is and will be. A password is taken from ``AGENTRL_SAMPLER_PASSWORD`` and the like, or generated;
-        an existing user keeps the old one if there is none in the environment.
+        They belong to the run's database; with ``all_runs`` to ``admin``, with rights on every present and
+        future run. A password is taken from ``AGENTRL_SAMPLER_PASSWORD`` and the like, or generated;
+        without one in the environment, an existing user keeps its password.
         """
         where = "admin" if all_runs else self._connection.database.name
         if not all_runs:
@@ -97,7 +97,7 @@ class Users(Repository):
 
     @database_call
     async def existing(self) -> dict[str, list[str]]:
-        """Users of the run's database and of ``admin`` → their roles, as ``role@database``."""
+        """Return the users of the run's database and of ``admin`` with their roles, as ``role@database``."""
         found = {}
         for name in ("admin", self._connection.database.name):
             reply = await self._connection.client[name].command("usersInfo", 1)
@@ -138,9 +138,9 @@ class Users(Repository):
 
 
 def privileges_of(role: str, database: str) -> list[Json]:
-    """The privileges of a role on one database, whose schema is there; on every one where it is empty.
+    """Return the privileges of a role on one database with a schema; on all if ``database`` is empty.
 
-    Processes of every run may also make the schema of a new one.
+    A role for all databases may also create the schema of a new run.
     """
     privileges = [_privilege(database, "", _READ)]
     privileges += [_privilege(database, name, actions) for name, actions in ROLES[role].items()]
@@ -155,7 +155,7 @@ def _privilege(database: str, collection: str, actions: Sequence[str]) -> Json:
 
 
 def _uri(connection: Connection, name: str, password: str | None, where: str) -> str:
-    """The connection string; where the password is not ours to show, the variable that holds it."""
+    """Return the connection string; without ``password``, it names the variable that holds it."""
     shown = quote(password, safe="") if password is not None else f"${name.upper()}_PASSWORD"
     replica_set = connection.client.options.replica_set_name
     options = f"&replicaSet={replica_set}" if replica_set else ""

@@ -1,1 +1,1 @@
-"""The MongoDB of one machine: a real mongod, started and stopped by AgentRL."""
+"""The embedded MongoDB of one machine: a real mongod that AgentRL starts and stops."""

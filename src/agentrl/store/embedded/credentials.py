@@ -1,4 +1,4 @@
-"""The key and the password of an embedded MongoDB: made once, in files that only their owner can read."""
+"""The key and the password of an embedded MongoDB, in files that only their owner can read."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ _BYTES = 32
 _USER_EXISTS = 51003
 _REFUSED = 18
 _SYSTEM_USER = "__system"
-"""A member of the replica set. Its password is the key, so that it can make the first user."""
+"""The internal user of the replica set. Its password is the key; it creates the first user."""
 
 
 class Credentials:
-    """``keyfile`` and ``password`` in a folder. Who reads them may do everything on its server."""
+    """``keyfile`` and ``password`` in a folder: whoever reads them has all rights on its server."""
 
     def __init__(self, folder: Path) -> None:
         self.key_file = folder / "keyfile"
         self._password_file = folder / "password"
 
     def make(self) -> None:
-        """Make the files that are missing. One process at a time."""
+        """Create the missing files. Only one process may call it at a time."""
         for file in (self.key_file, self._password_file):
             if not file.exists():
                 _write(file, secrets.token_hex(_BYTES))
 
     @property
     def password(self) -> str:
-        """The password of ``USER``. Raises StoreError where this user may not read it."""
+        """The password of ``USER``. Raises StoreError if this process may not read it."""
         return _read(self._password_file)
 
     def admin(self, address: str) -> MongoClient[dict[str, Any]]:
-        """Connect to one member as the replica set itself, which needs no user."""
+        """Return a client of one member with the internal user, which exists from the start."""
         return MongoClient(
             address, directConnection=True, serverSelectionTimeoutMS=10_000, timeoutMS=60_000,
             username=_SYSTEM_USER, password=_read(self.key_file), authSource="local",
@@ -51,7 +51,7 @@ class Credentials:
         )  # fmt: skip
 
     def ensure_user(self, client: MongoClient[dict[str, Any]]) -> None:
-        """Make ``USER`` with the password of the file, or give it that password."""
+        """Create ``USER`` with the password of the file, or set its password to it."""
         fields: dict[str, Any] = {"pwd": self.password, "roles": ["root"], "mechanisms": ["SCRAM-SHA-256"]}
         try:
             client.admin.command("createUser", USER, **fields)
@@ -76,14 +76,14 @@ class Credentials:
 
 
 def uri(hosts: Sequence[str], password: str | None, **options: str) -> str:
-    """The connection string of ``USER``; without a ``password``, one that is safe to show."""
+    """Return the connection string of ``USER``; without ``password``, it is safe to show."""
     login = USER if password is None else f"{USER}:{password}"
     query = "&".join(f"{name}={value}" for name, value in {**options, "authSource": "admin"}.items())
     return f"mongodb://{login}@{','.join(hosts)}/?{query}"
 
 
 def _write(file: Path, text: str) -> None:
-    """Write a file that appears whole, readable for its owner alone."""
+    """Write a file atomically, readable by its owner only."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):
         temporary.unlink()
@@ -106,6 +106,6 @@ def _read(file: Path) -> str:
         ) from error
     except FileNotFoundError as error:
         raise StoreError(
-            f"{file} is missing, and the server under {file.parent} asks for what it holds",
-            hint="agentrl mongo down, then agentrl mongo up: it makes another",
+            f"{file} is missing, and the server under {file.parent} needs its contents",
+            hint="agentrl mongo down, then agentrl mongo up: it creates another",
         ) from error

@@ -1,4 +1,4 @@
-"""The mongod binary as a daemon: find it, start it, recognize it, stop it. Knows nothing of replica sets."""
+"""Finds, starts, identifies and stops a mongod daemon. It does not initiate the replica set."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _START_SECONDS = 60.0
 _STOP_SECONDS = 30.0
 _ROTATE_BYTES = 64 * 2**20
 _ITERATIONS = 5000
-"""The fewest that the server takes: they slow down guessing, and a random key of 256 bits is not guessed."""
+"""The minimum that the server accepts: a random key of 256 bits needs no slow hash against guessing."""
 _TRANSACTION_SECONDS = 15
-"""When the server gives up a transaction whose process was killed in it, and frees what that had written."""
+"""Time after which the server aborts the transaction of a killed process and releases its locks."""
 
 _PORTS = range(20_000, 32_000)
 REPLICA_SET = "agentrl"
@@ -34,7 +34,7 @@ class PortTakenError(StoreError):
 
 
 def find_binary() -> Path:
-    """The mongod of the installed package. StoreError where there is none for this machine."""
+    """Return the mongod of the installed package. Raises StoreError if there is none for this machine."""
     hint = (
         "give a MongoDB 6.0 or newer of your own with --db_connection_string"
         " (deploy/mongo/docker-compose.yml starts one)"
@@ -50,15 +50,15 @@ def find_binary() -> Path:
     for file in files:
         if file.name == "mongod":
             return Path(str(file.locate())).resolve()
-    raise StoreError(f"the package {_PACKAGE} holds no mongod", hint=hint)
+    raise StoreError(f"the package {_PACKAGE} contains no mongod", hint=hint)
 
 
 def start_daemon(dbpath: Path, log: Path, port: int, *, key_file: Path, cache_gigabytes: float = 1.0) -> int:
     """Start mongod on 127.0.0.1:``port`` and return its pid once it accepts connections.
 
-    It runs in a session of its own and outlives this process. It demands a password from everybody, also
-    before there is a user: who holds the key of ``key_file`` makes the first. Raises PortTakenError, or
-    StoreError with the log's last messages.
+    It runs in its own session and outlives this process. It requires a password, also before the first user
+    exists, who is created with the key of ``key_file``. Raises PortTakenError, or StoreError with the last
+    messages of the log.
     """
     if log.exists() and log.stat().st_size > _ROTATE_BYTES:
         log.replace(log.with_suffix(".log.1"))
@@ -89,7 +89,7 @@ def start_daemon(dbpath: Path, log: Path, port: int, *, key_file: Path, cache_gi
 
 
 def free_port() -> int:
-    """A port that is free now, below those that the kernel gives to outgoing connections."""
+    """Return a free port below those that the kernel assigns to outgoing connections."""
     for port in random.sample(_PORTS, 100):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -107,7 +107,7 @@ def _binds(probe: socket.socket, port: int) -> bool:
 
 
 def stop_daemon(pid: int, dbpath: Path) -> None:
-    """SIGTERM, and SIGKILL if it has not ended within 30 s (its journal makes that safe)."""
+    """Send SIGTERM, and SIGKILL after 30 s, which the journal makes safe."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if not is_daemon(pid, dbpath):
             return
@@ -116,11 +116,11 @@ def stop_daemon(pid: int, dbpath: Path) -> None:
         while is_daemon(pid, dbpath) and time.monotonic() < deadline:
             time.sleep(0.02)
     if is_daemon(pid, dbpath):
-        raise StoreError(f"mongod with pid {pid} does not end", hint=f"see {dbpath.parent / 'mongod.log'}")
+        raise StoreError(f"mongod with pid {pid} does not stop", hint=f"see {dbpath.parent / 'mongod.log'}")
 
 
 def is_daemon(pid: int, dbpath: Path) -> bool:
-    """Whether ``pid`` is a living mongod that was started on exactly this ``dbpath``."""
+    """Return whether ``pid`` is a running mongod that was started on exactly this ``dbpath``."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -129,7 +129,7 @@ def is_daemon(pid: int, dbpath: Path) -> bool:
 
 
 def demands_password(pid: int) -> bool:
-    """Whether a mongod was started with a key, and so asks everybody for a password."""
+    """Return whether a mongod was started with a key, and so requires a password."""
     try:
         return b"--keyFile" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -137,7 +137,7 @@ def demands_password(pid: int) -> bool:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since the machine did; with the pid it names one process."""
+    """Return the start of a process in clock ticks since boot: with the pid, it identifies the process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -146,7 +146,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def last_messages(log: Path, lines: int = 6) -> str:
-    """The last warnings and errors of a mongod log, or its last lines, made readable."""
+    """Return the last errors of a mongod log, or its last lines, as readable text."""
     messages: list[tuple[str, str]] = []
     for line in tail(log, lines=200, limit=131_072).splitlines():
         try:
@@ -164,7 +164,7 @@ def _start_error(done: subprocess.CompletedProcess[bytes], dbpath: Path, log: Pa
     if done.returncode == 48 or "Address already in use" in messages:
         return PortTakenError(
             f"port {port} of the embedded MongoDB is taken by another process",
-            hint="end that process, or move the server with: agentrl mongo up --port PORT (0: any free one)",
+            hint="stop that process, or move the server with: agentrl mongo up --port PORT (0: any free one)",
         )
     if "No space left on device" in messages:
         return StoreError(

@@ -1,4 +1,4 @@
-"""The embedded MongoDB: one real mongod as a single-node replica set on 127.0.0.1, in one folder."""
+"""The embedded MongoDB: one mongod in one folder, a single-node replica set on 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _NOT_INITIALIZED = 94
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedStatus:
-    """The server of one folder. ``pid`` is None where it is down; ``port`` is None before the first start.
+    """The server of one folder. ``pid`` is None if it is down; ``port`` is None before the first start.
 
-    ``guarded`` is False for a server that an older version started: it asks nobody for a password until it is
-    stopped and started again.
+    ``guarded`` is False for a server that an older version started: it requires no password until it is
+    restarted.
     """
 
     directory: Path
@@ -56,12 +56,12 @@ class EmbeddedStatus:
 
     @property
     def password(self) -> str:
-        """The password of the server's user; StoreError where this process may not read it."""
+        """The password of the server's user. Raises StoreError if this process may not read it."""
         return Credentials(self.directory).password
 
     @property
     def uri(self) -> str:
-        """Where clients, Compass among them, connect. It holds the password: it is not for logs."""
+        """The connection string, also for Compass. It contains the password: do not log it."""
         return self._uri(self.password if self.guarded else None)
 
     @property
@@ -77,11 +77,11 @@ class EmbeddedStatus:
 
 
 class EmbeddedMongo:
-    """The server under one folder: ``data/``, ``mongod.log``, ``server.json`` (pid, start, port), ``lock``,
-    and the ``Credentials`` without which nobody reads or writes.
+    """The server of one folder: ``data/``, ``mongod.log``, ``server.json`` (pid, start, port), ``lock`` and
+    ``Credentials``.
 
-    The port is chosen once and kept, since the replica set knows itself by it. A process is signalled only
-    if its pid, its start time and the data folder on its command line are those that were written down.
+    The port is chosen once and kept, since it is part of the replica set's configuration. A process is
+    signalled only if its pid, start time and data folder are those in ``server.json``.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -92,7 +92,7 @@ class EmbeddedMongo:
         self._state_file = self.directory / "server.json"
 
     def up(self, port: int | None = None) -> EmbeddedStatus:
-        """Start the server, or find it running; any number of processes may call this at once.
+        """Start the server unless it is running. Any number of processes may call this at once.
 
         ``port`` moves the server to another port (0: any free one). Raises StoreError.
         """
@@ -111,7 +111,7 @@ class EmbeddedMongo:
             return status
 
     def status(self) -> EmbeddedStatus:
-        """What is running, by the operating system and not by what was written down alone."""
+        """Return the status; whether the server runs is read from the operating system."""
         state = self._read_state()
         pid = state.get("pid")
         alive = pid is not None and start_ticks(pid) == state.get("started") and is_daemon(pid, self.dbpath)
@@ -123,7 +123,7 @@ class EmbeddedMongo:
         )
 
     def down(self) -> bool:
-        """Stop the server; False if it was not running."""
+        """Stop the server; return False if it was not running."""
         if not self.directory.exists():
             return False
         with self._locked():
@@ -135,7 +135,7 @@ class EmbeddedMongo:
             return status.running
 
     def _settled_status(self) -> EmbeddedStatus:
-        """The status, with a server that is just ending waited for until it has ended or answers."""
+        """Return the status, after waiting for a server that is stopping to stop or to answer."""
         deadline = time.monotonic() + _PRIMARY_SECONDS
         while (status := self.status()).running and not _answers(status.port or 0):
             if time.monotonic() > deadline:
@@ -166,7 +166,8 @@ class EmbeddedMongo:
             self.dbpath.mkdir(exist_ok=True, mode=0o700)
         except OSError as error:
             raise StoreError(
-                f"{self.dbpath} cannot be made: {error.strerror}", hint="set --mongo_dir to a folder of yours"
+                f"{self.dbpath} cannot be created: {error.strerror}",
+                hint="set --mongo_dir to a folder of yours",
             ) from error
 
     def _check_disk(self) -> None:
@@ -228,7 +229,7 @@ def _answers(port: int) -> bool:
 
 
 def _make_primary(status: EmbeddedStatus, log: Path, credentials: Credentials) -> None:
-    """Initiate a new replica set, move it to the present port, wait for the primary, make the user."""
+    """Initiate the replica set or move it to the current port, wait for the primary, create the user."""
     member = f"127.0.0.1:{status.port}"
     client = credentials.admin(member)
     try:

@@ -1,4 +1,4 @@
-"""A replica set of mongods on this machine, each in a folder of its own, whose members may be killed."""
+"""A replica set of mongods on this machine, each in its own folder, whose members can be killed."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Member:
 
     @property
     def running(self) -> bool:
-        """Whether the server that was started here last lives."""
+        """Whether the server that was started last is running."""
         return self._pid is not None and is_daemon(self._pid, self._dbpath)
 
     def start(self) -> None:
-        """Start it on its data, unless it runs. StoreError where it does not start."""
+        """Start it on its data unless it is running. Raises StoreError if it does not start."""
         if self.running:
             return
         self._dbpath.mkdir(parents=True, exist_ok=True)
@@ -64,13 +64,13 @@ class Member:
 
     @property
     def pid(self) -> int:
-        """Its process id; StoreError before ``start``."""
+        """Its process id. Raises StoreError before ``start``."""
         if self._pid is None:
             raise StoreError("this member has not been started")
         return self._pid
 
     def kill(self) -> None:
-        """SIGKILL, and wait until it is gone."""
+        """Send SIGKILL and wait until the process is gone."""
         if self._pid is None or not self.running:
             return
         os.kill(self._pid, signal.SIGKILL)
@@ -81,7 +81,7 @@ class Member:
             time.sleep(0.02)
 
     def stop(self) -> None:
-        """SIGTERM, later SIGKILL."""
+        """Send SIGTERM, and SIGKILL if it does not end."""
         if self._pid is not None:
             stop_daemon(self._pid, self._dbpath)
 
@@ -96,12 +96,12 @@ class ReplicaSet:
 
     @property
     def uri(self) -> str:
-        """Where clients connect, with the password."""
+        """The connection string, with the password."""
         hosts = [f"127.0.0.1:{member.port}" for member in self._members]
         return uri(hosts, self._credentials.password, replicaSet=REPLICA_SET)
 
     def up(self) -> str:
-        """Start every member, form the set, wait for a primary; returns the URI. Raises StoreError."""
+        """Start every member, initiate the set, wait for a primary; return the URI. Raises StoreError."""
         self._credentials.make()
         try:
             for member in self._members:
@@ -116,7 +116,7 @@ class ReplicaSet:
         return self.uri
 
     def primary(self) -> int:
-        """The member that takes writes, by number; StoreError where none does within a minute."""
+        """Return the number of the primary. Raises StoreError if none is elected within a minute."""
         deadline = time.monotonic() + _PRIMARY_SECONDS
         while time.monotonic() < deadline:
             for number, member in enumerate(self._members):
@@ -126,14 +126,14 @@ class ReplicaSet:
         raise StoreError(f"the replica set elected no primary within {_PRIMARY_SECONDS:.0f} s")
 
     def primary_pid(self) -> int:
-        """The process of the member that takes writes."""
+        """Return the process id of the primary."""
         return self._members[self.primary()].pid
 
     def kill_primary(self, alone_seconds: float = 0.0) -> int:
         """SIGKILL the primary; returns its number.
 
-        With ``alone_seconds``, less than an election takes, the others are killed that long before, and
-        started again after it: what it wrote meanwhile is on no other member, and undone when it comes back.
+        With ``alone_seconds``, less than an election takes, the other members are killed that long before and
+        started after it: its writes in between are on no other member, and are rolled back when it returns.
         """
         number = self.primary()
         others = [member for other, member in enumerate(self._members) if other != number]
