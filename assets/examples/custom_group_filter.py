@@ -1,20 +1,16 @@
-"""A group filter of your own: wrong answers that ran out of turns are dropped, and short lucky guesses too.
+"""A group filter of your own: it drops wrong answers that ran out of turns, and lucky guesses.
 
 Name it on every sampler, no registration needed; the folder must be on PYTHONPATH::
 
     agentrl sample --group_filter custom_group_filter:finished_and_tried …
-
-A package registers it under a short name by an entry point in the group ``agentrl.group_filters``.
 """
 
-from __future__ import annotations
-
-from agentrl.scoring.group_filters import ScoredGroup, group_filter
+from agentrl import ScoredGroup, group_filter
 
 
 @group_filter("finished_and_tried")
 def finished_and_tried(group: ScoredGroup) -> dict[str, str]:
-    """Return {id: reason} of the trajectories to drop; a list of the ids to keep does too."""
+    """Return {id: reason} of the trajectories to drop; a list of the ids to keep works too."""
     dropped = {}
     for trajectory in group.trajectories:
         if trajectory.stop_reason == "turns_limit_error" and trajectory.score == 0:

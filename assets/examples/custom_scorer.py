@@ -7,15 +7,15 @@ Name it in the task file, no registration needed; the folder must be on PYTHONPA
 A package registers it under a short name by an entry point in the group ``agentrl.scorers``.
 """
 
-from __future__ import annotations
-
-from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
+from agentrl import ScorerContext, ScoreResult, scorer
 
 
 @scorer("close_number")
 async def close_number(context: ScorerContext) -> ScoreResult:
-    """1 for the number itself, less with relative distance, 0 for no number. Raising would retry the
-    trajectory, so a wrong answer must return a score."""
+    """Return 1 for the number itself, less with relative distance, 0 for no number.
+
+    An exception would retry the trajectory, so a wrong answer must return a score.
+    """
     gold = float(context.answer)
     try:
         given = float(context.final_answer or "")

@@ -144,12 +144,15 @@ print("torch" in sys.modules)
     assert done.stdout.splitlines() == ["['agentrl']", "[]", "False"]
 
 
-def test_a_users_file_that_uses_every_decorator_passes_mypy_strict(tmp_path: Path) -> None:
+def test_a_users_file_that_uses_every_decorator_and_the_examples_pass_mypy_strict(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(USER_FILE)
     (tmp_path / "wrong.py").write_text("from agentrl import Rolout\n")
     check = [sys.executable, "-m", "mypy", "--strict", f"--cache-dir={ROOT / '.mypy_cache/users'}"]
-    done = subprocess.run([*check, "own.py", "wrong.py"], cwd=tmp_path, capture_output=True, text=True)
+    examples = sorted(map(str, (ROOT / "assets" / "examples").glob("*.py")))
+    done = subprocess.run(
+        [*check, "own.py", "wrong.py", *examples], cwd=tmp_path, capture_output=True, text=True
+    )
     (problem, summary) = done.stdout.splitlines()
     assert problem.startswith("wrong.py")
     assert 'no attribute "Rolout"' in problem
-    assert summary == "Found 1 error in 1 file (checked 2 source files)"
+    assert summary == f"Found 1 error in 1 file (checked {2 + len(examples)} source files)"
