@@ -1,1 +1,1 @@
-"""Things going wrong on purpose: processes killed, stopped and cut off, and what must hold all the same."""
+"""Chaos tests: inject faults into a whole run, then check that no work was lost or trained twice."""

@@ -1,4 +1,4 @@
-"""``python -m chaos``."""
+"""Run the chaos test: ``python -m chaos``."""
 
 import sys
 

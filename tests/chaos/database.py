@@ -1,4 +1,4 @@
-"""The database under fire: one server behind proxies, or a replica set whose primary is killed."""
+"""Run and disturb the database: one server behind proxies, or a replica set of three."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ _LONG_SECONDS = 6.0
 
 
 class Database(Protocol):
-    """What a run needs of it."""
+    """The part of a database that a chaos run needs."""
 
     uri: str
-    """Where the harness itself connects, past every proxy."""
+    """The connection string of the test itself, without a proxy."""
 
     async def start(self) -> None:
-        """Start it and wait for a primary."""
+        """Start the servers and wait for a primary."""
 
     async def uri_for(self, client: str) -> str:
-        """The connection string of one process."""
+        """Return the connection string of one process."""
 
     async def kill(self, seconds: float) -> None:
-        """SIGKILL the server that takes the writes; it is started on its data after ``seconds``."""
+        """Kill the primary with SIGKILL; restart it on the same data after ``seconds``."""
 
     async def freeze(self, seconds: float) -> None:
-        """SIGSTOP to the server that takes the writes, and SIGCONT after ``seconds``."""
+        """Stop the primary with SIGSTOP; continue it after ``seconds``."""
 
     async def stop(self) -> None:
-        """Stop it."""
+        """Stop the servers."""
 
 
 class SingleServer:
-    """One mongod; every process has a proxy of its own in front of it, in ``proxies`` by name."""
+    """One mongod; each process connects through a proxy of its own, ``proxies[name]``."""
 
     def __init__(self, folder: Path) -> None:
         self._mongo = EmbeddedMongo(folder)
@@ -55,14 +55,14 @@ class SingleServer:
         self.uri = (await asyncio.to_thread(self._mongo.up)).uri
 
     async def uri_for(self, client: str) -> str:
-        """Through a new proxy; a direct connection, since the replica set knows itself by another port."""
+        """Return the address of a new proxy; connect directly, because the replica set has another port."""
         status = self._mongo.status()
         assert status.port is not None
         proxy = self.proxies[client] = Proxy(status.port)
         return uri([f"{HOST}:{await proxy.start()}"], status.password, directConnection="true")
 
     async def kill(self, seconds: float) -> None:
-        """SIGKILL, a pause, and a start on the same data."""
+        """Kill the server; restart it on the same data after ``seconds``."""
         pid = self._mongo.status().pid
         if pid is not None:
             os.kill(pid, signal.SIGKILL)
@@ -71,7 +71,7 @@ class SingleServer:
         await asyncio.to_thread(self._mongo.up)
 
     async def freeze(self, seconds: float) -> None:
-        """Connections stay open meanwhile, and nothing answers."""
+        """Freeze the server: connections stay open, and nothing answers."""
         pid = self._mongo.status().pid
         if pid is not None:
             await _freeze(pid, seconds)
@@ -86,29 +86,29 @@ class SingleServer:
         deadline = time.monotonic() + _GONE_SECONDS
         while self._mongo.status().running:
             if time.monotonic() > deadline:
-                raise AgentRLError(f"mongod outlived a SIGKILL by {_GONE_SECONDS:g} s")
+                raise AgentRLError(f"mongod still runs after a SIGKILL and {_GONE_SECONDS:g} s")
             time.sleep(0.02)
 
 
 class ThreeServers:
-    """A replica set of three; clients find its primary by themselves, without a proxy."""
+    """A replica set of three servers; clients find its primary themselves, without a proxy."""
 
     def __init__(self, folder: Path) -> None:
         self._set = ReplicaSet(folder, members=3)
         self.uri = ""
 
     async def start(self) -> None:
-        """Start all three."""
+        """Start the three servers."""
         self.uri = await asyncio.to_thread(self._set.up)
 
     async def uri_for(self, client: str) -> str:
-        """The same for all."""
+        """Return the connection string, which is the same for all processes."""
         return self.uri
 
     async def kill(self, seconds: float) -> None:
-        """SIGKILL the primary; it comes back as a secondary.
+        """Kill the primary; it returns as a secondary.
 
-        Where it is long away, the others are killed first, so that it has writes that none of them has.
+        Before a long outage the secondaries are killed first, so that only the primary has the last writes.
         """
         alone = _ALONE_SECONDS if seconds > _LONG_SECONDS else 0.0
         killed = await asyncio.to_thread(self._set.kill_primary, alone)
@@ -116,11 +116,11 @@ class ThreeServers:
         await asyncio.to_thread(self._set.start_member, killed)
 
     async def freeze(self, seconds: float) -> None:
-        """The primary; the others elect another meanwhile."""
+        """Freeze the primary; the others elect a new one."""
         await _freeze(await asyncio.to_thread(self._set.primary_pid), seconds)
 
     async def stop(self) -> None:
-        """Stop all three."""
+        """Stop the three servers."""
         await asyncio.to_thread(self._set.down)
 
 

@@ -1,4 +1,4 @@
-"""Makes planned faults happen to a run, and undoes them."""
+"""Inject the planned faults into a run, and undo them."""
 
 from __future__ import annotations
 
@@ -25,45 +25,45 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FULL_BYTES = 1 << 20
-"""RLIMIT_FSIZE of a trainer whose disk is full: its log goes on, a file of weights does not."""
+"""RLIMIT_FSIZE of a trainer that simulates a full disk: its log still fits, a file of weights does not."""
 
 _POLL_SECONDS = 0.01
 _REFUSE_SECONDS = 4.0
 _ACTIVE_SECONDS = 20.0
-"""How long a version is waited for that shows that training goes on, so that another comes soon."""
+"""Time to wait for a version that shows that training is making progress."""
 
 _LOOK_SECONDS = 0.5
 _OPENING_SECONDS = 20.0
 _TAKEOVER_SECONDS = 90.0
-"""How long a trainer may take to start in the place of a frozen one."""
+"""Time for a trainer to start in place of a frozen one."""
 
 _REFUSED_SECONDS = 90.0
-"""How long a superseded trainer may take to notice: it computes and writes a step at the most."""
+"""Time for a superseded trainer to notice: it computes and writes one step at most."""
 
 _FLIPPED = 0x40
-_BREATH_SECONDS = 5.0
-"""How long the database is there at least between two kills: it is away no longer than processes wait."""
+_RECOVERY_SECONDS = 5.0
+"""Minimum time between two database faults, so that an outage never lasts longer than processes wait."""
 
 
 @dataclass
 class Injector:
-    """Applies faults; faults on the same process come one after another. ``done`` counts them."""
+    """Injects faults, one at a time per process; ``done`` counts them."""
 
     actors: Mapping[str, Actor]
     proxies: Mapping[str, Proxy]
     database: Database
     weights: Path
     store: Store
-    """The run, to see what goes on in it."""
+    """The run's store, to observe its progress."""
     done: Counter[str] = field(default_factory=Counter)
     _ends: float = float("inf")
     _database_busy: asyncio.Lock = field(default_factory=asyncio.Lock)
     _weights_busy: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(self, plan: list[Fault], seconds: float) -> None:
-        """Every fault of the plan at its time, each undone when its seconds are over.
+        """Inject every fault of the plan at its time, and undo each after its duration.
 
-        One that has to wait for another is left out where that takes longer than ``seconds`` in all.
+        A fault that waits for another one is skipped if it cannot start within ``seconds``.
         """
         started = time.monotonic()
         self._ends = started + seconds
@@ -73,7 +73,7 @@ class Injector:
                 tasks.create_task(self.inject(fault))
 
     async def inject(self, fault: Fault) -> None:
-        """One fault, from its beginning to its end."""
+        """Inject one fault and undo it after its duration."""
         logger.info("%s %s for %.1f s", fault.kind, fault.target, fault.seconds)
         if fault.kind is FaultKind.CORRUPT:
             await self._corrupt(fault)
@@ -86,7 +86,7 @@ class Injector:
                 else:
                     await self.database.kill(fault.seconds)
                 self.done[f"{fault.kind} {DATABASE}"] += 1
-                await asyncio.sleep(_BREATH_SECONDS)
+                await asyncio.sleep(_RECOVERY_SECONDS)
         elif fault.kind in (FaultKind.CUT, FaultKind.STALL, FaultKind.DELAY):
             await self._disturb(fault, self.proxies[fault.target])
         else:
@@ -115,7 +115,7 @@ class Injector:
             self.done[f"{fault.kind} {actor.role}"] += 1
 
     async def _supersede(self, actor: Actor, seconds: float) -> bool:
-        """Freeze the trainer past its lease, start another, and let the first go on once it is replaced."""
+        """Freeze the trainer past its lease, start another, then resume the first, which must end."""
         attempt = await self._attempt()
         frozen = actor.set_aside() if attempt is not None else None
         if attempt is None or frozen is None:
@@ -130,7 +130,7 @@ class Injector:
         return is_replaced
 
     async def _is_replaced(self, attempt: int) -> bool:
-        """Wait for a trainer after ``attempt``; False where none comes in time."""
+        """Wait for a trainer with a later attempt; return False if none starts in time."""
         deadline = time.monotonic() + _TAKEOVER_SECONDS
         while time.monotonic() < deadline:
             if (await self._attempt() or 0) > attempt:
@@ -139,14 +139,14 @@ class Injector:
         return False
 
     async def _attempt(self) -> int | None:
-        """The attempt of the last trainer; None while the database is unavailable."""
+        """Return the attempt of the last trainer; None while the database is unavailable."""
         try:
             return (await self.store.trainer_lease.read()).attempt
         except StoreError:
             return None
 
     async def _freeze_database(self, seconds: float) -> None:
-        """Freeze it in the middle of an epoch's opening, if one begins within ``_OPENING_SECONDS``."""
+        """Freeze the database while an epoch is being opened, if that happens within ``_OPENING_SECONDS``."""
         deadline = time.monotonic() + _OPENING_SECONDS
         while time.monotonic() < deadline:
             if await self._is_opening():
@@ -165,8 +165,10 @@ class Injector:
         return opening is not None
 
     async def _fill(self, actor: Actor, seconds: float) -> bool:
-        """Files of the process cannot grow beyond a MiB: its writes fail with EFBIG, as they would for want
-        of space, and no file system has to be filled or mounted for it."""
+        """Limit the size of the process's files to 1 MiB, so that its writes fail as on a full disk.
+
+        They fail with EFBIG; no file system has to be filled or mounted.
+        """
         pid = actor.pid
         if pid is None:
             return False
@@ -189,11 +191,11 @@ class Injector:
         try:
             await asyncio.sleep(fault.seconds)
         finally:
-            proxy.mend()
+            proxy.restore()
         self.done[f"{fault.kind} connections"] += 1
 
     async def _corrupt(self, fault: Fault) -> None:
-        """Hold the engines back while a new version is published, damage it, let them look, and mend it."""
+        """Freeze the engines, damage the next published version, let the engines try it, and repair it."""
         engines = [actor for actor in self.actors.values() if actor.role == "engine"]
         async with self._weights_busy, _All(engines):
             await self._next_version(_ACTIVE_SECONDS)
@@ -206,7 +208,7 @@ class Injector:
                 for engine in engines:
                     engine.thaw()
             if version is None or not damaged:
-                logger.info("no version was published to be damaged")
+                logger.info("no version was published in time to damage it")
                 return
             try:
                 await asyncio.sleep(_REFUSE_SECONDS)
@@ -215,7 +217,7 @@ class Injector:
         self.done["corrupt weights"] += 1
 
     async def _next_version(self, seconds: float) -> Path | None:
-        """The file of the next version that is published; None where there is none within ``seconds``."""
+        """Return the weights file of the next published version; None if there is none within ``seconds``."""
         known = self._newest()
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -229,7 +231,7 @@ class Injector:
 
 
 class _All:
-    """Every actor's ``busy``, in order."""
+    """Holds the ``busy`` lock of every actor."""
 
     def __init__(self, actors: list[Actor]) -> None:
         self._actors = actors
@@ -244,7 +246,7 @@ class _All:
 
 
 def _flip(path: Path) -> bool:
-    """Flip a bit in the middle of a file, or flip it back; False where the file has been pruned."""
+    """Flip a bit in the middle of a file; a second call restores it. Return False if the file is gone."""
     try:
         with path.open("r+b") as file:
             middle = path.stat().st_size // 2

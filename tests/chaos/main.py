@@ -1,12 +1,12 @@
-"""Runs a whole system while things go wrong at random, then checks that nothing was lost or trained twice.
+"""Run a whole system while faults are injected at random; check that nothing is lost or trained twice.
 
     bash scripts/chaos.sh --minutes 10 --seed 7
 
-Four samplers, two engines, a trainer, two processes that open epochs of many tasks, and MongoDB run in a
-folder of their own. By a plan made from the seed, processes and the database are killed and started again, or
-frozen past leases and time-outs; a frozen trainer is replaced by another; connections are cut, stalled and
-delayed; the trainer's disk is full; and published weights are damaged. Samplers keep most token arrays in
-GridFS, so that uploads are interrupted too.
+The system has four samplers, two engines, a trainer, two processes that open epochs of many tasks, and
+MongoDB. The seed determines the plan of faults. Processes and the database are killed and restarted, or
+frozen longer than leases and timeouts. A frozen trainer is replaced by another. Connections are reset,
+stalled and delayed. The trainer's disk is full. Published weights are damaged. Samplers store most token
+arrays in GridFS, so that uploads are interrupted too.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from agentrl.config.schema import RunConfig
 from agentrl.errors import AgentRLError, ConfigError, StoreError
 from agentrl.store.client import Store, open_store
 from chaos.actors import Actor, watch
+from chaos.chaos_run import LEASE_SECONDS, OPENINGS, RUN, ChaosRun
 from chaos.database import Database, SingleServer, ThreeServers
 from chaos.faults import Injector
 from chaos.opener import SPLIT
 from chaos.plan import Members, make_plan
 from chaos.report import Report, check_run, examine
-from chaos.scene import LEASE_SECONDS, OPENINGS, RUN, Scene
 
 logger = logging.getLogger(__name__)
 
 READY_SECONDS = 300.0
-"""How long the first optimizer step may take before anything goes wrong."""
+"""Time limit of the first optimizer step, before any fault."""
 
 FINISH_SECONDS = 300.0
-"""How long the rest of the last epoch may take once nothing goes wrong any more."""
+"""Time limit of the rest of the last epoch, after the last fault."""
 
 _STOP_SECONDS = 60.0
 _INTERRUPTED_SECONDS = 15.0
@@ -62,7 +62,7 @@ class Options:
 
 
 def main(argv: list[str]) -> int:
-    """Run, print the report, and return 0 where there is no violation."""
+    """Run, print the report, and return 0 if there is no violation."""
     options = _parse(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s chaos  %(message)s")
     logging.getLogger("pymongo").setLevel(logging.WARNING)
@@ -81,24 +81,24 @@ def main(argv: list[str]) -> int:
 
 
 async def run(options: Options, folder: Path) -> Report:
-    """One run under fire in ``folder``, from nothing to its report; nothing is left running."""
-    scene = Scene(folder=folder, seed=options.seed, tasks=options.tasks, seconds=60 * options.minutes)
-    await asyncio.to_thread(scene.prepare)
+    """Set up a run in ``folder``, inject faults, and return the report; stop everything at the end."""
+    chaos_run = ChaosRun(folder=folder, seed=options.seed, tasks=options.tasks, seconds=60 * options.minutes)
+    await asyncio.to_thread(chaos_run.prepare)
     single = SingleServer(folder / "mongo")
     database: Database = ThreeServers(folder / "mongo") if options.replica_set else single
     try:
         await database.start()
         async with await open_store(RunConfig(run_name=RUN, db_connection_string=database.uri)) as store:
             members = Members.of(samplers=4, engines=2, openers=2)
-            actors = await scene.cast(members, database)
-            injector = Injector(actors, single.proxies, database, scene.output / "weights", store)
-            return await _run(options, scene, members, injector, store, database.uri)
+            actors = await chaos_run.make_actors(members, database)
+            injector = Injector(actors, single.proxies, database, chaos_run.output / "weights", store)
+            return await _run(options, chaos_run, members, injector, store, database.uri)
     finally:
         await database.stop()
 
 
 async def _run(
-    options: Options, scene: Scene, members: Members, injector: Injector, store: Store, uri: str
+    options: Options, chaos_run: ChaosRun, members: Members, injector: Injector, store: Store, uri: str
 ) -> Report:
     actors = list(injector.actors.values())
     watcher = asyncio.create_task(watch(actors))
@@ -125,18 +125,17 @@ async def _run(
         await asyncio.gather(*(actor.stop(_INTERRUPTED_SECONDS) for actor in actors))
     exits = [exit for actor in actors for exit in actor.exits]
     report = Report(faults=injector.done, exits=exits, seconds=seconds, finished=finished)
-    await examine(store, scene.logs, report)
-    check_run(scene.check_command(uri, is_final=False), report)
+    await examine(store, chaos_run.logs, report)
+    check_run(chaos_run.check_command(uri, is_final=False), report)
     await _remove_openings(store)
-    check_run(scene.check_command(uri, is_final=True), report)
+    check_run(chaos_run.check_command(uri, is_final=True), report)
     return report
 
 
 async def _finish(store: Store, actors: Mapping[str, Actor]) -> bool:
-    """Bring the run to its own end: stop samplers and trainer, and start them with the epochs begun so far.
+    """Let the run complete: restart samplers and trainer with the number of epochs begun so far.
 
-    They leave by themselves when every task is sampled and all that can be is trained; False if one does not,
-    or fails.
+    They end by themselves once every task is sampled and trained. Returns False if one fails or does not end.
     """
     workers = [actor for actor in actors.values() if actor.role in ("sampler", "trainer")]
     openers = [actor for actor in actors.values() if actor.role == "opener"]
@@ -144,7 +143,7 @@ async def _finish(store: Store, actors: Mapping[str, Actor]) -> bool:
     for opener in openers:
         opener.command = [*opener.command, "--openings_pause", "0.5"]
     epochs = max(await store.tasks.epochs("train"), default=0) + 1
-    logger.info("nothing goes wrong any more; the run goes on to the end of its %d epochs", epochs)
+    logger.info("no more faults; the run continues to the end of its %d epochs", epochs)
     for actor in actors.values():
         if actor in workers:
             actor.command = [*actor.command, "--num_train_epochs", str(epochs)]
@@ -163,7 +162,7 @@ async def _has_trained(store: Store) -> bool:
 
 
 async def _remove_openings(store: Store) -> None:
-    """Delete the split that was only opened: a run that is over has no slot that nobody sampled."""
+    """Delete the split that was opened and never sampled: the final check expects no open slot."""
     tasks = store.database["Task"]
     while page := await tasks.find({"split": SPLIT}, {"_id": 1}, limit=_PAGE).to_list():
         await tasks.delete_many({"_id": {"$in": [task["_id"] for task in page]}})
@@ -175,7 +174,7 @@ async def _is_opening(store: Store) -> bool:
 
 
 async def _reach(condition: Callable[[], Awaitable[bool]], seconds: float, otherwise: str) -> None:
-    """Wait until ``condition``; AgentRLError after ``seconds``."""
+    """Wait until ``condition`` is true. Raises AgentRLError after ``seconds``."""
     deadline = time.monotonic() + seconds
     while True:
         with suppress(StoreError):
@@ -187,7 +186,7 @@ async def _reach(condition: Callable[[], Awaitable[bool]], seconds: float, other
 
 
 async def _interruptible(work: Coroutine[None, None, Report]) -> Report:
-    """``work``, cancelled by SIGTERM so that it stops what it has started."""
+    """Return the result of ``work``; SIGTERM cancels it, so that it stops its processes."""
     task = asyncio.ensure_future(work)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     return await task
@@ -195,14 +194,16 @@ async def _interruptible(work: Coroutine[None, None, Report]) -> Report:
 
 def _parse(argv: list[str]) -> Options:
     parser = CommandParser(prog="bash scripts/chaos.sh", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0, help="how long things go wrong (%(default)g)")
-    parser.add_argument("--seed", type=int, default=0, help="of the plan and of the run (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="duration of the faults (%(default)g)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the plan and of the run (%(default)s)")
     parser.add_argument("--gap", type=float, default=6.0, help="mean seconds between faults (%(default)g)")
     parser.add_argument(
-        "--tasks", type=int, default=2000, help="tasks whose epochs are opened under fire (%(default)s)"
+        "--tasks", type=int, default=2000, help="tasks whose epochs are opened during faults (%(default)s)"
     )
-    parser.add_argument("--replica_set", action="store_true", help="three mongods, the primary killed often")
-    parser.add_argument("--keep", type=Path, help="run in this folder, and leave it there")
+    parser.add_argument(
+        "--replica_set", action="store_true", help="three mongods; the primary is killed often"
+    )
+    parser.add_argument("--keep", type=Path, help="run in this folder, and keep it")
     options = Options(**vars(parser.parse_args(argv)))
     if options.minutes <= 0 or options.gap <= 0 or options.tasks <= 0:
         given = f"--minutes is {options.minutes:g}, --gap is {options.gap:g}, --tasks is {options.tasks}"

@@ -1,6 +1,6 @@
-"""``python -m chaos.opener``: loads many tasks and opens epoch after epoch of them, and samples none.
+"""Load many tasks and open their epochs without sampling them: ``python -m chaos.opener``.
 
-Several of them run at once under fire: an opening is interrupted, taken over and completed by another.
+Several openers run at once: an interrupted opening is taken over and completed by another one.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ GENERATIONS = 1
 
 @dataclass(frozen=True, kw_only=True)
 class OpenerConfig:
-    """What is opened."""
+    """The flags of an opener."""
 
-    openings_file: str = flag("", "task file of the split that is opened")
-    openings: int = flag(6, "epochs to open in all")
-    openings_pause: float = flag(1.0, "seconds between two of them")
+    openings_file: str = flag("", "task file of the split whose epochs are opened")
+    openings: int = flag(6, "total number of epochs to open")
+    openings_pause: float = flag(1.0, "seconds between two epochs")
 
 
 def main(argv: list[str]) -> int:
-    """Open until every epoch is open, then wait for SIGTERM."""
+    """Open every epoch, then wait for SIGTERM."""
     configs = parse(
         argv, command="opener", description="Opens epochs.", shown=[RunConfig], extra=[OpenerConfig]
     )
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 
 
 async def open_all(run: RunConfig, config: OpenerConfig) -> None:
-    """Load the file, then open epoch after epoch as samplers do."""
+    """Load the file, then open the epochs one by one, as samplers do."""
     from agentrl.store.client import open_store
     from agentrl.store.retry import retry_outages
 

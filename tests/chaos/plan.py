@@ -1,4 +1,4 @@
-"""What goes wrong when: a schedule of faults made from a seed. Pure; it touches nothing."""
+"""Plan the faults of a chaos run: a schedule that depends only on the seed."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ WEIGHTS = "weights"
 
 
 class FaultKind(StrEnum):
-    """What can go wrong."""
+    """A kind of fault."""
 
-    KILL = "kill"  # SIGKILL; started again after ``seconds``
-    FREEZE = "freeze"  # SIGSTOP for ``seconds``, longer than a lease (mongod: than a time-out), then SIGCONT
-    CUT = "cut"  # every connection to the database is reset, and new ones are refused for ``seconds``
-    STALL = "stall"  # connections stay open and carry nothing for ``seconds``
-    DELAY = "delay"  # whatever a connection carries comes ``latency`` seconds late, for ``seconds``
+    KILL = "kill"  # SIGKILL; restarted after ``seconds``
+    FREEZE = "freeze"  # SIGSTOP for ``seconds``, longer than a lease (mongod: than a timeout), then SIGCONT
+    CUT = "cut"  # all connections to the database are reset, new ones are refused for ``seconds``
+    STALL = "stall"  # connections stay open and transfer nothing for ``seconds``
+    DELAY = "delay"  # all data on a connection is ``latency`` seconds late, for ``seconds``
     FILL = "fill"  # the trainer's files cannot grow for ``seconds``: weights and checkpoints fail
-    SUPERSEDE = "supersede"  # the trainer is frozen past its lease, and another takes its place meanwhile
+    SUPERSEDE = "supersede"  # the trainer is frozen past its lease, and another one replaces it
     CORRUPT = "corrupt"  # a byte of the next published version is flipped before the engines load it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One thing that goes wrong ``at`` seconds after the start, and lasts ``seconds``."""
+    """One fault; it starts ``at`` seconds after the beginning and lasts ``seconds``."""
 
     at: float
     kind: FaultKind
@@ -38,7 +38,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Members:
-    """Names of the run's processes."""
+    """The names of the run's processes."""
 
     samplers: tuple[str, ...]
     engines: tuple[str, ...]
@@ -46,7 +46,7 @@ class Members:
 
     @classmethod
     def of(cls, samplers: int, engines: int, openers: int) -> Members:
-        """``sampler-0`` …, ``engine-0`` …, ``opener-0`` …"""
+        """Return the names ``sampler-0`` …, ``engine-0`` …, ``opener-0`` …"""
         return cls(
             samplers=tuple(f"sampler-{number}" for number in range(samplers)),
             engines=tuple(f"engine-{number}" for number in range(engines)),
@@ -55,13 +55,13 @@ class Members:
 
     @property
     def clients(self) -> tuple[str, ...]:
-        """Every process that is connected to the database."""
+        """The processes that connect to the database."""
         return (*self.samplers, *self.engines, *self.openers, TRAINER)
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """One kind of fault, whom it may hit, how often it comes among the others, and how long it lasts."""
+    """One kind of fault: its possible targets, its relative frequency, and its range of durations."""
 
     kind: FaultKind
     targets: Sequence[str]
@@ -72,10 +72,10 @@ class _Choice:
 def make_plan(
     *, seed: int, seconds: float, gap: float, lease_seconds: float, members: Members, replica_set: bool
 ) -> list[Fault]:
-    """Faults about every ``gap`` seconds, in order of time; the same for the same arguments.
+    """Return faults about every ``gap`` seconds, in order of time; the same for the same arguments.
 
-    Every choice comes once, in a random order, before any comes again. With ``replica_set`` the database is
-    killed far more often, and connections are left alone (a replica set's members are reached directly).
+    Every choice occurs once, in random order, before any occurs again. With ``replica_set`` the database is
+    killed far more often and connections are not disturbed, because clients reach the members directly.
     """
     rng = random.Random(f"chaos/{seed}")
     choices = _choices(members, lease_seconds, replica_set)

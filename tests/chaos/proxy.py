@@ -1,4 +1,4 @@
-"""A TCP proxy between one process and the database, which resets, stalls and delays what it carries."""
+"""A TCP proxy between a process and the database that can reset, stall and delay connections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CONNECT_SECONDS = 5.0
 
 
 class Proxy:
-    """Listens on a port of its own and forwards to ``port``; both on 127.0.0.1."""
+    """Listens on a free port and forwards to ``port``, both on 127.0.0.1."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -22,15 +22,15 @@ class Proxy:
         self._flowing.set()
         self._refusing = False
         self.latency = 0.0
-        """Seconds by which every chunk is late."""
+        """Delay of every chunk, in seconds."""
 
     async def start(self) -> int:
-        """Start listening; returns the port."""
+        """Start listening; return the port."""
         self._server = await asyncio.start_server(self._accept, HOST, 0)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Stop listening and reset what is open."""
+        """Stop listening and reset all connections."""
         if self._server is not None:
             self._server.close()
         self._reset()
@@ -39,16 +39,16 @@ class Proxy:
         await asyncio.gather(*self._handlers, return_exceptions=True)
 
     def cut(self) -> None:
-        """Reset every connection, and every new one until ``mend``."""
+        """Reset all connections, and every new one until ``restore``."""
         self._refusing = True
         self._reset()
 
     def stall(self) -> None:
-        """Carry nothing until ``mend``; connections stay open, and new ones are taken."""
+        """Transfer nothing until ``restore``; connections stay open, and new ones are accepted."""
         self._flowing.clear()
 
-    def mend(self) -> None:
-        """Carry everything at once again."""
+    def restore(self) -> None:
+        """Transfer data normally again."""
         self._refusing = False
         self.latency = 0.0
         self._flowing.set()
@@ -64,15 +64,15 @@ class Proxy:
         self._writers.add(writer)
         try:
             if not self._refusing:
-                await self._carry(reader, writer)
+                await self._forward(reader, writer)
         except (OSError, TimeoutError):
-            pass  # either end is gone, and so is the connection
+            pass  # one end has closed the connection
         finally:
             writer.transport.abort()
             self._writers.discard(writer)
             self._handlers.discard(handler)
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with asyncio.timeout(_CONNECT_SECONDS):
             answers, requests = await asyncio.open_connection(HOST, self._target)
         self._writers.add(requests)

@@ -1,4 +1,4 @@
-"""What a run under fire came to: faults, figures, and everything that should not have happened."""
+"""Report a chaos run: faults, counts, and violations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SHOWN = 20
 
 @dataclass(kw_only=True)
 class Report:
-    """Figures of one run. ``violations`` are lines; the run is sound where there is none."""
+    """The counts of one run, and its ``violations``, one line each; a correct run has none."""
 
     faults: Counter[str]
     exits: Sequence[Exit]
@@ -45,11 +45,11 @@ class Report:
     acknowledged: int = 0
     seen: Counter[str] = field(default_factory=Counter)
     checks: list[str] = field(default_factory=list)
-    """What each ``agentrl db check`` printed."""
+    """The output of each ``agentrl db check``."""
     violations: list[str] = field(default_factory=list)
 
     def lines(self) -> Iterator[str]:
-        """The report; its last line is ``N violations``."""
+        """Yield the lines of the report; the last one is ``N violations``."""
         for check in self.checks:
             yield from (line for line in check.splitlines() if line[:1].isdigit() and "checked" in line)
             yield ""
@@ -62,7 +62,7 @@ class Report:
         yield f"{'scores acknowledged to a sampler':<46} {self.acknowledged:>6}"
         yield f"{'steps trained':<46} {self.steps:>6}"
         yield f"{'policy versions':<46} {self.versions:>6}"
-        yield f"{'seconds under fire':<46} {self.seconds:>6.0f}"
+        yield f"{'seconds of faults':<46} {self.seconds:>6.0f}"
         yield from (f"violation: {line}" for line in self.violations[:_SHOWN])
         if len(self.violations) > _SHOWN:
             yield f"  … and {len(self.violations) - _SHOWN} more"
@@ -70,10 +70,10 @@ class Report:
 
 
 async def examine(store: Store, logs: Path, report: Report) -> None:
-    """Fill in the report: figures from the database and the logs.
+    """Add the counts from the database and the logs to the report, and violations.
 
-    Beyond what ``check_run`` finds, a violation is: a score that a sampler was told is stored and that
-    is not there; a process that ended by itself; a traceback; a run that does not come to its end.
+    A violation is an acknowledged score that is missing in the database, a process that ended by itself, a
+    traceback in a log, or a run that did not complete. ``check_run`` adds more.
     """
     records = await store.records.counts("train")
     report.scored = sum(records[status] for status in _KEPT)
@@ -85,10 +85,10 @@ async def examine(store: Store, logs: Path, report: Report) -> None:
         f"{exit.actor} ended by itself with exit code {exit.code}:\n{exit.last_lines}"
         for exit in report.exits
     ]
-    report.violations += [f"{key} was acknowledged, and is lost" for key in await _lost(store, acknowledged)]
+    report.violations += [f"{key} was acknowledged and is lost" for key in await _lost(store, acknowledged)]
     if not report.finished:
         left = {str(status): count for status, count in (await store.tasks.counts("train")).items() if count}
-        report.violations.append(f"samplers and trainer did not come to their end in time; tasks: {left}")
+        report.violations.append(f"samplers and trainer did not end in time; tasks: {left}")
 
 
 async def _lost(store: Store, acknowledged: Sequence[str]) -> list[str]:
@@ -103,20 +103,20 @@ async def _lost(store: Store, acknowledged: Sequence[str]) -> list[str]:
 
 
 def _read_logs(logs: Path, report: Report) -> list[str]:
-    """Ids of the Records whose score was acknowledged; counts and tracebacks go into the report."""
+    """Return the ids of Records with an acknowledged score; add counts and tracebacks to the report."""
     acknowledged: dict[str, None] = {}
     for log in sorted(logs.glob("*.out")):
         for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
             if found := _ACKNOWLEDGED.search(line):
                 acknowledged[found[1]] = None
             if _TRACEBACK.match(line):
-                report.violations.append(f"{log.name} holds a traceback")
+                report.violations.append(f"{log.name} contains a traceback")
             report.seen.update(name for name, pattern in _SEEN.items() if pattern.search(line))
     return list(acknowledged)
 
 
 def check_run(command: Sequence[str], report: Report) -> None:
-    """Run ``agentrl db check``; what it finds is added to the report."""
+    """Run ``agentrl db check`` and add its violations to the report."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=_CHECK_SECONDS, check=False)
     report.checks.append(done.stdout)
     if done.returncode == 0:

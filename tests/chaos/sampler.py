@@ -1,4 +1,4 @@
-"""``python -m chaos.sampler``: ``agentrl`` with a small document limit, so that GridFS is used."""
+"""Run ``agentrl`` with a small document limit, so that GridFS is used: ``python -m chaos.sampler``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from agentrl.cli import main as cli
 from agentrl.store import blobs
 
 PACKED_LIMIT = 300
-"""Packed bytes of a document beyond which they move to GridFS: more than some calls have, less than most."""
+"""Packed bytes above which a document's arrays move to GridFS; most model calls have more."""
 
 if __name__ == "__main__":
     blobs._LIMIT = PACKED_LIMIT

@@ -1,4 +1,4 @@
-"""Processes under fire: killed, frozen, started again, and written down when they end by themselves."""
+"""Actors are killed, frozen, restarted, and recorded when they end by themselves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_a_kill_is_no_exit_of_its_own(actor: Actor) -> None:
+async def test_a_kill_is_not_recorded_as_an_exit(actor: Actor) -> None:
     actor.start()
     assert await actor.kill()
     assert actor.pid is None
@@ -42,7 +42,7 @@ async def test_a_kill_is_no_exit_of_its_own(actor: Actor) -> None:
     assert not await actor.kill()
 
 
-async def test_freezing_stops_it_and_thawing_lets_it_go_on(actor: Actor) -> None:
+async def test_freeze_stops_a_process_and_thaw_continues_it(actor: Actor) -> None:
     assert not actor.freeze()
     actor.start()
     assert actor.freeze()
@@ -53,7 +53,7 @@ async def test_freezing_stops_it_and_thawing_lets_it_go_on(actor: Actor) -> None
         await until(lambda: process.status() != psutil.STATUS_STOPPED)
 
 
-async def test_whoever_ends_by_itself_is_written_down_and_started_again(
+async def test_an_actor_that_ends_by_itself_is_recorded_and_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actors_module, "_RESTART_SECONDS", 0.01)
@@ -72,7 +72,7 @@ async def test_whoever_ends_by_itself_is_written_down_and_started_again(
 
 
 @pytest.mark.parametrize(("program", "exits"), [(SLEEPS, []), ("raise SystemExit(1)", [1])])
-async def test_stopping_is_an_exit_only_with_an_error(tmp_path: Path, program: str, exits: list[int]) -> None:
+async def test_a_stop_is_recorded_only_with_an_error(tmp_path: Path, program: str, exits: list[int]) -> None:
     actor = Actor("trainer", [sys.executable, "-c", program], tmp_path / "x.out", environment())
     actor.start()
     if exits and actor.process is not None:
@@ -98,7 +98,7 @@ async def test_a_superseded_process_must_end_with_an_error(
     assert [exit.code for exit in actor.exits] == codes
 
 
-async def test_a_process_that_nobody_replaced_is_killed(actor: Actor) -> None:
+async def test_a_process_that_is_not_replaced_is_killed(actor: Actor) -> None:
     actor.start()
     frozen = actor.set_aside()
     assert frozen is not None

@@ -1,4 +1,4 @@
-"""What is read from logs and from ``agentrl db check``, and what counts as a violation."""
+"""The report reads logs and ``agentrl db check``, and lists violations."""
 
 from __future__ import annotations
 
@@ -80,15 +80,15 @@ async def test_a_sound_run(tmp_path: Path) -> None:
 
 async def test_an_acknowledged_score_that_is_not_there_is_a_violation(tmp_path: Path) -> None:
     lines = await examined(report(), tmp_path, "train/0/a/0/1")
-    assert lines[-2:] == ["violation: train/0/a/1/2 was acknowledged, and is lost", "1 violations"]
+    assert lines[-2:] == ["violation: train/0/a/1/2 was acknowledged and is lost", "1 violations"]
 
 
 @pytest.mark.parametrize(
     ("found", "log", "told"),
     [
         (report(Exit("trainer", 1, "boom")), "", "trainer ended by itself with exit code 1"),
-        (report(finished=False), "", "did not come to their end in time; tasks: {'running': 4}"),
-        (report(), "Traceback (most recent call last):\n", "sampler-0.out holds a traceback"),
+        (report(finished=False), "", "did not end in time; tasks: {'running': 4}"),
+        (report(), "Traceback (most recent call last):\n", "sampler-0.out contains a traceback"),
     ],
 )
 async def test_what_should_not_happen_is_a_violation(

@@ -1,4 +1,4 @@
-"""A minute of everything that goes wrong, on real processes: nothing is lost or trained twice."""
+"""One minute of faults on real processes: nothing is lost or trained twice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIGURE = re.compile(r"^(?P<name>\S.*\S)  +(?P<value>\d+)$", re.MULTILINE)
 
 
 def processes_of(folder: Path) -> list[str]:
-    """Command lines of living processes that name ``folder``."""
+    """Return the command lines of running processes that name ``folder``."""
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         words = " ".join(process.info["cmdline"] or ())
@@ -28,8 +28,8 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
-def test_a_minute_under_fire_ends_without_a_violation(tmp_path: Path) -> None:
-    folder = tmp_path / "fire"
+def test_a_minute_of_faults_ends_without_a_violation(tmp_path: Path) -> None:
+    folder = tmp_path / "chaos"
     flags = ["--minutes", "1", "--seed", "15", "--gap", "5", "--keep", str(folder)]
     with subprocess.Popen(
         [sys.executable, "-m", "chaos", *flags], env=environment(),

@@ -1,4 +1,4 @@
-"""The schedule of faults: made by the seed, complete, and within its bounds."""
+"""The plan of faults depends on the seed, contains every kind, and stays within its limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def plan(seed: int = 0, *, seconds: float = 600, replica_set: bool = False) -> l
     )
 
 
-def test_the_seed_makes_the_plan() -> None:
+def test_the_seed_determines_the_plan() -> None:
     assert plan(7) == plan(7)
     assert plan(7) != plan(8)
 
@@ -35,7 +35,7 @@ def test_faults_come_in_order_within_the_time_and_about_every_gap() -> None:
     assert len(times) == pytest.approx(1000, rel=0.1)
 
 
-def test_what_is_frozen_is_frozen_past_its_lease_or_time_out() -> None:
+def test_freezes_last_longer_than_leases_and_timeouts() -> None:
     frozen = [fault for fault in plan() if fault.kind in (FaultKind.FREEZE, FaultKind.SUPERSEDE)]
     kinds = {fault.target.partition("-")[0] for fault in frozen}
     assert kinds == {"sampler", "opener", TRAINER, DATABASE}
@@ -51,7 +51,7 @@ def test_only_delays_have_a_latency() -> None:
     assert all((fault.latency > 0) == (fault.kind is FaultKind.DELAY) for fault in plan())
 
 
-def test_a_replica_set_loses_its_primary_again_and_again_and_has_no_proxies() -> None:
+def test_a_replica_set_loses_its_primary_often_and_has_no_proxies() -> None:
     faults = plan(replica_set=True)
     primary = [fault for fault in faults if fault.target == DATABASE]
     assert len(primary) > len(faults) / 3

@@ -1,4 +1,4 @@
-"""The proxy: what it carries, and how it resets, refuses, stalls and delays."""
+"""The proxy forwards, resets, refuses, stalls and delays connections."""
 
 from __future__ import annotations
 
@@ -70,37 +70,37 @@ async def connected(port: int) -> AsyncIterator[Client]:
         writer.transport.abort()
 
 
-async def test_it_carries_both_ways_on_many_connections() -> None:
+async def test_the_proxy_forwards_both_directions_of_many_connections() -> None:
     async with proxied() as (_, port), connected(port) as first, connected(port) as second:
         large = bytes(range(256)) * 1000
         assert await first.say(b"one") == b"one"
         assert await second.say(large) == large
 
 
-async def test_a_cut_resets_what_is_open_and_refuses_what_comes_until_it_is_mended() -> None:
+async def test_a_cut_resets_connections_and_refuses_new_ones_until_restore() -> None:
     async with proxied() as (proxy, port), connected(port) as open_before:
         assert await open_before.say(b"x") == b"x"
         proxy.cut()
         assert await open_before.is_gone()
         async with connected(port) as during:
             assert await during.is_gone()
-        proxy.mend()
+        proxy.restore()
         async with connected(port) as after:
             assert await after.say(b"x") == b"x"
 
 
-async def test_a_stall_holds_back_what_is_sent_and_loses_none_of_it() -> None:
+async def test_a_stall_delays_data_and_loses_none() -> None:
     async with proxied() as (proxy, port), connected(port) as client:
         assert await client.say(b"x") == b"x"
         proxy.stall()
         waiting = asyncio.create_task(client.say(b"later"))
         done, _ = await asyncio.wait([waiting], timeout=0.2)
         assert not done
-        proxy.mend()
+        proxy.restore()
         assert await waiting == b"later"
 
 
-async def test_a_delay_makes_both_ways_late() -> None:
+async def test_a_delay_applies_to_both_directions() -> None:
     async with proxied() as (proxy, port), connected(port) as client:
         proxy.latency = 0.05
         started = asyncio.get_running_loop().time()
@@ -108,7 +108,7 @@ async def test_a_delay_makes_both_ways_late() -> None:
         assert asyncio.get_running_loop().time() - started >= 0.1
 
 
-async def test_a_server_that_is_not_there_ends_the_connection() -> None:
+async def test_a_missing_server_ends_the_connection() -> None:
     async with echo() as target:
         port_of_nobody = target
     proxy = Proxy(port_of_nobody)

@@ -1,4 +1,4 @@
-"""A trainer that is killed again and again trains what one does that is left in peace."""
+"""A trainer that is killed repeatedly trains the same as one that is not."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Kills one run's trainer at random points, and compares what it trained with a run left in peace.
+"""Kill the trainer of one run at random points, and compare the result with an undisturbed run.
 
     python -m chaos.trainer_kills --kills 10 --seed 0
 
-Both runs sample synchronously from the same seed, one trajectory at a time, so that every token of the two
-must be the same: the steps, what they trained, their losses and rewards, and every published file.
+Both runs sample synchronously from the same seed, one trajectory at a time. Steps, data, losses, rewards and
+published files must therefore be identical.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import hashlib
 import json
 import random
 import signal
@@ -27,7 +26,6 @@ from agentrl.config.schema import RunConfig
 from agentrl.documents.status import DataStatus
 from agentrl.errors import AgentRLError
 from agentrl.processes import signal_session, start_child, stop_children, tail
-from agentrl.scoring.scorers import ScorerContext
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.supervise import StoppedBySignalError, stop_on_signals
@@ -37,7 +35,7 @@ GROUPS_PER_STEP = 2
 GENERATIONS = 4
 SAVE_STEPS = 3
 STEP_SECONDS = 600.0
-"""How long the next step may take before the run counts as stuck."""
+"""Time limit of one step."""
 
 _START_SECONDS = 6.0
 _STEP_SPREAD_SECONDS = 1.0
@@ -47,7 +45,7 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to run: ``kills`` of the trainer spread over ``steps`` optimizer steps, in ``folder``."""
+    """The settings: ``kills`` of the trainer, spread over ``steps`` optimizer steps, in ``folder``."""
 
     kills: int
     steps: int
@@ -56,7 +54,7 @@ class Plan:
     max_trained_count: int = 1
 
     def flags(self, run: str, uri: str) -> list[str]:
-        """The flags of every process of one of the two runs."""
+        """Return the flags of every process of one run."""
         tasks = (self.steps + 2) * GROUPS_PER_STEP
         return [
             "--run_name", run, "--db_connection_string", uri, "--seed", str(self.seed),
@@ -73,28 +71,22 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a run leaves. Two runs of the same plan are equal, killed or not."""
+    """The result of a run; equal for both runs of a plan."""
 
     steps: tuple[tuple[int, int, tuple[str, ...]], ...]
-    """(step, policy version that it started from, ids of its data)."""
+    """(step, policy version at its start, ids of its data)."""
     losses: tuple[float, ...]
     rewards: tuple[float, ...]
     versions: tuple[tuple[int, int, str, tuple[str, ...]], ...]
     """(version, step, status, SHA-256 of each file)."""
     counts: dict[str, int]
-    """{data id: how often it was trained}, of those that were."""
+    """{id of trained data: how often it was trained}."""
     off_policy: tuple[str, ...]
-    """Data with a token that another version sampled than the one that its step started from."""
-
-
-async def hashed_score(context: ScorerContext) -> float:
-    """A score in [0, 1) that the trajectory's last text decides: the same text, the same score."""
-    text = str(context.messages[-1].get("content", ""))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) / 2**32
+    """Ids of data with a token that was not sampled by the policy version at the start of its step."""
 
 
 def compare(plan: Plan) -> tuple[Trained, Trained, int]:
-    """Train undisturbed and with kills: what each left, and how many kills were made."""
+    """Train undisturbed and with kills; return both results and the number of kills."""
     plan.folder.mkdir(parents=True, exist_ok=True)
     model = [sys.executable, "-m", "agentrl.quickstart.tiny", str(plan.folder / "model"), str(plan.seed)]
     subprocess.run(model, check=True, timeout=120, env=environment())
@@ -126,7 +118,7 @@ async def _train(plan: Plan, run: str, uri: str, *, kills: int) -> tuple[Trained
 async def _reach_kill(
     store: Store, trainer: subprocess.Popen[bytes], rng: random.Random, *, after: int
 ) -> None:
-    """Return at a random moment: while the trainer starts, or within a step or two after step ``after``."""
+    """Wait until a random moment: while the trainer starts, or in the first steps after ``after``."""
     if rng.random() < _EARLY_KILLS:
         await asyncio.sleep(rng.uniform(0.0, _START_SECONDS))
         return
@@ -142,7 +134,7 @@ async def _reach_kill(
 
 
 async def _reach_end(store: Store, trainer: subprocess.Popen[bytes], plan: Plan, run: str) -> None:
-    """Wait until the trainer ends; AgentRLError where it fails, or makes no step for ``STEP_SECONDS``."""
+    """Wait until the trainer ends. Raises AgentRLError if it fails or makes no step for ``STEP_SECONDS``."""
     reached, moved_at = 0, time.monotonic()
     while trainer.poll() is None:
         last = await store.training.last_step()
@@ -188,7 +180,7 @@ _READ = {"trained_count": 1, "status": 1, "min_version": 1, "max_version": 1}
 def _processes(
     plan: Plan, run: str, flags: list[str], commands: tuple[str, ...]
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes of a run for the length of the block."""
+    """Run processes for the duration of the block."""
     started = [
         start_child(
             [sys.executable, "-m", "agentrl", command, *flags],
@@ -216,7 +208,7 @@ def _write_tasks(path: Path, count: int) -> Path:
     return path
 
 
-_SCORER = "chaos.trainer_kills:hashed_score"
+_SCORER = "chaos.scoring:hashed_score"
 
 
 def _print(undisturbed: Trained, killed: Trained) -> None:
@@ -234,12 +226,12 @@ def _print(undisturbed: Trained, killed: Trained) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compare and print; 0 where both runs trained the same."""
+    """Compare and print; return 0 if both runs trained the same."""
     parser = argparse.ArgumentParser(prog="scripts/kill_trainer.sh", description=__doc__)
     parser.add_argument("--kills", type=int, default=10, help="SIGKILLs of the trainer")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each run")
-    parser.add_argument("--seed", type=int, default=0, help="of the runs and of the moments of the kills")
-    parser.add_argument("--folder", type=Path, help="where all is written (default: a temporary folder)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the runs and of the kills")
+    parser.add_argument("--folder", type=Path, help="folder of all files (default: a temporary folder)")
     options = parser.parse_args(argv)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="agentrl-kill-trainer-"))
     plan = Plan(kills=options.kills, steps=options.steps, seed=options.seed, folder=folder)

@@ -1,4 +1,4 @@
-"""The run that is put under fire: a tiny model, short tasks with a score for any text, its processes."""
+"""The run of a chaos test: a tiny model, short tasks with a score for any text, and its processes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from chaos.plan import TRAINER, Members
 RUN = "chaos"
 LEASE_SECONDS = 12.0
 MANY_EPOCHS = 100_000
-"""More than are ever begun; the run is ended by starting its processes again with fewer."""
+"""More epochs than are ever begun; at the end the processes are restarted with fewer."""
 
 OPENINGS = 6
-"""Epochs of the split that is only opened."""
+"""Number of epochs of the split that is opened and never sampled."""
 
 _TASKS = 24
 _BUILD_SECONDS = 300.0
@@ -51,28 +51,28 @@ _FLAGS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
-    """One run's files under ``folder``, and the commands of its processes."""
+class ChaosRun:
+    """The files of one run under ``folder``, and the commands of its processes."""
 
     folder: Path
     seed: int
     tasks: int
-    """Of the split whose epochs are opened under fire, and never sampled."""
+    """Number of tasks in the split whose epochs are opened and never sampled."""
     seconds: float
-    """How long things go wrong: the openings are spread over them."""
+    """Duration of the faults; the openings are spread over it."""
 
     @property
     def output(self) -> Path:
-        """Checkpoints and published weights."""
+        """The folder of checkpoints and published weights."""
         return self.folder / "output"
 
     @property
     def logs(self) -> Path:
-        """A file for each process, ``NAME.out``, and those that the processes write themselves."""
+        """The folder of logs: ``NAME.out`` for each process, and the logs that the processes write."""
         return self.folder / "logs"
 
     def prepare(self) -> None:
-        """Make the model, the tasks and the configuration. AgentRLError where the model cannot be made."""
+        """Write the model, the tasks and the configuration. Raises AgentRLError if the model fails."""
         self.folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "agentrl.quickstart.tiny", str(self._model), str(self.seed)]
         try:
@@ -94,8 +94,8 @@ class Scene:
         }  # fmt: skip
         self._config.write_text(yaml.safe_dump(flags), encoding="utf-8")
 
-    async def cast(self, members: Members, database: Database) -> dict[str, Actor]:
-        """Every process of the run by name, none of them started."""
+    async def make_actors(self, members: Members, database: Database) -> dict[str, Actor]:
+        """Return {name: actor} for every process of the run; none is started."""
         openings = (
             "--openings_file", str(self._openings), "--openings", str(OPENINGS),
             "--openings_pause", str(self.seconds / (2 * OPENINGS)),
@@ -120,7 +120,7 @@ class Scene:
         }  # fmt: skip
 
     def check_command(self, uri: str, *, is_final: bool) -> list[str]:
-        """``agentrl db check`` on the finished run; ``is_final``: every slot is terminal."""
+        """Return the command that checks the database; with ``is_final`` every slot must be terminal."""
         return [
             sys.executable, "-m", "agentrl", "db", "check", "--run_name", RUN,
             "--db_connection_string", uri, "--output_dir", str(self.output),
