@@ -1,4 +1,4 @@
-"""The ``agentrl`` command: finds the subcommand, imports it alone, and turns errors into exit codes."""
+"""The ``agentrl`` command: imports only the chosen subcommand, and turns errors into exit codes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("agentrl.cli.evaluate", "sample an evaluation file at one policy version and report"),
     "sft": ("agentrl.cli.sft", "supervised fine-tuning on conversations"),
     "audit": ("agentrl.cli.audit", "look at a run: its state, a trajectory, its curve"),
-    "doctor": (
-        "agentrl.cli.doctor",
-        "what is missing on this machine, and what mends it",
-    ),
+    "parity": ("agentrl.cli.parity", "compare the trainer's logprobs with an engine's"),
+    "doctor": ("agentrl.cli.doctor", "check this machine, and say how to fix each fault"),
     "quickstart": ("agentrl.cli.quickstart", "the whole loop on this machine"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``agentrl COMMAND …``; the exit code is 0, or the error's."""
+    """Run ``agentrl COMMAND …`` and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         print(_usage())
@@ -45,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(command: Callable[[], int | None], name: str) -> int:
-    """Call ``command``; an AgentRLError becomes its message on stderr and its exit code."""
+    """Call ``command`` and return its exit code; print an AgentRLError to stderr."""
     try:
         return command() or 0
     except AgentRLError as error:

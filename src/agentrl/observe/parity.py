@@ -1,66 +1,24 @@
-"""Compares the trainer's logprobs with an engine's, for the same ids and weights.
-
-    python -m agentrl.observe.parity --model_name_or_path DIR --engine local
-    python -m agentrl.observe.parity --model_name_or_path DIR --engine local,sglang,vllm --prompts 32
-    python -m agentrl.observe.parity --model_name_or_path DIR --url http://127.0.0.1:30000
-
-The engine samples; the trainer scores what it sampled, by its own forest and logprob code, with every
-executor. The exit code is 1 when the mean of |Δlogprob| reaches the limit anywhere.
-"""
+"""Differences between the trainer's logprobs and an engine's, and their table."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import sys
-import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import RenderableType
 
-from agentrl.cli import main as cli
-from agentrl.config.load import CommandParser
-from agentrl.config.schema import EngineConfig, ModelConfig
-from agentrl.errors import ConfigError, EngineError
-from agentrl.observe.logging import quiet_transformers
-from agentrl.observe.terminal import stdout_console, table
-
-if TYPE_CHECKING:
-    from agentrl.inference.client import EngineClient, Generation
-    from agentrl.model.load import Policy
+from agentrl.observe.terminal import table
 
 MEAN_LIMIT = 1e-3
-_GENERATE_SECONDS = 600.0
-_QUESTIONS = (
-    "What is 17 times 23?",
-    "Name three rivers of Europe and the seas that they reach.",
-    "Write a short letter that asks a neighbor to water the plants for two weeks in July.",
-    "Explain why the sky is blue.",
-    "Sort these words: pear, apple, fig, cherry.",
-    "def add(a, b):\n    return a + b\n\nWhat does this function do?",
-    "Übersetze „good morning“ ins Deutsche, Französische und Japanische.",
-    "Tell a story that begins with a locked door.",
-)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A prompt's ids, what the engine generated, and the logprobs that it gave for it."""
-
-    prompt: tuple[int, ...]
-    output: tuple[int, ...]
-    logprobs: tuple[float, ...]
+"""The mean of |Δlogprob| must stay below this, in nats."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """|Δlogprob| over all generated tokens, in nats, of one engine and one executor."""
+    """|Δlogprob| between trainer and engine over all generated tokens, in nats."""
 
     engine: str
     executor: str
@@ -71,34 +29,19 @@ class Difference:
 
     @classmethod
     def of(cls, engine: str, executor: str, ours: NDArray[Any], theirs: NDArray[Any]) -> Difference:
-        """Compare two float[T] of the same tokens."""
+        """Compare the logprobs of the same tokens, float[T] each."""
         delta = np.abs(np.asarray(ours, np.float64) - np.asarray(theirs, np.float64))
         p99 = float(np.quantile(delta, 0.99))
         return cls(engine, executor, len(delta), float(delta.mean()), p99, float(delta.max()))
 
     @property
     def within(self) -> bool:
-        """Whether the mean is below the limit; a NaN is not."""
+        """Whether the mean is below the limit; False for NaN."""
         return self.mean < MEAN_LIMIT
 
 
-def main(argv: list[str]) -> int:
-    """Print the table; 1 when a mean reaches ``MEAN_LIMIT``."""
-    flags = _parser().parse_args(argv)
-    if flags.prompts < 1 or flags.max_new_tokens < 1:
-        raise ConfigError("--prompts and --max_new_tokens must be above 0", hint="give them positive values")
-    model = ModelConfig(
-        model_name_or_path=os.path.abspath(flags.model_name_or_path),
-        dtype=flags.dtype,
-        chat_template=flags.chat_template,
-    )
-    differences = asyncio.run(_compare(model, flags))
-    stdout_console().print(render(differences, flags.model_name_or_path))
-    return 0 if all(difference.within for difference in differences) else 1
-
-
 def render(differences: Sequence[Difference], model: str) -> RenderableType:
-    """The differences as a table."""
+    """Return a table with a row per difference."""
     rows = [
         [
             item.engine, item.executor, item.tokens, f"{item.mean:.2e}", f"{item.p99:.2e}", f"{item.max:.2e}",
@@ -108,132 +51,3 @@ def render(differences: Sequence[Difference], model: str) -> RenderableType:
     ]  # fmt: skip
     columns = ["engine", "executor", "tokens", "mean", "p99", "max", f"mean < {MEAN_LIMIT:g}"]
     return table(f"|Δlogprob| between trainer and engine, {model}", columns, rows, text=2)
-
-
-def _parser() -> CommandParser:
-    parser = CommandParser(
-        prog="python -m agentrl.observe.parity", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--model_name_or_path", required=True, help="folder of a Hugging Face model")
-    parser.add_argument("--engine", default="local", help="engines to start: local, sglang, vllm, or several")
-    parser.add_argument("--url", help="an engine of that kind which serves the same weights already")
-    parser.add_argument("--prompts", type=int, default=16, help="how many prompts")
-    parser.add_argument("--max_new_tokens", type=int, default=64, help="tokens generated per prompt")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of sampling and of the logprobs")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--chat_template", help="file of a chat template that replaces the model's own")
-    parser.add_argument("--engine_start_seconds", type=float, default=300.0, help="how long a start may take")
-    return parser
-
-
-async def _compare(model: ModelConfig, flags: Any) -> list[Difference]:
-    from agentrl.model.load import load_policy
-
-    quiet_transformers()
-    policy = load_policy(model)
-    policy.model.requires_grad_(False)
-    prompts = encode_prompts(policy, flags.prompts)
-    differences = []
-    for name in _engines(flags):
-        async with _engine(name, model, flags) as client:
-            samples = await _sample(client, prompts, flags.max_new_tokens, flags.temperature)
-        differences += await asyncio.to_thread(compare_samples, name, policy, samples, flags.temperature)
-    return differences
-
-
-def encode_prompts(policy: Policy, count: int) -> list[tuple[int, ...]]:
-    """``count`` different prompts as token ids, rendered by the model's chat template."""
-    prompts = []
-    for number in range(count):
-        repeats, place = divmod(number, len(_QUESTIONS))
-        question = _QUESTIONS[place] + (f" Variant {repeats + 1}." if repeats else "")
-        text = policy.tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
-        )
-        prompts.append(tuple(policy.tokenizer.encode(str(text), add_special_tokens=False)))
-    return prompts
-
-
-def compare_samples(
-    engine: str, policy: Policy, samples: Sequence[Sample], temperature: float
-) -> list[Difference]:
-    """One Difference per executor: the trainer scores every sample in one forest of chains."""
-    from agentrl.data.forest import forest_from_sequences
-    from agentrl.distributed.parallel_model import ParallelModel
-    from agentrl.model.attention.executor import EXECUTORS
-    from agentrl.model.forward import ForwardOptions
-
-    forest = forest_from_sequences(
-        [sample.prompt + sample.output for sample in samples],
-        [[False] * len(sample.prompt) + [True] * len(sample.output) for sample in samples],
-        temperature=temperature,
-    )
-    theirs = np.concatenate([np.asarray(sample.logprobs) for sample in samples])
-    differences = []
-    for executor in EXECUTORS:
-        model = ParallelModel(policy.model, executor=executor, trains=False)
-        ((logprobs, _),) = model.logprobs([forest], ForwardOptions())
-        differences.append(Difference.of(engine, executor, logprobs.detach().cpu().numpy(), theirs))
-    return differences
-
-
-def _engines(flags: Any) -> list[str]:
-    """The engines named; ConfigError on a name that there is not, and on several for one url."""
-    from agentrl.inference.engines.commands import ENGINES
-
-    names = str(flags.engine).split(",")
-    for name in names:
-        if name not in ENGINES:
-            raise ConfigError(f"--engine names {name!r}", hint=f"give one or more of: {', '.join(ENGINES)}")
-    if flags.url and len(names) > 1:
-        raise ConfigError(
-            f"--url names one engine, and --engine {len(names)}", hint="say of which kind the one is"
-        )
-    return names
-
-
-@asynccontextmanager
-async def _engine(name: str, model: ModelConfig, flags: Any) -> AsyncIterator[EngineClient]:
-    """A client of the engine at ``--url``, or of one that runs meanwhile."""
-    from agentrl.inference.engines.clients import engine_client
-    from agentrl.inference.engines.commands import engine_command
-    from agentrl.inference.engines.process import EngineProcess, free_port
-
-    if flags.url:
-        async with engine_client(name, flags.url, _GENERATE_SECONDS) as client:
-            yield client
-        return
-    config = EngineConfig(engine=name, engine_start_seconds=flags.engine_start_seconds)  # type: ignore[arg-type]
-    port = free_port(config.host)
-    with tempfile.TemporaryDirectory(prefix="agentrl-parity-") as folder:
-        command = engine_command(str(model.model_name_or_path), model, config, port)
-        process = EngineProcess(command, Path(folder) / "engine.log")
-        try:
-            async with engine_client(name, f"http://{config.host}:{port}", _GENERATE_SECONDS) as client:
-                await process.wait_ready(client, flags.engine_start_seconds)
-                yield client
-        finally:
-            await process.stop()
-
-
-async def _sample(
-    client: EngineClient, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, temperature: float
-) -> list[Sample]:
-    from agentrl.documents.sampling import SamplingParams
-
-    params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens)
-    generations: list[Generation] = await asyncio.gather(
-        *(client.generate(ids, params, f"parity-{place:06d}") for place, ids in enumerate(prompts))
-    )
-    samples = [
-        Sample(prompt, generation.output_ids, generation.logprobs)
-        for prompt, generation in zip(prompts, generations, strict=True)
-        if generation.output_ids
-    ]
-    if not samples:
-        raise EngineError(f"engine {client.url} generated no token for any of {len(prompts)} prompts")
-    return samples
-
-
-if __name__ == "__main__":
-    sys.exit(cli.run(lambda: main(sys.argv[1:]), "python -m agentrl.observe.parity"))

@@ -13,9 +13,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from agentrl.cli import doctor
-from agentrl.cli.doctor import machine as doctor_machine
-from agentrl.cli.doctor import run as doctor_run
-from agentrl.cli.doctor.machine import Check
+from agentrl.cli.doctor import Check
 from agentrl.config.schema import AgentConfig, EngineConfig, ModelConfig, RunConfig, SamplingConfig
 from agentrl.errors import StoreError
 
@@ -36,10 +34,10 @@ def model_folder(folder: Path, *, template: bool = True, vocab_size: int = 10) -
 
 
 def test_an_old_python_fails_with_a_hint() -> None:
-    check = doctor_machine.check_python((3, 10, 4))
+    check = doctor.check_python((3, 10, 4))
     assert check.state == "fail"
     assert "3.11" in check.hint
-    assert doctor_machine.check_python().state == "ok"
+    assert doctor.check_python().state == "ok"
 
 
 def test_packages_are_held_against_the_tested_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +57,7 @@ def test_packages_are_held_against_the_tested_ranges(monkeypatch: pytest.MonkeyP
     ]
     monkeypatch.setattr(metadata, "requires", lambda name: wanted)
     monkeypatch.setattr(metadata, "version", version)
-    checks = list(doctor_machine.check_packages())
+    checks = list(doctor.check_packages())
     assert states(checks) == {"package old": "warn", "package gone": "fail", "packages": "ok"}
     assert {check.hint for check in checks if check.hint} == {"pip install 'old>=1'", "pip install 'gone>=3'"}
     assert checks[-1].found.startswith("1 of 3")
@@ -69,17 +67,17 @@ def test_a_taken_port_fails() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        check = doctor_machine.check_port(EngineConfig(port=taken.getsockname()[1]))
+        check = doctor.check_port(EngineConfig(port=taken.getsockname()[1]))
     assert check.state == "fail"
     assert "--port 0" in check.hint
-    assert doctor_machine.check_port(EngineConfig()).state == "ok"
+    assert doctor.check_port(EngineConfig()).state == "ok"
 
 
 @pytest.mark.parametrize(("free", "state"), [(2**40, "ok"), (5 * 2**30, "warn"), (2**20, "fail")])
 def test_disk_space_is_told(free: int, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": free})
     monkeypatch.setattr("shutil.disk_usage", lambda place: usage)
-    check = doctor_machine.check_disk(str(tmp_path / "not" / "yet"))
+    check = doctor.check_disk(str(tmp_path / "not" / "yet"))
     assert check.state == state
     assert bool(check.hint) is (state != "ok")
 
@@ -89,15 +87,15 @@ def test_an_engine_with_a_venv_is_needed_by_its_flag_alone(
     name: Literal["sglang", "vllm"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"AGENTRL_{name.upper()}_VENV", str(tmp_path))
-    assert doctor_machine.check_engine_venv(name, EngineConfig()).state == "ok"
-    failed = doctor_machine.check_engine_venv(name, EngineConfig(engine=name))
+    assert doctor.check_engine_venv(name, EngineConfig()).state == "ok"
+    failed = doctor.check_engine_venv(name, EngineConfig(engine=name))
     assert failed.state == "fail"
     assert f"scripts/setup_{name}.sh" in failed.hint
 
 
 def test_a_torch_that_does_not_import_fails_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_machine, "_TORCH_PROBE", "raise ImportError('libtorch is broken')")
-    check = doctor_machine.check_torch()
+    monkeypatch.setattr(doctor, "_TORCH_PROBE", "raise ImportError('libtorch is broken')")
+    check = doctor.check_torch()
     assert check.state == "fail"
     assert "libtorch is broken" in check.found
 
@@ -113,14 +111,14 @@ def test_a_torch_that_does_not_import_fails_with_its_reason(monkeypatch: pytest.
 def test_torch_is_held_against_the_gpu(
     answer: str, gpu: bool, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_machine, "_TORCH_PROBE", f"print({answer!r})")
-    monkeypatch.setattr(doctor_machine, "has_gpu", lambda: gpu)
-    assert doctor_machine.check_torch().state == state
+    monkeypatch.setattr(doctor, "_TORCH_PROBE", f"print({answer!r})")
+    monkeypatch.setattr(doctor, "has_gpu", lambda: gpu)
+    assert doctor.check_torch().state == state
 
 
 def test_a_whole_model_folder_passes(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
-    checks = list(doctor_run.model_checks(ModelConfig(model_name_or_path=str(folder))))
+    checks = list(doctor.model_checks(ModelConfig(model_name_or_path=str(folder))))
     assert set(states(checks).values()) == {"ok"}
     assert len(checks) == 4
 
@@ -128,9 +126,7 @@ def test_a_whole_model_folder_passes(tmp_path: Path) -> None:
 def test_what_a_model_folder_lacks_is_named(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m", template=False, vocab_size=1)
     (folder / "model.safetensors").unlink()
-    checks = {
-        check.name: check for check in doctor_run.model_checks(ModelConfig(model_name_or_path=str(folder)))
-    }
+    checks = {check.name: check for check in doctor.model_checks(ModelConfig(model_name_or_path=str(folder)))}
     assert {name for name, check in checks.items() if check.state == "fail"} == {
         "model weights", "tokenizer", "chat template",
     }  # fmt: skip
@@ -144,7 +140,7 @@ def test_a_missing_shard_and_a_broken_tokenizer(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model-1.safetensors").write_bytes(b"0")
     (folder / "tokenizer.json").write_text("{")
-    checks = list(doctor_run.model_checks(ModelConfig(model_name_or_path=str(folder))))
+    checks = list(doctor.model_checks(ModelConfig(model_name_or_path=str(folder))))
     assert (
         next(check.found for check in checks if check.name == "model weights")
         == "missing: model-2.safetensors"
@@ -153,17 +149,17 @@ def test_a_missing_shard_and_a_broken_tokenizer(tmp_path: Path) -> None:
 
 
 def test_no_folder_at_all(tmp_path: Path) -> None:
-    (check,) = doctor_run.model_checks(ModelConfig(model_name_or_path=str(tmp_path / "none")))
+    (check,) = doctor.model_checks(ModelConfig(model_name_or_path=str(tmp_path / "none")))
     assert check.state == "fail"
-    (skipped,) = doctor_run.model_checks(ModelConfig())
+    (skipped,) = doctor.model_checks(ModelConfig())
     assert skipped.state == "ok"
 
 
 def test_the_agent_config_is_optional_but_must_be_right(tmp_path: Path) -> None:
     path = tmp_path / "agent.yml"
-    assert doctor_run.check_agent_config(SamplingConfig(agent_config_path=str(path))).state == "warn"
+    assert doctor.check_agent_config(SamplingConfig(agent_config_path=str(path))).state == "warn"
     path.write_text("scorer_agent: {}")
-    assert doctor_run.check_agent_config(SamplingConfig(agent_config_path=str(path))).state == "fail"
+    assert doctor.check_agent_config(SamplingConfig(agent_config_path=str(path))).state == "fail"
 
 
 async def test_tool_servers_that_do_not_start_fail(tmp_path: Path) -> None:
@@ -171,8 +167,8 @@ async def test_tool_servers_that_do_not_start_fail(tmp_path: Path) -> None:
     file.write_text(
         f"servers:\n  broken:\n    command: {sys.executable}\n    args: ['-c', 'raise SystemExit(3)']\n"
     )
-    assert (await doctor_run.check_tools(AgentConfig(mcp_servers_file=str(file)))).state == "fail"
-    assert (await doctor_run.check_tools(AgentConfig())).state == "ok"
+    assert (await doctor.check_tools(AgentConfig(mcp_servers_file=str(file)))).state == "fail"
+    assert (await doctor.check_tools(AgentConfig())).state == "ok"
 
 
 @pytest.mark.parametrize(("uri", "state"), [(None, "fail"), ("mongodb://h", "ok")])
@@ -183,12 +179,12 @@ def test_the_embedded_server_needs_its_binary(
         raise StoreError("no mongod is installed", hint="pip install it")
 
     monkeypatch.setattr("agentrl.store.embedded.daemon.find_binary", gone)
-    assert doctor_run.check_mongod(RunConfig(db_connection_string=uri)).state == state
+    assert doctor.check_mongod(RunConfig(db_connection_string=uri)).state == state
 
 
 @pytest.mark.parametrize(("state", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
 def test_only_a_failed_check_sets_the_exit_code(
-    state: doctor_machine.State,
+    state: doctor.State,
     code: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
