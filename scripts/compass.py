@@ -1,9 +1,9 @@
-"""Put the saved questions of assets/compass into MongoDB Compass, where they appear under My Queries.
+"""Add the aggregations of assets/compass to MongoDB Compass, where they appear under My Queries.
 
     python scripts/compass.py --run_name RUN [--folder DIR]
 
-Compass keeps a saved aggregation as one JSON file, and reads them all when it starts. The files of an earlier
-call for the same run are replaced, and nothing else in the folder is touched.
+Compass stores each saved aggregation in a JSON file and reads the files when it starts. Files of an earlier
+call for the same run are replaced; other files stay unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _QUERY = re.compile(r'db\.getCollection\("(?P<view>\w+)"\)\.aggregate\((?P<pipel
 
 
 def compass_folder() -> Path:
-    """Where Compass keeps its data on this system."""
+    """Return the data folder of Compass on this system."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Application Support" / "MongoDB Compass"
     if sys.platform == "win32":
@@ -31,7 +31,7 @@ def compass_folder() -> Path:
 
 
 def saved_pipeline(playground: Path, run_name: str) -> dict[str, object]:
-    """A playground file as the document that Compass keeps of a saved aggregation."""
+    """Return the document of a saved aggregation from a playground file."""
     text = playground.read_text(encoding="utf-8")
     query = _QUERY.search(text)
     if query is None:
@@ -48,14 +48,14 @@ def saved_pipeline(playground: Path, run_name: str) -> dict[str, object]:
 
 
 def main() -> int:
-    """Write the files; 1 where Compass has no folder here and none was named."""
+    """Write the files; return 1 if Compass has no data folder here and none is given."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--run_name", required=True, help="the run's name, which is its database's")
+    parser.add_argument("--run_name", required=True, help="name of the run and of its database")
     parser.add_argument("--folder", type=Path, help="the data folder of Compass (default: this user's)")
     arguments = parser.parse_args()
     folder = arguments.folder or compass_folder()
     if not folder.is_dir():
-        print(f"Compass keeps no data in {folder}: start it once, or name its --folder", file=sys.stderr)
+        print(f"{folder} has no Compass data: start Compass once, or pass --folder", file=sys.stderr)
         return 1
     saved = folder / "SavedPipelines"
     saved.mkdir(exist_ok=True)
@@ -64,7 +64,7 @@ def main() -> int:
         target = saved / f"{pipeline['id']}.json"
         target.write_text(json.dumps(pipeline, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         print(f"{pipeline['name']}  →  {pipeline['namespace']}")
-    print("Restart Compass: they are under My Queries.")
+    print("Restart Compass: the aggregations are under My Queries.")
     return 0
 
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The whole loop on this machine: MongoDB, tool servers, an engine, two samplers and a trainer.
+# Run the whole loop on this machine: MongoDB, tool servers, an engine, two samplers and a trainer.
 #
 #   bash scripts/quickstart.sh                    a real 135M model learns to use a calculator (about five minutes)
-#   bash scripts/quickstart.sh --tiny             a two-layer model made here (four to five minutes)
-#   bash scripts/quickstart.sh --engine sglang    the same on a real SGLang server; or vllm
+#   bash scripts/quickstart.sh --tiny             a two-layer model that is made here (four to five minutes)
+#   bash scripts/quickstart.sh --engine sglang    the same with a SGLang server (or vllm)
 #   bash scripts/quickstart.sh --steps 2          two optimizer steps
 #
 # Ctrl-C stops everything; the same command resumes.

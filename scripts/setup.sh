@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Make .venv and install AgentRL with all it needs; instant when nothing has changed.
+# Create .venv and install AgentRL with its requirements; do nothing if it is up to date.
 #
 #   bash scripts/setup.sh [--dev]
 #
-# PYTHON             the Python to use (3.11 or newer; default: the newest of python3.11 … python3 found)
-# AGENTRL_VENV       where the virtual environment goes (default: .venv)
-# AGENTRL_TORCH_INDEX  package index of torch (default: the CPU index where there is no GPU and it answers)
+# PYTHON               Python interpreter, 3.11 or newer (default: the newest one found)
+# AGENTRL_VENV         folder of the virtual environment (default: .venv)
+# AGENTRL_TORCH_INDEX  package index of torch (default: the CPU index if there is no GPU and it can be reached)
 set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"
 cd "$(dirname "$0")/.."
@@ -24,14 +24,14 @@ find_python() {
       return
     fi
   done
-  fail "no Python 3.11 or newer found; install one, or name it: PYTHON=/path/to/python3.11 bash scripts/setup.sh"
+  fail "no Python 3.11 or newer found; install one, or set its path: PYTHON=/path/to/python3.11 bash scripts/setup.sh"
 }
 
 fingerprint() {
   { cat pyproject.toml requirements.txt requirements/*.txt; pwd; "$venv/bin/python" -V 2>&1; } | sha256sum | cut -c1-64
 }
 
-# A stamp per set of extras; the dev set contains the plain one.
+# There is a stamp for each set of extras; the dev set includes the plain one.
 installed() {
   [ -x "$venv/bin/python" ] || return 1
   local now stamp
@@ -55,16 +55,16 @@ PY
 
 if installed; then exit 0; fi
 
-# One installer at a time; a second one waits here and then finds the stamp.
+# Only one installer runs at a time; a second one waits here and then finds the stamp.
 mkdir -p "$venv"
 if command -v flock >/dev/null; then
   exec 9>"$venv/.install.lock"
-  flock --wait 900 9 || fail "another installation has held $venv/.install.lock for 15 minutes"
+  flock --wait 900 9 || fail "another installation has locked $venv/.install.lock for 15 minutes"
   if installed; then exit 0; fi
 fi
 
 python=$(find_python)
-[ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || fail "cannot make $venv: install the venv module (Debian: apt install python3-venv)"
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || fail "cannot create $venv: install the venv module (Debian: apt install python3-venv)"
 pip() { step env PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip --quiet "$@" 2> >(grep -v '^WARNING: Location' >&2); }
 
 printf 'setup: installing into %s (a few minutes, once)\n' "$venv"
@@ -72,7 +72,7 @@ torch=$(grep '^torch==' requirements/lock.txt)
 index=$(torch_index)
 if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
   printf 'setup: %s\n' "$torch"
-  pip install ${index:+--index-url "$index"} "$torch" || fail "cannot install $torch; behind a proxy or a mirror, set AGENTRL_TORCH_INDEX"
+  pip install ${index:+--index-url "$index"} "$torch" || fail "cannot install $torch; set AGENTRL_TORCH_INDEX to a package index that you can reach"
 fi
 printf 'setup: requirements\n'
 pip install -r requirements.txt ${extras:+-r requirements/dev.txt} -c requirements/lock.txt || fail "cannot install requirements.txt"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes the venv in which the real SGLang server runs on a CPU (deploy/sglang/README.md); instant when it is there.
+# Create the venv for SGLang's server on a CPU (deploy/sglang/README.md); do nothing if it is up to date.
 #
-#   bash scripts/setup_sglang.sh                                # into .venv-sglang of this repository
+#   bash scripts/setup_sglang.sh                                # into .venv-sglang in this repository
 #   AGENTRL_SGLANG_VENV=/opt/sglang bash scripts/setup_sglang.sh
 set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"

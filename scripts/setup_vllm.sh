@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes the venv in which the real vLLM server runs on a CPU (deploy/vllm/README.md); instant when it is there.
+# Create the venv for vLLM's server on a CPU (deploy/vllm/README.md); do nothing if it is up to date.
 #
-#   bash scripts/setup_vllm.sh                                # into .venv-vllm of this repository
+#   bash scripts/setup_vllm.sh                                # into .venv-vllm in this repository
 #   AGENTRL_VLLM_VENV=/opt/vllm bash scripts/setup_vllm.sh
 set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"

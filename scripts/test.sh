@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Everything that must hold before a change lands: lint, types, unit, integration and acceptance tests.
+# Run all checks of a change: lint, types, import contracts, unit, integration and acceptance tests.
 #
-#   bash scripts/test.sh            all of it (about half an hour on 2 cores)
+#   bash scripts/test.sh            all checks (about half an hour on 2 cores)
 #   bash scripts/test.sh --fast     lint, types and unit tests (about 4 minutes)
-#   bash scripts/test.sh -k claims  arguments go to pytest
+#   bash scripts/test.sh -k claims  pass arguments to pytest
 set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"
 cd "$(dirname "$0")/.."

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Trains a tiny model in every layout on gloo processes of this machine, and compares it with one process:
-# loss, gradient norm and weights of three steps, then two more from a checkpoint resumed in another layout.
+# Train a tiny model in every layout with gloo processes on this machine, and compare it with a single process:
+# loss, gradient norm and weights of three steps, then of two more after resuming in another layout.
 #
 #   bash scripts/test_distributed.sh              every layout
-#   bash scripts/test_distributed.sh fsdp2 tp2    some of them
+#   bash scripts/test_distributed.sh fsdp2 tp2    some layouts
 #
-# One line for each: the largest deviations (the limit is 1e-4). The exit code is 0 where all are ok. A layout
-# that raises ends those of equally many processes.
-# It shows that the layouts are right; processes that share a few CPU cores say nothing of their speed.
+# Prints one line per layout with its largest deviations (the limit is 1e-4). The exit code is 0 if all are ok. A
+# layout that raises an error also ends the other layouts with the same number of processes. The test shows that
+# the layouts are correct; it does not measure their speed.
 set -uo pipefail
 . "$(dirname "$0")/lib/common.sh"
 cd "$(dirname "$0")/.."
@@ -22,7 +22,7 @@ trap 'rm -rf "$folder"' EXIT
 failed=0
 while read -r -a line; do
   processes="${line[0]}"
-  # Layouts of equally many processes share one launch, for most of the time is imports.
+  # Layouts with the same number of processes share one launch, because imports take most of the time.
   if ! step timeout 900 "$python" -m torch.distributed.run --standalone --nproc_per_node "$processes" \
     "$program" "${line[@]:1}" --folder "$folder" 2>"$folder/log"; then
     failed=1

@@ -1,4 +1,4 @@
-# Sourced by every script, with its arguments: -h and --help print the script's own header and start nothing.
+# Sourced by every script with its arguments: -h and --help print the header of the script and exit.
 
 script_header() { sed -n '2,/^[^#]/{/^#/!q;s/^# \{0,1\}//;p}' "$1"; }
 
@@ -13,7 +13,7 @@ for argument in "$@"; do
 done
 unset argument
 
-# step COMMAND …: runs a command in a process group of its own; SIGINT and SIGTERM end the group and this script.
+# step COMMAND …: run a command in a process group of its own; SIGINT and SIGTERM end the group and this script.
 step() {
   local pid code=0
   set -m

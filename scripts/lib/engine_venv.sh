@@ -1,8 +1,8 @@
-# Sourced by setup_sglang.sh and setup_vllm.sh: makes the venv of one engine from the pins under deploy/.
+# Sourced by setup_sglang.sh and setup_vllm.sh: create the venv of an engine with the versions pinned in deploy/.
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 
-# make_engine_venv NAME SIZE: installs deploy/NAME's requirements into AGENTRL_NAME_VENV or .venv-NAME.
+# make_engine_venv NAME SIZE: install the requirements of deploy/NAME into AGENTRL_NAME_VENV or .venv-NAME.
 make_engine_venv() {
     local name=$1 size=$2
     local variable="AGENTRL_${name^^}_VENV"
@@ -18,11 +18,11 @@ make_engine_venv() {
         return
     fi
 
-    # One installer at a time; a second one waits here and then finds the stamp.
+    # Only one installer runs at a time; a second one waits here and then finds the stamp.
     mkdir -p "$venv"
     exec 9>"$venv/.install.lock"
     if ! flock --wait 900 9; then
-        echo "setup_$name: another installation has held $venv/.install.lock for 15 minutes" >&2
+        echo "setup_$name: another installation has locked $venv/.install.lock for 15 minutes" >&2
         return 1
     fi
     if up_to_date; then

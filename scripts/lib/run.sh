@@ -1,18 +1,18 @@
-# Sourced by the run scripts: prepares the flags of a run; agentrl.cli.launch starts and watches its processes.
+# Sourced by the run scripts: set the flags of a run; agentrl.cli.launch starts and supervises its processes.
 #
 # MODEL_PATH        Hugging Face folder of the policy          (default: the quickstart's SmolLM2-135M)
 # TRAIN_FILE        JSONL tasks (eval.sh: EVAL_FILE)           (default: the quickstart's calculator tasks)
 # MONGO_URI         MongoDB ≥ 6.0, a replica set               (default: the embedded server, which stays up)
-# MCP_MANAGER_URL   MCP manager (…/mcpapi) or MCP endpoint     (default: the servers of MCP_SERVERS_FILE)
-# MCP_SERVERS_FILE  YAML file of MCP servers                   (default: assets/mcp_servers.yml, where tasks name tools)
+# MCP_MANAGER_URL   MCP manager (…/mcpapi) or MCP endpoint     (default: the servers in MCP_SERVERS_FILE)
+# MCP_SERVERS_FILE  YAML file of MCP servers                   (default: assets/mcp_servers.yml if tasks name tools)
 # AGENT_CONFIG      judge and browse endpoints                 (default: assets/agent_config.yml)
 # ENGINE            local | sglang | vllm                      (default: local)
 # SAMPLERS          sampler processes                          (default: 2)
-# ROLES             which processes this machine runs          (default: "serve sample train")
+# ROLES             processes of this machine                  (default: "serve sample train")
 # ACCELERATE_CONFIG accelerate configuration of the trainer    (default: none, a single process)
 #
-# Processes log under logs/RUN_NAME. One that crashes is started again, up to five times; one that ends because of
-# its configuration ends the others, and its reason is printed. SIGINT and SIGTERM end all of them within 30 s.
+# The logs are in logs/RUN_NAME. A process that crashes is restarted, up to five times. If one ends because of its
+# configuration, the reason is printed and all are stopped. SIGINT and SIGTERM stop all of them within 30 s.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 case " $* " in
@@ -23,14 +23,14 @@ esac
 die() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; exit 2; }
 
 RUN_NAME=${1:-}
-[ -n "$RUN_NAME" ] || die "which run? usage: bash scripts/$(basename "$0") RUN_NAME [--flag VALUE …]"
+[ -n "$RUN_NAME" ] || die "RUN_NAME is missing; usage: bash scripts/$(basename "$0") RUN_NAME [--flag VALUE …]"
 shift
 
 cd "$root"
 bin="${AGENTRL_VENV:-.venv}/bin"
 flags=()
 
-# The defaults train the quickstart's model on its tasks; with a model or tasks of your own, name both.
+# The defaults are the quickstart's model and tasks; set both to use your own.
 choose_model_and_tasks() {
   local file_variable=$1 default_file=$2
   if [ -z "${MODEL_PATH:-}" ] && [ -z "${!file_variable:-}" ]; then
@@ -40,11 +40,11 @@ choose_model_and_tasks() {
   fi
   [ -n "${MODEL_PATH:-}" ] || die "$file_variable is set and MODEL_PATH is not: export MODEL_PATH=/path/to/model"
   [ -n "${!file_variable:-}" ] || die "MODEL_PATH is set and $file_variable is not: export $file_variable=/path/to/tasks.jsonl"
-  [ -d "$MODEL_PATH" ] || die "MODEL_PATH is $MODEL_PATH, which is no folder"
-  [ -f "${!file_variable}" ] || die "$file_variable is ${!file_variable}, which is no file"
+  [ -d "$MODEL_PATH" ] || die "MODEL_PATH is $MODEL_PATH, which is not a folder"
+  [ -f "${!file_variable}" ] || die "$file_variable is ${!file_variable}, which is not a file"
 }
 
-# What both reinforcement-learning scripts use; the loss and its own settings are theirs.
+# Flags that both training scripts share; each script adds its loss.
 training_flags() {
   local warmup_steps=$1 max_turns=$2
   flags+=(
@@ -62,7 +62,7 @@ training_flags() {
   fi
 }
 
-# launch train|eval: this script becomes the process that watches the others.
+# launch train|eval: replace this script by the process that supervises the others.
 launch() {
   step bash scripts/setup.sh
   exec "$bin/python" -m agentrl.cli.launch "$1" \
