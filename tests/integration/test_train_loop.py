@@ -54,16 +54,16 @@ sys.exit(main(["train", *sys.argv[1:]]))
 KILLED_BETWEEN_PARTS = """
 import os, signal, sys
 from agentrl.cli.main import main
-from agentrl.store import step_parts
-step_parts.PART = 1
-count = step_parts.StepChunks._train
+from agentrl.store import step_chunks
+step_chunks.CHUNK = 1
+count = step_chunks.StepChunks._train
 seen = []
 async def count_and_die(self, number, pending, ids, session):
     if number == 2 and len(seen) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     seen.extend(ids if number == 2 else ())
     await count(self, number, pending, ids, session)
-step_parts.StepChunks._train = count_and_die
+step_chunks.StepChunks._train = count_and_die
 sys.exit(main(["train", *sys.argv[1:]]))
 """
 OUT_OF_MEMORY_IN_STEP_2 = """

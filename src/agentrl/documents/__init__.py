@@ -1,1 +1,1 @@
-"""What is stored: one frozen dataclass per collection, its states, and nothing about a database."""
+"""The stored documents: one frozen dataclass per collection, and their states. Knows no database."""

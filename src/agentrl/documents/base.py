@@ -1,4 +1,4 @@
-"""How a frozen dataclass becomes a MongoDB document and comes back."""
+"""Convert frozen dataclasses to MongoDB documents and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentrl.errors import StoreError
 
 
 def now() -> datetime:
-    """The time as MongoDB keeps it: UTC, whole milliseconds."""
+    """Return the current time as MongoDB stores it: UTC, whole milliseconds."""
     moment = datetime.now(UTC)
     return moment.replace(microsecond=moment.microsecond // 1000 * 1000)
 
@@ -23,19 +23,19 @@ class Document:
     """Mix-in for frozen dataclasses. A field ``id`` of a ``Root`` is stored as ``_id``."""
 
     def to_document(self) -> dict[str, Any]:
-        """The fields in their declared order, nested documents and enums made plain."""
+        """Return the fields in declared order, with nested documents and enums converted by ``plain``."""
         return {
             stored: plain(getattr(self, name)) for name, stored, _ in _fields(cast("Hashable", type(self)))
         }
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Self:
-        """Inverse of ``to_document``; unknown keys are ignored, a missing required one is a StoreError."""
+        """Return the object of a document. Ignores unknown keys; raises StoreError for a missing field."""
         values = {}
-        for name, stored, revive in _fields(cast("Hashable", cls)):
+        for name, stored, decode in _fields(cast("Hashable", cls)):
             if stored in document:
                 value = document[stored]
-                values[name] = value if revive is None or value is None else revive(value)
+                values[name] = value if decode is None or value is None else decode(value)
         try:
             return cls(**values)
         except TypeError as error:
@@ -43,29 +43,29 @@ class Document:
 
 
 class Root(Document):
-    """A document with a collection of its own; subclasses declare ``id``, stored as ``_id``."""
+    """A document with its own collection; subclasses declare ``id``, which is stored as ``_id``."""
 
 
-Revive = Callable[[Any], Any]
-"""Makes a stored value, which is not None, the value of a field."""
+Decode = Callable[[Any], Any]
+"""Converts a stored value other than None to the value of a field."""
 
 
 @cache
-def _fields(cls: Any) -> tuple[tuple[str, str, Revive | None], ...]:
-    """Of each field: its name, the name under which it is stored, and what revives it (None: nothing)."""
+def _fields(cls: Any) -> tuple[tuple[str, str, Decode | None], ...]:
+    """Return (name, stored name, decoder or None) of each field."""
     hints = get_type_hints(cls)
     return tuple(
         (
             field.name,
             "_id" if field.name == "id" and issubclass(cls, Root) else field.name,
-            _reviver(hints[field.name]),
+            _decoder(hints[field.name]),
         )
         for field in dataclasses.fields(cls)
     )
 
 
 def plain(value: Any) -> Any:
-    """A value as BSON takes it: documents and enums made plain, inside lists and mappings too."""
+    """Return the value with documents and enums converted for BSON, also in lists and mappings."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Document):
@@ -82,28 +82,28 @@ def plain(value: Any) -> Any:
 _PLAIN = frozenset({str, int, float, bool, bytes, type(None), datetime})
 
 
-def _reviver(hint: Any) -> Revive | None:
+def _decoder(hint: Any) -> Decode | None:
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         inner = [arg for arg in get_args(hint) if arg is not type(None)]
-        return _reviver(inner[0]) if len(inner) == 1 else None
+        return _decoder(inner[0]) if len(inner) == 1 else None
     if origin in (tuple, list):
-        return _sequence_reviver(origin, _reviver(get_args(hint)[0]))
+        return _sequence_decoder(origin, _decoder(get_args(hint)[0]))
     if isinstance(hint, type):
         if issubclass(hint, Document):
             return hint.from_document
         if issubclass(hint, Enum):
             return hint
         if hint is datetime:
-            return _with_zone
+            return _with_time_zone
     return None
 
 
-def _sequence_reviver(make: Callable[[Iterable[Any]], Any], revive: Revive | None) -> Revive:
-    if revive is None:
+def _sequence_decoder(make: Callable[[Iterable[Any]], Any], decode: Decode | None) -> Decode:
+    if decode is None:
         return make
-    return lambda items: make([None if item is None else revive(item) for item in items])
+    return lambda items: make([None if item is None else decode(item) for item in items])
 
 
-def _with_zone(value: Any) -> Any:
+def _with_time_zone(value: Any) -> Any:
     return value.replace(tzinfo=UTC) if isinstance(value, datetime) and value.tzinfo is None else value

@@ -1,4 +1,4 @@
-"""DispatchedSamplingTask: one model call of a trajectory, holding only what is new since its parent."""
+"""DispatchedSamplingTask: one model call of a trajectory; it stores only what it adds to its parent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentrl.documents.status import CallStatus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan(Document):
-    """Generated tokens ``[start, end)`` of a call, sampled under one policy version."""
+    """Generated tokens ``[start, end)`` of a model call, sampled under one policy version."""
 
     version: int
     start: int
@@ -23,7 +23,7 @@ class VersionSpan(Document):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolExecution(Document):
-    """One tool call as it ran. ``error`` tells a tool's own error text from a result."""
+    """One executed tool call. ``error``: ``result`` is the tool's error text."""
 
     name: str
     arguments: dict[str, Any]
@@ -34,7 +34,7 @@ class ToolExecution(Document):
 
     @property
     def text(self) -> str:
-        """What the model reads of it."""
+        """Return the text that the model reads."""
         return f"Error: {self.result}" if self.error else self.result
 
 
@@ -42,8 +42,8 @@ class ToolExecution(Document):
 class DispatchedSamplingTask(Root):
     """One model call. ``id`` is ``record_id/index``.
 
-    The call's prompt is: the parent's prompt, the parent's output, then ``context_ids``. With no parent
-    (the first call, or the first after a context reset) ``context_ids`` is the whole prompt.
+    The prompt is the parent's prompt, the parent's output, then ``context_ids``. A call without a parent (the
+    first one, and the first after a context reset) has the whole prompt in ``context_ids``.
     """
 
     id: str
@@ -52,16 +52,16 @@ class DispatchedSamplingTask(Root):
     parent: str | None
     status: CallStatus
     messages: tuple[dict[str, Any], ...]
-    """The messages added since the parent, before the model spoke.
+    """The messages that were added after the parent's response.
 
-    What a tool answered is kept once, with the execution: its message has ``execution``, a place in the
-    parent's ``tool_executions``, instead of ``content`` (``full_messages`` puts it back).
+    A tool result is stored once, in the parent's ``tool_executions``: its message has ``execution``, an index
+    into them, in place of ``content``. ``full_messages`` restores the content.
     """
     response: dict[str, Any]
     """The assistant message: ``content``, ``tool_calls``."""
     tool_executions: tuple[ToolExecution, ...] = ()
     tools: tuple[dict[str, Any], ...] | None = None
-    """Tool schemas offered; only on calls without a parent."""
+    """The tool schemas offered; stored only in calls without a parent."""
     error: str | None = None
     finish_reason: str
     versions: tuple[VersionSpan, ...]
@@ -74,9 +74,9 @@ class DispatchedSamplingTask(Root):
     tool_seconds: float = 0.0
     created_at: datetime = field(default_factory=now)
     context_ids: bytes
-    """int32 ids since the parent's output (little-endian)."""
+    """int32 ids of the prompt after the parent's output (little-endian)."""
     output_ids: bytes
-    """int32 ids that the engine generated."""
+    """int32 ids of the generated tokens."""
     logprobs: bytes
     """float32 logprob of each output id; ``logprobs_of`` names the distribution."""
     logprobs_of: LogprobsOf = "policy"
@@ -85,14 +85,14 @@ class DispatchedSamplingTask(Root):
 def strip_tool_results(
     messages: Iterable[dict[str, Any]], executions: Sequence[ToolExecution]
 ) -> tuple[dict[str, Any], ...]:
-    """Messages as a call stores them: those that hold what ``executions`` answered, in order, name them."""
-    stored, place = [], 0
+    """Return messages as a model call stores them: the index of an execution replaces its result."""
+    stored, index = [], 0
     for message in messages:
-        answered = place < len(executions) and message.get("role") == "tool"
-        if answered and message.get("content") == executions[place].text:
+        has_result = index < len(executions) and message.get("role") == "tool"
+        if has_result and message.get("content") == executions[index].text:
             message = {key: value for key, value in message.items() if key != "content"}
-            message["execution"] = place
-            place += 1
+            message["execution"] = index
+            index += 1
         stored.append(message)
     return tuple(stored)
 
@@ -100,7 +100,7 @@ def strip_tool_results(
 def full_messages(
     call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None
 ) -> tuple[dict[str, Any], ...]:
-    """The messages of ``call`` as the model read them; inverse of ``strip_tool_results``."""
+    """Return the messages as the model read them; inverse of ``strip_tool_results``."""
     executions = parent.tool_executions if parent is not None else ()
     return tuple(
         {**{key: value for key, value in message.items() if key != "execution"},

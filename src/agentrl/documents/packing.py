@@ -1,4 +1,4 @@
-"""Token arrays as bytes: int32 ids and float32 logprobs, little-endian."""
+"""Pack token arrays as bytes: int32 ids and float32 logprobs, little-endian."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from numpy.typing import NDArray
 
 
 def pack_ids(ids: Sequence[int] | NDArray[np.int32]) -> bytes:
-    """int32 bytes of token ids."""
+    """Return the int32 bytes of token ids."""
     return np.asarray(ids, dtype="<i4").tobytes()
 
 
 def unpack_ids(data: bytes) -> NDArray[np.int32]:
-    """Inverse of ``pack_ids``: int32[n]."""
+    """Return int32[n] ids; inverse of ``pack_ids``."""
     return np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)
 
 
 def pack_floats(values: Sequence[float] | NDArray[np.float32]) -> bytes:
-    """float32 bytes of logprobs."""
+    """Return the float32 bytes of logprobs."""
     return np.asarray(values, dtype="<f4").tobytes()
 
 
 def unpack_floats(data: bytes) -> NDArray[np.float32]:
-    """Inverse of ``pack_floats``: float32[n]."""
+    """Return float32[n] values; inverse of ``pack_floats``."""
     return np.frombuffer(data, dtype="<f4").astype(np.float32, copy=False)

@@ -12,7 +12,7 @@ from agentrl.documents.status import RecordStatus, StopReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure(Document):
-    """Why an attempt failed: ``kind`` is engine, tool, scorer, timeout, trajectory, lease or internal."""
+    """Why an attempt failed; ``kind`` is engine, tool, scorer, timeout, trajectory, lease or internal."""
 
     kind: str
     message: str
@@ -21,10 +21,10 @@ class Failure(Document):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record(Root):
-    """One attempt at one trajectory. A failed Record has no score; a scored one has no failure; one that was
-    handed back (released) has neither.
+    """One attempt at one trajectory.
 
-    ``min_version`` and ``max_version`` bound the policy versions of its generated tokens.
+    A scored Record has a score, a failed one a failure, and a released one neither. ``min_version`` and
+    ``max_version`` are the lowest and highest policy version of the generated tokens.
     """
 
     id: str
@@ -47,13 +47,13 @@ class Record(Root):
     tool_calls: int = 0
     context_resets: int = 0
     prompt_tokens: int = 0
-    """Tokens of the last call's prompt."""
+    """Tokens of the last model call's prompt."""
     generated_tokens: int = 0
     min_version: int | None = None
     max_version: int | None = None
     owner: str | None = None
     traj: tuple[str, ...] = ()
-    """``_id`` of each DispatchedSamplingTask, in order."""
+    """``_id`` of each model call, in order."""
     trained_count: int = 0
     last_trained_step: int | None = None
     created_at: datetime = field(default_factory=now)
@@ -62,6 +62,6 @@ class Record(Root):
     score_history: tuple[dict[str, Any], ...] = ()
     """``{score, details, scored_at}`` of each score that ``agentrl db rescore`` replaced, oldest first."""
     rescored: dict[str, Any] | None = None
-    """``{score, details, at}`` of a later scoring that came after the Record had been trained."""
+    """``{score, details, at}`` of a new score that came after the Record had been trained."""
     pruned_at: datetime | None = None
     """When ``agentrl db prune`` deleted its model calls and training data."""

@@ -1,4 +1,4 @@
-"""Sampling parameters of a model call, and which distribution an engine's logprobs belong to."""
+"""Sampling parameters of a model call, and the distribution that an engine's logprobs belong to."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any, Literal, Self
 from agentrl.errors import ConfigError
 
 LogprobsOf = Literal["policy", "sampled", "other"]
-"""Which distribution logprobs belong to.
+"""The distribution that logprobs belong to.
 
-``policy``: log_softmax(logits / T), before penalties and truncation; of logits alone where T is 0.
-``sampled``: the distribution that the token was drawn from.
-``other``: neither of them.
+``policy``: log_softmax(logits / T), before penalties and truncation; log_softmax(logits) if T is 0.
+``sampled``: the distribution that the token was sampled from.
+``other``: neither.
 """
 
 COLDEST = 0.01
-"""Lowest temperature that every engine samples at: 0 is greedy, and vLLM raises lower ones to this."""
+"""Lowest temperature that every engine supports: 0 is greedy, and vLLM raises lower values to this one."""
 
 _TRUNCATING = frozenset({"top_k", "top_p", "min_p"})
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -32,13 +32,13 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0.0,),
     "repetition_penalty": (1.0,),
 }
-"""Values that do not change the distribution."""
-_ELSEWHERE = frozenset({
+"""Values of parameters that leave the distribution unchanged."""
+_NO_EFFECT = frozenset({
     "max_new_tokens", "max_tokens", "stop", "stop_token_ids", "stop_regex", "no_stop_trim",
     "include_stop_str_in_output", "ignore_eos", "sampling_seed", "seed", "n", "skip_special_tokens",
     "spaces_between_special_tokens", "detokenize", "logprobs", "stream_interval",
 })  # fmt: skip
-"""Parameters that do not change the distribution: stops, seeds, output format."""
+"""Parameters that never change the distribution: stop conditions, seeds, output format."""
 
 _SEED = "sampling_seed"
 _LIMITS: tuple[tuple[str, float, float], ...] = (
@@ -54,10 +54,10 @@ _LIMITS: tuple[tuple[str, float, float], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Parameters of one generation. ``extra`` goes to the engine as it is (``sampling_seed``, ``regex``, …).
+    """Parameters of one generation. ``extra`` goes to the engine unchanged (``sampling_seed``, ``regex``, …).
 
-    The defaults sample from the policy itself, softmax(logits / temperature); ``top_p``, ``top_k``, ``min_p``
-    and penalties change that distribution. ``logprobs_of`` says which one an engine's logprobs belong to.
+    The defaults sample from the policy, softmax(logits / temperature). ``top_p``, ``top_k``, ``min_p`` and
+    penalties change the distribution; see ``logprobs_of`` for the effect on logprobs.
     """
 
     temperature: float = 1.0
@@ -83,7 +83,7 @@ class SamplingParams:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read ``--preferred_sampling_params``. Raises ConfigError for unknown names and wrong types."""
+        """Parse ``--preferred_sampling_params``. Raises ConfigError for unknown names and wrong types."""
         try:
             values = json.loads(text or "{}")
         except json.JSONDecodeError as error:
@@ -99,13 +99,13 @@ class SamplingParams:
         return cls(**{name: _typed(name, value, known) for name, value in values.items()})
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with ``changes``."""
+        """Return a copy with ``changes``."""
         return dataclasses.replace(self, **changes)
 
     def seeded(self, *key: object) -> Self:
-        """A copy whose ``sampling_seed`` follows from ``key``; one that is given already stays.
+        """Return a copy with a ``sampling_seed`` derived from ``key``; keep the seed if there is one.
 
-        Equal keys give equal seeds, on every machine.
+        Equal keys give equal seeds on every machine.
         """
         if _SEED in self.extra:
             return self
@@ -113,7 +113,7 @@ class SamplingParams:
         return self.replace(extra={**self.extra, _SEED: int.from_bytes(digest) >> 1})
 
     def to_request(self) -> dict[str, Any]:
-        """The parameters as the engine's JSON."""
+        """Return the parameters as JSON for the engine."""
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         extra = values.pop("extra")
         return {**values, "stop_token_ids": list(self.stop_token_ids), **extra}
@@ -122,43 +122,44 @@ class SamplingParams:
 def distribution_params(params: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the parameters that change the distribution from softmax(logits / T).
 
-    ``params`` are a call's as its engine got them (``DispatchedSamplingTask.sampling_params``). A temperature
-    below ``COLDEST`` is one of them; so is any parameter that is not known here, unless it is empty.
+    ``params`` are the parameters that the engine received (``DispatchedSamplingTask.sampling_params``). A
+    temperature below ``COLDEST`` counts; so does every unknown parameter with a value.
     """
-    return tuple(name for name in sorted(params) if _shapes(name, params[name]))
+    return tuple(name for name in sorted(params) if _changes_distribution(name, params[name]))
 
 
 def logprobs_of(engine: str, params: Mapping[str, Any]) -> LogprobsOf:
-    """Return which distribution the logprobs of ``engine`` belong to (``local``, ``sglang``, ``vllm``).
+    """Return the distribution that the logprobs of ``engine`` (local, sglang or vllm) belong to.
 
-    At temperature 0 each takes the likeliest token and returns logprobs as at temperature 1; those of vLLM
-    are truncated only where another request of the batch is sampled.
+    At temperature 0 each engine takes the most likely token and returns logprobs as at temperature 1; vLLM
+    truncates them if another request of the batch is sampled.
     """
-    shaped = frozenset(distribution_params(params))
-    if "temperature" in shaped:
+    changing = frozenset(distribution_params(params))
+    if "temperature" in changing:
         harmless = frozenset[str]() if engine == "vllm" else _TRUNCATING
         is_greedy = params["temperature"] == 0
-        return "policy" if is_greedy and shaped <= harmless | {"temperature"} else "other"
-    if not shaped:
+        return "policy" if is_greedy and changing <= harmless | {"temperature"} else "other"
+    if not changing:
         return "policy"
-    return "sampled" if engine != "sglang" else _of_sglang(params, shaped)
+    return "sampled" if engine != "sglang" else _sglang_logprobs_of(params, changing)
 
 
-def _of_sglang(params: Mapping[str, Any], shaped: frozenset[str]) -> LogprobsOf:
-    """SGLang penalizes the logits before the softmax, and truncates after it, without renormalizing.
+def _sglang_logprobs_of(params: Mapping[str, Any], changing: frozenset[str]) -> LogprobsOf:
+    """Return the distribution for SGLang, which penalizes logits and truncates probabilities.
 
-    ``top_k`` 1 is greedy there: the temperature counts only where another request of the batch is not.
+    It does not renormalize after the truncation. ``top_k`` 1 is greedy: the temperature then has an effect
+    only if another request of the batch is sampled.
     """
-    if not shaped & _TRUNCATING:
+    if not changing & _TRUNCATING:
         return "sampled"
     is_greedy = params.get("top_k") == 1 and params.get("temperature", 1.0) != 1.0
-    return "policy" if shaped <= _TRUNCATING and not is_greedy else "other"
+    return "policy" if changing <= _TRUNCATING and not is_greedy else "other"
 
 
-def _shapes(name: str, value: Any) -> bool:
+def _changes_distribution(name: str, value: Any) -> bool:
     if name == "temperature":
         return value is not None and bool(value < COLDEST)
-    return bool(value) and name not in _ELSEWHERE and value not in _NEUTRAL.get(name, ())
+    return bool(value) and name not in _NO_EFFECT and value not in _NEUTRAL.get(name, ())
 
 
 def _typed(name: str, value: Any, known: Mapping[str, Any]) -> Any:
@@ -166,7 +167,7 @@ def _typed(name: str, value: Any, known: Mapping[str, Any]) -> Any:
         near = difflib.get_close_matches(name, known, n=1)
         raise ConfigError(
             f"unknown sampling parameter {name!r}",
-            hint=f"did you mean {near[0]!r}?" if near else 'put what only the engine knows under "extra"',
+            hint=f"did you mean {near[0]!r}?" if near else 'put parameters of one engine under "extra"',
         )
     kind = known[name].type
     if kind == "float" and isinstance(value, (int, float)) and not isinstance(value, bool):

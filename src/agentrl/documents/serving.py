@@ -11,7 +11,7 @@ from agentrl.documents.status import ServiceStatus, VersionStatus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileChecksum(Document):
-    """One file of a published folder."""
+    """The name, size and checksum of one file in a published folder."""
 
     name: str
     bytes: int
@@ -20,7 +20,7 @@ class FileChecksum(Document):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyVersion(Root):
-    """One published set of weights. Version 0 is the model that the run started from."""
+    """One published set of weights. Version 0 is the model that the run starts from."""
 
     id: int
     step: int
@@ -31,9 +31,9 @@ class PolicyVersion(Root):
     train_step: str | None
     published_at: datetime = field(default_factory=now)
     attempt: int | None = None
-    """The trainer that reserved its number; None: published without a reservation."""
+    """The attempt of the trainer that reserved the number; None without a reservation."""
     pruned_at: datetime | None = None
-    """When its folder was given up: it is deleted, or will be."""
+    """When the folder was marked for deletion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,6 @@ class InferenceService(Root):
     host: str
     pid: int
     instance: str | None = None
-    """Random name that the server answers; another server at the same url does not."""
+    """A random name that the engine's server returns; it identifies the server behind ``url``."""
     started_at: datetime = field(default_factory=now)
     heartbeat: datetime = field(default_factory=now)

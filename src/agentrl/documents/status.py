@@ -1,4 +1,4 @@
-"""Every state a document can be in, and the edges along which it may move."""
+"""The statuses of each document and the allowed transitions between them."""
 
 from __future__ import annotations
 
@@ -12,26 +12,24 @@ _State = TypeVar("_State", bound=StrEnum)
 class EpochStatus(StrEnum):
     """One epoch of a split."""
 
-    OPENING = "opening"  # its tasks are being inserted; they may be claimed already
-    OPEN = "open"  # it holds every task; → OPENING when tasks are added later
+    OPENING = "opening"  # its tasks are being inserted; they may already be claimed
+    OPEN = "open"  # it has every task; → OPENING when tasks are added later
 
 
 class TaskStatus(StrEnum):
     """A Task is one group: its slots are the group's generations."""
 
-    CREATED = "created"  # not admitted: nobody may claim a slot yet
-    RUNNING = (
-        "running"  # admitted: slots may be claimed (every one may be open); at least one is not terminal
-    )
-    WAITING = "waiting"  # every slot is terminal; the group has not been finalized
-    COMPLETED = "completed"  # the group is finalized: its training data exist, or it was abandoned
+    CREATED = "created"  # not admitted: its slots may not be claimed yet
+    RUNNING = "running"  # admitted: its slots may be claimed; at least one slot is not terminal
+    WAITING = "waiting"  # every slot is terminal; the group is not finalized
+    COMPLETED = "completed"  # the group is finalized: it has training data, or it was abandoned
 
 
 class SlotStatus(StrEnum):
     """One generation of a Task."""
 
-    OPEN = "open"  # free to claim (from ``not_before`` on)
-    RUNNING = "running"  # claimed; the lease is alive until ``lease_expires_at``
+    OPEN = "open"  # may be claimed, from ``not_before`` on
+    RUNNING = "running"  # claimed; the lease is valid until ``lease_expires_at``
     SCORED = "scored"  # terminal: its Record has a score
     FAILED = "failed"  # terminal: ``max_attempts`` attempts failed
 
@@ -40,14 +38,14 @@ class RecordStatus(StrEnum):
     """One attempt at a trajectory."""
 
     CREATED = "created"  # inserted after the claim; no model call yet
-    RUNNING = "running"  # turns are being written
-    COMPLETED = "completed"  # the conversation has ended
-    SCORING = "scoring"  # the scorer works on it
-    SCORED = "scored"  # it has a score and waits for its group
-    READY = "ready"  # its group is finalized and its DBRecordData exist
-    ABANDONED = "abandoned"  # its group is finalized and does not train it (``abandoned_because``)
-    FAILED = "failed"  # infrastructure failed (``failure``); it has no score
-    RELEASED = "released"  # handed back unfinished: no failure, no score
+    RUNNING = "running"  # its model calls are being written
+    COMPLETED = "completed"  # the conversation is complete
+    SCORING = "scoring"  # the scorer is running
+    SCORED = "scored"  # it has a score; its group is not finalized
+    READY = "ready"  # its group is finalized, and its DBRecordData exists
+    ABANDONED = "abandoned"  # its group is finalized without it; the reason is ``abandoned_because``
+    FAILED = "failed"  # the attempt failed (``failure``); it has no score
+    RELEASED = "released"  # released unfinished: no failure, no score
 
 
 class CallStatus(StrEnum):
@@ -56,37 +54,37 @@ class CallStatus(StrEnum):
     COMPLETED = "completed"
     FORMAT_ERROR = "formaterror"  # a malformed tool call: trainable, advantage 0
     REPEAT_ERROR = "repeaterror"  # the same text twice: trainable, advantage 0
-    TOOL_FAILED = "toolfailed"  # a tool answered with an error: trainable
+    TOOL_FAILED = "toolfailed"  # a tool returned an error: trainable
     FAILED = "failed"  # the engine failed: not trainable
 
 
 class DataStatus(StrEnum):
     """Training data made from one Record (DBRecordData)."""
 
-    READY = "ready"  # waits to be trained
-    PLANNED = "planned"  # named by a TrainStep that has not committed
-    TRAINED = "trained"  # named by a committed TrainStep; ``max_trained_count`` is reached
-    STALE = "stale"  # older than ``max_staleness``: kept, never trained
-    QUARANTINED = "quarantined"  # cannot or must not be trained, because of its ``problem``: kept
+    READY = "ready"  # may be trained
+    PLANNED = "planned"  # part of a TrainStep that has not committed
+    TRAINED = "trained"  # part of a committed TrainStep; ``max_trained_count`` is reached
+    STALE = "stale"  # older than ``max_staleness``; kept, not trained
+    QUARANTINED = "quarantined"  # must not be trained, because of its ``problem``; kept
 
 
 class StepStatus(StrEnum):
     """One optimizer step."""
 
-    PLANNING = "planning"  # its data are being marked, a part at a time
+    PLANNING = "planning"  # its data are being marked, one chunk at a time
     PLANNED = "planned"  # its data are marked; the optimizer has not stepped
-    COMMITTING = "committing"  # the optimizer has stepped, and the step counts; its data follow in parts
-    COMMITTED = "committed"  # the optimizer has stepped, and all of its data say so
-    REVERTING = "reverting"  # undone, and no longer counted; its data become ready in parts
+    COMMITTING = "committing"  # the optimizer has stepped; its data are updated one chunk at a time
+    COMMITTED = "committed"  # the optimizer has stepped, and all its data are updated
+    REVERTING = "reverting"  # undone; its data become ready one chunk at a time
     REVERTED = "reverted"  # undone: the trainer resumed from a checkpoint before it
 
 
 class VersionStatus(StrEnum):
     """One published set of weights."""
 
-    RESERVED = "reserved"  # its number and its folder belong to one trainer; nobody may load it yet
+    RESERVED = "reserved"  # a trainer has reserved number and folder; engines may not load it yet
     PUBLISHED = "published"
-    WITHDRAWN = "withdrawn"  # its step was undone; engines that hold it keep serving until the next
+    WITHDRAWN = "withdrawn"  # its step was reverted; engines serve it until the next version
 
 
 class ServiceStatus(StrEnum):
@@ -99,7 +97,7 @@ class ServiceStatus(StrEnum):
 
 
 class StopReason(StrEnum):
-    """Why a trajectory ended. Values that end in ``_error`` are the original's names."""
+    """Why a trajectory ended. The values with ``_error`` are names of the original system."""
 
     ANSWERED = "answered"
     TURNS_LIMIT = "turns_limit_error"
@@ -109,7 +107,7 @@ class StopReason(StrEnum):
 
     @property
     def is_context_error(self) -> bool:
-        """True where the trajectory ran out of turns or context rather than ending by itself."""
+        """Return whether the trajectory ended because of the turn or length limit."""
         return self in (StopReason.TURNS_LIMIT, StopReason.LENGTH_LIMIT)
 
 
@@ -119,8 +117,8 @@ TASK_EDGES: dict[TaskStatus, frozenset[TaskStatus]] = {
     TaskStatus.WAITING: frozenset({TaskStatus.COMPLETED, TaskStatus.RUNNING}),
     TaskStatus.COMPLETED: frozenset({TaskStatus.RUNNING, TaskStatus.WAITING}),
 }
-"""``→ RUNNING`` from the two last is ``agentrl db reopen``. So is ``COMPLETED → WAITING``: a group that could
-not be finalized is tried again."""
+"""``→ RUNNING`` from ``WAITING`` or ``COMPLETED``, and ``COMPLETED → WAITING``, are ``agentrl db reopen``;
+the latter retries a group whose finalization failed."""
 
 RECORD_EDGES: dict[RecordStatus, frozenset[RecordStatus]] = {
     RecordStatus.CREATED: frozenset({RecordStatus.RUNNING, RecordStatus.FAILED, RecordStatus.RELEASED}),
@@ -138,8 +136,8 @@ RECORD_REVISIONS: dict[RecordStatus, frozenset[RecordStatus]] = {
     RecordStatus.READY: frozenset({RecordStatus.ABANDONED, RecordStatus.SCORED}),
     RecordStatus.ABANDONED: frozenset({RecordStatus.READY, RecordStatus.SCORED}),
 }
-"""Besides, while nothing of its group has been trained: ``agentrl db rescore`` decides the group again, and
-``agentrl db reopen`` makes it one that has not been decided (``→ SCORED``)."""
+"""Additional transitions while no data of the group have been trained: ``agentrl db rescore`` finalizes the
+group again, and ``agentrl db reopen`` undoes its finalization (``→ SCORED``)."""
 
 DATA_EDGES: dict[DataStatus, frozenset[DataStatus]] = {
     DataStatus.READY: frozenset({DataStatus.PLANNED, DataStatus.STALE, DataStatus.QUARANTINED}),
@@ -148,8 +146,8 @@ DATA_EDGES: dict[DataStatus, frozenset[DataStatus]] = {
     DataStatus.STALE: frozenset({DataStatus.READY}),
     DataStatus.QUARANTINED: frozenset(),
 }
-"""``PLANNED → READY`` is a trainer that died or a ``max_trained_count`` above 1; ``→ READY`` from ``TRAINED``
-and ``STALE`` is a resume from a checkpoint before a step that trained them."""
+"""``PLANNED → READY``: the trainer died, or ``max_trained_count`` is above 1. ``TRAINED → READY`` and
+``STALE → READY``: the trainer resumed from an earlier checkpoint."""
 
 STEP_EDGES: dict[StepStatus, frozenset[StepStatus]] = {
     StepStatus.PLANNING: frozenset({StepStatus.PLANNED, StepStatus.REVERTING}),
@@ -159,30 +157,30 @@ STEP_EDGES: dict[StepStatus, frozenset[StepStatus]] = {
     StepStatus.REVERTING: frozenset({StepStatus.REVERTED}),
     StepStatus.REVERTED: frozenset(),
 }
-"""A step whose data fit into one transaction passes ``PLANNING`` and ``COMMITTING`` within it, unseen. A
-trainer that dies in one of the ``-ing`` states leaves some data before it and some behind; the next trainer
-finishes the change before it begins."""
+"""A step whose data fit into one transaction passes ``PLANNING`` and ``COMMITTING`` inside it. If a trainer
+dies in ``PLANNING``, ``COMMITTING`` or ``REVERTING``, only some of the data are updated; the next trainer
+finishes the change before it starts."""
 
 APPLIED_STEPS = (StepStatus.COMMITTING, StepStatus.COMMITTED)
-"""Steps whose updates are in the weights."""
+"""Statuses of steps whose update is in the weights."""
 
 ACTIVE_STEPS = (StepStatus.PLANNING, StepStatus.PLANNED, *APPLIED_STEPS)
-"""Steps that hold their number; of each number there is at most one."""
+"""Statuses of steps that count; of each step number at most one step has such a status."""
 
 VERSION_EDGES: dict[VersionStatus, frozenset[VersionStatus]] = {
     VersionStatus.RESERVED: frozenset({VersionStatus.PUBLISHED}),
     VersionStatus.PUBLISHED: frozenset({VersionStatus.WITHDRAWN}),
     VersionStatus.WITHDRAWN: frozenset({VersionStatus.PUBLISHED}),
 }
-"""``→ WITHDRAWN`` is a resume from a checkpoint before the version's step; ``WITHDRAWN → PUBLISHED`` is that
-step done again with the same weights as before."""
+"""``→ WITHDRAWN``: the trainer resumed from a checkpoint before the version's step.
+``WITHDRAWN → PUBLISHED``: the step was repeated with the same weights."""
 
 
 def values(states: Iterable[StrEnum]) -> list[str]:
-    """The states as they are stored."""
+    """Return the stored values of ``states``."""
     return [state.value for state in states]
 
 
 def sources(edges: Mapping[_State, frozenset[_State]], target: _State) -> list[str]:
-    """The states from which ``target`` may be reached; conditional updates filter on them."""
+    """Return the statuses that may change to ``target``; conditional updates filter on them."""
     return [str(state) for state, targets in edges.items() if target in targets]

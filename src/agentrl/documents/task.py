@@ -1,4 +1,4 @@
-"""Task: a question to sample, with one slot per generation."""
+"""Task: a question to sample, with one slot per generation. Claim: the right to sample one slot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentrl.documents.status import SlotStatus, TaskStatus
 class Slot(Document):
     """One generation of a Task. ``attempt`` counts claims and fences the writes of earlier owners.
 
-    ``released`` counts the attempts that were handed back: they do not count towards ``max_attempts``.
+    ``released`` counts the attempts that were released; they do not count towards ``max_attempts``.
     """
 
     traj_id: int
@@ -30,38 +30,38 @@ class Slot(Document):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission(Document):
-    """A group that was admitted, and of which nobody has claimed a slot yet.
+    """The admission of a group; cleared when its first slot is claimed.
 
-    A claimer takes its first slot only if its own limit, worked out after ``after_step`` or a later step, is
-    at least ``rank``.
+    A sampler may claim the first slot only if its own limit, computed after ``after_step`` or a later step,
+    is at least ``rank``.
     """
 
     rank: int
-    """Its place among the open groups, from 1, when it was admitted."""
+    """Position among the open groups at the time of admission, from 1."""
     after_step: int
-    """The last committed step at that time."""
+    """The last committed step at the time of admission."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin(Document):
-    """When and why a group was begun, under ``--task_selection pass_rate``."""
+    """When and why a group was begun with ``--task_selection pass_rate``."""
 
     number: int
-    """From 1, over all groups of the run: groups are trained in this order."""
+    """Serial number over all groups of the run, from 1; groups are trained in this order."""
     by: str
-    """``order``, or ``pass_rate`` where another epoch's copy went before the next task in order."""
+    """``order``, or ``pass_rate`` if the task was selected before the next task in order."""
     ability: float
-    """Of the policy, in logits, from the groups that were finalized last (``scoring.difficulty``)."""
+    """Ability of the policy, in logits, estimated from recent groups (``scoring.difficulty``)."""
     ease: float
-    """Of the task, in logits, from its group in the previous epoch; 0 for a new task."""
+    """Ease of the task, in logits, estimated from its group in the previous epoch; 0 for a new task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task(Root):
     """A question to sample. ``id`` is ``split/epoch/task_id``, which makes loading idempotent.
 
-    ``order`` is the task's place in its epoch's shuffled order; claims go by (epoch, order).
-    ``tools`` names the MCP servers offered; None offers all, an empty list none.
+    ``order`` is the task's position in the shuffled order of its epoch; slots are claimed by (epoch, order).
+    ``tools`` lists the MCP servers to offer; None offers all, an empty list offers none.
     """
 
     id: str
@@ -85,17 +85,17 @@ class Task(Root):
     admission: Admission | None = None
     begun: Begin | None = None
     ease: float | None = None
-    """Set when the group is finalized under ``--task_selection pass_rate``, until the task's copy of the next
-    epoch is begun: such a task may be selected again."""
+    """Set when the group is finalized with ``--task_selection pass_rate``; cleared when the task's copy in
+    the next epoch is begun. A task with an ease may be selected again."""
     group: dict[str, Any] | None = None
     """Set when the group is finalized: ``{scored, failed, mean_score, outcome, rules, filtered,
     finalised_at, counted_at_step}``; the last is the step whose metrics count it. ``filtered`` is
     ``[{record, because}]`` of the Records that ``--group_filter`` dropped.
 
-    A group of another split than ``train`` has ``right_threshold`` in place of ``rules``. One that was given
-    up has the outcome ``failed`` and ``problem``, which says why."""
+    A group of an evaluation split has ``right_threshold`` in place of ``rules``. A group that was given up
+    has the outcome ``failed``, and the reason in ``problem``."""
     finalising: dict[str, Any] | None = None
-    """``{attempts, problem, retry_at}`` of a group that could not be finalized so far."""
+    """``{attempts, problem, retry_at}`` of a group whose finalization has failed so far."""
     created_at: datetime = field(default_factory=now)
     updated_at: datetime = field(default_factory=now)
     pruned_at: datetime | None = None
@@ -106,22 +106,22 @@ CONTENT: Final = (
     "query", "answer", "aug_answers", "scorer", "answer_schema", "agent_name", "system_prompt",
     "query_prompt", "tools", "max_turns", "meta",
 )  # fmt: skip
-"""What a task file says of a task; the rest is what a run makes of it."""
+"""The fields that come from the task file; a run sets the other fields."""
 
 
 def task_key(split: str, epoch: int, task_id: str) -> str:
-    """The ``_id`` of a Task."""
+    """Return the ``_id`` of a Task."""
     return f"{split}/{epoch}/{task_id}"
 
 
 def record_key(task_key: str, traj_id: int, attempt: int) -> str:
-    """The ``_id`` of the Record of one attempt at one slot."""
+    """Return the ``_id`` of the Record of one attempt at one slot."""
     return f"{task_key}/{traj_id}/{attempt}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What a sampler holds: the right to write to one slot until the lease runs out."""
+    """A sampler's right to write to one slot until the lease expires."""
 
     task: Task
     traj_id: int
@@ -130,5 +130,5 @@ class Claim:
 
     @property
     def record_id(self) -> str:
-        """The Record that this claim writes."""
+        """Return the ``_id`` of the Record that this claim writes."""
         return record_key(self.task.id, self.traj_id, self.attempt)

@@ -1,6 +1,6 @@
-"""Task files: JSONL or a JSON list → Tasks. Every bad line is named with its file, line and reason.
+"""Read task files: JSONL or a JSON list → Tasks. Each bad line is reported with file, line and reason.
 
-A file is read twice: once to check it and to note where each task is, then task by task on demand.
+A file is read twice: first to check it and to index its tasks, then task by task on demand.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """Tasks in their sampling order, ``file:line: reason`` of every line that was skipped, and warnings.
+    """Tasks in sampling order, ``file:line: reason`` of each skipped line, and warnings.
 
-    ``names`` holds every name that the tasks give for what runs them: {field: {name, …}}.
+    ``names`` has the scorers, agents and answer schemas that the tasks use: {field: {name, …}}.
     """
 
     tasks: Sequence[Task]
@@ -34,24 +34,24 @@ class ReadResult:
 
 
 class _FileTasks(Sequence[Task]):
-    """Tasks that are read from the file when they are asked for, in their sampling order."""
+    """A lazy sequence: reads each task from the file on access. Tasks are in sampling order."""
 
     def __init__(self, source: TaskSource, split: str, epoch: int, num_generations: int) -> None:
         self._source = source
-        self._made = (split, epoch, num_generations)
+        self._task_arguments = (split, epoch, num_generations)
         self._offsets = array("Q")
         self._lengths = array("Q")
         self._places = array("Q")
-        """Order → index of the task in the file."""
+        """Sampling order → index of the task in the file."""
 
     def add(self, offset: int, length: int) -> None:
-        """Append the place of one task."""
+        """Append one task: its offset and length in bytes."""
         self._places.append(len(self._offsets))
         self._offsets.append(offset)
         self._lengths.append(length)
 
     def shuffle(self, seed: str) -> None:
-        """Shuffle the order, the same way on every machine."""
+        """Shuffle the order; the result is the same on every machine."""
         places = list(self._places)
         random.Random(seed).shuffle(places)
         self._places = array("Q", places)
@@ -75,11 +75,11 @@ class _FileTasks(Sequence[Task]):
         place = self._places[order]
         try:
             value = parse(self._source.read(self._offsets[place], self._lengths[place]))
-            return replace(make_task(value, *self._made), order=order)
+            return replace(make_task(value, *self._task_arguments), order=order)
         except (BadTaskError, OSError) as error:
             raise TaskFileError(
                 f"the task file {self._source.path} changed while it was loaded: {error}",
-                hint="load it again once nothing writes to it: what is loaded stays",
+                hint="load it again when no process writes to it; the tasks loaded so far are kept",
             ) from error
 
 
@@ -88,11 +88,11 @@ def read_tasks(
     num_generations: int = 8, skip_bad_lines: bool = False,
     known_scorers: Collection[str] | None = None, known_agents: Collection[str] | None = None,
 ) -> ReadResult:  # fmt: skip
-    """Check a task file, plain or gzip. One bad line makes it a TaskFileError, but for ``skip_bad_lines``.
+    """Check and index a task file, plain or gzip. A bad line raises TaskFileError unless ``skip_bad_lines``.
 
-    ``known_scorers`` and ``known_agents`` check names, where given; ``module:function`` is always let
-    through. The order is shuffled by ``seed`` and the epoch, the same on every machine. The tasks are read
-    from the file as they are used: memory does not grow with their size.
+    ``known_scorers`` and ``known_agents``, if given, check names; ``module:function`` is always allowed. The
+    order is shuffled by ``seed`` and epoch and is the same on every machine. Tasks are read on access, so
+    memory does not grow with their size.
     """
     source = TaskSource(Path(path))
     known = {"scorer": known_scorers, "agent_name": known_agents}
@@ -117,7 +117,7 @@ def read_tasks(
 
 
 class _Reading:
-    """What the first pass over a file has found."""
+    """The results of the first pass over a file."""
 
     def __init__(self, tasks: _FileTasks, known: dict[str, Collection[str] | None]) -> None:
         self.tasks = tasks
@@ -125,10 +125,10 @@ class _Reading:
         self.names: dict[str, set[str]] = {"scorer": set(), "agent_name": set(), "answer_schema": set()}
         self._known = known
         self._ids: set[str] = set()
-        self._misspelt: dict[str, tuple[str, int]] = {}
+        self._misspelled: dict[str, tuple[str, int]] = {}
 
     def add(self, task: Task) -> None:
-        """Check the names and the id of a task, and note them. Raises BadTaskError."""
+        """Check and record the names and the id of a task. Raises BadTaskError."""
         for name, known in self._known.items():
             _check_name(name, getattr(task, name), known)
         if task.task_id in self._ids:
@@ -139,18 +139,18 @@ class _Reading:
                 found.add(getattr(task, name))
 
     def warn(self, where: str, item: dict[str, object]) -> None:
-        """Note every field that looks like a misspelt one."""
+        """Record each field that looks misspelled."""
         for name in item:
             if nearest_field(name) is not None:
-                first, count = self._misspelt.get(name, (where, 0))
-                self._misspelt[name] = (first, count + 1)
+                first, count = self._misspelled.get(name, (where, 0))
+                self._misspelled[name] = (first, count + 1)
 
     def warnings(self) -> tuple[str, ...]:
-        """One line for each misspelt field."""
+        """Return one line per misspelled field."""
         return tuple(
             f"{where}: the field {name!r} is unknown and kept in meta; did you mean {nearest_field(name)!r}?"
             + (f" ({count} tasks have it)" if count > 1 else "")
-            for name, (where, count) in self._misspelt.items()
+            for name, (where, count) in self._misspelled.items()
         )
 
 
@@ -166,4 +166,4 @@ def _bad_lines(path: str | Path, bad: Sequence[str], good: int) -> TaskFileError
 
 def _check_name(kind: str, name: str | None, known: Collection[str] | None) -> None:
     if name is not None and known is not None and name not in known and ":" not in name:
-        raise BadTaskError(f"{kind} {name!r} is none of {', '.join(sorted(known))}")
+        raise BadTaskError(f"{kind} {name!r} is unknown; choose one of {', '.join(sorted(known))}")

@@ -15,32 +15,32 @@ MAX_LINE_BYTES = 16 * 2**20
 """Longest JSON text of one task."""
 
 MAX_DOCUMENT_BYTES = 15 * 2**20
-"""Largest task as a document: MongoDB allows 16 MiB, slots and states included."""
+"""Largest task as a document. MongoDB allows 16 MiB, including slots and status."""
 
 MAX_DEPTH = 90
-"""Deepest nesting of lists and objects: MongoDB allows 100 levels in a document."""
+"""Deepest nesting of lists and objects. MongoDB allows 100 levels in a document."""
 
 _INT64 = 2**63
-_MOST_DIGITS = 300
+_MAX_DIGITS = 300
 _ELEMENT_BYTES = 16
-"""Bytes of a number or a list's key in a document, rounded up."""
+"""Upper bound of the bytes of a number or a list key in a document."""
 
 _ID = ("id", "task_id")
 
 
 class BadTaskError(ValueError):
-    """One task of the file cannot be loaded; the message is the reason."""
+    """A task of the file cannot be loaded; the message is the reason."""
 
 
 class _Unstorable:
-    """Stands for a JSON number that no document can hold."""
+    """Placeholder for a JSON number that no document can hold."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
 
 
 class _NotStorableError(Exception):
-    """A value that cannot be stored, with the path to it, innermost key first."""
+    """A value cannot be stored; ``path`` is the path to it, innermost key first."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -49,7 +49,7 @@ class _NotStorableError(Exception):
 
 
 def _integer(text: str) -> int | _Unstorable:
-    if len(text) <= _MOST_DIGITS:
+    if len(text) <= _MAX_DIGITS:
         return int(text)
     return _Unstorable(f"an integer of {len(text.lstrip('-')):,} digits, and the limit is 64 bits")
 
@@ -76,7 +76,7 @@ def parse(raw: bytes) -> Any:
 def check_bson_limits(item: dict[str, Any]) -> None:
     """Raise BadTaskError, which names the field, unless a document can hold ``item``.
 
-    The id may be any integer: it is stored as text.
+    The id may be any integer, because it is stored as text.
     """
     fields = {key: value for key, value in item.items() if not (key in _ID and isinstance(value, int))}
     try:
@@ -91,7 +91,7 @@ def check_bson_limits(item: dict[str, Any]) -> None:
 
 
 def _size(value: Any, depth: int) -> int:
-    """Return about the bytes that ``value`` takes in a document. Raises _NotStorableError."""
+    """Return the approximate size of ``value`` in a document, in bytes. Raises _NotStorableError."""
     if isinstance(value, str):
         return _text_size(value) + _ELEMENT_BYTES
     if isinstance(value, (dict, list)):
@@ -142,7 +142,6 @@ def _shown(text: str, limit: int = 40) -> str:
     return plain if len(plain) <= limit else f"{plain[:limit]}…"
 
 
-_ID = ("id", "task_id")
 _QUERY = ("q", "Question", "question", "query", "content", "instruction", "traj_question")
 _ANSWER = ("a", "Final answer", "Final Answer", "Final sample answer", "answer", "expected_answer")
 _RAW_ANSWER = ("expected_answer", "answer")
@@ -157,7 +156,7 @@ _ALIKE = 0.8
 
 @lru_cache(maxsize=4096)
 def nearest_field(name: str) -> str | None:
-    """Return the field that ``name`` is probably a misspelling of; None for a name that is known or far."""
+    """Return the known field that ``name`` probably misspells; None for known and for dissimilar names."""
     if name in _KNOWN or len(name) < _LONG_ENOUGH:
         return None
     candidates = sorted(known for known in _KNOWN if len(known) >= _LONG_ENOUGH)
@@ -166,7 +165,7 @@ def nearest_field(name: str) -> str | None:
 
 
 def make_task(item: Any, split: str, epoch: int, num_generations: int) -> Task:
-    """Return the Task of one JSON value, ``order`` 0. Raises BadTaskError."""
+    """Return the Task of one JSON value, with ``order`` 0. Raises BadTaskError."""
     if not isinstance(item, dict):
         raise BadTaskError(f"a task is a JSON object, and this is {_kind(item)}")
     check_bson_limits(item)

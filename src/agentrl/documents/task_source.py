@@ -1,4 +1,4 @@
-"""The bytes of a task file, gzip or plain, and the place of every task in them; nothing is read whole."""
+"""Read a task file in pieces, plain or gzip, and yield each task's JSON with its line and byte range."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SPACE = " \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One task's JSON: its line, the bytes it takes, and its value, or the reason why it has none."""
+    """One task's JSON: its line, its byte range, and its value or the BadTaskError of an invalid one."""
 
     line: int
     offset: int
@@ -34,10 +34,10 @@ class Item:
 
 
 class TaskSource:
-    """A task file that can be read from any place. A pipe and a gzip file are copied to a file first."""
+    """A task file with random access. A pipe or gzip file is first copied to a temporary file."""
 
     def __init__(self, path: Path) -> None:
-        """Open ``path``. Raises TaskFileError for what cannot be read, or is UTF-16 or UTF-32."""
+        """Open ``path``. Raises TaskFileError if it cannot be read, or is UTF-16 or UTF-32."""
         self.path = path
         try:
             self._file = _open(path)
@@ -47,7 +47,7 @@ class TaskSource:
         self._start = self._skip_byte_order_mark()
 
     def items(self) -> Iterator[Item]:
-        """Yield every task of JSONL, or of a JSON list, in the order of the file."""
+        """Yield every task of JSONL or of a JSON list, in file order."""
         self._file.seek(self._start)
         first = self._file.read(_CHUNK)
         while first and not first.strip():
@@ -55,7 +55,7 @@ class TaskSource:
         return self._list_items() if first.lstrip().startswith(b"[") else self._lines()
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return bytes of the file, decompressed."""
+        """Return ``length`` decompressed bytes from ``offset``."""
         self._file.seek(offset)
         return self._file.read(length)
 
@@ -74,7 +74,7 @@ class TaskSource:
             self._file.seek(offset)
 
     def _rest_of_line(self, raw: bytes) -> int:
-        """Skip the rest of a line; returns its length."""
+        """Skip the rest of a line; return its length in bytes."""
         length = 0
         while raw and not raw.endswith(b"\n"):
             raw = self._file.readline(_CHUNK)
@@ -105,7 +105,8 @@ class TaskSource:
         head = self._file.read(4)
         encoding = json.detect_encoding(head) if head else "utf-8"
         if not encoding.startswith("utf-8"):
-            mark = "" if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else ", without a mark"
+            has_mark = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+            mark = "" if has_mark else ", without a byte order mark"
             raise TaskFileError(
                 f"the task file {self.path} is not UTF-8: it is {encoding.upper()}{mark}",
                 hint=f"convert it: iconv -f {encoding.upper()} -t UTF-8 {self.path} > FILE.jsonl",
@@ -114,7 +115,7 @@ class TaskSource:
 
 
 class _Window:
-    """The part of a file's text that is being parsed, with its line and its offset in bytes."""
+    """A sliding window over the text of a file, with the current line and byte offset."""
 
     def __init__(self, file: BinaryIO, start: int) -> None:
         file.seek(start)
@@ -126,25 +127,25 @@ class _Window:
         self.offset = start
 
     def peek(self) -> str:
-        """Return the next character; empty at the end."""
+        """Return the next character; an empty string at the end."""
         if self._at == len(self._text):
             self._more()
         return self._text[self._at : self._at + 1]
 
     def skip(self, characters: str) -> None:
-        """Pass every character that is one of ``characters``."""
+        """Advance over characters that are in ``characters``."""
         while (next_one := self.peek()) and next_one in characters:
             self.take(1)
 
     def take(self, count: int) -> None:
-        """Pass ``count`` characters of the text read so far."""
+        """Advance over ``count`` characters of the text read so far."""
         passed = self._text[self._at : self._at + count]
         self.line += passed.count("\n")
         self.offset += len(passed.encode("utf-8", "surrogateescape"))
         self._at += len(passed)
 
     def take_value(self) -> Any:
-        """Return the next JSON value, whose text is bounded. Raises JSONDecodeError and RecursionError."""
+        """Return the next JSON value of bounded length. Raises JSONDecodeError and RecursionError."""
         while True:
             try:
                 value, end = DECODER.raw_decode(self._text, self._at)
@@ -160,7 +161,7 @@ class _Window:
                 return value
 
     def _more(self) -> bool:
-        """Read on, as much as is pending at least; False at the end of the file."""
+        """Read at least as much text as is pending; return False at the end of the file."""
         pending = len(self._text) - self._at
         raw = self._file.read(max(_CHUNK, pending))
         self._text = self._text[self._at :] + self._decoder.decode(raw, final=not raw)
@@ -169,25 +170,25 @@ class _Window:
 
 
 def _open(path: Path) -> BinaryIO:
-    """Open for reading and seeking; the copy of what is compressed or cannot seek goes when it is closed."""
+    """Open for reading and seeking; the copy of a gzip file or pipe is deleted when it is closed."""
     file = path.open("rb")
     try:
         if not file.seekable():
-            copy = _copied(file)
+            copied = _copy(file)
             file.close()
-            file = cast("Any", copy)
+            file = cast("Any", copied)
         is_compressed = file.read(len(_GZIP)) == _GZIP
         file.seek(0)
         if not is_compressed:
             return file
         with file, gzip.GzipFile(fileobj=file) as content:
-            return _copied(cast("BinaryIO", content))
+            return _copy(cast("BinaryIO", content))
     except BaseException:
         file.close()
         raise
 
 
-def _copied(source: BinaryIO) -> BinaryIO:
+def _copy(source: BinaryIO) -> BinaryIO:
     copy = tempfile.TemporaryFile()  # noqa: SIM115
     try:
         shutil.copyfileobj(source, copy)
@@ -218,6 +219,6 @@ def _unreadable(path: Path, error: Exception) -> TaskFileError:
 
 def _broken_list(path: Path, line: int, reason: str) -> TaskFileError:
     return TaskFileError(
-        f"{path}:{line}: the JSON list cannot be read on: {reason}",
+        f"{path}:{line}: the JSON list cannot be parsed: {reason}",
         hint="correct the list, or write JSONL: one task a line",
     )

@@ -1,4 +1,4 @@
-"""DBRecordData: training data made from one Record; TrainStep: one optimizer step."""
+"""DBRecordData: the training data of one Record. TrainStep: one optimizer step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from agentrl.documents.status import DataStatus, StepStatus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node(Document):
-    """A run of tokens ``[start, end)`` whose first token follows the last token of node ``parent``.
+    """Consecutive tokens ``[start, end)``; the first one follows the last token of node ``parent``.
 
-    ``parent`` is an index into ``nodes`` and always smaller than the node's own; −1 is a root.
+    ``parent`` is an index into ``nodes``, lower than the node's own; −1 marks a root.
     """
 
     start: int
@@ -32,14 +32,14 @@ class TrainableSpan(Document):
     version: int
     advantage: float
     temperature: float
-    """Of the model call: it sampled from softmax(logits / temperature)."""
+    """The model call sampled from softmax(logits / temperature)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DBRecordData(Root):
-    """The token tree of one trajectory. ``id`` is the Record's.
+    """The token tree of one trajectory. ``id`` is the Record's ``_id``.
 
-    A trajectory whose turns extend one another is one node; a context reset starts a new root.
+    A trajectory without a context reset is one node; each context reset starts a new root.
     """
 
     id: str
@@ -60,9 +60,9 @@ class DBRecordData(Root):
     trained_at_steps: tuple[int, ...] = ()
     planned_step: int | None = None
     not_before_step: int = 0
-    """First step that may train it again."""
+    """The first step that may train it again."""
     problem: str | None = None
-    """Why it is quarantined."""
+    """The reason for its quarantine."""
     created_at: datetime = field(default_factory=now)
     input_ids: bytes
     """int32[tokens], nodes in order."""
@@ -72,14 +72,14 @@ class DBRecordData(Root):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingCommit(Document):
-    """What a commit of several parts needs to go on."""
+    """The arguments of a commit that is applied in several chunks, so that another process can finish it."""
 
     max_trained_count: int
     retrained_interval: int
     counted: tuple[str, ...] = ()
     """Tasks whose groups the step's metrics count."""
     untrained: tuple[str, ...] = ()
-    """Data of the step that it did not train."""
+    """Data of the step that were not trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,14 +90,14 @@ class TrainStep(Root):
     step: int
     status: StepStatus = StepStatus.PLANNED
     policy_version: int
-    """The version that the step starts from."""
+    """The policy version that the step updates."""
     data: tuple[str, ...]
-    """``_id`` of every DBRecordData in the step."""
+    """``_id`` of every DBRecordData of the step."""
     metrics: dict[str, Any] = field(default_factory=dict)
     owner: str
     planned_at: datetime = field(default_factory=now)
     committed_at: datetime | None = None
     pending: PendingCommit | None = None
-    """While it is ``committing``: what is left to do."""
+    """Set while the status is ``committing``."""
     pruned_at: datetime | None = None
-    """When ``agentrl db prune`` last deleted data that it names."""
+    """When ``agentrl db prune`` last deleted data of the step."""

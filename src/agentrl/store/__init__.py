@@ -1,1 +1,1 @@
-"""The database: the only package that imports pymongo."""
+"""Read and write a run's MongoDB database. The only package that imports pymongo."""

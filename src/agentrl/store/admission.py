@@ -1,4 +1,4 @@
-"""Admission: bounds how many groups are open; one claimer at a time admits a batch of new groups."""
+"""Admit new groups up to a limit of open groups; one sampler at a time admits a batch of groups."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _TRANSIENT = "TransientTransactionError"
 
 @dataclass(frozen=True, slots=True)
 class GroupLimit:
-    """How many groups may be open; with ``after_step``, as long as that is the last committed step.
+    """The maximum number of open groups; with ``after_step``, valid while that is the last committed step.
 
-    A step that commits later frees capacity that belongs to the next policy's groups. ``engines_lag``: the
-    limit grows once the engines have loaded the newest version, which nothing announces.
+    A later step frees capacity for groups of the next policy only. ``engines_lag``: the limit will grow when
+    the engines have loaded the newest version; poll for it, because no event announces it.
     """
 
     groups: int
@@ -35,25 +35,25 @@ class GroupLimit:
 
     @property
     def query(self) -> Json:
-        """A filter: no admitted group that nobody has claimed and that this limit does not allow."""
+        """Return a filter that excludes the unclaimed admitted groups beyond this limit."""
         allowed: Json = {"admission.rank": {"$not": {"$gt": self.groups}}}
         if self.after_step is not None:
             allowed["admission.after_step"] = {"$not": {"$gt": self.after_step}}
         return allowed
 
     def allows(self, admission: Json) -> bool:
-        """Return whether a claimer with this limit may claim an admitted group that nobody has claimed."""
+        """Return whether this limit allows to claim an unclaimed group with this ``Task.admission``."""
         is_current = self.after_step is None or admission["after_step"] <= self.after_step
         return is_current and bool(admission["rank"] <= self.groups)
 
 
 class AdmissionRacedError(Exception):
-    """Another claimer admitted groups at the same moment; nothing was written."""
+    """Another sampler admitted groups at the same moment; nothing was written."""
 
 
 @dataclass(frozen=True, slots=True)
 class _OpenGroups:
-    """The open groups of a split: how many, and the admitted ones that nobody has claimed, in order."""
+    """The number of open groups of a split, and those that no sampler has claimed yet, in order."""
 
     count: int
     unclaimed: tuple[Json, ...]
@@ -62,23 +62,23 @@ class _OpenGroups:
     def claimed(self) -> int:
         return self.count - len(self.unclaimed)
 
-    def has_blocked(self, limit: GroupLimit) -> bool:
-        """Return whether ``limit`` allows more claimed groups than there are, and hides an unclaimed one."""
-        hidden = any(not limit.allows(group["admission"]) for group in self.unclaimed)
-        return hidden and self.claimed < limit.groups
+    def is_blocking(self, limit: GroupLimit) -> bool:
+        """Return whether ``limit`` excludes an unclaimed group although it allows more claimed groups."""
+        excluded = any(not limit.allows(group["admission"]) for group in self.unclaimed)
+        return excluded and self.claimed < limit.groups
 
 
 class GroupAdmission(Repository):
-    """Counts open groups, and admits new ones up to the limit: the next in order, or by a ``Selection``.
+    """Counts open groups and admits new ones up to a limit: the next in order, or by a ``Selection``.
 
-    One transaction admits a batch: the next groups go from created to running with every slot open, and any
-    claimer takes these slots by a plain update. So a group may be claimed later than it was admitted, by a
-    claimer with a lower limit than the one that admitted it: its engines lag, or its limit is older than the
-    last step. That claimer must be allowed itself. An admitted group that nobody has claimed therefore keeps
-    its rank among the open groups (``Task.admission``), and a claimer takes it only if the rank is within the
-    claimer's own limit. Groups are trained in the order of their ranks, and ranks only fall, so the bound on
-    staleness holds for every claimer. The first claim of a slot clears the rank. When ranks have become too
-    high, since groups before were trained, the next admission numbers the unclaimed groups anew.
+    One transaction admits a batch: the next groups change from created to running with all slots open. Any
+    sampler then claims these slots by a plain update. So the sampler that claims a group may have a lower
+    limit than the one that admitted it: its engines lag, or it computed its limit before the last step.
+    Therefore an unclaimed group keeps its rank among the open groups (``Task.admission``), and a sampler
+    claims it only if the rank is within its own limit. Groups are trained in the order of their ranks, and
+    ranks only decrease, so the bound on staleness holds for every sampler. The first claim of a slot clears
+    the rank. If ranks are too high because earlier groups have been trained, the next admission renumbers the
+    unclaimed groups.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -86,7 +86,7 @@ class GroupAdmission(Repository):
         self._selection = TaskSelection(connection)
 
     async def count(self, split: str, session: AsyncClientSession | None = None) -> int:
-        """Groups admitted and not yet trained: running, waiting, or finalized with untrained data."""
+        """Return how many groups are open: running, waiting, or finalized with untrained data."""
         admitted = [TaskStatus.RUNNING.value, TaskStatus.WAITING.value]
         running = await self._collection(TASK).count_documents(
             {"split": split, "status": {"$in": admitted}}, session=session
@@ -99,16 +99,16 @@ class GroupAdmission(Repository):
         return running + len(await self._collection(DATA).distinct("task", untrained, session=session))
 
     async def admit(self, split: str, limit: GroupLimit, selection: Selection | None = None) -> bool:
-        """Admit the next groups up to ``limit``; True where there may be something to claim now.
+        """Admit the next groups up to ``limit``; return whether there may now be slots to claim.
 
-        The transaction first writes the gate (``Admission``): of two claimers at once one commits, and the
-        other is an AdmissionRacedError. Nobody else can admit while the groups are counted, so the limit is
-        exact.
+        The transaction first writes the ``Admission`` document, so that of two concurrent admissions one
+        commits and the other raises AdmissionRacedError. No other sampler can admit groups while this one
+        counts them, so the limit is exact.
         """
         if limit.groups <= 0:
             return False
         found = await self._open_groups(split)
-        if not found.has_blocked(limit) and not await self._any_left(
+        if not found.is_blocking(limit) and not await self._any_left(
             split, limit.groups - found.count, selection
         ):
             return False
@@ -147,7 +147,7 @@ class GroupAdmission(Repository):
         else:
             groups = await self._selection.begin(split, selection, capacity, session)
         ranked_before = found.count
-        if found.has_blocked(limit):
+        if found.is_blocking(limit):
             groups = [*(group["_id"] for group in found.unclaimed), *groups]
             ranked_before = found.claimed
         if not groups:
@@ -172,7 +172,7 @@ class GroupAdmission(Repository):
     async def _next_groups(
         self, split: str, capacity: int, session: AsyncClientSession | None = None
     ) -> Sequence[str]:
-        """The ids of the next groups that nobody has admitted: ``capacity`` or ``SLOTS_AT_ONCE`` of slots."""
+        """Return the ids of the next groups: up to ``capacity`` groups or ``SLOTS_AT_ONCE`` slots."""
         if capacity <= 0:
             return []
         created = self._collection(TASK).find(

@@ -1,8 +1,8 @@
-"""Fields too large for a document: kept in GridFS, put back when the document is read.
+"""Move fields that are too large for a document to GridFS, and restore them when the document is read.
 
-Packed token arrays move whole. Readable fields move too where the document would still be too large; what is
-left of them says so. A file's id is ``document/field/digest``: repeating an upload that was cut completes it,
-without deleting anything, and never mixes it with an earlier upload of other bytes.
+Packed token arrays move first. If the document is still too large, readable fields move too and leave an
+excerpt. A file's id is ``document/field/digest``: a repeated upload completes an interrupted one, deletes
+nothing, and never mixes with an upload of other bytes.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from agentrl.errors import StoreError
 from agentrl.store.connection import Connection, Json
 
 _LIMIT = 8 * 2**20
-"""Packed bytes of one document beyond which they move; messages keep the other half of the 16 MiB."""
+"""Packed arrays of more bytes move; the readable fields have the other half of the 16 MiB."""
 _DOCUMENT_LIMIT = 15 * 2**20
-"""Bytes of one document beyond which readable fields move, too."""
+"""Readable fields of a document of more bytes move."""
 _READABLE: Final = ("tool_executions", "messages", "response", "tools")
-"""Fields that may move, in the order in which they do."""
-_SHOWN = 500
-"""Characters that stay of a text that moved."""
+"""Readable fields that may move, in this order."""
+_EXCERPT = 500
+"""Characters of a moved text that stay in the document."""
 MARK: Final = "packed_in_gridfs"
-"""The field that names the files of a document: ``field/digest``, or ``field`` as older versions wrote."""
+"""Field of a document that lists its files: ``field/digest``, or ``field`` from older versions."""
 _CHUNK = 255 * 1024
-_CHUNKS_AT_ONCE = 16
+_CHUNKS_PER_INSERT = 16
 _DUPLICATE = 11000
 
 
 class Blobs:
-    """Moves the large fields of one collection's documents."""
+    """Moves the large fields of one collection's documents to GridFS and back."""
 
     def __init__(self, connection: Connection, collection: str) -> None:
         self._bucket = AsyncGridFSBucket(connection.database, bucket_name=f"{collection}.packed")
@@ -46,7 +46,7 @@ class Blobs:
         self._chunks = connection.collection(f"{collection}.packed.chunks")
 
     async def offload(self, document: Json) -> Json:
-        """Return the document with large fields moved to GridFS. Repeating it changes nothing."""
+        """Return the document with large fields moved to GridFS. Idempotent."""
         document, files = _split(document)
         for file in files:
             if await self._files.find_one({"_id": file.id}, {"_id": 1}) is None:
@@ -54,7 +54,7 @@ class Blobs:
         return document
 
     async def rewrite(self, document: Json, session: AsyncClientSession) -> Json:
-        """``offload`` within a transaction, once ``delete`` has removed the files that were there."""
+        """Do the same as ``offload`` in a transaction; call ``delete`` first."""
         document, files = _split(document)
         for file in files:
             for chunks in file.chunks():
@@ -63,20 +63,20 @@ class Blobs:
         return document
 
     async def sizes(self, record_ids: Sequence[str], session: AsyncClientSession | None) -> dict[str, int]:
-        """Bytes by id of every file that belongs to one of these Records."""
+        """Return {file id: bytes} of every file of these Records."""
         if not record_ids:
             return {}
-        cursor = self._files.find({"$or": _below("_id", record_ids)}, {"length": 1}, session=session)
+        cursor = self._files.find({"$or": _id_prefixes("_id", record_ids)}, {"length": 1}, session=session)
         return {entry["_id"]: entry["length"] async for entry in cursor}
 
     async def delete(self, record_ids: Sequence[str], session: AsyncClientSession) -> None:
-        """Delete every file of these Records, and the chunks of uploads that were cut."""
+        """Delete every file of these Records, and the chunks of interrupted uploads."""
         if record_ids:
-            await self._chunks.delete_many({"$or": _below("files_id", record_ids)}, session=session)
-            await self._files.delete_many({"$or": _below("_id", record_ids)}, session=session)
+            await self._chunks.delete_many({"$or": _id_prefixes("files_id", record_ids)}, session=session)
+            await self._files.delete_many({"$or": _id_prefixes("_id", record_ids)}, session=session)
 
     async def restore(self, document: Json, *, readable: bool = True) -> Json:
-        """Inverse of ``offload``; without ``readable``, texts that moved stay as they are shown."""
+        """Return the inverse of ``offload``; without ``readable``, moved texts stay excerpts."""
         for file_id, field in moved_fields(document).items():
             if field not in _READABLE:
                 document[field] = await self._read(file_id)
@@ -85,7 +85,7 @@ class Blobs:
         return document
 
     async def _upload(self, file: _File) -> None:
-        """Write the chunks, then the entry that makes them a file; those that are there already stay."""
+        """Insert the missing chunks, then the entry that completes the file."""
         await self._chunks.create_index([("files_id", ASCENDING), ("n", ASCENDING)], unique=True)
         for chunks in file.chunks():
             try:
@@ -102,7 +102,7 @@ class Blobs:
         try:
             return await (await self._bucket.open_download_stream(file_id)).read()
         except (NoFile, CorruptGridFile) as error:
-            raise StoreError(f"the file {file_id} is missing from GridFS, or incomplete: {error}") from error
+            raise StoreError(f"the file {file_id} is missing from GridFS or incomplete: {error}") from error
 
 
 class _File:
@@ -116,16 +116,16 @@ class _File:
         self._data = data
 
     def chunks(self) -> list[list[Json]]:
-        """The chunks, some at a time. Their ids follow from the file's: none is written twice."""
+        """Return the chunks in batches. A chunk's id derives from the file's, so none is stored twice."""
         all_chunks: list[Json] = [
             {"_id": f"{self.id}/{n}", "files_id": self.id, "n": n, "data": self._data[at : at + _CHUNK]}
             for n, at in enumerate(range(0, len(self._data), _CHUNK))
         ]
-        starts = range(0, len(all_chunks), _CHUNKS_AT_ONCE)
-        return [all_chunks[start : start + _CHUNKS_AT_ONCE] for start in starts]
+        starts = range(0, len(all_chunks), _CHUNKS_PER_INSERT)
+        return [all_chunks[start : start + _CHUNKS_PER_INSERT] for start in starts]
 
     def entry(self) -> Json:
-        """The document in ``files``."""
+        """Return the file's document in ``files``."""
         return {
             "_id": self.id, "filename": self._field, "chunkSize": _CHUNK, "length": len(self._data),
             "uploadDate": now(),
@@ -133,13 +133,13 @@ class _File:
 
 
 def moved_fields(document: Mapping[str, Any]) -> dict[str, str]:
-    """The id of each file of a document, and the field that it holds."""
+    """Return {file id: field} of a document's files."""
     marks = document.get(MARK) or ()
     return {f"{document['_id']}/{mark}": mark.partition("/")[0] for mark in marks}
 
 
 def _split(document: Json) -> tuple[Json, list[_File]]:
-    """The document without what is too large, and what was taken out."""
+    """Return the document without its large fields, and these fields as files."""
     packed = {name: value for name, value in document.items() if isinstance(value, bytes)}
     files = []
     if sum(map(len, packed.values())) > _LIMIT:
@@ -156,9 +156,9 @@ def _split(document: Json) -> tuple[Json, list[_File]]:
 
 
 def _shortened(value: Any) -> Any:
-    """The value with every long text cut to its beginning and a notice."""
-    if isinstance(value, str) and len(value) > 2 * _SHOWN:
-        return f"{value[:_SHOWN]}\n[{len(value) - _SHOWN} more characters are in GridFS]"
+    """Return the value with every long text cut to its beginning and a notice."""
+    if isinstance(value, str) and len(value) > 2 * _EXCERPT:
+        return f"{value[:_EXCERPT]}\n[{len(value) - _EXCERPT} more characters are in GridFS]"
     if isinstance(value, list):
         return [_shortened(item) for item in value]
     if isinstance(value, dict):
@@ -166,6 +166,6 @@ def _shortened(value: Any) -> Any:
     return value
 
 
-def _below(field: str, record_ids: Sequence[str]) -> list[Json]:
-    """Filters on ids that begin with one of ``record_ids`` and a slash."""
+def _id_prefixes(field: str, record_ids: Sequence[str]) -> list[Json]:
+    """Return filters on ids that start with one of ``record_ids`` and a slash."""
     return [{field: {"$gte": f"{key}/", "$lt": f"{key}0"}} for key in record_ids]  # "0" follows "/"

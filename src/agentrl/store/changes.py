@@ -1,4 +1,4 @@
-"""Waiting for something to change: one change stream for the machine, a poll where it cannot be had."""
+"""Wait for changes in the database: by one change stream per machine, or by polling if there is none."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _REST_SECONDS = 0.05
 _CANCEL_SECONDS = 0.5
 _LONGEST_AWAIT_MS = 10_000
 WATCHED = (TASK, DATA, VERSION, STEP)
-_UNNOTICED = [TaskStatus.WAITING.value, DataStatus.PLANNED.value]
-"""States that make no work for a process that waits: a group's last score finalizes it."""
-_WORTH_WAKING = {
+_IGNORED = [TaskStatus.WAITING.value, DataStatus.PLANNED.value]
+"""Statuses that do not wake: the process that completes a group finalizes it itself."""
+_RELEVANT = {
     "$or": [
         {"ns.coll": {"$in": [VERSION, STEP]}},
         {"operationType": {"$ne": "update"}},
-        {"updateDescription.updatedFields.status": {"$exists": True, "$nin": _UNNOTICED}},
+        {"updateDescription.updatedFields.status": {"$exists": True, "$nin": _IGNORED}},
     ]
 }
-"""Of updates of a Task or its data those that move it to another state: renewed leases wake nobody."""
+"""Of updates of Tasks and data, only status changes wake; renewed leases do not."""
 
 
 class Changes:
-    """Counts the changes of each collection of ``WATCHED``, and wakes whoever waits for them.
+    """Counts the changes of each collection of ``WATCHED`` and wakes the coroutines that wait for them.
 
-    A coroutine that waits in a loop misses nothing between two waits: what changed since its last wait
-    returned ends the next one at once. ``_REST_SECONDS`` bounds how often that happens.
+    A coroutine that waits in a loop misses no change: if something changed since its last wait returned, the
+    next wait returns at once. ``_REST_SECONDS`` limits how often.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -50,7 +50,7 @@ class Changes:
         self._changed = asyncio.Condition()
         self._follower: asyncio.Task[None] | None = None
         self._watched: frozenset[str] = frozenset()
-        """What the stream tells of: the collections that this process has waited for."""
+        """The collections in the stream: those that this process has waited for."""
         self._restarting = asyncio.Lock()
 
     async def wait(self, *collections: str, timeout: float) -> bool:
@@ -85,16 +85,16 @@ class Changes:
             self._follower = asyncio.create_task(feed.run(), name="agentrl-changes")
 
     async def close(self) -> None:
-        """End the change stream. The driver may swallow a cancellation, so it is repeated until it holds."""
+        """End the change stream. Repeats the cancellation, because the driver may swallow it."""
         while self._follower is not None and not self._follower.done():
             self._follower.cancel()
             await asyncio.wait([self._follower], timeout=_CANCEL_SECONDS)
 
     async def _follow(self, watched: Sequence[str], notify: Notify) -> None:
-        """Tell ``notify`` what the stream says, and of all collections where it may have missed a change."""
+        """Call ``notify`` for each change, and for all collections after an interruption of the stream."""
         wait_ms = max(100, min(_LONGEST_AWAIT_MS, int(self._connection.timeout * 500)))
         pipeline: list[Json] = [
-            {"$match": {"ns.coll": {"$in": list(watched)}, **_WORTH_WAKING}},
+            {"$match": {"ns.coll": {"$in": list(watched)}, **_RELEVANT}},
             {"$project": {"ns": 1}},
         ]
         while True:

@@ -1,4 +1,4 @@
-"""The store of one run: opens its database and holds its parts."""
+"""Open the database of one run; ``Store`` has a repository for each collection or concern."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _RUNS_SHOWN = 20
 
 
 class Store:
-    """The database of one run. Every call is bounded by ``--db_timeout_seconds`` and raises StoreError."""
+    """The database of one run. Each call takes at most ``--db_timeout_seconds`` and raises StoreErrors."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -57,35 +57,35 @@ class Store:
 
     @property
     def host(self) -> str:
-        """The server's address, without credentials."""
+        """Return the server's address, without credentials."""
         return self._connection.host
 
     @property
     def database(self) -> AsyncDatabase[dict[str, Any]]:
-        """The run's database, for reading what the parts have no call for, inside ``reading``."""
+        """Return the run's database, for reads that no repository has; use it inside ``reading``."""
         return self._connection.database
 
     @property
     def connection(self) -> Connection:
-        """The connection, for the parts that only ``agentrl db`` has."""
+        """Return the connection, for the repositories of ``agentrl db``."""
         return self._connection
 
     @contextmanager
     def reading(self, what: str) -> Iterator[None]:
-        """Make what the driver raises in the block, while reading ``database``, a StoreError."""
+        """Convert driver errors in the block, while reading ``database``, to StoreErrors."""
         try:
             yield
         except PyMongoError as error:
             raise self._connection.error(what, error) from error
 
     def transaction(self) -> AbstractAsyncContextManager[AsyncClientSession]:
-        """A session inside one transaction, committed at the end of the block; it is not retried."""
+        """Return a session in one transaction, committed at the end of the block; it is not retried."""
         return self._connection.session()
 
     async def wait_for_change(self, *collections: str, timeout: float) -> bool:
-        """Return True after a change in one of ``collections``, False after ``timeout`` seconds without.
+        """Return True after a change in one of ``collections``, False after ``timeout`` seconds.
 
-        Only changes that may make work count: a Task's when it is new or in another state.
+        Of Tasks and data, only insertions and status changes count.
         """
         return await self._changes.wait(*collections, timeout=timeout)
 
@@ -104,11 +104,11 @@ class Store:
 
 
 async def open_store(run: RunConfig) -> Store:
-    """Connect to the run's database and make its schema. Starts no server.
+    """Connect to the run's database and create or update its schema. Starts no server.
 
-    Without ``--db_connection_string`` it is the embedded server under ``--mongo_dir``, which must be up.
-    Raises StoreError where the server cannot be reached, is older than 6.0, or has no transactions, and where
-    the run's schema is of another version than this code's.
+    Without ``--db_connection_string`` it connects to the embedded server under ``--mongo_dir``, which must be
+    running. Raises StoreError if the server cannot be reached, is older than 6.0 or has no transactions, or
+    if the run has another schema version.
     """
     async with _connected(run, "preparing the database") as connection:
         await connection.call(lambda: _check_name(connection), "looking for the run")
@@ -117,9 +117,9 @@ async def open_store(run: RunConfig) -> Store:
 
 
 async def open_existing(run: RunConfig, *, any_version: bool = False) -> Store:
-    """Connect to a run that exists; nothing is written. StoreError lists the runs there are otherwise.
+    """Connect to an existing run; write nothing. If there is none, the StoreError lists the existing runs.
 
-    Its schema must be this code's version unless ``any_version``. What else fails is as for ``open_store``.
+    The run must have this code's schema version unless ``any_version``. Otherwise raises as ``open_store``.
     """
     async with _connected(run, "opening the run") as connection:
         if not await connection.database.list_collection_names(filter={"name": TASK}):
@@ -130,16 +130,16 @@ async def open_existing(run: RunConfig, *, any_version: bool = False) -> Store:
 
 
 async def open_connection(run: RunConfig) -> Connection:
-    """Connect to the server of a run that need not exist; nothing is written."""
+    """Connect to the server; the run need not exist. Writes nothing."""
     async with _connected(run, "connecting") as connection:
         await _check_name(connection)
         return connection
 
 
 async def run_exists(run: RunConfig) -> bool:
-    """Look whether the run's database is there; nothing is written.
+    """Return whether the run's database exists. Writes nothing.
 
-    Raises as ``open_store``, but for rights: what ``open_store`` would create may still be refused.
+    Raises as ``open_store``, but does not check the right to create collections.
     """
     async with _connected(run, "looking for the run") as connection:
         await _check_name(connection)
@@ -152,7 +152,7 @@ async def run_exists(run: RunConfig) -> bool:
 
 @asynccontextmanager
 async def _connected(run: RunConfig, doing: str) -> AsyncIterator[Connection]:
-    """A checked connection, which an error in the block closes."""
+    """Yield a checked connection; close it if the block raises."""
     uri = run.db_connection_string
     if uri is None:
         uri = await asyncio.to_thread(_embedded_uri, run.mongo_dir)
@@ -169,7 +169,7 @@ async def _connected(run: RunConfig, doing: str) -> AsyncIterator[Connection]:
 
 
 async def _check_name(connection: Connection) -> None:
-    """Raise ConfigError where a database's name differs from the run's in case alone, as MongoDB refuses."""
+    """Raise ConfigError if a database name differs from the run's only in case, which MongoDB refuses."""
     wanted = connection.database.name
     found = await connection.client.admin.command(
         "listDatabases", nameOnly=True, filter={"name": {"$regex": f"^{wanted}$", "$options": "i"}}
@@ -196,7 +196,7 @@ async def _no_run(connection: Connection) -> StoreError:
     hint = f"did you mean {nearest[0]}? " if nearest else ""
     return StoreError(
         f"there is no run {wanted!r} on MongoDB at {connection.host}",
-        hint=f"{hint}runs: {shown}" if runs else "there are no runs on it: mind --db_connection_string",
+        hint=f"{hint}runs: {shown}" if runs else "there are no runs on it: check --db_connection_string",
     )
 
 
@@ -205,6 +205,6 @@ def _embedded_uri(directory: str) -> str:
     if not status.running:
         raise StoreError(
             f"no embedded MongoDB is running under {status.directory}",
-            hint="start it: agentrl mongo up; or name a server of yours with --db_connection_string",
+            hint="start it: agentrl mongo up; or name your server with --db_connection_string",
         )
     return status.uri

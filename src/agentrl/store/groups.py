@@ -1,4 +1,4 @@
-"""Groups: from a Task all of whose slots are terminal to training data, exactly once."""
+"""Finalize groups: turn the scored Records of a complete Task into training data, exactly once."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from agentrl.store.blobs import Blobs
 from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.model_calls import read_calls
 from agentrl.store.names import DATA, RECORD, TASK
+from agentrl.store.records import read_records
 from agentrl.store.selection import ease_after_group
 
 DECIDE_SECONDS = 120.0
-"""Time limit of deciding one group: a user's filter may hang."""
+"""Time limit of ``decide`` for one group: a user's filter may hang."""
 
-_LONGEST_DOUBLING = 8
+_MAX_DOUBLINGS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordOutcome:
-    """What becomes of one scored Record: READY with an advantage, or ABANDONED because of something."""
+    """The final status of one scored Record: READY with an advantage, or ABANDONED with a reason."""
 
     record_id: str
     status: RecordStatus
@@ -43,7 +44,7 @@ class RecordOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOutcome:
-    """What becomes of a group. ``summary`` is stored as ``Task.group`` with ``finalised_at`` added."""
+    """The result of finalizing a group. ``summary`` is stored as ``Task.group``, plus ``finalised_at``."""
 
     data: tuple[DBRecordData, ...] = ()
     records: tuple[RecordOutcome, ...] = ()
@@ -60,20 +61,20 @@ class StoredGroup:
 
 
 Decide = Callable[[Task, list[Record], Mapping[str, list[DispatchedSamplingTask]]], GroupOutcome]
-"""Pure: (task, its Records of every attempt, calls by Record id) → outcome. It may run more than once."""
+"""A pure function: (task, Records of all attempts, model calls by Record id) → outcome. May run twice."""
 
 
 class Groups(Repository):
-    """The calls on groups: a Task, its Records and the data made from them."""
+    """The calls on groups: a Task, its Records and their training data."""
 
     @database_call
     async def waiting_groups(self, split: str, limit: int = 16, waiting_seconds: float = 0.0) -> list[str]:
-        """``_id`` of Tasks that have been complete, but not finalized, for ``waiting_seconds``, in order.
+        """Return the ids of Tasks that have waited ``waiting_seconds`` to be finalized, in order.
 
-        A group whose last attempt failed is left out until ``finalising.retry_at``.
+        Excludes a group until ``finalising.retry_at`` after a failed attempt to finalize it.
         """
         since = {"$lte": ["$updated_at", slots.after(-waiting_seconds)]}
-        due = {"$lte": ["$finalising.retry_at", "$$NOW"]}  # no value is less than any
+        due = {"$lte": ["$finalising.retry_at", "$$NOW"]}  # a missing value is less than any date
         query: Json = {"split": split, "status": TaskStatus.WAITING.value, "$expr": {"$and": [since, due]}}
         cursor = self._collection(TASK).find(
             query, {"_id": 1}, sort=[("epoch", ASCENDING), ("order", ASCENDING)], limit=limit
@@ -82,27 +83,27 @@ class Groups(Repository):
 
     @database_call
     async def stored_group(self, task_id: str) -> StoredGroup | None:
-        """Read a group with its model calls; None where there is no such Task."""
+        """Return a group with its model calls; None if the Task does not exist."""
         document = await self._collection(TASK).find_one({"_id": task_id})
         return None if document is None else await self._read_group(document)
 
     @database_call
     async def finalize_group(self, task_id: str, decide: Decide) -> bool:
-        """Move a WAITING Task to COMPLETED with everything that follows from it, in one transaction.
+        """Complete a WAITING Task and write its data and Records, in one transaction.
 
-        Returns False if the group is not waiting or someone else finalized it first. What ``decide``
-        raises leaves the group as it was.
+        Returns False if the group is not waiting or another process finalized it first. If ``decide`` raises,
+        nothing is written.
         """
         document = await self._collection(TASK).find_one({"_id": task_id, "status": TaskStatus.WAITING.value})
         if document is None:
             return False
         group = await self._read_group(document)
-        live = _live(group.task)
+        live = _scored_record_ids(group.task)
         if any(record.id in live and record.status is not RecordStatus.SCORED for record in group.records):
-            return False  # someone finalized the group between the two reads
+            return False  # another process finalized the group between the two reads
         if (problem := slot_problem(group.task, group.records)) is not None:
-            raise StoreError(problem, hint="agentrl db check lists what contradicts what")
-        outcome = await _decided(group, decide)
+            raise StoreError(problem, hint="list all inconsistencies: agentrl db check")
+        outcome = await _run_decide(group, decide)
         blobs = Blobs(self._connection, DATA)
         data = [await blobs.offload(item.to_document()) for item in outcome.data]
         unchanged = {
@@ -124,12 +125,12 @@ class Groups(Repository):
 
     @database_call
     async def count_failed_attempt(self, task_id: str, problem: str, *, retry_seconds: float) -> int:
-        """Count a failed attempt at finalizing a WAITING group; returns the count, or 0 if it is not waiting.
+        """Count a failed attempt to finalize a WAITING group; return the count, or 0 if it is not waiting.
 
-        The next one is due after ``retry_seconds``, doubled with each attempt.
+        The next attempt is due after ``retry_seconds``, doubled with each attempt.
         """
         attempts = {"$add": [{"$ifNull": ["$finalising.attempts", 0]}, 1]}
-        doublings = {"$min": ["$finalising.attempts", _LONGEST_DOUBLING]}
+        doublings = {"$min": ["$finalising.attempts", _MAX_DOUBLINGS]}
         wait_ms = {"$toLong": {"$multiply": [retry_seconds * 500, {"$pow": [2, doublings]}]}}
         task = await self._collection(TASK).find_one_and_update(
             {"_id": task_id, "status": TaskStatus.WAITING.value},
@@ -146,8 +147,8 @@ class Groups(Repository):
     async def give_up_group(self, task_id: str, problem: str, rules: Mapping[str, Any]) -> bool:
         """Complete a WAITING group that cannot be finalized, with the outcome ``failed``.
 
-        Its scored Records are ABANDONED because of ``problem``, and it has no training data. ``rules`` are
-        for ``agentrl db rescore``. Returns False if the group is not waiting.
+        Its scored Records become ABANDONED because of ``problem``, and it gets no training data. ``rules``
+        are stored for ``agentrl db rescore``. Returns False if the group is not waiting.
         """
 
         async def write(session: AsyncClientSession) -> bool:
@@ -174,9 +175,9 @@ class Groups(Repository):
 
     @database_call
     async def uncounted_groups(self, split: str) -> list[dict[str, Any]]:
-        """``Task.group``, and ``task``, of every finalized group that no step has counted, oldest first.
+        """Return ``Task.group`` and ``task`` of the finalized groups that no step has counted, oldest first.
 
-        A step counts groups as it commits (``commit_step``), so that none is missed and none counts twice.
+        ``commit_step`` counts groups in its transaction, so that each group is counted exactly once.
         """
         query: Json = {
             "split": split, "status": TaskStatus.COMPLETED.value, "group.counted_at_step": None,
@@ -186,20 +187,9 @@ class Groups(Repository):
 
     async def _read_group(self, document: Json) -> StoredGroup:
         task = Task.from_document(document)
-        cursor = self._collection(RECORD).find({"task": task.id}, sort=[("traj_id", 1), ("attempt", 1)])
-        records = tuple([Record.from_document(record) async for record in cursor])
-        calls = await read_calls(self._connection, sorted(_live(task)), readable=False)
+        records = tuple(await read_records(self._connection, task.id))
+        calls = await read_calls(self._connection, sorted(_scored_record_ids(task)), readable=False)
         return StoredGroup(task=task, records=records, calls=calls)
-
-
-async def read_records(
-    connection: Connection, task_id: str, session: AsyncClientSession | None = None
-) -> list[Record]:
-    """Return every attempt at every trajectory of a Task, by trajectory and attempt."""
-    cursor = connection.collection(RECORD).find(
-        {"task": task_id}, sort=[("traj_id", ASCENDING), ("attempt", ASCENDING)], session=session
-    )
-    return [Record.from_document(document) async for document in cursor]
 
 
 async def settle_records(
@@ -224,45 +214,45 @@ async def settle_records(
     if result.matched_count != len(updates):
         raise StoreError(
             f"{len(updates) - result.matched_count} of {len(updates)} Records of the group were not"
-            " scored, and only scored ones can be settled"
+            " scored, and only scored Records can become ready or abandoned"
         )
 
 
 def slot_problem(task: Task, records: Sequence[Record]) -> str | None:
-    """Say where a score is not that of the attempt which holds its slot; None where every score is."""
-    slots_by_number = {slot.traj_id: slot for slot in task.slots}
+    """Describe a Record whose score differs from its slot's; None if all scores agree."""
+    slot_by_traj = {slot.traj_id: slot for slot in task.slots}
     scored = {record.id for record in records if record.score is not None}
     for record in records:
-        slot = slots_by_number.get(record.traj_id)
+        slot = slot_by_traj.get(record.traj_id)
         if record.score is None:
             continue
         if slot is None or slot.status is not SlotStatus.SCORED or slot.record_id != record.id:
             return f"Record {record.id} has a score, and its slot is not scored by it"
         if slot.score != record.score:
             return f"Record {record.id} has the score {record.score}, and its slot {slot.score}"
-    missing = sorted(_live(task) - scored)
+    missing = sorted(_scored_record_ids(task) - scored)
     return f"Record {missing[0]} has no score, and its slot has" if missing else None
 
 
-async def _decided(group: StoredGroup, decide: Decide) -> GroupOutcome:
-    """Run ``decide`` in a thread. Raises GroupError after ``DECIDE_SECONDS``; the thread goes on."""
+async def _run_decide(group: StoredGroup, decide: Decide) -> GroupOutcome:
+    """Run ``decide`` in a thread. Raises GroupError after ``DECIDE_SECONDS``; the thread continues."""
     try:
         async with asyncio.timeout(DECIDE_SECONDS):
             return await asyncio.to_thread(decide, group.task, list(group.records), group.calls)
     except TimeoutError as error:
         raise GroupError(
             f"the decision on group {group.task.id} took longer than {DECIDE_SECONDS:g} s",
-            hint="see that the --group_filter returns; it must not wait for anything",
+            hint="make sure that the --group_filter returns; it must not wait for anything",
         ) from error
 
 
-def _live(task: Task) -> set[str]:
-    """The Records of the attempts that scored the slots of a Task."""
+def _scored_record_ids(task: Task) -> set[str]:
+    """Return the ids of the Records that scored the slots of a Task."""
     return {str(slot.record_id) for slot in task.slots if slot.status is SlotStatus.SCORED}
 
 
 def _complete(summary: dict[str, Any], begun: Begin | None = None) -> list[Json]:
-    """``begun``: the task may be selected again, by its ease."""
+    """Return the update that completes a Task; with ``begun``, the task may be selected again by its ease."""
     selectable = {} if begun is None else {"ease": ease_after_group(begun, summary)}
     return [
         {

@@ -1,8 +1,7 @@
-"""One feed of changes for a machine: one process follows the server and tells the others over a socket.
+"""Share one change stream among the processes of a machine: a leader reads it and serves a Unix socket.
 
-Every write to a MongoDB server wakes every change stream on it, whatever the stream filters for. So the cost
-of a write grows with the number of streams, and a machine opens one for each set of collections, not one for
-each process.
+Every write to a MongoDB server wakes every change stream, whatever its filter. The cost of a write grows with
+the number of streams, so a machine opens one per set of collections instead of one per process.
 """
 
 from __future__ import annotations
@@ -19,27 +18,27 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 Notify = Callable[[Sequence[str]], Awaitable[None]]
-"""Is told the names of collections that have changed."""
+"""Called with the names of changed collections."""
 Follow = Callable[[Notify], Awaitable[None]]
-"""Follows the server and tells its argument what changes; it ends only with its caller."""
+"""Reads the change stream and calls its argument for each change, until it is cancelled."""
 
 _FLUSH_SECONDS = 0.05
-_BEAT_SECONDS = 1.0
+_HEARTBEAT_SECONDS = 1.0
 SILENT_SECONDS = 5.0
-"""How long a leader may say nothing before a process looks for changes by itself, and how often it does."""
+"""After this silence of the leader a process assumes that everything has changed, and again this often."""
 
 _CONNECT_SECONDS = 5.0
 _BACKLOG = 1024
-_MOST_UNREAD_BYTES = 65536
+_MAX_UNREAD_BYTES = 65536
 
 
 class HostFeed:
-    """The changes of ``collections``, for this process and for every other with the same ``key``.
+    """The changes of ``collections``, for all processes with the same ``key``.
 
-    The process that holds the lock file leads: it follows the server and serves a Unix socket. When it ends,
-    the kernel frees the lock, and another process leads. While the leader is silent, a process takes it that
-    everything has changed, every few seconds: a machine too busy to pass changes on opens no more streams.
-    Where the two files cannot be made, a process follows the server by itself.
+    The process that holds the lock file leads: it reads the change stream and serves a Unix socket. When it
+    ends, the kernel releases the lock, and another process leads. While the leader is silent, the others
+    assume every few seconds that everything has changed, so that a busy machine opens no further streams. If
+    the lock file or the socket cannot be created, a process reads a change stream of its own.
     """
 
     def __init__(self, key: str, collections: Sequence[str], follow: Follow, notify: Notify) -> None:
@@ -55,7 +54,7 @@ class HostFeed:
         self._listeners: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Notify of every change until cancelled."""
+        """Call ``notify`` for every change, until cancelled."""
         while self._lock_file is not None and self._socket is not None:
             try:
                 led = await self._try_to_lead(self._lock_file, self._socket)
@@ -68,7 +67,7 @@ class HostFeed:
         await self._follow(self._notify)
 
     async def _try_to_lead(self, lock_file: Path, path: Path) -> bool:
-        """Lead until cancelled; False where another process does."""
+        """Lead until cancelled; return False if another process leads."""
         lock = _try_lock(lock_file)
         if lock is None:
             return False
@@ -114,23 +113,23 @@ class HostFeed:
         self._has_pending.set()
 
     async def _send_pending(self) -> None:
-        """Send what has changed, and an empty line each second in which nothing has."""
+        """Send the changed collections, or an empty line after each second without a change."""
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_BEAT_SECONDS):
+                async with asyncio.timeout(_HEARTBEAT_SECONDS):
                     await self._has_pending.wait()
             self._has_pending.clear()
             line = _line(sorted(self._pending))
             self._pending.clear()
             for writer in list(self._listeners):
-                if writer.transport.get_write_buffer_size() > _MOST_UNREAD_BYTES:
+                if writer.transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
                     writer.transport.abort()
                 else:
                     writer.write(line)
             await asyncio.sleep(_FLUSH_SECONDS)
 
     async def _listen(self, path: Path) -> bool:
-        """Pass on what the leader says; True once it has ended, False where it does not answer."""
+        """Call ``notify`` for the leader's changes; return True when it has ended, False if it is silent."""
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
                 reader, writer = await _connect(path)
@@ -161,7 +160,7 @@ def _line(names: Sequence[str]) -> bytes:
 
 
 async def _connect(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """The connection to a leader, which may be about to make its socket."""
+    """Connect to the leader; retry while it has not created its socket yet."""
     while True:
         try:
             return await asyncio.open_unix_connection(path)
@@ -170,9 +169,9 @@ async def _connect(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWrit
 
 
 def _try_lock(path: Path) -> int | None:
-    """The descriptor of the locked file; None while another process holds it.
+    """Return the descriptor of the locked file; None if another process holds the lock.
 
-    A leader removes the file as it ends, so that the one that was locked may not be there any more.
+    A leader removes the file when it ends, so the locked file may have been replaced: then try again.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -188,7 +187,7 @@ def _try_lock(path: Path) -> int | None:
 
 
 def _private_folder() -> Path | None:
-    """A folder for this user's sockets that no other user can write to; None where it cannot be had."""
+    """Return a folder that only this user can write to; None if it cannot be created."""
     folder = Path(tempfile.gettempdir()) / f"agentrl-{os.geteuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -200,7 +199,7 @@ def _private_folder() -> Path | None:
 
 
 def _network() -> str:
-    """Names this process's network: one address may be two servers in two containers."""
+    """Return the network namespace: in two containers, one address may be two servers."""
     with contextlib.suppress(OSError):
         return Path("/proc/self/ns/net").readlink().name
     return ""

@@ -1,4 +1,4 @@
-"""The functions that tasks may name as ``module:function``."""
+"""The list of ``module:function`` paths that tasks may name and samplers may import."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOT_ALLOWED = 13
 
 
 class Imports(Repository):
-    """The list of paths. Samplers read it, and on a server with authentication cannot write it."""
+    """The calls on the list. On a server with authentication samplers may only read it."""
 
     @database_call
     async def paths(self) -> frozenset[str]:
@@ -24,7 +24,7 @@ class Imports(Repository):
 
     @database_call
     async def add(self, paths: Collection[str]) -> bool:
-        """Add paths; False where this user may not."""
+        """Add paths; return False if the database user may not."""
         if not paths or frozenset(paths) <= await self.paths():
             return True
         try:

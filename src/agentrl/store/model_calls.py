@@ -1,4 +1,4 @@
-"""DispatchedSamplingTasks: the model calls of a trajectory, written one by one as they happen."""
+"""Model calls of a trajectory: each is stored when it is complete, as a DispatchedSamplingTask."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from agentrl.store.slots import lease_lost, lost_claims
 from agentrl.store.write_coalescer import WriteCoalescer
 
 _LARGE = 256 * 1024
-"""Bytes from which on a call has a transaction to itself."""
+"""A larger model call, in bytes, gets a transaction of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Addition:
-    """A call to be stored under a claim, and the document that it becomes."""
+    """A model call to store under a claim, and its encoded document."""
 
     claim: Claim
     call: DispatchedSamplingTask
@@ -35,14 +35,14 @@ class _Addition:
 
     @property
     def running(self) -> Json:
-        """A filter: the claim's Record while calls may be added; whoever takes the slot over ends that."""
+        """Return a filter for the claim's Record; it matches only while calls may be added."""
         return {
             "_id": self.claim.record_id, "owner": self.claim.owner, "status": RecordStatus.RUNNING.value,
         }  # fmt: skip
 
 
 class ModelCalls(Repository):
-    """Model calls, in the order of ``Record.traj``."""
+    """The calls of the store on model calls, which are in the order of ``Record.traj``."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
@@ -51,10 +51,10 @@ class ModelCalls(Repository):
 
     @database_call
     async def add(self, claim: Claim, call: DispatchedSamplingTask) -> None:
-        """Store a call and count it in its Record, in one transaction; repeating it changes nothing.
+        """Store a model call and count it in its Record, in one transaction. Idempotent.
 
-        Calls of several trajectories that come at the same time share a transaction. Raises LeaseLostError
-        when the claim no longer holds or the Record is not running, StoreError where no document can hold it.
+        Concurrent calls of several trajectories share a transaction. Raises LeaseLostError if the claim is
+        lost or the Record is not running, StoreError if no document can hold the call.
         """
         document = RawBSONDocument(bson.encode(await self._blobs.offload(call.to_document())))
         addition = _Addition(claim, call, document)
@@ -104,14 +104,14 @@ class ModelCalls(Repository):
 
     @database_call
     async def by_record(self, record_id: str) -> list[DispatchedSamplingTask]:
-        """The calls of a Record, by index."""
+        """Return the model calls of a Record, by index."""
         return (await read_calls(self._connection, [record_id])).get(record_id, [])
 
 
 async def read_calls(
     connection: Connection, record_ids: list[str], *, readable: bool = True
 ) -> dict[str, list[DispatchedSamplingTask]]:
-    """The calls of several Records, by index; without ``readable``, texts in GridFS are left there."""
+    """Return {record id: model calls by index}; without ``readable``, texts in GridFS stay excerpts."""
     blobs = Blobs(connection, CALL)
     calls: dict[str, list[DispatchedSamplingTask]] = {record_id: [] for record_id in record_ids}
     query = {"record": {"$in": record_ids}}

@@ -1,4 +1,4 @@
-"""The names of the collections, as people query them in Compass."""
+"""Names of the collections, and the version of the schema."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ VERSION: Final = "PolicyVersion"
 SERVICE: Final = "InferenceService"
 STEP: Final = "TrainStep"
 RUN: Final = "Run"
-"""Facts about the run that only administrators change."""
+"""Facts about the run, which only administrators change."""
 GATE: Final = "Admission"
-"""What samplers write to admit groups."""
+"""Written by samplers that admit groups."""
 EPOCH: Final = "Epoch"
-"""What samplers write to open epochs."""
+"""Written by samplers that open epochs."""
 IMPORTS: Final = "Imports"
-"""What samplers may import; only administrators write it."""
+"""The functions that samplers may import; only administrators write it."""
 LEASE: Final = "TrainerLease"
-"""What trainers write to exclude each other."""
+"""The lease by which trainers exclude each other."""
 SETTINGS: Final = "Settings"
-"""What a run was begun with: the first process that starts inserts it, and only administrators change it."""
+"""The settings of the run's first process; only administrators change them."""
 COLLECTIONS: Final = (
     TASK,
     RECORD,
@@ -40,4 +40,4 @@ COLLECTIONS: Final = (
 )
 
 SCHEMA_VERSION: Final = 4
-"""Version of the shape that this code reads and writes. A database without one in ``Run`` has version 1."""
+"""Version of the schema that this code reads and writes. A database without one in ``Run`` has version 1."""

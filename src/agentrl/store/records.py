@@ -1,4 +1,4 @@
-"""Records: one attempt at one trajectory, moved along its states by the sampler that holds the claim."""
+"""Records: create, advance and find attempts at trajectories; scoring and failing are in ``attempts``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pymongo import ASCENDING, DESCENDING, UpdateOne
+from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import DuplicateKeyError
 
 from agentrl.documents.base import plain
@@ -20,13 +21,13 @@ from agentrl.store.names import RECORD
 from agentrl.store.slots import lease_lost, lost_claims
 from agentrl.store.write_coalescer import WriteCoalescer
 
-_PASSED_ON = (RecordStatus.FAILED, RecordStatus.RELEASED)
-"""States of a Record whose slot is no longer its owner's."""
+_LOST = (RecordStatus.FAILED, RecordStatus.RELEASED)
+"""Statuses of a Record whose owner has lost the slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Advance:
-    """A move of the claim's Record to ``status``, with ``fields`` to be set."""
+    """A change of the claim's Record to ``status`` that also sets ``fields``."""
 
     claim: Claim
     status: RecordStatus
@@ -34,7 +35,7 @@ class _Advance:
 
     @property
     def update(self) -> UpdateOne:
-        """The move, if the claim holds and an edge leads there: who takes a slot over fails its Record."""
+        """Return the update; it matches only if the claim owns the Record and the transition is allowed."""
         allowed = [*sources(RECORD_EDGES, self.status), self.status.value]
         query = {"_id": self.claim.record_id, "owner": self.claim.owner, "status": {"$in": allowed}}
         update: Json = {"$set": {"status": self.status.value, **self.fields}}
@@ -44,10 +45,7 @@ class _Advance:
 
 
 class Records(Repository):
-    """The calls on Records that need no transaction; scoring and failing are ``Claims``'.
-
-    What several trajectories do at the same time shares a round trip.
-    """
+    """The calls on Records that need no transaction. Concurrent calls of one kind share a round trip."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
@@ -56,37 +54,34 @@ class Records(Repository):
 
     @database_call
     async def create(self, claim: Claim) -> Record:
-        """Insert the Record of a claim; calling it again returns what is stored.
+        """Insert the Record of a claim and return it; return the stored Record if it exists.
 
-        Raises LeaseLostError when the slot has passed on.
+        Raises LeaseLostError if the slot has another owner.
         """
         return await self._creating.write(claim)
 
     @database_call
     async def advance(self, claim: Claim, status: RecordStatus, /, **fields: Any) -> None:
-        """Move the Record to ``status`` and set ``fields``; in ``status`` already, only set them.
+        """Change the Record to ``status`` and set ``fields``. Idempotent.
 
-        Raises LeaseLostError when the claim no longer holds, StoreError when no edge leads there.
+        Raises LeaseLostError if the claim is lost, StoreError if the transition is not allowed.
         """
         await self._advancing.write(_Advance(claim, status, plain(fields)))
 
     @database_call
     async def get(self, record_id: str) -> Record | None:
-        """The Record with this ``_id``."""
+        """Return the Record with this ``_id``; None if it does not exist."""
         document = await self._collection(RECORD).find_one({"_id": record_id})
         return None if document is None else Record.from_document(document)
 
     @database_call
     async def by_task(self, task_id: str) -> list[Record]:
-        """Every attempt at every trajectory of a Task, by trajectory and attempt."""
-        cursor = self._collection(RECORD).find(
-            {"task": task_id}, sort=[("traj_id", ASCENDING), ("attempt", ASCENDING)]
-        )
-        return [Record.from_document(document) async for document in cursor]
+        """Return every attempt at every trajectory of a Task, by trajectory and attempt."""
+        return await read_records(self._connection, task_id)
 
     @database_call
     async def failures(self, task_id: str, traj_id: int | None = None) -> list[Record]:
-        """The failed attempts of a Task, or of one of its slots, in order: why it failed, each time."""
+        """Return the failed attempts at a Task, or at one of its slots, in order."""
         query: Json = {"task": task_id, "status": RecordStatus.FAILED.value}
         if traj_id is not None:
             query["traj_id"] = traj_id
@@ -95,7 +90,7 @@ class Records(Repository):
 
     @database_call
     async def failure_summary(self, split: str) -> list[tuple[str, int, str]]:
-        """Return why Records gave no training data: (kind of failure or "abandoned", count, first reason)."""
+        """Return (kind of failure or "abandoned", count, first reason) of Records without training data."""
         because = {"$ifNull": ["$failure.message", "$abandoned_because"]}
         states = [RecordStatus.FAILED.value, RecordStatus.ABANDONED.value]
         pipeline: list[Json] = [
@@ -117,7 +112,7 @@ class Records(Repository):
     async def find(
         self, *, split: str | None = None, status: RecordStatus | None = None, limit: int = 50
     ) -> list[Record]:
-        """The newest Records in a state."""
+        """Return the newest Records, optionally of one split or status."""
         query: Json = {}
         if split is not None:
             query["split"] = split
@@ -128,14 +123,14 @@ class Records(Repository):
 
     @database_call
     async def scored(self, split: str, min_score: float) -> list[Record]:
-        """The scored Records with ``min_score`` or more whose model calls are kept, by id."""
+        """Return the unpruned Records with a score of ``min_score`` or more, by id."""
         query: Json = {"split": split, "score": {"$gte": min_score}, "pruned_at": None}
         cursor = self._collection(RECORD).find(query, sort=[("_id", ASCENDING)])
         return [Record.from_document(document) async for document in cursor]
 
     @database_call
     async def counts(self, split: str) -> dict[RecordStatus, int]:
-        """How many Records are in each state; every state is a key."""
+        """Return the number of Records per status; every status is a key."""
         counts = dict.fromkeys(RecordStatus, 0)
         pipeline: list[Json] = [
             {"$match": {"split": split}},
@@ -151,7 +146,7 @@ class Records(Repository):
             await self._collection(RECORD).insert_one(record.to_document())
         except DuplicateKeyError:
             stored = await self.get(record.id)
-            if stored is None or stored.owner != claim.owner or stored.status in _PASSED_ON:
+            if stored is None or stored.owner != claim.owner or stored.status in _LOST:
                 raise lease_lost(claim) from None
             return stored
         return record
@@ -167,8 +162,8 @@ class Records(Repository):
             return
         claim, status = advance.claim, advance.status
         stored = await self.get(claim.record_id)
-        passed_on = stored is None or stored.owner != claim.owner or stored.status in _PASSED_ON
-        if stored is None or passed_on or await lost_claims(self._connection, [claim]):
+        is_lost = stored is None or stored.owner != claim.owner or stored.status in _LOST
+        if stored is None or is_lost or await lost_claims(self._connection, [claim]):
             raise lease_lost(claim)
         raise StoreError(f"Record {claim.record_id} is {stored.status} and cannot become {status}")
 
@@ -178,3 +173,13 @@ class Records(Repository):
         updates = [each.update for each in advances]
         result = await self._collection(RECORD).bulk_write(updates, ordered=False)
         return [None] * len(updates) if result.matched_count == len(updates) else None
+
+
+async def read_records(
+    connection: Connection, task_id: str, session: AsyncClientSession | None = None
+) -> list[Record]:
+    """Return every attempt at every trajectory of a Task, by trajectory and attempt."""
+    cursor = connection.collection(RECORD).find(
+        {"task": task_id}, sort=[("traj_id", ASCENDING), ("attempt", ASCENDING)], session=session
+    )
+    return [Record.from_document(document) async for document in cursor]

@@ -1,7 +1,7 @@
-"""``--task_selection pass_rate``: select tasks whose groups are likely to have spread.
+"""Select tasks by pass rate (``--task_selection pass_rate``): prefer groups whose scores will likely differ.
 
-A task that has been sampled may be begun again before its next epoch is opened: its copy of that epoch is
-made when it is begun. ``Task.ease`` marks such a task; its copy takes it over as ``Task.begun.ease``.
+A sampled task may be selected again before its next epoch is opened; its copy for that epoch is inserted
+then. ``Task.ease`` marks a task that may be selected again; its copy stores it as ``Task.begun.ease``.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from agentrl.store.names import EPOCH, GATE, TASK
 BY_ORDER = [("epoch", ASCENDING), ("order", ASCENDING)]
 BY_BEGIN = [("begun.number", ASCENDING), *BY_ORDER]
 SLOTS_AT_ONCE = 64
-"""Most slots of one admission; the last group may exceed it."""
+"""Maximum number of slots of one admission; the last group may exceed it."""
 
 ORDERED_EVERY = 4
-"""Every N-th group is the next in order, so that every task is sampled."""
+"""Every N-th group is the next in order, so that every task gets sampled."""
 
 GAIN = 0.05
-"""Least gain in the probability of spread for which a known task goes before the next in order."""
+"""Minimum gain in the probability of differing scores to prefer a known task to the next in order."""
 
 RECENT_GROUPS = 16
-"""Window of the estimates: the groups finalized last, and the first groups of tasks finalized last."""
+"""Number of recently finalized groups, and of recent first groups of tasks, that the estimates use."""
 
 ORDER, PASS_RATE = "order", "pass_rate"
 
@@ -55,7 +55,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A group that may be begun next."""
+    """A group that may be begun next: a task in one epoch."""
 
     id: str
     task_id: str
@@ -63,19 +63,19 @@ class Option:
     generations: int
     ease: float
     before: str | None
-    """``_id`` of the same task in the epoch before."""
+    """``_id`` of the same task in the previous epoch; None for a new task."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Estimates from the groups that were finalized last."""
+    """Estimates from recently finalized groups."""
 
     ability: float
     first: tuple[Trials, ...] = ()
-    """First groups of tasks."""
+    """Results of recent first groups of tasks."""
 
     def spread(self, option: Option) -> float:
-        """Return how likely the scores of a group differ."""
+        """Return the probability that the scores of the group differ."""
         if option.before is None:
             return first_spread_probability(self.first, self.ability, option.generations)
         return spread_probability(pass_probability(self.ability, option.ease), option.generations)
@@ -83,7 +83,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A group that is begun: ``by`` is ``ORDER`` or ``PASS_RATE``."""
+    """A selected group; ``by`` is ``ORDER`` or ``PASS_RATE``."""
 
     option: Option
     by: str
@@ -92,10 +92,10 @@ class Choice:
 def choose(
     ordered: Sequence[Option], known: Sequence[Option], estimate: Estimate, first: int, capacity: int
 ) -> list[Choice]:
-    """Choose up to ``capacity`` groups or ``SLOTS_AT_ONCE`` slots. Numbers start at ``first``.
+    """Choose up to ``capacity`` groups or ``SLOTS_AT_ONCE`` slots; their numbers start at ``first``.
 
-    ``ordered`` are the next tasks in order; ``known`` are tasks to begin again, the likeliest to have spread
-    first.
+    ``ordered`` are the next tasks in order. ``known`` are tasks to sample again, by descending probability of
+    differing scores.
     """
     chosen: list[Choice] = []
     waiting = {ORDER: list(ordered), PASS_RATE: list(known)}
@@ -124,12 +124,12 @@ def ease_after_group(begun: Begin, summary: Mapping[str, Any]) -> float:
 
 
 def sort_key(task: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the place of a Task in the order in which groups are begun."""
+    """Return the sort key of a Task in the order in which groups are begun."""
     return (task.get("begun") or {}).get("number") or 0, task["epoch"], task["order"]
 
 
 class TaskSelection(Repository):
-    """Select and begin groups within the transaction of an admission."""
+    """Selects and begins groups in the transaction of an admission."""
 
     async def any_left(self, split: str, selection: Selection) -> bool:
         """Return whether a group may be begun. Clears ``ease`` of tasks whose next copy has been begun."""
@@ -146,7 +146,7 @@ class TaskSelection(Repository):
     ) -> list[str]:
         """Choose up to ``capacity`` groups, insert missing copies, number the groups; return their ids.
 
-        They are left in the state ``created``: the admission moves them on.
+        Their status stays ``created``; the admission changes it.
         """
         if capacity <= 0:
             return []
@@ -171,13 +171,13 @@ class TaskSelection(Repository):
         return list(begins)
 
     async def _estimate(self, split: str, session: AsyncClientSession) -> Estimate:
-        """Estimate the policy's ability and the spread of new tasks."""
+        """Return the estimates of the policy's ability and of new tasks."""
         recent = await self._recent({"split": split}, session)
         first = await self._recent({"split": split, "epoch": 0}, session)
         return Estimate(estimate_ability(recent), tuple(first))
 
     async def _recent(self, query: Json, session: AsyncClientSession) -> list[Trials]:
-        """Return the scored groups of ``query`` that were finalized last."""
+        """Return the results of the groups of ``query`` that were finalized last."""
         found = self._collection(TASK).find(
             {**query, "begun.number": {"$gt": 0}, "group.finalised_at": {"$ne": None}},
             {"group.scored": 1, "group.pass_rate": 1, "begun.ease": 1},
@@ -191,7 +191,7 @@ class TaskSelection(Repository):
         ]  # fmt: skip
 
     async def _ordered(self, split: str, count: int, session: AsyncClientSession | None) -> list[Option]:
-        """Return the next tasks in order that are not begun."""
+        """Return the next tasks in order whose groups are not begun."""
         created = await self._collection(TASK).find(
             {"split": split, "status": TaskStatus.CREATED.value}, _SHOWN, sort=BY_ORDER, limit=count,
             session=session,
@@ -206,7 +206,7 @@ class TaskSelection(Repository):
     async def _known(
         self, split: str, selection: Selection, target: float, count: int, session: AsyncClientSession | None
     ) -> tuple[list[Option], list[str]]:
-        """Return the known tasks with ease nearest to ``target``, and the ids of those begun again."""
+        """Return the known tasks with the ease nearest to ``target``, and the ids of those begun again."""
         query: Json = {
             "split": split, "status": TaskStatus.COMPLETED.value, "epoch": {"$lt": selection.epochs - 1},
         }  # fmt: skip
@@ -236,7 +236,7 @@ class TaskSelection(Repository):
     async def _insert_copies(
         self, split: str, options: Sequence[Option], session: AsyncClientSession
     ) -> None:
-        """Insert the missing Tasks of ``options``, and a document for each epoch that is not opened yet."""
+        """Insert the missing Tasks of ``options``, and a document for each epoch without one."""
         tasks = self._collection(TASK)
         ids = [option.id for option in options]
         stored = {
@@ -288,7 +288,7 @@ def _option(task: Json, key: str, epoch: int, before: str | None, eases: Mapping
 
 
 def _copy(split: str, option: Option) -> Task:
-    """Make a Task that is not begun; the caller copies its content from the epoch before."""
+    """Return a new Task; the caller copies its content from the previous epoch."""
     return Task(
         id=option.id, task_id=option.task_id, split=split, epoch=option.epoch, order=0, query="",
         slots=tuple(Slot(traj_id=number) for number in range(option.generations)),

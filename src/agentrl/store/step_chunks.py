@@ -1,4 +1,4 @@
-"""The parts of a step: how its data, Records and Tasks change, a bounded number of them together."""
+"""Change a step's data, Records and Tasks in chunks: one bounded transaction each."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ from agentrl.errors import StoreError
 from agentrl.store.connection import Json, Repository
 from agentrl.store.names import DATA, RECORD, TASK
 
-PART = 100
-"""Documents of one transaction: 50 MB where each holds 65,536 tokens."""
-
+CHUNK = 100
+"""Documents of one transaction: 50 MB if each holds 65,536 tokens."""
 
 StepChunk = tuple[Sequence[str], Sequence[str]]
-"""Ids of data, and ids of Tasks, that one transaction changes."""
+"""Ids of the data and ids of the Tasks that one transaction changes."""
 
 
 def chunks_of(data: Sequence[str], tasks: Sequence[str] = ()) -> list[StepChunk]:
-    """Both sequences cut into parts, side by side; at least one part, which may be empty."""
+    """Return both sequences cut into chunks of ``CHUNK`` ids; at least one chunk, which may be empty."""
     return list(zip_longest(_cut(data), _cut(tasks), fillvalue=()))
 
 
 def _cut(ids: Sequence[str]) -> list[Sequence[str]]:
-    return [ids[start : start + PART] for start in range(0, len(ids), PART)] or [()]
+    return [ids[start : start + CHUNK] for start in range(0, len(ids), CHUNK)] or [()]
 
 
 class NotReadyError(StoreError):
-    """Some data of a plan are not ready."""
+    """Some data of a planned step are not ready."""
 
 
 class StepChunks(Repository):
-    """Each method changes one part of a step, and repeating it changes nothing."""
+    """Each method changes one chunk of a step and is idempotent."""
 
     async def _mark(self, number: int, ids: Sequence[str], session: AsyncClientSession) -> None:
-        """Mark ready data as planned for step ``number``. StoreError if some are not ready."""
+        """Change ready data to planned for step ``number``. Raises NotReadyError if some are not ready."""
         planned = {"status": DataStatus.PLANNED.value, "planned_step": number}
         allowed: Json = {"$or": [{"status": DataStatus.READY.value}, planned]}
         result = await self._collection(DATA).update_many(
@@ -47,15 +46,14 @@ class StepChunks(Repository):
         )
         if result.matched_count != len(ids):
             raise NotReadyError(
-                f"step {number} names {len(ids)} documents, and only {result.matched_count} of them are"
-                " ready",
+                f"step {number} names {len(ids)} documents, and only {result.matched_count} are ready",
                 hint="is a second trainer running on this run? stop it",
             )
 
     async def _train(
         self, number: int, pending: PendingCommit, ids: Sequence[str], session: AsyncClientSession
     ) -> None:
-        """Count step ``number`` in data and in their Records; data that it left out are ready again."""
+        """Count step ``number`` in its data and their Records; data that were not trained become ready."""
         untrained = set(pending.untrained)
         trained = [key for key in ids if key not in untrained]
         planned = {"status": DataStatus.PLANNED.value, "planned_step": number}
@@ -72,7 +70,7 @@ class StepChunks(Repository):
         )  # fmt: skip
 
     async def _count(self, number: int, tasks: Sequence[str], session: AsyncClientSession) -> None:
-        """Say that the metrics of step ``number`` count the groups of ``tasks``."""
+        """Mark the groups of ``tasks`` as counted by the metrics of step ``number``."""
         if tasks:
             await self._collection(TASK).update_many(
                 {"_id": {"$in": list(tasks)}, "group.counted_at_step": None},
@@ -80,9 +78,9 @@ class StepChunks(Repository):
             )  # fmt: skip
 
     async def _uncount_some(self, after: int, session: AsyncClientSession) -> int:
-        """Forget that a step above ``after`` counted groups, of a part of them; returns how many."""
+        """Clear the mark of one chunk of groups that a step above ``after`` counted; return how many."""
         counted = {"group.counted_at_step": {"$gt": after}}
-        found = self._collection(TASK).find(counted, {"_id": 1}, limit=PART, session=session)
+        found = self._collection(TASK).find(counted, {"_id": 1}, limit=CHUNK, session=session)
         ids = [task["_id"] async for task in found]
         if ids:
             await self._collection(TASK).update_many(
@@ -91,10 +89,10 @@ class StepChunks(Repository):
         return len(ids)
 
     async def _restore(self, after: int, ids: Sequence[str], session: AsyncClientSession) -> None:
-        """Make data and their Records what they were after step ``after``."""
+        """Restore data and their Records to their state after step ``after``."""
         later = {"$or": [{"planned_step": {"$gt": after}}, {"trained_at_steps": {"$gt": after}}]}
         chosen = {"_id": {"$in": list(ids)}}
-        await self._collection(DATA).update_many({**chosen, **later}, _as_of(after), session=session)
+        await self._collection(DATA).update_many({**chosen, **later}, _restored(after), session=session)
         found = self._collection(DATA).find(chosen, {"record": 1, "trained_at_steps": 1}, session=session)
         records: dict[tuple[int, ...], list[str]] = {}
         async for data in found:
@@ -128,7 +126,7 @@ def _trained(number: int, pending: PendingCommit) -> list[Json]:
     ]
 
 
-def _as_of(step: int) -> list[Json]:
+def _restored(step: int) -> list[Json]:
     kept = {"$filter": {"input": "$trained_at_steps", "cond": {"$lte": ["$$this", step]}}}
     quarantined = DataStatus.QUARANTINED.value
     status = {"$cond": [{"$eq": ["$status", quarantined]}, quarantined, DataStatus.READY.value]}

@@ -1,4 +1,4 @@
-"""TrainSteps: planned, committed, reverted; the data that they consume move with them, part by part."""
+"""Plan, commit and revert optimizer steps; their data change with them, one chunk at a time."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ _PLANS = values((StepStatus.PLANNING, StepStatus.PLANNED))
 
 @dataclass(frozen=True)
 class _Change:
-    """A change of one step in parts, a transaction each."""
+    """A change of one step in chunks, one transaction each."""
 
-    parts: Sequence[StepChunk]
+    chunks: Sequence[StepChunk]
     begin: Callable[[AsyncClientSession], Awaitable[bool]]
-    """Joins the first part, and decides; False: it is done already."""
+    """Runs in the first transaction; returns False if the change is done already."""
     write: Callable[[StepChunk, AsyncClientSession], Awaitable[None]]
     end: Callable[[AsyncClientSession], Awaitable[None]]
-    """Joins the last part."""
+    """Runs in the last transaction."""
 
 
 class Steps(StepChunks):
-    """Every change is made in parts, one transaction each, so that a step of any size goes through.
+    """The calls on optimizer steps. A change is applied in chunks, so that a step may have any size.
 
-    The first part decides: from then on the step counts, or is undone. A change that is interrupted goes on
-    where it was when the call is repeated, or in ``revert_after``, with which each trainer begins.
+    The first transaction decides: after it, the step counts or is reverted. An interrupted change continues
+    when the call is repeated, or in ``revert_after``, which each trainer calls first.
 
-    ``attempt`` is what ``Runs.acquire_trainer`` returned: a trainer that has been replaced gets a
+    ``attempt`` is the return value of ``TrainerLeases.acquire``. A trainer that has been replaced gets a
     LeaseLostError, and nothing is written.
     """
 
     @database_call
     async def plan_step(self, step: TrainStep, *, attempt: int | None = None) -> None:
-        """Name the data of the next step and mark them PLANNED; repeating the call is harmless.
+        """Insert the next step and change its data to PLANNED. Idempotent.
 
-        Raises StoreError, and leaves no data marked, if some of them are not READY or the step exists.
+        Raises StoreError, with all data unchanged, if some data are not READY or the step exists.
         """
 
         async def begin(session: AsyncClientSession) -> bool:
@@ -60,14 +60,14 @@ class Steps(StepChunks):
             await self._collection(STEP).insert_one(document, session=session)
             return True
 
-        async def mark(part: StepChunk, session: AsyncClientSession) -> None:
-            await self._mark(step.step, part[0], session)
+        async def mark(chunk: StepChunk, session: AsyncClientSession) -> None:
+            await self._mark(step.step, chunk[0], session)
 
         async def end(session: AsyncClientSession) -> None:
             await self._move(step.id, StepStatus.PLANNING, StepStatus.PLANNED, session)
 
         try:
-            await self._in_parts(_Change(chunks_of(step.data), begin, mark, end), attempt)
+            await self._apply(_Change(chunks_of(step.data), begin, mark, end), attempt)
         except DuplicateKeyError as error:
             raise StoreError(
                 f"step {step.step} has been planned already", hint="is a second trainer running? stop it"
@@ -77,7 +77,7 @@ class Steps(StepChunks):
             raise
 
     async def _give_up_plan(self, step: TrainStep, attempt: int | None) -> None:
-        """Undo what the first parts of a plan have marked."""
+        """Undo the chunks of a plan that are already marked."""
 
         async def decide(session: AsyncClientSession) -> bool:
             await fence(self._connection, attempt, session)
@@ -96,11 +96,11 @@ class Steps(StepChunks):
         max_trained_count: int = 1, retrained_interval: int = 1, *, attempt: int | None = None,
         counted: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """Say that the optimizer has stepped: ``trained_ids`` are trained once more.
+        """Record that the optimizer has stepped and that ``trained_ids`` were trained. Idempotent.
 
-        Data below ``max_trained_count`` are ready again ``retrained_interval`` steps later; planned data
-        that were not trained are ready at once. ``counted`` are the Tasks whose groups the metrics count:
-        ``Training.uncounted_groups`` leaves them out from then on. Repeating the call changes nothing.
+        Data below ``max_trained_count`` become ready again ``retrained_interval`` steps later; planned data
+        that were not trained become ready at once. ``counted`` are the Tasks whose groups the metrics count;
+        ``Training.uncounted_groups`` excludes them from then on.
         """
         step = await self._step(step_id)
         if step is None:
@@ -135,22 +135,22 @@ class Steps(StepChunks):
                 raise _cannot_commit(step.id)
             return bool(now["status"] == StepStatus.COMMITTING)
 
-        async def train(part: StepChunk, session: AsyncClientSession) -> None:
-            await self._train(step.step, pending, part[0], session)
-            await self._count(step.step, part[1], session)
+        async def train(chunk: StepChunk, session: AsyncClientSession) -> None:
+            await self._train(step.step, pending, chunk[0], session)
+            await self._count(step.step, chunk[1], session)
 
         async def end(session: AsyncClientSession) -> None:
             await self._move(step.id, StepStatus.COMMITTING, StepStatus.COMMITTED, session)
 
-        parts = chunks_of(step.data, pending.counted)
-        await self._in_parts(_Change(parts, begin, train, end), attempt)
+        chunks = chunks_of(step.data, pending.counted)
+        await self._apply(_Change(chunks, begin, train, end), attempt)
 
     @database_call
     async def revert_after(self, step: int, *, attempt: int | None = None) -> int:
-        """Undo every step above ``step`` and every plan that never committed; returns how many steps.
+        """Revert every step above ``step`` and every uncommitted plan; return how many.
 
-        Their data are READY again, as if those steps had not been. Finishes first what an interrupted call
-        has left. StoreError, and nothing is undone, where data that one of them trained have been pruned.
+        Their data become READY, as before these steps. Also finishes interrupted changes. Raises StoreError,
+        and reverts nothing, if data that one of these steps trained have been pruned.
         """
 
         async def decide(session: AsyncClientSession) -> int:
@@ -174,14 +174,14 @@ class Steps(StepChunks):
         return undone
 
     async def _finish_commits(self, attempt: int | None) -> None:
-        """Finish the commits that a trainer has left between two parts."""
+        """Finish the commits that were interrupted between two chunks."""
         cursor = self._collection(STEP).find({"status": StepStatus.COMMITTING.value})
         for step in [TrainStep.from_document(document) async for document in cursor]:
             if step.pending is not None:
                 await self._commit(step, step.pending, {}, attempt)
 
     async def _finish_reverts(self, attempt: int | None) -> None:
-        """Undo what each REVERTING step did, the last step first: the lowest says how far back it goes."""
+        """Revert each REVERTING step, the last step first, to the state before the lowest of them."""
         query = {"status": StepStatus.REVERTING.value}
         cursor = self._collection(STEP).find(query, {"step": 1}, sort=[("step", DESCENDING)])
         found = [(document["_id"], document["step"]) async for document in cursor]
@@ -204,23 +204,25 @@ class Steps(StepChunks):
         async def begin(session: AsyncClientSession) -> bool:
             return True
 
-        async def restore(part: StepChunk, session: AsyncClientSession) -> None:
-            await self._restore(after, part[0], session)
+        async def restore(chunk: StepChunk, session: AsyncClientSession) -> None:
+            await self._restore(after, chunk[0], session)
 
         async def end(session: AsyncClientSession) -> None:
             await self._move(step.id, StepStatus.REVERTING, StepStatus.REVERTED, session)
 
-        await self._in_parts(_Change(chunks_of(step.data), begin, restore, end), attempt)
+        await self._apply(_Change(chunks_of(step.data), begin, restore, end), attempt)
 
-    async def _in_parts(self, change: _Change, attempt: int | None) -> None:
-        for place, part in enumerate(change.parts, 1):
+    async def _apply(self, change: _Change, attempt: int | None) -> None:
+        for number, chunk in enumerate(change.chunks, 1):
 
-            async def write(session: AsyncClientSession, place: int = place, part: StepChunk = part) -> bool:
+            async def write(
+                session: AsyncClientSession, number: int = number, chunk: StepChunk = chunk
+            ) -> bool:
                 await fence(self._connection, attempt, session)
-                if place == 1 and not await change.begin(session):
+                if number == 1 and not await change.begin(session):
                     return False
-                await change.write(part, session)
-                if place == len(change.parts):
+                await change.write(chunk, session)
+                if number == len(change.chunks):
                     await change.end(session)
                 return True
 
@@ -247,7 +249,7 @@ class Steps(StepChunks):
     async def steps(
         self, after: int = 0, status: StepStatus | None = StepStatus.COMMITTED
     ) -> list[TrainStep]:
-        """Steps above ``after`` in order; committed ones, or those of ``status`` (None: all)."""
+        """Return the steps above ``after`` in order; only those of ``status``, or all if it is None."""
         query: Json = {"step": {"$gt": after}}
         if status is not None:
             query["status"] = status.value
@@ -256,7 +258,7 @@ class Steps(StepChunks):
 
     @database_call
     async def last_step(self) -> TrainStep | None:
-        """The last step that counts: committed, or about to be in all of its parts."""
+        """Return the last step whose update is in the weights: committing or committed."""
         document = await self._collection(STEP).find_one(
             {"status": {"$in": _APPLIED}}, sort=[("step", DESCENDING)]
         )
@@ -264,7 +266,7 @@ class Steps(StepChunks):
 
 
 def _require_unpruned(undone: Sequence[Json]) -> None:
-    """StoreError if data of one of these steps, the last of which is the first, have been pruned."""
+    """Raise StoreError if data of one of these steps, newest first, have been pruned."""
     for step in undone:
         if step.get("pruned_at") is not None:
             raise StoreError(

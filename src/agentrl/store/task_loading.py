@@ -1,4 +1,4 @@
-"""Loading tasks: missing ones are inserted, changed ones are refused or, on request, updated."""
+"""Load tasks: insert missing tasks; refuse or, on request, update changed ones."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _EXCERPT = 60
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """What a load did: ``existing`` tasks were there already, ``updated`` of them have a new text.
+    """The result of a load: ``existing`` tasks were stored before, ``updated`` of them were changed.
 
-    ``left`` are the ids of changed tasks that stay as they are, because somebody has begun them.
+    ``left`` are the ids of changed tasks that were not updated because they have been begun.
     """
 
     inserted: int
@@ -45,25 +45,25 @@ class LoadResult:
 
 @dataclass(slots=True)
 class _Comparison:
-    """Places of the tasks that are missing, and of those that differ, with the first differences in words."""
+    """Indices of the missing and of the changed tasks, and a description of the first differences."""
 
     missing: array[int] = field(default_factory=lambda: array("Q"))
     changed: array[int] = field(default_factory=lambda: array("Q"))
     differences: list[str] = field(default_factory=list)
 
-    def add(self, place: int, task: Task, stored: Mapping[str, Any] | None) -> None:
-        """Compare one task with what is stored under its id."""
+    def add(self, index: int, task: Task, stored: Mapping[str, Any] | None) -> None:
+        """Compare one task with the stored task of the same id."""
         if stored is None:
-            self.missing.append(place)
+            self.missing.append(index)
             return
         differing = list(_differences(stored, task))
         if differing:
-            self.changed.append(place)
+            self.changed.append(index)
             if len(self.differences) < _SHOWN:
                 self.differences.append(f"{task.id[:_EXCERPT]}: {'; '.join(differing)}")
 
     def refuse_changed(self) -> None:
-        """Raise TaskFileError where a task differs."""
+        """Raise TaskFileError if a task differs."""
         if not self.changed:
             return
         count = len(self.changed)
@@ -72,20 +72,20 @@ class _Comparison:
             f"{count} tasks of the file are in the run already, with another text (stored → in the file):\n  "
             + "\n  ".join(self.differences)
             + more,
-            hint="give the run the file that it was begun with, or another --run_name (an evaluation: another"
-            " --eval_label); `agentrl tasks load FILE --update` changes those that nobody has begun",
+            hint="load the file that the run was begun with, or use another --run_name (for an evaluation:"
+            " another --eval_label); `agentrl tasks load FILE --update` changes tasks that are not begun",
         )
 
 
 class TaskLoading(Repository):
-    """Loads tasks in batches: memory is bounded, whatever the number and the size of the tasks."""
+    """Loads tasks in batches, so that memory is bounded for any number and size of tasks."""
 
     def __init__(self, connection: Connection, epochs: Epochs) -> None:
         super().__init__(connection)
         self._epochs_of_run = epochs
 
     async def load(self, tasks: Sequence[Task], *, update: bool = False) -> LoadResult:
-        """Insert what is missing; see ``Tasks.load``. Nothing is written where a changed task is refused."""
+        """Insert the missing tasks; see ``Tasks.load``. If a changed task is refused, nothing is written."""
         if not tasks:
             return LoadResult(0, 0)
         found = await self._compare(tasks, range(len(tasks)))
@@ -96,7 +96,7 @@ class TaskLoading(Repository):
         split, epoch = tasks[0].split, tasks[0].epoch
         if found.missing or not await self._epochs_of_run.is_loaded(split, epoch):
             async with self._epochs_of_run.loading(split, epoch) as lease:
-                again = await self._compare(tasks, found.missing)  # others may have loaded meanwhile
+                again = await self._compare(tasks, found.missing)  # another load may have ended
                 if not update:
                     again.refuse_changed()
                 changed.extend(again.changed)
@@ -112,19 +112,19 @@ class TaskLoading(Repository):
             await lease.renew()
         return inserted
 
-    async def _compare(self, tasks: Sequence[Task], places: Sequence[int]) -> _Comparison:
+    async def _compare(self, tasks: Sequence[Task], indices: Sequence[int]) -> _Comparison:
         found = _Comparison()
-        if places and not await self._call(self._has_tasks, tasks[places[0]]):
-            found.missing.extend(places)
+        if indices and not await self._call(self._has_tasks, tasks[indices[0]]):
+            found.missing.extend(indices)
             return found
-        for batch in _batches(tasks, places):
+        for batch in _batches(tasks, indices):
             stored = await self._call(self._stored, [task.id for _, task in batch])
-            for place, task in batch:
-                found.add(place, task, stored.get(task.id))
+            for index, task in batch:
+                found.add(index, task, stored.get(task.id))
         return found
 
     async def _update_all(self, tasks: Sequence[Task], changed: Sequence[int]) -> tuple[int, tuple[str, ...]]:
-        """Change the tasks at ``changed``; returns how many, and the ids of those that have been begun."""
+        """Update the tasks at ``changed``; return how many, and the ids of those that have been begun."""
         if not changed:
             return 0, ()
         epochs = await self._call(self._epochs, tasks[changed[0]].split)
@@ -134,7 +134,7 @@ class TaskLoading(Repository):
         return len(changed) - len(left), tuple(left)
 
     async def _call(self, method: Callable[P, Awaitable[R]], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call one step of a load, again while the database is unavailable; it may be repeated."""
+        """Call one idempotent step of a load; retry it as ``retry_outages`` allows."""
         return await self._connection.call(lambda: method(*args, **kwargs), "tasks: load")
 
     async def _has_tasks(self, task: Task) -> bool:
@@ -150,7 +150,7 @@ class TaskLoading(Repository):
         return {document["_id"]: document async for document in cursor}
 
     async def _insert(self, tasks: Iterable[Task]) -> int:
-        """Insert those that are not there; returns how many."""
+        """Insert the tasks that are missing; return how many."""
         documents = [task.to_document() for task in tasks]
         try:
             await self._collection(TASK).insert_many(documents, ordered=False)
@@ -162,7 +162,7 @@ class TaskLoading(Repository):
         return len(documents)
 
     async def _update(self, tasks: Sequence[Task], epochs: Sequence[int]) -> list[str]:
-        """Give tasks that nobody has begun their new text, in every epoch; returns the ids of the others."""
+        """Update the tasks that have not been begun, in every epoch; return the ids of the other tasks."""
         collection = self._collection(TASK)
         moment = now()
         await collection.bulk_write(
@@ -183,24 +183,24 @@ class TaskLoading(Repository):
         return left
 
 
-def _batches(tasks: Sequence[Task], places: Sequence[int]) -> Iterator[list[tuple[int, Task]]]:
-    """The tasks at ``places``, each with its place, in batches that fit in memory."""
+def _batches(tasks: Sequence[Task], indices: Sequence[int]) -> Iterator[list[tuple[int, Task]]]:
+    """Yield (index, task) of the tasks at ``indices`` in batches that fit in memory."""
     batch: list[tuple[int, Task]] = []
     size = 0
-    for place in places:
-        task = tasks[place]
+    for index in indices:
+        task = tasks[index]
         added = len(bson.encode(task.to_document()))
         if batch and (len(batch) == _BATCH or size + added > _BATCH_BYTES):
             yield batch
             batch, size = [], 0
-        batch.append((place, task))
+        batch.append((index, task))
         size += added
     if batch:
         yield batch
 
 
 def _differences(stored: Mapping[str, Any], task: Task) -> Iterator[str]:
-    """Every field in which a stored task differs, in words: stored → new."""
+    """Yield a description of each field that differs: stored → new."""
     for name in CONTENT:
         old, new = stored.get(name), plain(getattr(task, name))
         if old != new:
@@ -216,13 +216,13 @@ def _excerpt(value: Any) -> str:
 
 
 def _untouched(task_id: str) -> Json:
-    """A Task none of whose slots has ever been claimed."""
+    """Return a filter for the Task if no slot has ever been claimed."""
     claimed = {"$elemMatch": {"$or": [{"attempt": {"$gt": 0}}, {"status": {"$ne": SlotStatus.OPEN.value}}]}}
     return {"_id": task_id, "status": TaskStatus.CREATED.value, "slots": {"$not": claimed}}
 
 
 def _unbegun(task_id: str) -> Json:
-    """A Task that nobody holds, and every attempt at which has been handed back."""
+    """Return a filter for the Task if no slot is held and every attempt has been released."""
     released = {"$eq": ["$$slot.attempt", {"$ifNull": ["$$slot.released", 0]}]}
     free = {"$and": [{"$eq": ["$$slot.status", SlotStatus.OPEN.value]}, released]}
     every = {"$allElementsTrue": [{"$map": {"input": "$slots", "as": "slot", "in": free}}]}

@@ -1,4 +1,4 @@
-"""Tasks: loading them, finding them, counting them."""
+"""Load, find and count Tasks."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ _UNFINISHED = [status.value for status in TaskStatus if status is not TaskStatus
 
 @dataclass(frozen=True, slots=True)
 class TaskReferences:
-    """What the unfinished tasks of a split name, each with the id of a task that does."""
+    """The agents, scorers, schemas and tools that unfinished tasks name, each with the id of such a task."""
 
     agents: dict[str, str]
     scorers: dict[str, str]
     answer_schemas: dict[str, str]
     tools: dict[tuple[str, ...], str]
     smallest_group: int | None
-    """The fewest trajectories that a task asks for; None without tasks."""
+    """The lowest number of generations of a task; None without tasks."""
 
 
 class Tasks(Epochs):
-    """The calls on whole Tasks; their slots are the business of ``Claims``."""
+    """The calls on whole Tasks; ``Claims`` has the calls on their slots."""
 
     async def load(self, tasks: Sequence[Task], *, update: bool = False) -> LoadResult:
-        """Insert the tasks that are not there yet. Loading the same tasks again changes nothing.
+        """Insert the missing tasks. Idempotent.
 
-        A task that is there with another text is a TaskFileError; with ``update`` it gets the new one, unless
-        somebody has begun it. Another process that loads the split is waited for. Tasks that join epoch 0
-        late join every later epoch.
+        Raises TaskFileError if a stored task differs; with ``update``, the stored task is changed unless it
+        has been begun. Waits for another process that loads the split. Tasks that are added to epoch 0 are
+        also added to every later epoch.
         """
         return await TaskLoading(self._connection, self).load(tasks, update=update)
 
     @database_call
     async def get(self, task_id: str) -> Task | None:
-        """The Task with this ``_id`` (split/epoch/id)."""
+        """Return the Task with this ``_id`` (split/epoch/id); None if it does not exist."""
         document = await self._collection(TASK).find_one({"_id": task_id})
         return None if document is None else Task.from_document(document)
 
@@ -53,7 +53,7 @@ class Tasks(Epochs):
     async def find(
         self, split: str, *, status: TaskStatus | None = None, limit: int = 0, skip: int = 0
     ) -> list[Task]:
-        """Tasks in the order in which they are sampled; ``limit`` 0 is all."""
+        """Return Tasks in sampling order; ``limit`` 0 returns all."""
         query: Json = {"split": split} if status is None else {"split": split, "status": status.value}
         cursor = self._collection(TASK).find(
             query, sort=[("epoch", ASCENDING), ("order", ASCENDING)], limit=limit, skip=skip
@@ -62,7 +62,7 @@ class Tasks(Epochs):
 
     @database_call
     async def counts(self, split: str, epoch: int | None = None) -> dict[TaskStatus, int]:
-        """How many Tasks are in each state; every state is a key."""
+        """Return the number of Tasks per status; every status is a key."""
         match: dict[str, Any] = {"split": split} if epoch is None else {"split": split, "epoch": epoch}
         counts = dict.fromkeys(TaskStatus, 0)
         pipeline: list[Json] = [{"$match": match}, {"$group": {"_id": "$status", "count": {"$sum": 1}}}]
@@ -100,18 +100,18 @@ class Tasks(Epochs):
 
     @database_call
     async def unfinished(self, split: str) -> int:
-        """Tasks whose group is not finalized."""
+        """Return how many Tasks have a group that is not finalized."""
         return await self._collection(TASK).count_documents({"split": split, "status": {"$in": _UNFINISHED}})
 
     @database_call
     async def any_with_status(self, split: str, *states: TaskStatus) -> bool:
-        """Whether a Task is in one of these states: cheap, however many there are."""
+        """Return whether a Task has one of these statuses; reads at most one document."""
         query = {"split": split, "status": {"$in": [status.value for status in states]}}
         return await self._collection(TASK).find_one(query, {"_id": 1}) is not None
 
     @database_call
     async def epochs(self, split: str) -> list[int]:
-        """The epochs that have been opened."""
+        """Return the epochs that have tasks."""
         return sorted(await self._collection(TASK).distinct("epoch", {"split": split}))
 
     @database_call
@@ -126,5 +126,5 @@ class Tasks(Epochs):
 
     @database_call
     async def splits(self) -> list[str]:
-        """The splits that have tasks."""
+        """Return the splits that have tasks."""
         return sorted(await self._collection(TASK).distinct("split"))

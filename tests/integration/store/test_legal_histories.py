@@ -17,7 +17,7 @@ from legal_history import History
 from agentrl.cli import db
 from agentrl.cli.db import check_options
 from agentrl.config.schema import GroupConfig
-from agentrl.store import step_parts
+from agentrl.store import step_chunks
 from agentrl.store.admin.check.run import Checks
 from agentrl.store.client import Store
 
@@ -60,7 +60,7 @@ async def test_every_legal_history_is_clean(
     store: Store, rng: random.Random, rules: GroupConfig, operations: int
 ) -> None:
     await empty(store)
-    with TemporaryDirectory() as weights, mock.patch.object(step_parts, "PART", 1):
+    with TemporaryDirectory() as weights, mock.patch.object(step_chunks, "CHUNK", 1):
         history = History(store, Path(weights), rng, rules)
         await history.load()
         await history.go_on(operations)

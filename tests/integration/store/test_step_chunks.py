@@ -24,7 +24,7 @@ from agentrl.documents.task import task_key
 from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.store import step_parts
+from agentrl.store import step_chunks
 from agentrl.store.admin.check.run import Checks
 from agentrl.store.client import Store, open_store
 from agentrl.store.connection import Connection
@@ -99,7 +99,7 @@ class KillAfter:
 
 @pytest.fixture
 def kill(monkeypatch: pytest.MonkeyPatch) -> KillAfter:
-    monkeypatch.setattr(step_parts, "PART", 3)
+    monkeypatch.setattr(step_chunks, "CHUNK", 3)
     return KillAfter(monkeypatch)
 
 
@@ -273,5 +273,5 @@ async def test_no_transaction_grows_with_the_step(run_config: RunConfig) -> None
         assert await store.training.revert_after(0, attempt=attempt) == 1
         assert (await store.training.counts("train"))[DataStatus.READY] == MANY
         assert await store.database["Record"].count_documents({"trained_count": 0}) == MANY
-        assert UPDATED.largest == step_parts.PART
+        assert UPDATED.largest == step_chunks.CHUNK
         await store.database.client.drop_database(run_config.run_name)

@@ -16,7 +16,8 @@ from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan, TrainStep
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store.client import Store
-from agentrl.store.training import GroupOutcome, RecordOutcome, StaleVersions
+from agentrl.store.groups import GroupOutcome, RecordOutcome
+from agentrl.store.training import StaleVersions
 
 pytestmark = pytest.mark.integration
 

@@ -84,7 +84,7 @@ def test_all_fields_and_the_rest_in_meta(tmp_path: Path) -> None:
         ('{"id": "x", "query": "?", "query_prompt": "Q"}', "does not hold {query}"),
         ('{"id": "x", "query": "?", "scorer": 1}', "scorer is a number"),
         ('{"id": "ok", "query": "again"}', "id 'ok' is used above"),
-        ('{"id": "x", "query": "?", "scorer": "nope"}', "scorer 'nope' is none of math"),
+        ('{"id": "x", "query": "?", "scorer": "nope"}', "scorer 'nope' is unknown; choose one of math"),
     ],
 )
 def test_a_bad_line_is_named_and_nothing_is_loaded(tmp_path: Path, line: str, reason: str) -> None:

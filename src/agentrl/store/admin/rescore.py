@@ -25,9 +25,10 @@ from agentrl.store.admin.regroup import (
     regroup,
 )
 from agentrl.store.connection import Json, Repository, database_call
-from agentrl.store.groups import Decide, GroupOutcome, StoredGroup, read_records
+from agentrl.store.groups import Decide, GroupOutcome, StoredGroup
 from agentrl.store.model_calls import read_calls
 from agentrl.store.names import RECORD, TASK
+from agentrl.store.records import read_records
 from agentrl.store.selection import ease_after_group
 
 _SETTLED = (RecordStatus.READY, RecordStatus.ABANDONED)
