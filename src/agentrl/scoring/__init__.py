@@ -1,1 +1,1 @@
-"""Answers → scores, and the scores of a group → advantages."""
+"""Answers → scores; scores of a group → advantages."""

@@ -1,4 +1,4 @@
-"""``assets/agent_config.yml``: endpoints of the models that judge and browse, tried in order."""
+"""Read ``assets/agent_config.yml``: endpoints of judge and browser models, tried in order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ModelEndpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSection:
-    """One section of the file: its endpoints and how often and how long each is tried (seconds)."""
+    """One section of the file: its endpoints, and the retries and timeouts of each (seconds)."""
 
     models: tuple[ModelEndpoint, ...]
     max_retries: int = 3
@@ -35,17 +35,17 @@ class AgentSection:
     backoff_factor: float = 2.0
     timeout: float = 60.0
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Every other key of the section, as it stands."""
+    """All other keys of the section."""
 
 
 def load_section(path: str | Path, name: str) -> AgentSection:
-    """Section ``scorer_agent`` or ``browse_agent``; ``${NAME}`` in it is an environment variable.
+    """Read section ``scorer_agent`` or ``browse_agent``; ``${NAME}`` becomes an environment variable.
 
     Raises ConfigError for a missing file, section, key or variable.
     """
     section = _read(Path(path)).get(name)
     if not isinstance(section, dict) or not section.get("models"):
-        raise ConfigError(f"{path} has no section {name} with models", hint=_CURE)
+        raise ConfigError(f"{path} has no section {name} with models", hint=_HINT)
     values = _expanded(section, f"{path}: {name}")
     known = {
         key: values.pop(key)
@@ -60,7 +60,7 @@ def load_section(path: str | Path, name: str) -> AgentSection:
     return AgentSection(models=models, settings=values, **numbers)  # type: ignore[arg-type]
 
 
-_CURE = "copy assets/agent_config_example.yml and fill it in, or give another file by --agent_config_path"
+_HINT = "copy assets/agent_config_example.yml and fill it in, or give another file by --agent_config_path"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -68,12 +68,12 @@ def _read(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"the agent configuration {path} cannot be read: {error.strerror}", hint=_CURE
+            f"the agent configuration {path} cannot be read: {error.strerror}", hint=_HINT
         ) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}", hint="mend the line that it names") from error
+        raise ConfigError(f"{path} is not YAML: {error}", hint="correct that line") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds no mapping", hint=_CURE)
+        raise ConfigError(f"{path} does not hold a mapping", hint=_HINT)
     return content
 
 
@@ -103,7 +103,7 @@ def _endpoint(item: Any, where: str) -> ModelEndpoint:
         key for key in ("model", "base_url", "api_key") if not isinstance(item, dict) or not item.get(key)
     ]
     if missing:
-        raise ConfigError(f"{where}: an entry lacks {', '.join(missing)}", hint=_CURE)
+        raise ConfigError(f"{where}: an entry lacks {', '.join(missing)}", hint=_HINT)
     return ModelEndpoint(
         model=str(item["model"]), base_url=str(item["base_url"]), api_key=str(item["api_key"])
     )

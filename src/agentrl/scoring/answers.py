@@ -1,4 +1,4 @@
-"""The final answer in an assistant's text, as the task's ``answer_schema`` marks it."""
+"""Extract the final answer from an assistant's text, as the task's ``answer_schema`` marks it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _END_OF_THOUGHT = "</think>"
 
 
 def check_schema(schema: str) -> None:
-    """ConfigError unless ``schema`` is ``boxed`` or a word that can name a tag."""
+    """Raise ConfigError unless ``schema`` is ``boxed`` or a word that can name a tag."""
     if not _WORD.fullmatch(schema):
         raise ConfigError(
-            f"answer_schema is {schema!r}, and it must be one word",
+            f"answer_schema is {schema!r}; it must be one word",
             hint="use 'answer' for <answer>…</answer>, 'boxed' for \\boxed{…}, or the name of another tag",
         )
 
 
 def extract_answer(text: str, schema: str) -> str | None:
-    """The last marked answer behind the last ``</think>``, stripped; None without one.
+    """Return the last marked answer after the last ``</think>``, stripped; None without one.
 
-    ``boxed``: the last ``\\boxed{…}``, else the last ``\\fbox{…}``, braces nested. Any other word X: the last
-    ``<X>…</X>``.
+    ``boxed`` is the last ``\\boxed{…}``, else the last ``\\fbox{…}``, with nested braces. Any other word X is
+    the last ``<X>…</X>``.
     """
     check_schema(schema)
     spoken = text.rpartition(_END_OF_THOUGHT)[2]
@@ -36,7 +36,7 @@ def extract_answer(text: str, schema: str) -> str | None:
 
 
 def _last_braced(text: str, command: str) -> str | None:
-    """The content of the last complete ``command{…}``."""
+    """Return the content of the last complete ``command{…}``."""
     for match in reversed(list(re.finditer(re.escape(command) + r"\s*\{", text))):
         depth, start = 1, match.end()
         for at in range(start, len(text)):

@@ -1,4 +1,4 @@
-"""Group filters by name: ``@group_filter``, entry points ``agentrl.group_filters``, paths ``module:name``."""
+"""Group filters: user functions that drop trajectories of a scored group, chosen by ``--group_filter``."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _REASON_CHARS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredTrajectory:
-    """One scored trajectory, as a filter gets it."""
+    """One scored trajectory, as a filter receives it."""
 
     id: str
     score: float
     turns: int
-    """Model calls."""
+    """Number of model calls."""
     tool_calls: int
     generated_tokens: int
-    """Of all model calls."""
+    """Tokens of all model calls."""
     stop_reason: str | None
     """A value of ``StopReason``, such as ``answered`` or ``turns_limit_error``."""
     final_answer: str | None
@@ -36,7 +36,7 @@ class ScoredTrajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
-    """A group as a filter gets it: a copy of its task and of its scored trajectories."""
+    """A group, as a filter receives it: a copy of its task and of its scored trajectories."""
 
     task: str
     task_id: str
@@ -51,7 +51,7 @@ class ScoredGroup:
 
 
 GroupFilter = Callable[[ScoredGroup], Mapping[str, str] | Collection[str]]
-"""Returns the ids to drop, each with a reason, as a mapping; or the ids to keep, as a list, tuple or set."""
+"""Returns either {id: reason} of the trajectories to drop, or the ids to keep as a list, tuple or set."""
 
 GROUP_FILTERS: Registry[GroupFilter] = Registry(
     "group filter", group="agentrl.group_filters", flag="--group_filter"
@@ -100,11 +100,11 @@ def _reasons(what: str, result: Any, ids: Sequence[str]) -> dict[str, str]:
         result.close()
         raise GroupError(f"{what} is async", hint="write a plain function: def, not async def")
     if not isinstance(result, (Mapping, list, tuple, set, frozenset)):
-        raise GroupError(f"{what} returned {describe(result)}", hint=_CURE)
+        raise GroupError(f"{what} returned {describe(result)}", hint=_HINT)
     for key in result:
         if not isinstance(key, str) or key not in ids:
             raise GroupError(
-                f"{what} names {describe(key)}, which is not a trajectory of the group", hint=_CURE
+                f"{what} names {describe(key)}, which is not a trajectory of the group", hint=_HINT
             )
     if not isinstance(result, Mapping):
         return {key: "not kept" for key in ids if key not in result}
@@ -113,8 +113,8 @@ def _reasons(what: str, result: Any, ids: Sequence[str]) -> dict[str, str]:
 
 def _reason(what: str, key: str, reason: Any) -> str:
     if not isinstance(reason, str) or not reason.strip():
-        raise GroupError(f"{what} drops {key} for the reason {describe(reason)}", hint=_CURE)
+        raise GroupError(f"{what} drops {key} for the reason {describe(reason)}", hint=_HINT)
     return str(replace_surrogates(reason))[:_REASON_CHARS]
 
 
-_CURE = "return {id: reason} of the trajectories to drop, or a list of the ids to keep"
+_HINT = "return {id: reason} of the trajectories to drop, or a list of the ids to keep"

@@ -1,4 +1,4 @@
-"""A finished group of trajectories → which of them are trained, and with which advantage."""
+"""Decide a finished group: which trajectories are trained, and with which advantage."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from agentrl.config.sampling import RIGHT_THRESHOLD, GroupConfig
 from agentrl.documents.record import Record
 from agentrl.documents.status import StopReason
 from agentrl.scoring.advantages import ESTIMATORS, agrees, estimate
-from agentrl.scoring.shaping import overlong_penalty
 
 EFFICIENCY_SPREAD = 0.2
-"""Largest difference that ``efficient_rewarding`` makes between two scores of one side."""
+"""Largest difference that ``efficient_rewarding`` makes between two right (or two wrong) answers."""
 
 FAILED = "failed"
 """The ``group.outcome`` of a group that could not be finalized."""
@@ -23,7 +22,7 @@ FAILED = "failed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One scored Record's lot: ``advantage`` if it is trained, else ``abandoned_because``."""
+    """The decision about one scored Record: ``advantage`` if it is trained, else ``abandoned_because``."""
 
     record_id: str
     advantage: float | None = None
@@ -36,13 +35,13 @@ def decide_group(
     rng: random.Random,
     filtered: Mapping[str, str] | None = None,
 ) -> list[Decision]:
-    """Decide every scored Record of a group; ``records`` without a score take no part.
+    """Decide every scored Record of a group; ``records`` without a score are ignored.
 
-    In this order: what ``--group_filter`` dropped (``filtered``, {id: reason}) is abandoned and is in nothing
-    that follows; a group without spread is abandoned whole; ``balance_sample`` evens right and wrong out, or
-    else the filters apply; what is left is given advantages, the baseline taken over what is left. Spread and
-    filters look at the scores; ``efficient_rewarding`` and the overlong penalty shape the rewards that
-    advantages come from, never a score.
+    The order is: (1) abandon what ``--group_filter`` dropped (``filtered``, {id: reason}) and ignore it from
+    then on; (2) abandon a group without spread as a whole; (3) balance right and wrong answers
+    (``balance_sample``) or apply the other filters; (4) compute the advantages of the rest, with a baseline
+    over the rest. Spread and filters use the scores. ``efficient_rewarding`` and the overlong penalty change
+    the rewards that advantages come from, never a score.
     """
     scored = [record for record in records if record.score is not None]
     gone = filtered or {}
@@ -61,7 +60,7 @@ def recorded_decisions(records: Sequence[Record]) -> list[Decision]:
 
 
 def filtered_of(summary: Mapping[str, Any]) -> dict[str, str] | None:
-    """Return {id: reason} of what ``--group_filter`` dropped, from ``Task.group``; None if it has no list."""
+    """Return the drops of ``--group_filter`` in ``Task.group``, {id: reason}; None if it has no list."""
     listed = summary.get("filtered")
     if not isinstance(listed, list):
         return None
@@ -90,10 +89,10 @@ def _decide(scored: Sequence[Record], config: GroupConfig, rng: random.Random) -
 def summarize(
     records: Sequence[Record], failed: int, trained: int, rules: Mapping[str, Any]
 ) -> dict[str, object]:
-    """The ``group`` sub-document of a Task: how the policy did, and what became of it.
+    """Return the ``group`` sub-document of a Task: mean score, pass rate and outcome.
 
-    ``failed`` counts the slots that never got a score; they are in no mean. ``rules`` are the group's, or an
-    earlier summary of it: ``pass_rate`` is the share of scores above their ``right_threshold``.
+    ``failed`` counts the slots without a score; no mean counts them. ``rules`` are the group's rules or an
+    earlier summary: ``pass_rate`` is the fraction of scores above its ``right_threshold``.
     """
     threshold = float(rules.get("right_threshold", RIGHT_THRESHOLD))
     scores = [_score(record) for record in records if record.score is not None]
@@ -123,7 +122,7 @@ def _abandon(record: Record, because: str) -> Decision:
 
 
 def _balance(records: Sequence[Record], config: GroupConfig, rng: random.Random) -> dict[str, str]:
-    """Drop engine failures, then at random all but k+1 wrong and k+2 right, k the smaller side's size."""
+    """Drop engine failures; keep a random k+1 wrong and k+2 right answers, k being the smaller count."""
     dropped = {r.id: "the engine failed" for r in records if r.stop_reason is StopReason.FAILED}
     wrong = [r for r in records if r.id not in dropped and not _is_right(r, config)]
     right = [r for r in records if r.id not in dropped and _is_right(r, config)]
@@ -166,8 +165,21 @@ def _advantages(records: Sequence[Record], config: GroupConfig) -> dict[str, flo
     return result
 
 
+def overlong_penalty(generated_tokens: int, config: GroupConfig) -> float:
+    """Return the penalty for the length of a trajectory, in [0, ``config.overlong_penalty``].
+
+    It is 0 up to ``overlong_limit`` − ``overlong_buffer`` generated tokens of all turns, grows linearly over
+    the buffer, and is maximal from ``overlong_limit`` on (soft overlong punishment, DAPO, arXiv 2503.14476,
+    equation 13).
+    """
+    if config.overlong_buffer == 0:
+        return 0.0
+    used = generated_tokens - (config.overlong_limit - config.overlong_buffer)
+    return config.overlong_penalty * min(1.0, max(0.0, used / config.overlong_buffer))
+
+
 def _efficiency(records: Sequence[Record], config: GroupConfig) -> dict[str, float]:
-    """Adjustments that sum to zero: among right answers fewer turns are better, among wrong ones more."""
+    """Return adjustments that sum to 0: fewer turns are better for right answers, worse for wrong ones."""
     adjustments: dict[str, float] = {}
     for is_right, sign in ((True, -1.0), (False, 1.0)):
         side = [record for record in records if _is_right(record, config) is is_right]
@@ -180,7 +192,7 @@ def _efficiency(records: Sequence[Record], config: GroupConfig) -> dict[str, flo
 
 
 def _mean_ranks(values: Sequence[int]) -> list[float]:
-    """Ranks from 0; equal values share the mean of theirs."""
+    """Return ranks from 0; equal values get the mean of their ranks."""
     ordered = sorted(values)
     first = {value: ordered.index(value) for value in set(values)}
     return [first[value] + (ordered.count(value) - 1) / 2 for value in values]

@@ -1,4 +1,4 @@
-"""``agentcpm``: an LLM judge behind an OpenAI-compatible endpoint, with failover over the models listed."""
+"""Scorer ``agentcpm``: an LLM judge behind OpenAI-compatible endpoints, with failover."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 from agentrl.errors import ScorerError
 from agentrl.scoring.agent_config import AgentSection, ModelEndpoint, load_section
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
-from agentrl.scoring.text import same
+from agentrl.scoring.text_match import same
 
 logger = logging.getLogger(__name__)
 
@@ -29,15 +29,15 @@ _FIELD = re.compile(r"\{(question|labeled_answer|pred_answer)\}")
 
 
 class NoVerdictError(Exception):
-    """One attempt at one model brought no verdict."""
+    """One request to one model gave no verdict."""
 
 
 @scorer("agentcpm", "asearcher")
 async def agentcpm(context: ScorerContext) -> ScoreResult:
-    """1 if the judge holds the answer for correct, else 0.
+    """Return 1 if the judge finds the answer correct, else 0.
 
-    No answer is 0, an answer that equals an accepted one is 1, both without asking. Each model of the section
-    ``scorer_agent`` gets ``max_retries`` tries; raises ScorerError when none gave a verdict.
+    No answer scores 0 and an answer equal to an accepted one scores 1, both without a request. Each model of
+    the section ``scorer_agent`` gets ``max_retries`` requests. Raises ScorerError if none gives a verdict.
     """
     if not context.accepted:
         raise ScorerError("the task has no answer to judge by")
@@ -64,7 +64,7 @@ async def agentcpm(context: ScorerContext) -> ScoreResult:
 
 
 def judge_prompt(section: AgentSection, context: ScorerContext) -> str:
-    """The template with its three fields filled in; other braces stay as they are."""
+    """Return the template with its three fields filled in; other braces stay unchanged."""
     template = str(section.settings.get("judge_prompt_template") or DEFAULT_TEMPLATE)
     values = {
         "question": context.query,
@@ -75,7 +75,7 @@ def judge_prompt(section: AgentSection, context: ScorerContext) -> str:
 
 
 def verdict_of(reply: str) -> bool | None:
-    """The last "Correct" or "Incorrect" in a reply; None without one."""
+    """Return whether the last "Correct" or "Incorrect" in a reply is "Correct"; None without one."""
     found = list(_VERDICT.finditer(reply.rpartition("</think>")[2]))
     return found[-1].group(1) is None if found else None
 

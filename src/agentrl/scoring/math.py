@@ -1,7 +1,7 @@
-"""``math``: mathematical equality by math-verify, in worker processes that bound their own time.
+"""Scorer ``math``: mathematical equality by math-verify, in worker processes with a time limit.
 
-math-verify bounds itself by SIGALRM, which works in the main thread of a process alone: the pool's workers
-have that, and die with the process that started them.
+math-verify limits its time by SIGALRM, which works only in the main thread of a process. The workers of the
+pool run it there, and end with the process that started them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from functools import cache
 
 from agentrl.errors import ScorerError
 from agentrl.scoring.scorers import ScorerContext, scorer
-from agentrl.scoring.text import number, same
+from agentrl.scoring.text_match import number, same
 
 SECONDS = 5
-"""Limit of each parse and of each comparison."""
+"""Time limit of each parse and each comparison, in seconds."""
 
 _WORKERS = 2
 _PR_SET_PDEATHSIG = 1
@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG = 1
 
 @scorer("math")
 async def math(context: ScorerContext) -> float:
-    """1 if the answer equals an accepted one, else 0; plain numbers are compared without a worker."""
+    """Return 1 if the answer equals an accepted one, else 0. Plain numbers are compared without a worker."""
     if not context.accepted:
         raise ScorerError("the task has no answer to compare with")
     if context.final_answer is None:
@@ -49,7 +49,7 @@ async def math(context: ScorerContext) -> float:
 
 
 def equal(golds: tuple[str, ...], answer: str) -> bool:
-    """Whether math-verify holds ``answer`` equal to one of ``golds``. Call it in a main thread."""
+    """Return whether math-verify finds ``answer`` equal to one of ``golds``. Call it in a main thread."""
     from math_verify import parse, verify
 
     def read(text: str) -> list[object]:

@@ -48,7 +48,7 @@ Scorer = Callable[[ScorerContext], Awaitable[float | ScoreResult]]
 SCORERS: Registry[Scorer] = Registry(
     "scorer",
     group="agentrl.scorers",
-    built_in=[f"agentrl.scoring.{name}" for name in ("exact", "f1", "math", "judge")],
+    built_in=[f"agentrl.scoring.{name}" for name in ("text_match", "math", "judge")],
 )
 
 

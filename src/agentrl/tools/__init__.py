@@ -1,1 +1,1 @@
-"""Tools that agents call: MCP servers and the MCP manager, behind one pool."""
+"""Tools that a model may call: MCP servers, MCP managers, and Python functions."""

@@ -1,7 +1,7 @@
-"""The address of a tool server as messages may show it, and its secrets removed from other messages.
+"""Redact tool servers: their address without secrets, and other messages without those secrets.
 
-A URL can hold a token as user info, as a query parameter or as a part of its path; a stdio server gets tokens
-as arguments and environment variables. Messages of failures are stored and shown, so none of it is in them.
+A URL may hold a token as user info, as a query parameter or in its path; a stdio server receives tokens as
+arguments and environment variables. Failure messages are stored and shown, so they must not contain tokens.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from agentrl.tools.config import HttpSpec, ManagerSpec, StdioSpec
 
 HIDDEN = "***"
 _SHORTEST = 8
-"""Values below this many characters are left in messages: they are ports, names and flags."""
+"""Shorter values stay in messages: they are ports, names and flags."""
 _TOKEN_PART = re.compile(r"(?=.*\d)[^/]{16,}|[^/]{32,}")
 
 
 def shown_address(spec: StdioSpec | HttpSpec | ManagerSpec) -> str:
-    """The command without its arguments, or the URL without user info, query and token-like path parts."""
+    """Return the command without arguments, or the URL without user info, query and token-like path parts."""
     if isinstance(spec, StdioSpec):
         return f"{spec.command}, {len(spec.args)} arguments" if spec.args else spec.command
     return shown_url(spec.url)
 
 
 def shown_url(url: str) -> str:
-    """``url`` without user info, query, fragment and path parts that look like tokens."""
+    """Return ``url`` without user info, query, fragment and token-like path parts."""
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     user = f"{HIDDEN}@" if "@" in parts.netloc else ""
@@ -36,7 +36,7 @@ def shown_url(url: str) -> str:
 
 
 def without_secrets(text: str, spec: StdioSpec | HttpSpec | ManagerSpec) -> str:
-    """``text`` with every value hidden that ``shown_address`` leaves out, and header and variable values."""
+    """Return ``text`` without values that ``shown_address`` omits and without header and variable values."""
     if isinstance(spec, StdioSpec):
         secrets = [*spec.args, *(part for arg in spec.args for part in arg.split("=")), *spec.env.values()]
         return _hide(text, [value for value in secrets if not value.startswith("-")])

@@ -1,4 +1,4 @@
-"""What a tool server offers, whatever protocol it speaks."""
+"""The interface of a tool server, independent of its protocol."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """What a tool answered. ``error`` is the tool's own: its text is for the model, and no failure."""
+    """The result of a tool call. ``error``: the tool reported an error; the model reads it, nothing fails."""
 
     text: str
     error: bool
@@ -21,7 +21,7 @@ class ToolResult:
 
 
 class ToolServer(Protocol):
-    """One server. ``call`` and ``schemas`` raise ToolServerError when it cannot be reached."""
+    """One tool server. ``call`` and ``schemas`` raise ToolServerError if it cannot be reached."""
 
     name: str
 
@@ -30,20 +30,20 @@ class ToolServer(Protocol):
         ...
 
     async def schemas(self) -> list[Schema]:
-        """Its tools, sorted by name."""
+        """Return the schemas of its tools, sorted by name."""
         ...
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
-        """``(text, is an error)``; a call that takes too long is an error with a text that says so."""
+        """Return ``(text, is an error)``. A call that takes too long is an error whose text says so."""
         ...
 
     async def close(self) -> None:
-        """Disconnect; whatever is running is given up."""
+        """Disconnect; abandon running calls."""
         ...
 
 
 def function_schema(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> Schema:
-    """A tool as chat templates and the OpenAI API know it."""
+    """Return the schema of a tool, as chat templates and the OpenAI API expect it."""
     function = {
         "name": name,
         "description": description or "",
@@ -53,10 +53,10 @@ def function_schema(name: str, description: str | None, parameters: Mapping[str,
 
 
 def schema_name(schema: Mapping[str, Any]) -> str:
-    """The name of a function schema's tool."""
+    """Return the tool's name in a function schema."""
     return str(schema["function"]["name"])
 
 
 def timeout_text(tool: str, seconds: float) -> str:
-    """What the model is told of a call that was given up."""
+    """Return the text that the model reads after a timeout."""
     return f"{tool} was stopped: it did not answer within {seconds:g} s"

@@ -1,4 +1,4 @@
-"""The MCP servers of a run, from ``--mcp_servers_file`` and ``--mcp_manager_url``."""
+"""Read the MCP servers of a run from ``--mcp_servers_file`` and ``--mcp_manager_url``."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from agentrl.errors import ConfigError
 
 _STDIO_KEYS = frozenset({"command", "args", "env", "cwd"})
 _HTTP_KEYS = frozenset({"url", "headers", "headers_env"})
-_CURE = (
+_HINT = (
     "write 'servers:' with entries 'NAME: {command, args, env, cwd}' or 'NAME: {url, headers, headers_env}'"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StdioSpec:
-    """A server that is a child process of ours."""
+    """A server that runs as a child process."""
 
     name: str
     command: str
@@ -54,7 +54,7 @@ ServerSpec = StdioSpec | HttpSpec | ManagerSpec
 
 
 def configured_servers(config: AgentConfig) -> list[ServerSpec]:
-    """Every server that the flags name; none is fine."""
+    """Return every server that the flags name; there may be none."""
     specs: list[ServerSpec] = []
     if config.mcp_servers_file is not None:
         specs.extend(load_servers(config.mcp_servers_file))
@@ -64,7 +64,7 @@ def configured_servers(config: AgentConfig) -> list[ServerSpec]:
 
 
 def load_servers(path: str | Path) -> list[ServerSpec]:
-    """The servers of a YAML file, in its order; ``command: python`` is the interpreter that runs this."""
+    """Read the servers of a YAML file, in order. ``command: python`` is the current interpreter."""
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -72,22 +72,22 @@ def load_servers(path: str | Path) -> list[ServerSpec]:
             f"--mcp_servers_file {path} cannot be read: {error.strerror}", hint="give an existing file"
         ) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}", hint="mend the line that it names") from error
+        raise ConfigError(f"{path} is not YAML: {error}", hint="correct that line") from error
     servers = content.get("servers") if isinstance(content, dict) else None
     if not isinstance(servers, dict):
-        raise ConfigError(f"{path} has no mapping 'servers'", hint=_CURE)
+        raise ConfigError(f"{path} has no mapping 'servers'", hint=_HINT)
     return [_spec(str(name), entry, f"{path}: servers.{name}") for name, entry in servers.items()]
 
 
 def _spec(name: str, entry: Any, where: str) -> ServerSpec:
     if not isinstance(entry, dict):
-        raise ConfigError(f"{where} is no mapping", hint=_CURE)
+        raise ConfigError(f"{where} is not a mapping", hint=_HINT)
     if ("command" in entry) == ("url" in entry):
-        raise ConfigError(f"{where} needs either 'command' or 'url'", hint=_CURE)
+        raise ConfigError(f"{where} needs either 'command' or 'url'", hint=_HINT)
     known = _STDIO_KEYS if "command" in entry else _HTTP_KEYS
     unknown = sorted(set(entry) - known)
     if unknown:
-        raise ConfigError(f"{where} has unknown keys: {', '.join(map(str, unknown))}", hint=_CURE)
+        raise ConfigError(f"{where} has unknown keys: {', '.join(map(str, unknown))}", hint=_HINT)
     if "command" in entry:
         command = _text(entry["command"], f"{where}.command")
         return StdioSpec(
@@ -120,17 +120,17 @@ def _manager(config: AgentConfig, url: str) -> ServerSpec:
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{where} is {value!r}, and it must be text", hint=_CURE)
+        raise ConfigError(f"{where} is {value!r}; it must be text", hint=_HINT)
     return value
 
 
 def _texts(value: Any, where: str) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)):
-        raise ConfigError(f"{where} is {value!r}, and it must be a list", hint=_CURE)
+        raise ConfigError(f"{where} is {value!r}; it must be a list", hint=_HINT)
     return tuple(str(item) for item in value)
 
 
 def _text_map(value: Any, where: str) -> dict[str, str]:
     if not isinstance(value, dict):
-        raise ConfigError(f"{where} is {value!r}, and it must be a mapping", hint=_CURE)
+        raise ConfigError(f"{where} is {value!r}; it must be a mapping", hint=_HINT)
     return {str(key): str(item) for key, item in value.items()}

@@ -1,4 +1,4 @@
-"""Servers behind an MCP manager: plain HTTP under a URL that ends in ``/mcpapi``."""
+"""Use tool servers behind an MCP manager: plain HTTP at a URL that ends in ``/mcpapi``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EXCERPT = 300
 
 
 class ManagerClient:
-    """Requests to one manager. Its errors show no token of its URL or its headers."""
+    """HTTP client of one manager. Its errors contain no token of its URL or its headers."""
 
     def __init__(self, spec: ManagerSpec) -> None:
         self._spec = spec
@@ -27,7 +27,7 @@ class ManagerClient:
         )
 
     async def get(self, path: str) -> dict[str, Any]:
-        """The JSON object at ``path``."""
+        """Return the JSON object at ``path``."""
         try:
             response = await self._http.get(path)
         except httpx.HTTPError as error:
@@ -35,12 +35,12 @@ class ManagerClient:
         if response.status_code != 200:
             raise self.error(
                 f"answered {response.status_code} to {path}: {response.text[:_EXCERPT]}",
-                hint="see --mcp_manager_url and the token in the variable that --mcp_auth_token_env names",
+                hint="check --mcp_manager_url and the token in the variable that --mcp_auth_token_env names",
             )
         return self.json(response)
 
     async def post(self, path: str, body: dict[str, Any], timeout: float) -> httpx.Response:
-        """The response to ``body``; raises httpx.ReadTimeout after ``timeout`` seconds."""
+        """Return the response to ``body``. Raises httpx.ReadTimeout after ``timeout`` seconds."""
         try:
             return await self._http.post(path, json=body, timeout=timeout)
         except httpx.ReadTimeout:
@@ -49,7 +49,7 @@ class ManagerClient:
             raise self._unreachable(error) from error
 
     def json(self, response: httpx.Response) -> dict[str, Any]:
-        """The response's JSON; a value that is no object is its ``content``."""
+        """Return the response's JSON object; any other value becomes its ``content``."""
         try:
             answer = response.json()
         except ValueError as error:
@@ -57,12 +57,12 @@ class ManagerClient:
         return answer if isinstance(answer, dict) else {"content": answer}
 
     def error(self, problem: str, hint: str | None = None) -> ToolServerError:
-        """A failure of this manager."""
+        """Return an error about this manager, without secrets."""
         message = f"MCP manager {shown_address(self._spec)} {without_secrets(problem, self._spec)}"
         return ToolServerError(message, hint=hint)
 
     async def close(self) -> None:
-        """Close the connections; closing again does nothing."""
+        """Close the connections. Idempotent."""
         await self._http.aclose()
 
     def _unreachable(self, error: httpx.HTTPError) -> ToolServerError:
@@ -73,7 +73,7 @@ class ManagerClient:
 
 
 class ManagedServer:
-    """One server of a manager. Requests share the manager's HTTP client."""
+    """One server of a manager. All servers use the manager's HTTP client."""
 
     def __init__(self, name: str, manager: ManagerClient, *, call_timeout: float) -> None:
         """``call_timeout`` bounds one tool call, in seconds."""
@@ -83,11 +83,11 @@ class ManagedServer:
         self._schemas: list[Schema] | None = None
 
     async def open(self) -> None:
-        """List the tools once."""
+        """List the tools."""
         await self.schemas()
 
     async def schemas(self) -> list[Schema]:
-        """``GET /server/NAME/tools``, remembered."""
+        """Return the tools from ``GET /server/NAME/tools``, cached."""
         if self._schemas is None:
             answer = await self._manager.get(f"/server/{self.name}/tools")
             functions = [tool.get("function", tool) for tool in answer.get("tools", [])]
@@ -101,7 +101,7 @@ class ManagedServer:
         return self._schemas
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
-        """``POST /tool/NAME.TOOL``; an error that it reports is the tool's."""
+        """Call ``POST /tool/NAME.TOOL``; an error in the response is the tool's."""
         try:
             response = await self._manager.post(
                 f"/tool/{self.name}.{tool}", dict(arguments), self._call_timeout
@@ -117,12 +117,12 @@ class ManagedServer:
         return text, failed or answer.get("status") == "error"
 
     async def close(self) -> None:
-        """Close the manager's HTTP client; closing it again does nothing."""
+        """Close the manager's HTTP client. Idempotent."""
         await self._manager.close()
 
 
 async def managed_servers(spec: ManagerSpec, *, call_timeout: float) -> list[ManagedServer]:
-    """The servers that the manager offers, or the one that the flags pick; ToolServerError if it is away."""
+    """Return all servers of the manager, or the one that the flags select. Raises ToolServerError."""
     manager = ManagerClient(spec)
     try:
         answer = await manager.get("/servers")

@@ -1,4 +1,4 @@
-"""One MCP server over stdio or streamable HTTP: connected by a task of its own, re-connected when lost."""
+"""Connect to one MCP server over stdio or streamable HTTP, and reconnect when the connection is lost."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 30.0
 RECONNECT_DELAYS = (0.0, 0.5, 2.0)
-"""Waits before each try to connect, in seconds."""
+"""Waits before each attempt to connect, in seconds."""
 
 _GRACE_SECONDS = 5.0
 _CLOSED, _TIMED_OUT = -32000, -32001
 
 
 class McpServer:
-    """The client side of one server, shared by all trajectories of a process.
+    """The client of one server; all trajectories of a process use it.
 
-    An MCP connection belongs to the task that opened it, so each one lives in an owner task; calls come from
-    any task. A call on a lost connection is made once more on a new one.
+    An MCP connection belongs to the asyncio task that opened it, so each connection has an owner task; any
+    task may call. A call on a lost connection is retried once on a new one.
     """
 
     def __init__(self, spec: StdioSpec | HttpSpec, *, call_timeout: float) -> None:
@@ -44,15 +44,15 @@ class McpServer:
         self._connecting = asyncio.Lock()
 
     async def open(self) -> None:
-        """Connect and list the tools; ToolServerError if the server cannot be reached."""
+        """Connect and list the tools. Raises ToolServerError if the server cannot be reached."""
         await self._live()
 
     async def schemas(self) -> list[Schema]:
-        """The tools of the present connection, sorted by name."""
+        """Return the tools of the current connection, sorted by name."""
         return (await self._live()).schemas
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
-        """``(text, is an error)``; ToolServerError if the server is lost and does not come back."""
+        """Return ``(text, is an error)``. Raises ToolServerError if the server stays lost."""
         connection = await self._live()
         try:
             return await self._request(connection, tool, arguments)
@@ -71,7 +71,7 @@ class McpServer:
             ) from lost
 
     async def close(self) -> None:
-        """End the connection, and with it a stdio server."""
+        """Close the connection; this ends a stdio server."""
         if self._connection is not None:
             await self._drop(self._connection)
 
@@ -98,7 +98,7 @@ class McpServer:
         return _text_of(result), bool(result.is_error)
 
     async def _live(self) -> _Connection:
-        """The present connection, or a new one."""
+        """Return the current connection, or open a new one."""
         async with self._connecting:
             if self._connection is not None and self._connection.alive:
                 return self._connection
@@ -115,7 +115,7 @@ class McpServer:
                 return connection
             raise ToolServerError(
                 f"tool server {self.name} ({shown_address(self._spec)}) cannot be reached: {problem}",
-                hint="start it, or mend its entry in --mcp_servers_file or --mcp_manager_url",
+                hint="start it, or correct its entry in --mcp_servers_file or --mcp_manager_url",
             )
 
     def _shown(self, error: ConnectionError) -> str:
@@ -129,7 +129,7 @@ class McpServer:
 
 
 class _Connection:
-    """One connection and the task that owns it."""
+    """One connection and its owner task."""
 
     client: Client
     schemas: list[Schema]
@@ -143,11 +143,11 @@ class _Connection:
 
     @property
     def alive(self) -> bool:
-        """False once the owner has ended: by ``close``, or because the transport broke."""
+        """Return whether the owner task runs: it ends by ``close`` or when the transport breaks."""
         return self._owner is not None and not self._owner.done() and not self._stop.is_set()
 
     async def open(self) -> None:
-        """Connect; ConnectionError says why not."""
+        """Connect. Raises ConnectionError with the reason."""
         self._owner = asyncio.create_task(self._own(), name=f"mcp-{self._spec.name}")
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
@@ -160,7 +160,7 @@ class _Connection:
             raise
 
     async def close(self) -> None:
-        """Leave the connection in the task that entered it; bounded."""
+        """Close the connection in its owner task, within a time limit."""
         self._stop.set()
         if self._owner is not None and not self._owner.done():
             _, pending = await asyncio.wait([self._owner], timeout=_GRACE_SECONDS * 2)
@@ -170,14 +170,14 @@ class _Connection:
             self._ready.exception()
 
     async def _own(self) -> None:
-        """Enter, wait for ``close``, leave. Errors go to whoever waits in ``open``, else to the log."""
+        """Open the connection, wait for ``close``, then close it. Errors go to ``open``, or to the log."""
         try:
             async with AsyncExitStack() as stack:
                 self.client = await stack.enter_async_context(await self._client(stack))
                 self.schemas = await _list_tools(self.client)
                 self._ready.set_result(None)
                 await self._stop.wait()
-        except Exception as error:  # noqa: BLE001  anything that a foreign server or transport can cause
+        except Exception as error:  # noqa: BLE001  any error of a foreign server or transport
             if not self._ready.done():
                 self._ready.set_exception(ConnectionError(_reasons(error)))
             elif not self._stop.is_set():
@@ -223,7 +223,7 @@ async def _list_tools(client: Client) -> list[Schema]:
 
 
 def _text_of(result: CallToolResult) -> str:
-    """The result as a model reads it: its text; of anything else, what it is."""
+    """Return the result as the model reads it: its text, and a description of any other content."""
     parts = []
     for item in result.content:
         if item.type == "text":
@@ -241,7 +241,7 @@ def _text_of(result: CallToolResult) -> str:
 
 
 def _reasons(error: BaseException) -> str:
-    """The messages of an exception, those inside its groups in place of the groups'."""
+    """Return the messages of an exception; for an exception group, those of its members."""
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(dict.fromkeys(_reasons(inner) for inner in error.exceptions))
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

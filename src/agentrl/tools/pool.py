@@ -1,4 +1,4 @@
-"""All tool servers of a process behind one call: names resolved, results bounded, connections shared."""
+"""Call any tool of a process by name: resolve names, bound results, reuse connections."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from agentrl.tools.python import PythonTools, python_servers
 
 
 class ToolPool:
-    """The configured servers. A tool keeps its own name unless two servers share it: then it is
-    ``server.tool`` on each of them."""
+    """The configured tool servers.
+
+    A tool keeps its own name unless several servers have it; then it is offered as ``server.tool``.
+    """
 
     def __init__(self, config: AgentConfig) -> None:
-        """Read the configuration; ConfigError if it is wrong. Nothing is connected yet."""
+        """Read the configuration without connecting. Raises ConfigError if it is invalid."""
         self._specs = configured_servers(config)
         self._python = python_servers(config.tools, call_timeout=config.tool_timeout_seconds)
         self._call_timeout = config.tool_timeout_seconds
         self._limit = config.max_tool_result_chars
         self._servers: dict[str, ToolServer] = {}
         self._names: dict[tuple[str, str], str] = {}
-        """(server, its tool) → the name offered."""
+        """{(server, tool): name offered to the model}."""
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -44,11 +46,11 @@ class ToolPool:
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """Names of the servers, as tasks name them in ``tools``."""
+        """Return the names of the servers, as used in a task's ``tools``."""
         return tuple(self._servers)
 
     async def open(self) -> None:
-        """Connect to every server; ToolServerError names the first that cannot be reached."""
+        """Connect to every server. Raises ToolServerError for the first that cannot be reached."""
         try:
             for python in self._python:
                 self._add(python)
@@ -70,7 +72,7 @@ class ToolPool:
         await asyncio.gather(*(server.close() for server in servers))
 
     async def schemas(self, servers: Sequence[str] | None = None) -> list[Schema]:
-        """OpenAI function schemas of the tools of ``servers`` (None: of all), sorted by name."""
+        """Return the function schemas of the tools of ``servers`` (None: all), sorted by name."""
         unknown = [name for name in servers or () if name not in self._servers]
         if unknown:
             raise ToolServerError(
@@ -124,8 +126,10 @@ class ToolPool:
             for name, server in self._servers.items()
             for schema in await server.schemas()
         ]
-        shared = Counter(tool for _, tool in own)
-        self._names = {(name, tool): f"{name}.{tool}" if shared[tool] > 1 else tool for name, tool in own}
+        servers_with = Counter(tool for _, tool in own)
+        self._names = {
+            (name, tool): f"{name}.{tool}" if servers_with[tool] > 1 else tool for name, tool in own
+        }
 
     def _renamed(self, server: str, schema: Schema) -> Schema:
         function = schema["function"]

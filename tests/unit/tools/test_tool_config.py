@@ -36,12 +36,12 @@ def test_both_kinds_of_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     [
         ("a: [", "is not YAML"),
         ("calc: {command: x}", "no mapping 'servers'"),
-        ("servers: {calc: x}", "servers.calc is no mapping"),
+        ("servers: {calc: x}", "servers.calc is not a mapping"),
         ("servers: {calc: {}}", "needs either 'command' or 'url'"),
         ("servers: {calc: {command: x, url: y}}", "needs either"),
         ("servers: {calc: {command: x, arg: []}}", "unknown keys: arg"),
-        ("servers: {calc: {command: x, args: y}}", "args is 'y', and it must be a list"),
-        ("servers: {calc: {url: 3}}", "url is 3, and it must be text"),
+        ("servers: {calc: {command: x, args: y}}", "args is 'y'; it must be a list"),
+        ("servers: {calc: {url: 3}}", "url is 3; it must be text"),
         ("servers: {calc: {url: x, headers_env: {A: NOT_SET_HERE}}}", "names NOT_SET_HERE, which is not set"),
     ],
 )

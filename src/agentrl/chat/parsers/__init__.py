@@ -1,4 +1,4 @@
-"""How models write tool calls: text → calls, one format a file, found by name."""
+"""Parse the tool calls in a model's text: one file per format, chosen by ``--tool_call_parser``."""
 
 from agentrl.chat.parsers.base import ParsedMessage, ToolCall, ToolCallParser
 from agentrl.chat.parsers.registry import PARSERS, get_parser, tool_call_parser

@@ -1,4 +1,4 @@
-"""A parsed assistant message, and the checks of one call that every format shares."""
+"""The parsed assistant message, and the reading of one tool call that all formats use."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 SHOWN = 120
-"""Characters of the model's own text that an error message repeats."""
+"""Longest quotation of the model's text in an error message, in characters."""
 
 END_OF_THOUGHT = "</think>"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call as the model wrote it. ``typed`` is False where the format writes every value as text."""
+    """One tool call as the model wrote it. ``typed`` is False if the format writes all values as text."""
 
     name: str
     arguments: dict[str, Any]
@@ -24,7 +24,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedMessage:
-    """``content`` is the text without its calls; ``error`` names what is wrong with the first bad call."""
+    """``content`` is the text without its tool calls; ``error`` says what is wrong with the first bad one."""
 
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
@@ -32,19 +32,19 @@ class ParsedMessage:
 
 
 class ToolCallParser(Protocol):
-    """Finds the tool calls in an assistant's text; what is malformed is reported, never raised."""
+    """Parses the tool calls in an assistant's text. Reports malformed calls; never raises for them."""
 
     def parse(self, text: str) -> ParsedMessage:
-        """The message and its calls, in the order written."""
+        """Return the message and its tool calls, in order."""
         ...
 
 
 class CallSyntaxError(ValueError):
-    """A call cannot be read; its text is what the model is told."""
+    """A tool call cannot be parsed; the model reads the error's text."""
 
 
 def split_thought(text: str) -> tuple[str, str]:
-    """``(thought, rest)``, divided behind the last ``</think>``; calls inside a thought are no calls."""
+    """Split after the last ``</think>``: ``(thought, rest)``. Tool calls inside a thought do not count."""
     at = text.rfind(END_OF_THOUGHT)
     if at < 0:
         return "", text
@@ -53,13 +53,13 @@ def split_thought(text: str) -> tuple[str, str]:
 
 
 def shown(text: str) -> str:
-    """``text`` on one line, short enough for an error message."""
+    """Return ``text`` on one line, cut to ``SHOWN`` characters."""
     line = " ".join(text.split())
     return line if len(line) <= SHOWN else line[: SHOWN - 1] + "…"
 
 
 def load_json(text: str) -> Any:
-    """Decode JSON; raises CallSyntaxError that says where it breaks."""
+    """Decode JSON. Raises CallSyntaxError with the position of the problem."""
     try:
         return json.loads(text, strict=False)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -67,7 +67,7 @@ def load_json(text: str) -> Any:
 
 
 def call_of(value: Any, arguments_key: str = "arguments") -> ToolCall:
-    """A call out of a decoded ``{"name": …, "arguments": {…}}``; raises CallSyntaxError."""
+    """Return the tool call of a decoded ``{"name": …, "arguments": {…}}``. Raises CallSyntaxError."""
     if not isinstance(value, Mapping):
         raise CallSyntaxError(
             f"the tool call is no JSON object but {type(value).__name__}: {shown(str(value))}"
@@ -79,7 +79,7 @@ def call_of(value: Any, arguments_key: str = "arguments") -> ToolCall:
 
 
 def arguments_of(value: Any, name: str, key: str = "arguments") -> dict[str, Any]:
-    """Arguments as a dict: absent is empty, a JSON string of an object is that object."""
+    """Return arguments as a dict: an absent value is empty, a JSON string is decoded."""
     if value is None:
         return {}
     if isinstance(value, str):

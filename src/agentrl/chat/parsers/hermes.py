@@ -1,4 +1,4 @@
-"""Hermes form: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, code of code tools in ``<code>``."""
+"""Parse the Hermes format: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``; code in ``<code>``."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from agentrl.chat.parsers.registry import tool_call_parser
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 CODE_TOOLS = frozenset({"PythonInterpreter", "execute_code"})
-"""Tools whose ``code`` argument may follow the JSON inside ``<code>…</code>``, unescaped."""
+"""Tools whose ``code`` argument may follow the JSON, unescaped inside ``<code>…</code>``."""
 
 _CODE = re.compile(r"<code>\n?(.*?)\n?</code>", re.DOTALL)
 
 
 @tool_call_parser("hermes")
 class HermesParser:
-    """Calls between ``<tool_call>`` tags, anywhere behind the thought."""
+    """Tool calls between ``<tool_call>`` tags, anywhere after the thought."""
 
     def parse(self, text: str) -> ParsedMessage:
-        """Read every tagged block; an unclosed tag is an error."""
+        """Parse every tagged block; an unclosed tag is an error."""
         thought, rest = split_thought(text)
         outside, blocks, error = tagged_blocks(rest)
         calls: list[ToolCall] = []
@@ -39,7 +39,7 @@ class HermesParser:
         return ParsedMessage((thought + outside).strip(), tuple(calls), error)
 
     def read_block(self, block: str) -> ToolCall:
-        """The call inside one pair of tags; raises CallSyntaxError."""
+        """Return the tool call inside one pair of tags. Raises CallSyntaxError."""
         code = _CODE.search(block)
         if code is None:
             return call_of(load_json(block.strip()))
@@ -54,7 +54,7 @@ class HermesParser:
 
 
 def tagged_blocks(text: str) -> tuple[str, list[str], str | None]:
-    """``(text outside the tags, what is inside each pair, error)``."""
+    """Return ``(text outside the tags, text inside each pair, error)``."""
     outside: list[str] = []
     blocks: list[str] = []
     at = 0

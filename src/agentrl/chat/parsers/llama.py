@@ -1,4 +1,4 @@
-"""Llama 3: ``{"name": …, "parameters": {…}}``, several joined by ``;``, perhaps behind ``<|python_tag|>``."""
+"""Parse the Llama 3 format: ``{"name": …, "parameters": {…}}; …``, with or without ``<|python_tag|>``."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ PYTHON_TAG = "<|python_tag|>"
 
 @tool_call_parser("llama", "llama3")
 class LlamaParser:
-    """JSON calls that make up the whole message, or everything behind the python tag."""
+    """JSON tool calls that are the whole message, or everything after the python tag."""
 
     def parse(self, text: str) -> ParsedMessage:
-        """Text that neither has the tag nor opens with ``{"name"`` is plain content."""
+        """Parse a message. Text without the tag that does not start with ``{"name"`` is plain content."""
         thought, rest = split_thought(text)
         content, tag, body = rest.partition(PYTHON_TAG)
         if not tag:

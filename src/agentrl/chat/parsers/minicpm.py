@@ -1,4 +1,4 @@
-"""MiniCPM: Python calls with keyword arguments between ``<|tool_call_start|>`` and ``<|tool_call_end|>``."""
+"""Parse the MiniCPM format: Python calls between ``<|tool_call_start|>`` and ``<|tool_call_end|>``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _FENCE = re.compile(r"^```(?:python)?\s*\n?(.*?)\n?```$", re.DOTALL)
 
 @tool_call_parser("minicpm")
 class MiniCPMParser:
-    """The block is one Python expression statement a call; values are literals."""
+    """Tool calls as Python expression statements with keyword arguments; values are literals."""
 
     def parse(self, text: str) -> ParsedMessage:
-        """What stands outside the block is content; thought tags are dropped from it, their text stays."""
+        """Parse a message. Text outside the block is content, without the thought tags."""
         thought, rest = split_thought(text)
         before, start, after = rest.partition(START)
         block, end, behind = after.partition(END)

@@ -1,4 +1,4 @@
-"""Mistral: ``[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]``, or ``[TOOL_CALLS]NAME[ARGS]{…}`` a call."""
+"""Parse the Mistral formats: ``[TOOL_CALLS] [{"name": …, …}, …]`` and ``[TOOL_CALLS]NAME[ARGS]{…}``."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MARK, ARGS = "[TOOL_CALLS]", "[ARGS]"
 
 @tool_call_parser("mistral")
 class MistralParser:
-    """Both generations of the form; which one is seen in each part behind the mark."""
+    """Tool calls in the old and the new format, recognized in each part after the marker."""
 
     def parse(self, text: str) -> ParsedMessage:
-        """What stands before the first mark is content."""
+        """Parse a message. Text before the first marker is content."""
         thought, rest = split_thought(text)
         content, *parts = rest.split(MARK)
         calls: list[ToolCall] = []

@@ -1,4 +1,4 @@
-"""Qwen: the Hermes form, and Qwen3-Coder's ``<function=…><parameter=…>`` inside the same tags."""
+"""Parse the Qwen formats: Hermes, and Qwen3-Coder's ``<function=…><parameter=…>`` in the same tags."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class QwenCoderParser(HermesParser):
     """``<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>``."""
 
     def read_block(self, block: str) -> ToolCall:
-        """Values are text: ``typed_call`` gives them the types of the tool's schema."""
+        """Return the tool call of one block. Values are text; ``typed_call`` converts them by the schema."""
         function = _FUNCTION.fullmatch(block)
         if function is None:
             raise CallSyntaxError(
@@ -35,15 +35,15 @@ class QwenCoderParser(HermesParser):
 
 @tool_call_parser("qwen", "qwen25")
 class QwenParser(HermesParser):
-    """Qwen2.5 and Qwen3 write JSON; a block that opens with ``<function=`` is read as Qwen3-Coder's."""
+    """Qwen2.5 and Qwen3 write JSON; a block that starts with ``<function=`` is in Qwen3-Coder's format."""
 
     def read_block(self, block: str) -> ToolCall:
-        """One block of either form."""
+        """Return the tool call of one block, in either format."""
         if block.lstrip().startswith("<function="):
             return QwenCoderParser.read_block(QwenCoderParser(), block)
         return super().read_block(block)
 
 
 def _unframed(value: str) -> str:
-    """A value without the one newline that the form puts on either side."""
+    """Return a value without the one newline that the format adds on each side."""
     return value.removeprefix("\n").removesuffix("\n")

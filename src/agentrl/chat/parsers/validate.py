@@ -1,4 +1,4 @@
-"""A call against the schemas of the tools offered: what is wrong with it, in words for the model."""
+"""Validate a tool call against the schemas of the tools offered; errors are texts for the model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _UNTYPED = ("integer", "number", "boolean", "object", "array", "null")
 
 
 def validate_call(call: ToolCall, schemas: Sequence[Mapping[str, Any]]) -> str | None:
-    """None if ``call`` fits one of the OpenAI function ``schemas``, else what is wrong with it.
+    """Return None if ``call`` matches one of the function ``schemas``, else what is wrong with it.
 
-    A schema that is itself wrong is the server's business: its arguments are passed on unchecked.
+    Arguments of a tool with an invalid schema are not validated.
     """
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError, UnknownType, best_match
@@ -41,7 +41,7 @@ def validate_call(call: ToolCall, schemas: Sequence[Mapping[str, Any]]) -> str |
 
 
 def typed_call(call: ToolCall, schemas: Sequence[Mapping[str, Any]]) -> ToolCall:
-    """``call`` with text values decoded where the schema asks for something other than text."""
+    """Return ``call`` with text values decoded if the schema has a type other than text."""
     parameters = _parameters(call.name, schemas)
     if call.typed or parameters is None:
         return call
