@@ -1,7 +1,8 @@
-"""Runs code of extensions: whatever comes out of it but a result is the failure of one trajectory.
+"""Run users' code so that it can end one trajectory, and never the process.
 
-Nothing else passes: not SystemExit, KeyboardInterrupt or a CancelledError of its own, nor those of a task
-that the extension started. The cancellation of the task that called it does pass.
+Every exception of an agent, scorer, tool and so on becomes a FailureError. That includes SystemExit,
+KeyboardInterrupt and a CancelledError that the code raises itself, and exceptions of tasks that it starts.
+Only the cancellation of the calling task passes through.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from agentrl.errors import ConfigError, FailureError
 
 T = TypeVar("T")
 
-_inside: ContextVar[bool] = ContextVar("agentrl_inside_extension", default=False)
+_inside: ContextVar[bool] = ContextVar("agentrl_inside_user_code", default=False)
 
 
-class ExtensionExitError(Exception):
-    """SystemExit or KeyboardInterrupt of a task that an extension started."""
+class UserExitError(Exception):
+    """SystemExit or KeyboardInterrupt in a task of users' code; unlike these, it does not end the loop."""
 
 
 async def contain(call: Callable[[], Awaitable[T]], what: str, failure: type[FailureError]) -> T:
-    """Await ``call()`` in a task of its own; what it raises becomes ``failure``, which names ``what``.
+    """Return the result of ``call()``, awaited in a task of its own.
 
-    A FailureError and a ConfigError pass as they are. So does the cancellation of the caller, even where the
-    extension suppresses it.
+    Raises ``failure``, with ``what`` in its message, for any exception. A FailureError and a ConfigError pass
+    through unchanged. So does the cancellation of the caller, even if ``call`` suppresses it.
     """
     own = asyncio.current_task()
     _contain_tasks(asyncio.get_running_loop())
@@ -36,7 +37,7 @@ async def contain(call: Callable[[], Awaitable[T]], what: str, failure: type[Fai
         try:
             return await call()
         except (SystemExit, KeyboardInterrupt) as error:
-            raise ExtensionExitError(describe(error)) from error
+            raise UserExitError(describe(error)) from error
 
     try:
         result = await asyncio.create_task(run(), name=what)
@@ -54,7 +55,7 @@ async def contain(call: Callable[[], Awaitable[T]], what: str, failure: type[Fai
 
 
 def contain_call(call: Callable[[], T], what: str, failure: type[FailureError]) -> T:
-    """``contain`` for a function that is not async."""
+    """Return ``call()``; like ``contain``, for a function that is not async."""
     try:
         return call()
     except (FailureError, ConfigError):
@@ -64,13 +65,13 @@ def contain_call(call: Callable[[], T], what: str, failure: type[FailureError]) 
 
 
 def describe(value: object) -> str:
-    """``Class: text`` of an exception, or the representation of a value; says so where it cannot be shown."""
+    """Return ``Class: text`` of an exception, or the ``repr`` of a value. Never raises."""
     name = type(value).__name__
     try:
         text = str(value) if isinstance(value, BaseException) else repr(value)
-    except BaseException as error:  # noqa: BLE001  an extension's class may raise anything here
+    except BaseException as error:  # noqa: BLE001  a user's class may raise anything here
         return f"{name}, which cannot be shown ({type(error).__name__})"
-    if not isinstance(value, BaseException) or isinstance(value, ExtensionExitError):
+    if not isinstance(value, BaseException) or isinstance(value, UserExitError):
         return text
     return f"{name}: {text}" if text else name
 
@@ -80,7 +81,7 @@ def _is_cancelled(task: asyncio.Task[Any] | None) -> bool:
 
 
 def _is_closed(error: BaseException, own: asyncio.Task[Any] | None) -> bool:
-    """Whether the caller's coroutine is closed from outside: then another task runs, or none."""
+    """Return whether the caller's coroutine is closed from outside: then another task runs, or none."""
     return isinstance(error, GeneratorExit) and _current_task() is not own
 
 
@@ -92,7 +93,7 @@ def _current_task() -> asyncio.Task[Any] | None:
 
 
 def _contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Have ``loop`` contain the tasks that extensions start: SystemExit in a task ends the loop otherwise."""
+    """Make ``loop`` create tasks by ``_task``: SystemExit in a plain task would end the loop."""
     if loop.get_task_factory() is None:
         loop.set_task_factory(_task)
 
@@ -113,4 +114,4 @@ async def _without_exit(coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         return await coroutine
     except (SystemExit, KeyboardInterrupt) as error:
-        raise ExtensionExitError(describe(error)) from error
+        raise UserExitError(describe(error)) from error

@@ -1,6 +1,8 @@
 """Registries: names, paths, conversion, and which paths a process may import."""
 
+import json
 from contextvars import copy_context
+from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
@@ -31,6 +33,20 @@ def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match="unknown thing 'ome'; choose one of ONE, TWO") as refused:
         things.get("ome")
     assert "did you mean 'ONE'?" in str(refused.value)
+
+
+def test_an_entry_point_is_imported_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = EntryPoints(
+        EntryPoint(name, value, "agentrl.things")
+        for name, value in {"dumps": "json:dumps", "gone": "no_such_module:f"}.items()
+    )
+    monkeypatch.setattr("agentrl.registry.entry_points", lambda **query: points.select(**query))
+    things: Registry[object] = Registry("thing", group="agentrl.things")
+    assert things.names() == ["dumps", "gone"]
+    assert things.get("dumps") is json.dumps
+    with pytest.raises(ConfigError, match="the thing 'gone' cannot be imported: ModuleNotFoundError"):
+        things.get("gone")
+    assert Registry[object]("thing", group="agentrl.others").names() == []
 
 
 def test_what_a_path_names_is_converted() -> None:
