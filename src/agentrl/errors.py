@@ -1,23 +1,23 @@
-"""Every error that AgentRL raises on purpose; anything else that escapes is a bug.
+"""The errors that AgentRL raises on purpose; any other exception that ends a process is a bug.
 
 AgentRLError
-├── ConfigError            a flag, YAML key or configuration file is wrong
-├── TaskFileError          a task file cannot be read
-├── ModelError             a model folder cannot be used
-├── StoreError             the database refused or cannot be reached
-│   ├── StoreUnavailableError     it does not answer now; the same call may succeed later
-│   ├── LeaseHeldError     another process holds the lease
-│   ├── StoreDeniedError   it refuses this user: no retry helps
-│   └── LeaseLostError     the claim that a write relied on has expired
-├── ForestError            training data are no token forest
-├── PublishError           weights could not be written or do not match their checksums
-├── TrainingError          no data came in time, or the loss is no longer finite
-└── FailureError           what can end one trajectory; it carries a ``FailureKind``
-    ├── EngineError        the inference engine failed
-    ├── ToolServerError    a tool server cannot be reached (a tool's own error is no failure)
-    ├── ScorerError        the scorer raised
-    ├── TrajectoryError    the conversation itself cannot go on
-    └── GroupError         a group filter or an advantage estimator failed; it ends a group
+├── ConfigError                 a flag, YAML key or configuration file is wrong
+├── TaskFileError               a task file cannot be read
+├── ModelError                  a model folder cannot be used
+├── StoreError                  the database refused an operation or cannot be reached
+│   ├── StoreUnavailableError   the server does not answer; the same call may succeed later
+│   ├── StoreDeniedError        the server refuses this user; a retry does not help
+│   ├── LeaseHeldError          another process holds the lease
+│   └── LeaseLostError          the lease behind a write has expired
+├── ForestError                 training data are not a token forest
+├── PublishError                weights could not be written or do not match their checksums
+├── TrainingError               no data came in time, or the loss is not finite
+└── FailureError                ends one trajectory; ``kind`` says what failed
+    ├── EngineError             the inference engine failed
+    ├── ToolServerError         a tool server cannot be reached (a tool may return errors)
+    ├── ScorerError             the scorer raised
+    ├── TrajectoryError         the conversation cannot be continued
+    └── GroupError              a group filter or an advantage estimator failed; it ends a group
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import ClassVar
 
 
 class AgentRLError(Exception):
-    """An error whose message is meant for a person: what is wrong, and ``hint``, what mends it."""
+    """An error with a message for the user: what is wrong, and in ``hint`` how to fix it."""
 
     exit_code: ClassVar[int] = 1
 
@@ -46,7 +46,7 @@ class ConfigError(AgentRLError):
 
 
 class TaskFileError(AgentRLError):
-    """A task file cannot be read, or holds lines that are no tasks."""
+    """A task file cannot be read, or has invalid lines."""
 
     exit_code = 2
 
@@ -62,7 +62,7 @@ class StoreError(AgentRLError):
 
 
 class StoreUnavailableError(StoreError):
-    """The database does not answer: it may be restarting. The same call may succeed later."""
+    """The database server does not answer; it may be restarting. The same call may succeed later."""
 
 
 class LeaseHeldError(StoreError):
@@ -70,15 +70,15 @@ class LeaseHeldError(StoreError):
 
 
 class StoreDeniedError(StoreError):
-    """The database refuses this user, or what the user wants to do."""
+    """The database refuses this user, or refuses the operation to this user."""
 
 
 class LeaseLostError(StoreError):
-    """The lease behind a write has expired or passed to another owner; the write did not happen."""
+    """The lease behind a write has expired or has another owner; nothing was written."""
 
 
 class ForestError(AgentRLError):
-    """Training data whose tokens, nodes and spans do not make a token forest."""
+    """The tokens, nodes and spans of training data do not form a token forest."""
 
 
 class PublishError(AgentRLError):
@@ -86,7 +86,7 @@ class PublishError(AgentRLError):
 
 
 class TrainingError(AgentRLError):
-    """Training cannot go on: no data came in time, or the loss is no longer finite."""
+    """Training cannot continue: no data came in time, or the loss is not finite."""
 
 
 class FailureError(AgentRLError):
@@ -96,7 +96,7 @@ class FailureError(AgentRLError):
 
 
 class EngineError(FailureError):
-    """The inference engine refused a request, failed, or went away."""
+    """The inference engine refused a request, failed, or ended."""
 
     kind = "engine"
 
@@ -114,7 +114,7 @@ class ScorerError(FailureError):
 
 
 class TrajectoryError(FailureError):
-    """The conversation cannot go on: the template or the context manager broke an invariant."""
+    """The conversation cannot be continued: the template or the context manager broke an invariant."""
 
     kind = "trajectory"
 

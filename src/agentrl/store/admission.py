@@ -62,7 +62,7 @@ class _OpenGroups:
     def claimed(self) -> int:
         return self.count - len(self.unclaimed)
 
-    def is_blocking(self, limit: GroupLimit) -> bool:
+    def needs_renumbering(self, limit: GroupLimit) -> bool:
         """Return whether ``limit`` excludes an unclaimed group although it allows more claimed groups."""
         excluded = any(not limit.allows(group["admission"]) for group in self.unclaimed)
         return excluded and self.claimed < limit.groups
@@ -108,7 +108,7 @@ class GroupAdmission(Repository):
         if limit.groups <= 0:
             return False
         found = await self._open_groups(split)
-        if not found.is_blocking(limit) and not await self._any_left(
+        if not found.needs_renumbering(limit) and not await self._any_left(
             split, limit.groups - found.count, selection
         ):
             return False
@@ -147,7 +147,7 @@ class GroupAdmission(Repository):
         else:
             groups = await self._selection.begin(split, selection, capacity, session)
         ranked_before = found.count
-        if found.is_blocking(limit):
+        if found.needs_renumbering(limit):
             groups = [*(group["_id"] for group in found.unclaimed), *groups]
             ranked_before = found.claimed
         if not groups:

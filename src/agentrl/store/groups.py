@@ -21,7 +21,7 @@ from agentrl.scoring.groups import FAILED, summarize
 from agentrl.store import slots
 from agentrl.store.blobs import Blobs
 from agentrl.store.connection import Connection, Json, Repository, database_call
-from agentrl.store.model_calls import read_calls
+from agentrl.store.model_calls import read_model_calls
 from agentrl.store.names import DATA, RECORD, TASK
 from agentrl.store.records import read_records
 from agentrl.store.selection import ease_after_group
@@ -188,7 +188,7 @@ class Groups(Repository):
     async def _read_group(self, document: Json) -> StoredGroup:
         task = Task.from_document(document)
         records = tuple(await read_records(self._connection, task.id))
-        calls = await read_calls(self._connection, sorted(_scored_record_ids(task)), readable=False)
+        calls = await read_model_calls(self._connection, sorted(_scored_record_ids(task)), readable=False)
         return StoredGroup(task=task, records=records, calls=calls)
 
 

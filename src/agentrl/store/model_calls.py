@@ -17,7 +17,7 @@ from agentrl.documents.task import Claim
 from agentrl.store import slots
 from agentrl.store.blobs import Blobs
 from agentrl.store.connection import Connection, Json, Repository, database_call
-from agentrl.store.names import CALL, RECORD
+from agentrl.store.names import MODEL_CALL, RECORD
 from agentrl.store.slots import lease_lost, lost_claims
 from agentrl.store.write_coalescer import WriteCoalescer
 
@@ -46,7 +46,7 @@ class ModelCalls(Repository):
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
-        self._blobs = Blobs(connection, CALL)
+        self._blobs = Blobs(connection, MODEL_CALL)
         self._adding = WriteCoalescer(self._add_batch, self._add)
 
     @database_call
@@ -78,7 +78,7 @@ class ModelCalls(Repository):
             if call.id in before["traj"]:
                 await session.abort_transaction()
                 return
-            await self._collection(CALL).insert_one(addition.document, session=session)
+            await self._collection(MODEL_CALL).insert_one(addition.document, session=session)
 
         await self._connection.transaction(write)
 
@@ -97,7 +97,7 @@ class ModelCalls(Repository):
             if lost or counted.matched_count < len(counts):
                 await session.abort_transaction()
                 return False
-            await self._collection(CALL).insert_many(documents, session=session)
+            await self._collection(MODEL_CALL).insert_many(documents, session=session)
             return True
 
         return [None] * len(additions) if await self._connection.transaction(write) else None
@@ -105,17 +105,17 @@ class ModelCalls(Repository):
     @database_call
     async def by_record(self, record_id: str) -> list[DispatchedSamplingTask]:
         """Return the model calls of a Record, by index."""
-        return (await read_calls(self._connection, [record_id])).get(record_id, [])
+        return (await read_model_calls(self._connection, [record_id])).get(record_id, [])
 
 
-async def read_calls(
+async def read_model_calls(
     connection: Connection, record_ids: list[str], *, readable: bool = True
 ) -> dict[str, list[DispatchedSamplingTask]]:
     """Return {record id: model calls by index}; without ``readable``, texts in GridFS stay excerpts."""
-    blobs = Blobs(connection, CALL)
+    blobs = Blobs(connection, MODEL_CALL)
     calls: dict[str, list[DispatchedSamplingTask]] = {record_id: [] for record_id in record_ids}
     query = {"record": {"$in": record_ids}}
-    async for document in connection.collection(CALL).find(
+    async for document in connection.collection(MODEL_CALL).find(
         query, sort=[("record", ASCENDING), ("index", ASCENDING)]
     ):
         call = DispatchedSamplingTask.from_document(await blobs.restore(document, readable=readable))

@@ -6,7 +6,7 @@ from typing import Final
 
 TASK: Final = "Task"
 RECORD: Final = "Record"
-CALL: Final = "DispatchedSamplingTask"
+MODEL_CALL: Final = "DispatchedSamplingTask"
 DATA: Final = "DBRecordData"
 VERSION: Final = "PolicyVersion"
 SERVICE: Final = "InferenceService"
@@ -26,7 +26,7 @@ SETTINGS: Final = "Settings"
 COLLECTIONS: Final = (
     TASK,
     RECORD,
-    CALL,
+    MODEL_CALL,
     DATA,
     VERSION,
     SERVICE,

@@ -37,12 +37,12 @@ from agentrl.documents.training import DBRecordData, TrainStep
 from agentrl.scoring.difficulty import LIMIT
 from agentrl.store.connection import Json, insert_if_missing
 from agentrl.store.names import (
-    CALL,
     DATA,
     EPOCH,
     GATE,
     IMPORTS,
     LEASE,
+    MODEL_CALL,
     RECORD,
     RUN,
     SERVICE,
@@ -160,7 +160,7 @@ VALIDATORS: dict[str, Json] = {
     for name, schema in {
         TASK: _object(Task, last_claim=_LAST_CLAIM, **{LEASE_DEADLINE: _LEASE_DEADLINE}),
         RECORD: _object(Record),
-        CALL: _object(DispatchedSamplingTask, packed_in_gridfs=_in_gridfs(DispatchedSamplingTask)),
+        MODEL_CALL: _object(DispatchedSamplingTask, packed_in_gridfs=_in_gridfs(DispatchedSamplingTask)),
         DATA: _object(DBRecordData, packed_in_gridfs=_in_gridfs(DBRecordData)),
         VERSION: _object(PolicyVersion),
         SERVICE: _object(InferenceService),
@@ -203,7 +203,7 @@ INDEXES: dict[str, list[IndexModel]] = {
         _index("status", ("created_at", _DOWN)),
         _index(("created_at", _DOWN)),
     ],
-    CALL: [_index("record", "index", unique=True)],
+    MODEL_CALL: [_index("record", "index", unique=True)],
     DATA: [
         _index("split", "status", "created_at", "_id", "min_version"),
         _index("split", "status", "trained_count", "task"),

@@ -67,4 +67,4 @@ def test_compass_gets_a_file_for_each_question_and_keeps_its_own(tmp_path: Path)
         timeout=60,
     )
     assert missing.returncode == 1
-    assert "start it once" in missing.stderr
+    assert "start Compass once" in missing.stderr

@@ -15,7 +15,7 @@ from agentrl.documents.run import ADMISSION, SCHEMA, TRAINER, ImportList
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.errors import StoreError
 from agentrl.store.connection import Connection, Json, Repository, database_call
-from agentrl.store.names import CALL, DATA, GATE, IMPORTS, LEASE, RECORD, RUN, SCHEMA_VERSION, TASK
+from agentrl.store.names import DATA, GATE, IMPORTS, LEASE, MODEL_CALL, RECORD, RUN, SCHEMA_VERSION, TASK
 from agentrl.store.schema import prepare
 from agentrl.store.slots import LIVE
 
@@ -83,7 +83,7 @@ async def span_temperatures(database: AsyncDatabase[Json]) -> int:
         {"_id": {"$gt": last}, **waiting}, {"record": 1, "spans": 1}, sort=[("_id", 1)], limit=_PAGE
     ).to_list():
         records = [document["record"] for document in page]
-        calls = database.get_collection(CALL).find(
+        calls = database.get_collection(MODEL_CALL).find(
             {"record": {"$in": records}}, {"record": 1, "index": 1, "sampling_params.temperature": 1}
         )
         found = {

@@ -26,7 +26,7 @@ from agentrl.store.admin.regroup import (
 )
 from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.groups import Decide, GroupOutcome, StoredGroup
-from agentrl.store.model_calls import read_calls
+from agentrl.store.model_calls import read_model_calls
 from agentrl.store.names import RECORD, TASK
 from agentrl.store.records import read_records
 from agentrl.store.selection import ease_after_group
@@ -86,7 +86,7 @@ class Rescoring(Repository):
             raise StoreError(f"there is no Task {task_id}")
         query = _query(None, [task_id], records, statuses)
         found = [Record.from_document(item) async for item in self._collection(RECORD).find(query)]
-        calls = await read_calls(self._connection, [record.id for record in found])
+        calls = await read_model_calls(self._connection, [record.id for record in found])
         return StoredGroup(task=Task.from_document(document), records=tuple(found), calls=calls)
 
     @database_call
@@ -131,7 +131,7 @@ class Rescoring(Repository):
             return Rescored(changed=len(earlier), kept_because=kept_because)
         live = [record.id for record in renewed if record.score is not None]
         task = Task.from_document(document)
-        outcome = decide(task, renewed, await read_calls(self._connection, live, readable=False))
+        outcome = decide(task, renewed, await read_model_calls(self._connection, live, readable=False))
         if not dry_run:
             await self._write(document, earlier, scores, outcome)
         return Rescored(changed=len(earlier), decided_again=True)

@@ -13,7 +13,7 @@ from agentrl.documents.status import APPLIED_STEPS, DataStatus, RecordStatus, va
 from agentrl.errors import StoreError
 from agentrl.store.blobs import Blobs
 from agentrl.store.connection import Json, Repository, database_call
-from agentrl.store.names import CALL, DATA, RECORD, STEP, TASK
+from agentrl.store.names import DATA, MODEL_CALL, RECORD, STEP, TASK
 
 _BATCH = 100
 _DEAD = [RecordStatus.FAILED.value, RecordStatus.RELEASED.value, RecordStatus.ABANDONED.value]
@@ -151,7 +151,7 @@ class Retention(Repository):
         stamp = {"$currentDate": {"pruned_at": True}}
         records = self._collection(RECORD)
         tasks = [item["task"] async for item in records.find(chosen, {"task": 1}, session=session)]
-        for collection, query in ((CALL, {"record": {"$in": list(ids)}}), (DATA, chosen)):
+        for collection, query in ((MODEL_CALL, {"record": {"$in": list(ids)}}), (DATA, chosen)):
             await self._collection(collection).delete_many(query, session=session)
             await Blobs(self._connection, collection).delete(ids, session)
         await records.update_many(chosen, stamp, session=session)
@@ -160,11 +160,11 @@ class Retention(Repository):
 
     async def _measure(self, ids: Sequence[str], session: AsyncClientSession) -> Pruned:
         freed = Pruned(trajectories=len(ids))
-        freed.calls, size = await self._size(CALL, {"record": {"$in": list(ids)}}, session)
+        freed.calls, size = await self._size(MODEL_CALL, {"record": {"$in": list(ids)}}, session)
         freed.bytes += size
         freed.data, size = await self._size(DATA, {"_id": {"$in": list(ids)}}, session)
         freed.bytes += size
-        for collection in (CALL, DATA):
+        for collection in (MODEL_CALL, DATA):
             files = await Blobs(self._connection, collection).sizes(ids, session)
             freed.files += len(files)
             freed.bytes += sum(files.values())

@@ -14,12 +14,12 @@ from pymongo.errors import OperationFailure
 from agentrl.errors import StoreError
 from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import (
-    CALL,
     COLLECTIONS,
     DATA,
     EPOCH,
     GATE,
     LEASE,
+    MODEL_CALL,
     RECORD,
     RUN,
     SERVICE,
@@ -47,8 +47,8 @@ def _packed(collection: str) -> dict[str, list[str]]:
 
 ROLES: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
     "agentrl_sampler": {
-        TASK: _CHANGE, RECORD: _CHANGE, CALL: _ADD, DATA: _ADD, GATE: _CHANGE, EPOCH: _CHANGE,
-        SETTINGS: _ADD, **_packed(CALL), **_packed(DATA),
+        TASK: _CHANGE, RECORD: _CHANGE, MODEL_CALL: _ADD, DATA: _ADD, GATE: _CHANGE, EPOCH: _CHANGE,
+        SETTINGS: _ADD, **_packed(MODEL_CALL), **_packed(DATA),
     },
     "agentrl_trainer": {
         TASK: ["update"], RECORD: ["update"], DATA: ["update"], STEP: _CHANGE, VERSION: _CHANGE,

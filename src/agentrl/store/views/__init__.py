@@ -7,18 +7,18 @@ Packed arrays are left out. A filter on a field that a view passes on unchanged 
 from __future__ import annotations
 
 from agentrl.store.connection import Json
-from agentrl.store.names import CALL, DATA, RECORD, SERVICE, STEP, TASK
+from agentrl.store.names import DATA, MODEL_CALL, RECORD, SERVICE, STEP, TASK
 from agentrl.store.views.engines import ENGINES
 from agentrl.store.views.sampling import CONVERSATIONS, FAILURES, TOOL_CALLS, TOOLS, TRAJECTORIES, TURNS
 from agentrl.store.views.training import GROUPS, STEPS, TASKS, TRAINING, WAITING
 
 VIEWS: dict[str, tuple[str, list[Json]]] = {
     "audit_trajectories": (RECORD, TRAJECTORIES),
-    "audit_turns": (CALL, TURNS),
+    "audit_turns": (MODEL_CALL, TURNS),
     "audit_conversations": (RECORD, CONVERSATIONS),
     "audit_failures": (RECORD, FAILURES),
     "audit_tool_calls": (RECORD, TOOL_CALLS),
-    "audit_tools": (CALL, TOOLS),
+    "audit_tools": (MODEL_CALL, TOOLS),
     "audit_groups": (TASK, GROUPS),
     "audit_tasks": (TASK, TASKS),
     "audit_steps": (STEP, STEPS),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agentrl.documents.status import ServiceStatus, VersionStatus
 from agentrl.store.connection import Json
-from agentrl.store.names import CALL, RECORD, VERSION
+from agentrl.store.names import MODEL_CALL, RECORD, VERSION
 from agentrl.store.views.stages import NEWEST_VERSION, as_is, join, ratio, seconds
 
 _RECENT = 1000
@@ -18,7 +18,7 @@ _SPEEDS: Json = {
             {"$limit": _RECENT},
             {"$project": as_is("_id")},
             join(
-                CALL, "_id", "record", "calls",
+                MODEL_CALL, "_id", "record", "calls",
                 {"$project": as_is("engine", "generate_seconds", "generated_tokens", "created_at")},
             ),
             {"$unwind": "$calls"},

@@ -17,7 +17,7 @@ from agentrl.documents.serving import PolicyVersion
 from agentrl.documents.status import APPLIED_STEPS, RecordStatus, StepStatus, TaskStatus, values
 from agentrl.scoring.groups import FAILED
 from agentrl.store.connection import Json, Repository, database_call
-from agentrl.store.model_calls import read_calls
+from agentrl.store.model_calls import read_model_calls
 from agentrl.store.names import DATA, RECORD, STEP, TASK, VERSION
 from agentrl.store.selection import ORDER
 from agentrl.store.services import Services
@@ -170,7 +170,7 @@ class Views(Repository):
     @database_call
     async def calls(self, record_ids: Sequence[str]) -> dict[str, list[DispatchedSamplingTask]]:
         """Return the model calls of several Records by index, with the texts and tokens that GridFS holds."""
-        return await read_calls(self._connection, list(record_ids))
+        return await read_model_calls(self._connection, list(record_ids))
 
     @database_call
     async def group_counts(self) -> list[GroupCount]:

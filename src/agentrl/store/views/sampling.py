@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.store.connection import Json
-from agentrl.store.names import CALL, DATA, TASK
+from agentrl.store.names import DATA, MODEL_CALL, TASK
 from agentrl.store.views.stages import NEWEST_FIRST, age, as_is, first, join, oldest_step, ratio, seconds
 
 _DATA_FIELDS = as_is("status", "problem", "trained_at_steps", "tokens", "trainable_tokens", "spans.version")
@@ -47,7 +47,7 @@ def _whole(messages: str, executions: Json) -> Json:
 
 
 TURNS: list[Json] = [
-    join(CALL, "parent", "_id", "before", {"$project": as_is("tool_executions")}),
+    join(MODEL_CALL, "parent", "_id", "before", {"$project": as_is("tool_executions")}),
     {"$set": {"messages": _whole("$messages", {"$first": "$before.tool_executions"})}},
     {
         "$project": {
@@ -104,7 +104,7 @@ _SAID: Json = {
 CONVERSATIONS: list[Json] = [
     NEWEST_FIRST,
     join(
-        CALL, "_id", "record", "calls",
+        MODEL_CALL, "_id", "record", "calls",
         {"$sort": {"index": 1}},
         {"$project": as_is("index", "parent", "messages", "response", "tool_executions")},
     ),
@@ -179,7 +179,7 @@ _TOOL_CALL: Json = {
 
 TOOL_CALLS: list[Json] = [
     NEWEST_FIRST,
-    join(CALL, "_id", "record", "calls", {"$project": as_is("index", "tool_executions")}),
+    join(MODEL_CALL, "_id", "record", "calls", {"$project": as_is("index", "tool_executions")}),
     {"$unwind": "$calls"},
     {"$unwind": {"path": "$calls.tool_executions", "includeArrayIndex": "place"}},
     {"$set": {"trajectory": "$_id"}},

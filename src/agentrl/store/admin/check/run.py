@@ -35,7 +35,7 @@ class Tasks(Section):
         ):
             of_task[record["task"]].append(record)
         record_ids = [record["_id"] for records in of_task.values() for record in records]
-        of_record = await trajectories.read_calls(moment, record_ids)
+        of_record = await trajectories.read_model_calls(moment, record_ids)
         trained = await moment.ids(DATA, record_ids)
         for task in page:
             records = sorted(of_task[task["_id"]], key=_order)

@@ -17,7 +17,7 @@ from agentrl.store.admin.check.reading import Section, Snapshot, Whole, differin
 from agentrl.store.admin.checkpoints import Checkpoint
 from agentrl.store.blobs import Blobs
 from agentrl.store.connection import Json
-from agentrl.store.model_calls import read_calls
+from agentrl.store.model_calls import read_model_calls
 from agentrl.store.names import DATA, RECORD, STEP, TASK, VERSION
 
 _RECORD_FIELDS = {
@@ -69,7 +69,7 @@ class Data(Section):
 
     async def _compare_tokens(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
         tasks = await moment.by_id(TASK, {data["task"] for data in page}, {"group.rules": 1})
-        calls = await read_calls(self.connection, [data["_id"] for data in page], readable=False)
+        calls = await read_model_calls(self.connection, [data["_id"] for data in page], readable=False)
         blobs = Blobs(self.connection, DATA)
         for document in page:
             try:

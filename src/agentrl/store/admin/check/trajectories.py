@@ -11,7 +11,7 @@ from agentrl.store.admin.check.findings import Findings, Invariant, Problem
 from agentrl.store.admin.check.reading import Section, Snapshot, differing
 from agentrl.store.blobs import moved_fields
 from agentrl.store.connection import Json
-from agentrl.store.names import CALL, RECORD, TASK
+from agentrl.store.names import MODEL_CALL, RECORD, TASK
 
 SETTLED = frozenset({RecordStatus.SCORED, RecordStatus.READY, RecordStatus.ABANDONED})
 """A Record with a score."""
@@ -112,7 +112,7 @@ def _scored(name: str, task: Json, slot: Json, record: Json | None) -> Iterator[
     )
 
 
-async def read_calls(moment: Snapshot, record_ids: Sequence[str]) -> dict[str, list[Json]]:
+async def read_model_calls(moment: Snapshot, record_ids: Sequence[str]) -> dict[str, list[Json]]:
     """Return the calls of Records by index, with the sizes in bytes of their token arrays."""
     calls: dict[str, list[Json]] = {key: [] for key in record_ids}
     pipeline: list[Json] = [
@@ -120,7 +120,7 @@ async def read_calls(moment: Snapshot, record_ids: Sequence[str]) -> dict[str, l
         {"$sort": {"record": 1, "index": 1}},
         {"$project": _CALL_FIELDS},
     ]
-    for call in await moment.aggregate(CALL, pipeline):
+    for call in await moment.aggregate(MODEL_CALL, pipeline):
         if call.get("packed_in_gridfs"):
             call.update(await _sizes(moment, call))
         calls[call["record"]].append(call)
@@ -129,7 +129,7 @@ async def read_calls(moment: Snapshot, record_ids: Sequence[str]) -> dict[str, l
 
 async def _sizes(moment: Snapshot, call: Json) -> Json:
     names = moved_fields(call)
-    files = await moment.by_id(f"{CALL}.packed.files", names, {"length": 1})
+    files = await moment.by_id(f"{MODEL_CALL}.packed.files", names, {"length": 1})
     return {name: files[key]["length"] if key in files else None for key, name in names.items()}
 
 
@@ -226,7 +226,7 @@ class RecordParents(_Parents):
 class CallParents(_Parents):
     """Checks that every model call has its Record."""
 
-    collection = CALL
+    collection = MODEL_CALL
     parents = RECORD
     order = "record"
     fields: ClassVar = {"record": 1, "_id": 0}
