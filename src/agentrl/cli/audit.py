@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rich.console import RenderableType
 
+from agentrl.config.examples import examples_text
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import EngineConfig, RunConfig, flag
 from agentrl.errors import AgentRLError, ConfigError
@@ -57,7 +58,7 @@ class CurveFlags:
 def main(argv: list[str]) -> int:
     """Run ``agentrl audit PAGE …``."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(_USAGE, end="")
+        print(f"{_USAGE}\n{examples_text('agentrl audit')}")
         return 0
     page, words = argv[0], argv[1:]
     if page == "record":

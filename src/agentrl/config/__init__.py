@@ -1,1 +1,1 @@
-"""The configuration of a run: dataclasses in ``schema``, parsing in ``load``; nothing heavy is imported."""
+"""Flags of a run: their dataclasses, parsing, checks and description; imports nothing heavy."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from agentrl.config.examples import EXAMPLES
+from agentrl.config.examples import examples_text
 from agentrl.config.fields import constraint
 from agentrl.config.schema import GROUPS, Section, sections
 
@@ -42,7 +42,6 @@ def flags_page() -> str:
 
 def help_text(command: str, description: str, groups: Sequence[type]) -> str:
     """Return the text of ``--help``: the flags of ``groups`` by section, and two examples."""
-    examples = EXAMPLES.get(" ".join(command.split()[:3]), EXAMPLES.get(" ".join(command.split()[:2]), ()))
     parser = argparse.ArgumentParser(
         prog=command,
         usage=f"{command} [--config FILE.yaml] [--flag VALUE …]",
@@ -62,10 +61,7 @@ def help_text(command: str, description: str, groups: Sequence[type]) -> str:
         " accepted too, so that one set of flags, or one file, serves every process of a run.",
         _WIDTH,
     )
-    shown = [parser.format_help(), end]
-    if examples:
-        shown += ["", "examples:", *(f"  {example}" for example in examples)]
-    return "\n".join(shown)
+    return "\n".join([parser.format_help(), end, "", examples_text(command)])
 
 
 def _table(section: Section) -> str:

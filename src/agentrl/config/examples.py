@@ -10,7 +10,7 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl mongo status --mongo_dir /data/mongo",
     ),
     "agentrl tasks": (
-        "agentrl tasks load assets/tasks.jsonl --run_name math",
+        "agentrl tasks load tasks.jsonl --run_name math",
         "agentrl tasks list --run_name math",
     ),
     "agentrl db": (
@@ -42,6 +42,10 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         " --output_dir output/sft",
         "agentrl sft --config run.yaml --sft_from_records math --sft_min_score 1 --output_dir output/sft",
     ),
+    "agentrl audit": (
+        "agentrl audit run --run_name math",
+        "agentrl audit record 4f1c --run_name math",
+    ),
     "agentrl audit run": (
         "agentrl audit run --run_name math",
         "agentrl audit run --config run.yaml",
@@ -72,3 +76,13 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
     ),
 }
 """Command → its examples."""
+
+
+def examples_text(command: str) -> str:
+    """Return the lines that show the examples of ``command``; words behind the command are ignored."""
+    words = command.split()
+    for length in (3, 2):
+        found = EXAMPLES.get(" ".join(words[:length]))
+        if found is not None:
+            return "\n".join(["examples:", *(f"  {example}" for example in found)])
+    return ""

@@ -36,7 +36,7 @@ _ARCHITECTURE = (
 
 
 def sampler_facts(configs: Configs) -> Facts:
-    """Return what samplers decide: group size, order, prompts, and how groups become advantages."""
+    """Return the settings of sampling: group size, order, prompts, and how groups become advantages."""
     agent = configs[AgentConfig]
     sampled = SamplingParams.from_json(configs[SamplingConfig].preferred_sampling_params)
     return {
@@ -53,7 +53,7 @@ def sampler_facts(configs: Configs) -> Facts:
 
 
 def trainer_facts(configs: Configs, loss: LossConfig) -> Facts:
-    """Return what the trainer decides: the loss, with its defaults filled in, and the adapters."""
+    """Return the settings of training: the loss, with its defaults filled in, and the adapters."""
     return {
         "loss": {
             **dataclasses.asdict(loss),
@@ -64,7 +64,7 @@ def trainer_facts(configs: Configs, loss: LossConfig) -> Facts:
 
 
 def model_facts(folder: Path) -> dict[str, Any]:
-    """Return a model's shape, and the hash of its tokenizer; what the folder lacks is left out."""
+    """Return the shape of a model and the hash of its tokenizer, as far as the folder has them."""
     facts: dict[str, Any] = {}
     try:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))

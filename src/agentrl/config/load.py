@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin, 
 
 import yaml
 
-from agentrl.config.examples import EXAMPLES
+from agentrl.config.examples import examples_text
 from agentrl.config.schema import GROUPS, sections
 from agentrl.errors import ConfigError
 
@@ -233,10 +233,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
-        examples = EXAMPLES.get(self.prog)
-        if examples:
-            self.formatter_class = argparse.RawDescriptionHelpFormatter
-            self.epilog = "\n".join(["examples:", *(f"  {example}" for example in examples)])
+        self.epilog = examples_text(self.prog)
+        self.formatter_class = argparse.RawDescriptionHelpFormatter
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does; an unknown flag raises ConfigError with the nearest known one."""

@@ -1,4 +1,4 @@
-"""Checks of flags against each other: what no process of a run could work with is refused at start."""
+"""Checks flags against each other at start."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ T = TypeVar("T")
 
 
 class Groups(Protocol):
-    """The parsed groups of flags."""
+    """The parsed groups of flags, by class."""
 
     def __getitem__(self, cls: type[T]) -> T: ...
 
 
 def require_trainable(configs: Groups) -> None:
-    """Refuse flags with which samplers and the trainer would wait for each other, or work in vain.
+    """Raise ConfigError for flags with which no group could be trained, or no step could begin.
 
-    Samplers and the trainer of a run get the same flags, so that both refuse them. Raises ConfigError.
+    Samplers and the trainer of a run get the same flags, so both call this.
     """
     _require_progress(configs[SamplingConfig], configs[TrainConfig])
     _require_whitening(configs[GroupConfig], configs[TrainConfig])
@@ -35,11 +35,10 @@ def require_trainable(configs: Groups) -> None:
 
 
 def _require_progress(sampling: SamplingConfig, training: TrainConfig) -> None:
-    """A group is begun under weights that are published, or some steps behind them if staleness allows.
+    """Refuse synchronous sampling with unpublished steps: samplers would wait for weights without end.
 
-    Between two publications the trainer's weights are unpublished. Admission counts each such step, and the
-    trainer publishes early when more than ``max_staleness`` are: at 0 after every step, whatever
-    ``publish_steps`` says.
+    Between two publications the trainer's weights are unpublished. Admission counts these steps as
+    staleness. The trainer publishes early when there are more than ``max_staleness`` of them.
     """
     is_synchronous = sampling.sync_sampling or sampling.max_staleness == 0
     flags = "--sync_sampling" if sampling.sync_sampling else "--max_staleness 0"
@@ -52,17 +51,17 @@ def _require_progress(sampling: SamplingConfig, training: TrainConfig) -> None:
 
 
 def _require_whitening(groups: GroupConfig, training: TrainConfig) -> None:
-    """Refuse group flags that batch whitening undoes: it changes zero, sign and scale of every advantage."""
+    """Refuse group flags that whitening undoes: it changes the zero, sign and scale of every advantage."""
     if training.advantage_whitening == "none":
         return
     losing = {
         "drop_zero_advantage": ("false", "whitening moves advantages away from 0"),
         "minimal_advantage": (0.0, "small advantages are part of the step's mean"),
-        "clamp_advantage_by_score": ("false", "whitening changes the signs that it fixes"),
+        "clamp_advantage_by_score": ("false", "whitening changes the signs that it sets"),
         "adv_scaling": (1.0, "whitening divides by the scale"),
     }
     if groups.advantage == "reward":
-        losing["min_score_spread"] = (0.0, "groups that agree are part of the step's mean")
+        losing["min_score_spread"] = (0.0, "groups with equal scores are part of the step's mean")
     for name, (needed, why) in losing.items():
         value = getattr(groups, name)
         value = str(value).lower() if isinstance(value, bool) else value
@@ -74,7 +73,7 @@ def _require_whitening(groups: GroupConfig, training: TrainConfig) -> None:
 
 
 def _require_fitting(agent: AgentConfig, sampling: SamplingConfig, training: TrainConfig) -> None:
-    """A trajectory's longest path, a prompt and what is generated behind it, is trained in one piece."""
+    """Refuse model calls that may not fit in a micro-batch: prompt and output are trained in one piece."""
     longest = agent.max_prompt_tokens + sampling.max_new_tokens
     require(
         longest <= training.max_tokens,
@@ -101,7 +100,7 @@ def _require_known_distribution(sampling: SamplingConfig, serving: EngineConfig)
     require(
         not names or logprobs_of(engine, given) == "sampled",
         f"--preferred_sampling_params has {named}, and the logprobs of --engine {engine} are then not of the"
-        " distribution that is sampled from: no call could be trained",
+        " sampled distribution: no call could be trained",
         f"leave {' and '.join(names)} out; or use an engine that returns them, --engine local or vllm, with"
         " the same flags for every process; `agentrl eval` may sample with them",
     )

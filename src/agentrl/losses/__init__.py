@@ -1,1 +1,1 @@
-"""Policy losses on flat per-token tensors; knows nothing of models, forests or databases."""
+"""Losses of the policy on flat per-token tensors; knows no models, forests or databases."""

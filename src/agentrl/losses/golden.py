@@ -1,4 +1,4 @@
-"""``python -m agentrl.losses.golden``: prints the golden value of every loss, computed as training does."""
+"""``python -m agentrl.losses.golden``: computes every loss as training does, and compares golden values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Example:
     advantages: tuple[float, ...]
     logprobs: tuple[float, ...]
     start: tuple[float, ...]
-    """The trainer's own at the start of the step."""
+    """The trainer's logprobs at the start of the step."""
     behavior: tuple[float, ...]
     reference: tuple[float, ...]
     age: tuple[int, ...]
@@ -41,7 +41,7 @@ VECTOR = Example(
     reference=(-1.0, -1.0, -1.0),
     age=(0, 0, 0),
 )
-"""One trajectory of three tokens, each with an advantage of its own."""
+"""One trajectory of three tokens with different advantages."""
 
 STEP = Example(
     row=(0, 0, 0, 1, 1, 2),
@@ -120,11 +120,11 @@ GOLDEN: tuple[Golden, ...] = (
         for recipe in RECIPES
     ),
 )  # fmt: skip
-"""``VECTOR`` with a token mean where not said otherwise, then ``STEP`` with every row of docs/losses.md."""
+"""``VECTOR``, by default with a token mean; then ``STEP`` with every row of docs/losses.md."""
 
 
 def batch_of(example: Example, settings: LossSettings) -> TokenBatch:
-    """The example as losses take it; its logprobs are a leaf with a gradient."""
+    """Return the example as a TokenBatch; its logprobs are a leaf with a gradient."""
     behavior, age = torch.tensor(example.behavior), torch.tensor(example.age)
     row = torch.tensor(example.row)
     return TokenBatch(
@@ -142,7 +142,7 @@ def batch_of(example: Example, settings: LossSettings) -> TokenBatch:
 
 
 def loss_of(batch: TokenBatch, settings: LossSettings) -> tuple[Tensor, tuple[int, ...]]:
-    """The loss of a whole step in one batch, with gradient, and which tokens it kept."""
+    """Return the loss of a whole step in one batch, with gradient, and 1 for each token that it keeps."""
     result = token_losses(batch, settings)
     whole = Denominators.of(batch.mask, batch.row)
     loss = reduce_losses(result.losses, batch.mask, batch.row, batch.trajectories, whole, settings)
@@ -150,13 +150,13 @@ def loss_of(batch: TokenBatch, settings: LossSettings) -> tuple[Tensor, tuple[in
 
 
 def evaluate(case: Golden) -> tuple[float, tuple[int, ...]]:
-    """The loss of a case, and which tokens it kept."""
+    """Return the loss of a case, and 1 for each token that it keeps."""
     loss, kept = loss_of(batch_of(case.example, case.settings), case.settings)
     return float(loss.detach()), kept
 
 
 def main() -> int:
-    """Print every case; 1 where one deviates by more than 1e-4 or keeps other tokens."""
+    """Print every case; return 1 if one deviates by more than 1e-4 or keeps other tokens."""
     wrong = 0
     print(f"{'case':<44} {'expected':>9} {'computed':>9} {'deviation':>10}")
     for case in GOLDEN:

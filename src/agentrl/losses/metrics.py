@@ -1,4 +1,4 @@
-"""What a step reports about its tokens, summed over micro-batches and ranks."""
+"""Token metrics of a step, summed over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentrl.losses.compute import reference_kl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenMetrics:
-    """Sums over the masked-in tokens of one or more micro-batches; ``+`` joins two."""
+    """Sums over the tokens in the loss mask of one or more micro-batches; ``+`` adds two."""
 
     tokens: int = 0
     ratio: float = 0.0
@@ -27,7 +27,7 @@ class TokenMetrics:
     kl_k3: float = 0.0
     entropy: float = 0.0
     kl_reference: float | None = None
-    """Σ of the k3 estimate of KL(πθ‖π_ref); None without a reference."""
+    """Σ of the k3 estimate of KL(πθ‖π_ref); None without a reference model."""
     weight: float = 0.0
     """Σ πθ/μ."""
     weight_squared: float = 0.0
@@ -82,15 +82,15 @@ class TokenMetrics:
         )
 
     def report(self) -> dict[str, float | dict[str, float]]:
-        """The step's metrics, per token.
+        """Return the step's metrics, per token; empty without a token.
 
-        ``clipped_fraction`` counts what the loss's own clip bounds, ``masked_fraction`` what bounds on
-        staleness and corrections drop, ``capped_fraction`` the weights that ``tis`` or ``seq_tis`` lowers.
-        ``kl_k1`` and ``kl_k3`` estimate KL(μ‖πθ) in nats (k1: log μ/πθ; k3: πθ/μ − 1 − log πθ/μ).
-        ``kl_reference``, where there is a reference model, is the k3 estimate of KL(πθ‖π_ref).
-        ``effective_sample_size`` is (Σω)²/(n·Σω²) of ω = πθ/μ, in (0, 1]. ``staleness_histogram`` maps an
-        age in optimizer steps to tokens and ``version_fractions`` a policy version to its share of the
-        tokens; both have text keys, as documents need them. Empty without a token.
+        ``clipped_fraction`` counts tokens that the loss's own clip bounds, ``masked_fraction`` those that
+        bounds on staleness and corrections drop, ``capped_fraction`` those whose weight ``tis`` or
+        ``seq_tis`` lowers. ``kl_k1`` and ``kl_k3`` estimate KL(μ‖πθ) in nats (k1: log μ/πθ; k3:
+        πθ/μ − 1 − log πθ/μ). ``kl_reference`` is the k3 estimate of KL(πθ‖π_ref), if there is a reference
+        model. ``effective_sample_size`` is (Σω)²/(n·Σω²) of ω = πθ/μ, in (0, 1]. ``staleness_histogram`` maps
+        an age in optimizer steps to tokens and ``version_fractions`` a policy version to its share of the
+        tokens; both have text keys, as documents need them.
         """
         count = self.tokens
         if count == 0:

@@ -1,4 +1,4 @@
-"""RECIPES: flags that reproduce each paper, each peer and the original; the table of docs/losses.md."""
+"""Flags that reproduce published losses: of papers, other systems and the original (docs/losses.md)."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ class Recipe:
 
     name: str
     flags: Mapping[str, Any] = field(default_factory=dict)
-    """Flags of ``LossSettings``, by name."""
+    """Flags of the loss, by name."""
     others: str = ""
-    """All other flags."""
+    """Other flags, as on the command line."""
     source: str
     expected: float
     """The loss of ``golden.STEP``."""
 
     @property
     def settings(self) -> LossSettings:
-        """The loss of the row."""
+        """The settings of the loss."""
         return LossSettings(**self.flags)
 
     @property
     def whitens(self) -> bool:
-        """Whether the row whitens a step's advantages."""
+        """Whether the advantages of a step are whitened."""
         return "--advantage_whitening batch" in self.others
 
     @property
@@ -160,5 +160,5 @@ RECIPES: tuple[Recipe, ...] = (
 
 
 def table() -> str:
-    """The table in Markdown."""
+    """Return the table in Markdown."""
     return "\n".join([HEAD, *(recipe.row for recipe in RECIPES)])

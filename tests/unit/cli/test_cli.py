@@ -38,6 +38,8 @@ def test_help_ends_well_and_imports_nothing_heavy(command: str | None) -> None:
     result = _probe(*words)
     assert result.returncode == 0, result.stderr
     assert "usage: agentrl" in result.stdout
+    assert command is None or result.stdout.count(f"\n  agentrl {command}") >= 1
+    assert command is None or "\nexamples:\n" in result.stdout
     assert result.stderr.splitlines()[-1] == "heavy: []"
 
 
