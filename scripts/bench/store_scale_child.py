@@ -28,7 +28,8 @@ from agentrl.config.schema import ClaimConfig, GroupConfig, RunConfig
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.task import Claim
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
+from agentrl.rollout.housekeeping import EpochPlan
+from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.store.client import Store, open_store
 from agentrl.store.connection import Connection
 

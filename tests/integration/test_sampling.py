@@ -29,7 +29,8 @@ from agentrl.rollout import sampler as sampler_module
 from agentrl.rollout import worker as worker_module
 from agentrl.rollout.evaluate import collect, served_version
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
+from agentrl.rollout.housekeeping import EpochPlan
+from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.rollout.setup import open_renderer
 from agentrl.rollout.worker import Worker
 from agentrl.store.admission import GroupLimit

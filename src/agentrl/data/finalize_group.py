@@ -77,19 +77,15 @@ class GroupRules:
             summed = {**summarize(scored, failed, 0, rules), "right_threshold": self.config.right_threshold}
             return GroupOutcome(records=tuple(outcomes), summary=summed)
         filtered = self._filtered(task, scored)
-        if self.recorded and self.config.advantage not in BUILT_IN:
-            decisions = recorded_decisions(scored)
-        else:
-            rng = random.Random(f"{self.seed}/{task.id}")
-            decisions = decide_group(scored, self.config, rng, filtered)
+        decisions = self._decisions(task, scored, filtered)
         by_id = {record.id: record for record in scored}
         data: list[DBRecordData] = []
         outcomes = []
         masked: Counter[str] = Counter()
         for decision in decisions:
-            shaped = self._masked(calls.get(decision.record_id, ()), decision)
-            masked.update(shaped)
-            converted = self._convert(task, by_id[decision.record_id], calls, decision, shaped)
+            reasons = self._masked(calls.get(decision.record_id, ()), decision)
+            masked.update(reasons)
+            converted = self._convert(task, by_id[decision.record_id], calls, decision, reasons)
             if isinstance(converted, DBRecordData):
                 data.append(converted)
                 outcomes.append(_outcome(decision.record_id, RecordStatus.READY, decision.advantage))
@@ -102,6 +98,12 @@ class GroupRules:
             "rules": rules,
         }
         return GroupOutcome(data=tuple(data), records=tuple(outcomes), summary=summary)
+
+    def _decisions(self, task: Task, scored: Sequence[Record], filtered: Mapping[str, str]) -> list[Decision]:
+        if self.recorded and self.config.advantage not in BUILT_IN:
+            return recorded_decisions(scored)
+        rng = random.Random(f"{self.seed}/{task.id}")
+        return decide_group(scored, self.config, rng, filtered)
 
     def _filtered(self, task: Task, scored: Sequence[Record]) -> Mapping[str, str]:
         if self.filtered is not None or self.config.group_filter is None or not scored:
@@ -118,7 +120,7 @@ class GroupRules:
         record: Record,
         calls: Mapping[str, Sequence[DispatchedSamplingTask]],
         decision: Decision,
-        shaped: Sequence[str],
+        reasons: Sequence[str],
     ) -> DBRecordData | str:
         """Return the training data, or why there are none."""
         if decision.advantage is None:
@@ -132,13 +134,13 @@ class GroupRules:
             return data
         if decision.advantage == 0 and self.config.drop_zero_advantage:
             return "its advantage is 0, and drop_zero_advantage leaves it out"
-        if shaped:
-            return f"no model call to train: {_listed(shaped)}, which the engine's logprobs leave out"
+        if reasons:
+            return f"no model call to train: {_listed(reasons)}, which the engine's logprobs leave out"
         return "no model call has an advantage to train with"
 
 
-def _listed(shaped: Sequence[str]) -> str:
-    counts = Counter(shaped)
+def _listed(reasons: Sequence[str]) -> str:
+    counts = Counter(reasons)
     listed = [f"{count} sampled with {what}" for what, count in counts.most_common(_LISTED)]
     rest = counts.total() - sum(count for _, count in counts.most_common(_LISTED))
     return ", ".join([*listed, f"{rest} with others"] if rest else listed)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from agentrl.config.schema import GroupConfig
-from agentrl.data.finalize_group import TRAIN_SPLIT, GroupRules
+from agentrl.data.finalize_group import GroupRules
 from agentrl.errors import StoreUnavailableError
 from agentrl.rollout.outcome import failure_text
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from agentrl.documents.task import Task
     from agentrl.store.client import Store
     from agentrl.store.groups import GroupOutcome
-
-__all__ = ["TRAIN_SPLIT", "GroupFinalizer"]
 
 logger = logging.getLogger(__name__)
 

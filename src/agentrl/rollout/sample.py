@@ -13,10 +13,11 @@ from agentrl.config.schema import (
     TaskConfig,
     TrainConfig,
 )
+from agentrl.data.finalize_group import TRAIN_SPLIT
 from agentrl.observe.begin_run import begin_model, begin_run
 from agentrl.registry import paths_among
 from agentrl.rollout.admission import Admission
-from agentrl.rollout.finalizer import TRAIN_SPLIT, GroupFinalizer
+from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.housekeeping import EpochPlan
 from agentrl.rollout.load_tasks import load_tasks
 from agentrl.rollout.probe import probe, require_groups

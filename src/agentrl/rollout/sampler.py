@@ -23,8 +23,6 @@ from agentrl.store.selection import Selection
 if TYPE_CHECKING:
     from agentrl.store.client import Store
 
-__all__ = ["EpochPlan", "Sampler", "SamplerConfig"]
-
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0

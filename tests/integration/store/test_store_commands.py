@@ -20,7 +20,8 @@ from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import RecordStatus, ServiceStatus, TaskStatus
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.rollout.sampler import EpochPlan, Sampler, SamplerConfig
+from agentrl.rollout.housekeeping import EpochPlan
+from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.store.admission import GroupLimit
 from agentrl.store.client import Store, open_store
 from agentrl.store.training import StaleVersions
