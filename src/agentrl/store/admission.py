@@ -53,7 +53,7 @@ class AdmissionRacedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _OpenGroups:
-    """The number of open groups of a split, and those that no sampler has claimed yet, in order."""
+    """The number of open groups of a split, and the unclaimed groups among them, in order."""
 
     count: int
     unclaimed: tuple[Json, ...]

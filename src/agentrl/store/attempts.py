@@ -23,7 +23,7 @@ from agentrl.store.slots import lease_lost, lost_claims
 from agentrl.store.write_coalescer import WriteCoalescer
 
 FREE: Json = {"owner": None, "lease_expires_at": None}
-"""The fields of a slot that nobody holds."""
+"""The owner and the lease of a slot that is not running."""
 
 _UNFINISHED = sources(RECORD_EDGES, RecordStatus.RELEASED)
 _MAX_DOUBLINGS = 9

@@ -50,7 +50,7 @@ class Changes:
         self._changed = asyncio.Condition()
         self._follower: asyncio.Task[None] | None = None
         self._watched: frozenset[str] = frozenset()
-        """The collections in the stream: those that this process has waited for."""
+        """The collections in the stream: all that this process has waited for."""
         self._restarting = asyncio.Lock()
 
     async def wait(self, *collections: str, timeout: float) -> bool:

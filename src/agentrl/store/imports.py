@@ -1,4 +1,4 @@
-"""The list of ``module:function`` paths that tasks may name and samplers may import."""
+"""Read and extend the list of ``module:function`` paths that tasks may name and samplers may import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model calls of a trajectory: each is stored when it is complete, as a DispatchedSamplingTask."""
+"""Store and read the model calls of trajectories, each as a DispatchedSamplingTask."""
 
 from __future__ import annotations
 

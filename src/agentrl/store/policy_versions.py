@@ -1,4 +1,4 @@
-"""PolicyVersions: reserve, publish, withdraw and find the published weights of a run."""
+"""Reserve, publish, withdraw and find the PolicyVersions of a run: its published weights."""
 
 from __future__ import annotations
 

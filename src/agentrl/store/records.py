@@ -1,4 +1,4 @@
-"""Records: create, advance and find attempts at trajectories; scoring and failing are in ``attempts``."""
+"""Create, advance and find Records, one per attempt; ``attempts`` scores, fails and releases them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schema of a run's database: a validator for each collection, indexes and views; ``prepare`` makes them.
+"""Create the schema of a run's database: a validator for each collection, indexes and views.
 
 Validators are generated from the document classes.
 """

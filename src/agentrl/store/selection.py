@@ -206,7 +206,7 @@ class TaskSelection(Repository):
     async def _known(
         self, split: str, selection: Selection, target: float, count: int, session: AsyncClientSession | None
     ) -> tuple[list[Option], list[str]]:
-        """Return the known tasks with the ease nearest to ``target``, and the ids of those begun again."""
+        """Return known tasks with an ease near ``target``, and the ids of tasks that are begun again."""
         query: Json = {
             "split": split, "status": TaskStatus.COMPLETED.value, "epoch": {"$lt": selection.epochs - 1},
         }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Engines and samplers of a run: engines register and send heartbeats; anyone asks who is alive."""
+"""Register engines, record their heartbeats, and report which engines and samplers of a run are alive."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Liveness:
         ]
 
     def describe(self) -> str:
-        """Return one line for a log: who is alive, or since when nobody is."""
+        """Return one line for a log: the live samplers and engines, or since when there are none."""
         return f"{self._samplers()}; {self._engines()}"
 
     def _samplers(self) -> str:

@@ -1,4 +1,4 @@
-"""Expressions that read and change one slot of a Task, with its derived status and lease deadline.
+"""Build the expressions that read and change a slot of a Task, its status and its lease deadline.
 
 Times are the server's (``$$NOW``). Every value from outside goes through ``$literal``, so that MongoDB never
 evaluates text as an expression.

@@ -46,7 +46,8 @@ class StepChunks(Repository):
         )
         if result.matched_count != len(ids):
             raise NotReadyError(
-                f"step {number} names {len(ids)} documents, and only {result.matched_count} are ready",
+                f"step {number} names {len(ids)} documents, and only {result.matched_count} of them are"
+                " ready",
                 hint="is a second trainer running on this run? stop it",
             )
 

@@ -124,7 +124,7 @@ class TaskLoading(Repository):
         return found
 
     async def _update_all(self, tasks: Sequence[Task], changed: Sequence[int]) -> tuple[int, tuple[str, ...]]:
-        """Update the tasks at ``changed``; return how many, and the ids of those that have been begun."""
+        """Update the tasks at ``changed``; return how many, and the ids of tasks that have been begun."""
         if not changed:
             return 0, ()
         epochs = await self._call(self._epochs, tasks[changed[0]].split)

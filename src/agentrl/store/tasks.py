@@ -72,7 +72,7 @@ class Tasks(Epochs):
 
     @database_call
     async def references(self, split: str) -> TaskReferences:
-        """Return what the tasks of ``split`` name whose groups are not finalized."""
+        """Return the agents, scorers, schemas and tools that the unfinished tasks of ``split`` name."""
         fields = ("agent_name", "scorer", "answer_schema", "tools")
         pipeline: list[Json] = [
             {"$match": {"split": split, "status": {"$in": _UNFINISHED}}},

@@ -1,4 +1,4 @@
-"""The lease that lets exactly one trainer at a time write steps and weights of a run, and its fencing."""
+"""Acquire, renew and fence the lease by which one trainer at a time writes steps and weights of a run."""
 
 from __future__ import annotations
 

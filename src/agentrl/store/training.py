@@ -1,4 +1,4 @@
-"""Training data: find the ready data, mark stale and bad data, fetch what a step trains."""
+"""Find the training data that are ready, mark stale and bad data, and fetch the data of a step."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ class Training(Groups, Steps):
 
     @database_call
     async def quarantine(self, query: Json, problem: str, *, attempt: int | None = None) -> int:
-        """Exclude ready data from training for good because of ``problem``; return how many.
+        """Quarantine ready data because of ``problem``: they are never trained. Return how many.
 
         ``query`` selects the data: ``{"task": …}`` for a group, ``{"_id": …}`` for one. Raises LeaseLostError
         as ``mark_stale``.

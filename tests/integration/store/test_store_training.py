@@ -160,7 +160,7 @@ async def test_steps_plan_commit_and_revert(store: Store) -> None:
     assert [meta.id for meta in await training.ready("train")] == [three]
     with pytest.raises(StoreError, match="planned already"):
         await training.plan_step(make_step(1, [three], attempt="b"))
-    with pytest.raises(StoreError, match="only 1 are ready"):
+    with pytest.raises(StoreError, match="only 1 of them"):
         await training.plan_step(make_step(2, [one, three]))
     assert (await training.counts("train"))[DataStatus.READY] == 1
     for _ in range(2):
