@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 
 from agentrl.errors import ToolServerError
-from agentrl.tools.address import shown_address, without_secrets
 from agentrl.tools.base import Schema, function_schema, schema_name, timeout_text
 from agentrl.tools.config import ManagerSpec
+from agentrl.tools.redact import redact_address, redact_secrets
 
 _CONTROL_SECONDS = 30.0
 _EXCERPT = 300
@@ -58,7 +58,7 @@ class ManagerClient:
 
     def error(self, problem: str, hint: str | None = None) -> ToolServerError:
         """Return an error about this manager, without secrets."""
-        message = f"MCP manager {shown_address(self._spec)} {without_secrets(problem, self._spec)}"
+        message = f"MCP manager {redact_address(self._spec)} {redact_secrets(problem, self._spec)}"
         return ToolServerError(message, hint=hint)
 
     async def close(self) -> None:

@@ -10,9 +10,9 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ToolServerError
-from agentrl.tools.address import shown_address, without_secrets
 from agentrl.tools.base import Schema, function_schema, schema_name, timeout_text
 from agentrl.tools.config import HttpSpec, StdioSpec
+from agentrl.tools.redact import redact_address, redact_secrets
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -58,7 +58,7 @@ class McpServer:
             return await self._request(connection, tool, arguments)
         except ConnectionError as lost:
             logger.warning(
-                "tool server lost; connecting again", extra={"server": self.name, "why": self._shown(lost)}
+                "tool server lost; connecting again", extra={"server": self.name, "why": self._redact(lost)}
             )
             await self._drop(connection)
         connection = await self._live()
@@ -67,7 +67,7 @@ class McpServer:
         except ConnectionError as lost:
             await self._drop(connection)
             raise ToolServerError(
-                f"tool server {self.name} was lost twice while it ran {tool}: {self._shown(lost)}"
+                f"tool server {self.name} was lost twice while it ran {tool}: {self._redact(lost)}"
             ) from lost
 
     async def close(self) -> None:
@@ -109,17 +109,17 @@ class McpServer:
                 try:
                     await connection.open()
                 except ConnectionError as error:
-                    problem = self._shown(error)
+                    problem = self._redact(error)
                     continue
                 self._connection = connection
                 return connection
             raise ToolServerError(
-                f"tool server {self.name} ({shown_address(self._spec)}) cannot be reached: {problem}",
+                f"tool server {self.name} ({redact_address(self._spec)}) cannot be reached: {problem}",
                 hint="start it, or correct its entry in --mcp_servers_file or --mcp_manager_url",
             )
 
-    def _shown(self, error: ConnectionError) -> str:
-        return without_secrets(str(error), self._spec)
+    def _redact(self, error: ConnectionError) -> str:
+        return redact_secrets(str(error), self._spec)
 
     async def _drop(self, connection: _Connection) -> None:
         async with self._connecting:
@@ -183,7 +183,7 @@ class _Connection:
             elif not self._stop.is_set():
                 logger.warning(
                     "tool server connection broke",
-                    extra={"server": self._spec.name, "why": without_secrets(_reasons(error), self._spec)},
+                    extra={"server": self._spec.name, "why": redact_secrets(_reasons(error), self._spec)},
                 )
 
     async def _client(self, stack: AsyncExitStack) -> Client:

@@ -7,9 +7,9 @@ import pytest
 from agentrl.config.schema import AgentConfig
 from agentrl.errors import ToolServerError
 from agentrl.tools import mcp
-from agentrl.tools.address import shown_address, without_secrets
 from agentrl.tools.config import HttpSpec, ManagerSpec, StdioSpec
 from agentrl.tools.pool import ToolPool
+from agentrl.tools.redact import redact_address, redact_secrets
 
 SECRET = "s3cr3t-token-0123456789"
 
@@ -25,20 +25,20 @@ SECRET = "s3cr3t-token-0123456789"
 )
 def test_a_url_is_shown_without_its_tokens(url: str, shown: str) -> None:
     for spec in (HttpSpec(name="n", url=url), ManagerSpec(url=url, server="all")):
-        assert shown_address(spec) == shown
-        assert SECRET not in without_secrets(f"GET {url} failed", spec)
+        assert redact_address(spec) == shown
+        assert SECRET not in redact_secrets(f"GET {url} failed", spec)
         assert SECRET not in repr(spec)
 
 
 def test_a_header_is_hidden_where_an_error_repeats_it() -> None:
     spec = HttpSpec(name="n", url="http://h/mcp", headers={"Authorization": f"Bearer {SECRET}"})
-    assert without_secrets(f"refused {SECRET} at http://h/mcp", spec) == "refused *** at http://h/mcp"
+    assert redact_secrets(f"refused {SECRET} at http://h/mcp", spec) == "refused *** at http://h/mcp"
 
 
 def test_a_command_is_shown_without_its_arguments() -> None:
     spec = StdioSpec(name="n", command="npx", args=(f"--key={SECRET}", "-y"), env={"KEY": SECRET + "x"})
-    assert shown_address(spec) == "npx, 2 arguments"
-    assert without_secrets(f"npx -y --key={SECRET} {SECRET}x", spec) == "npx -y --key=*** ***"
+    assert redact_address(spec) == "npx, 2 arguments"
+    assert redact_secrets(f"npx -y --key={SECRET} {SECRET}x", spec) == "npx -y --key=*** ***"
     assert SECRET not in repr(spec)
 
 

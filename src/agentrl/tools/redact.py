@@ -18,14 +18,14 @@ _SHORTEST = 8
 _TOKEN_PART = re.compile(r"(?=.*\d)[^/]{16,}|[^/]{32,}")
 
 
-def shown_address(spec: StdioSpec | HttpSpec | ManagerSpec) -> str:
+def redact_address(spec: StdioSpec | HttpSpec | ManagerSpec) -> str:
     """Return the command without arguments, or the URL without user info, query and token-like path parts."""
     if isinstance(spec, StdioSpec):
         return f"{spec.command}, {len(spec.args)} arguments" if spec.args else spec.command
-    return shown_url(spec.url)
+    return redact_url(spec.url)
 
 
-def shown_url(url: str) -> str:
+def redact_url(url: str) -> str:
     """Return ``url`` without user info, query, fragment and token-like path parts."""
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
@@ -35,12 +35,12 @@ def shown_url(url: str) -> str:
     return f"{parts.scheme}://{user}{host}{path}{query}"
 
 
-def without_secrets(text: str, spec: StdioSpec | HttpSpec | ManagerSpec) -> str:
-    """Return ``text`` without values that ``shown_address`` omits and without header and variable values."""
+def redact_secrets(text: str, spec: StdioSpec | HttpSpec | ManagerSpec) -> str:
+    """Return ``text`` without values that ``redact_address`` omits and without header and variable values."""
     if isinstance(spec, StdioSpec):
         secrets = [*spec.args, *(part for arg in spec.args for part in arg.split("=")), *spec.env.values()]
         return _hide(text, [value for value in secrets if not value.startswith("-")])
-    shown = text.replace(spec.url, shown_url(spec.url))
+    shown = text.replace(spec.url, redact_url(spec.url))
     return _hide(shown, [*_url_secrets(spec.url), *_header_secrets(spec.headers)])
 
 
