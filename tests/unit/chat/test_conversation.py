@@ -1,4 +1,4 @@
-"""Tokens in, tokens out: what the model generated is never touched, whatever the template does."""
+"""Tokens in, tokens out: no template changes generated ids."""
 
 from __future__ import annotations
 

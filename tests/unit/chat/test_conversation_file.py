@@ -1,3 +1,5 @@
+"""Test the ids and masks of conversation files, against transformers."""
+
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""Tool calls as models write them, well and badly."""
+"""Test well-formed and malformed tool calls of every format."""
 
 from __future__ import annotations
 

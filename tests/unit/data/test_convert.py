@@ -1,3 +1,5 @@
+"""Test the conversion of Records to training data."""
+
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What the sampling parameters of a call make of its tokens: a temperature, or context."""
+"""Test how the sampling parameters of a model call decide its temperature, or mask it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group's stored rules decide it again as they did first."""
+"""Test that the stored rules of a group reproduce its decision."""
 
 from __future__ import annotations
 

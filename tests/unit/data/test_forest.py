@@ -1,4 +1,4 @@
-"""TokenForests from training data: layout, invariants, refusals."""
+"""Test TokenForests from training data: layout, invariants, refusals."""
 
 from __future__ import annotations
 

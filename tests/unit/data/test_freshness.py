@@ -1,4 +1,4 @@
-"""What old tokens weigh under each policy, and in which order groups are trained."""
+"""Test the weight of old tokens under each policy, and the order in which groups are trained."""
 
 from __future__ import annotations
 

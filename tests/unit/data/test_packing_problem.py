@@ -1,4 +1,4 @@
-"""Every datum that packing refuses is found before, and no other."""
+"""Test that packing_problem finds exactly the data that packing refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packing and balancing sizes under a budget."""
+"""Test packing and balancing of sizes under a budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Micro-batches of a step: what is merged, where trees are cut, and what every rank gets."""
+"""Test the micro-batches of a step: merging, cuts, and the work of every rank."""
 
 from __future__ import annotations
 

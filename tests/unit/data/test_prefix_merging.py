@@ -1,4 +1,4 @@
-"""Prefix trees over the ids of a forest."""
+"""Test the merging of equal prefixes of a forest."""
 
 from __future__ import annotations
 

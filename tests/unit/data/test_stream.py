@@ -1,3 +1,5 @@
+"""Test which data the stream gives to a step, and when."""
+
 from __future__ import annotations
 
 import asyncio

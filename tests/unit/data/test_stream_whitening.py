@@ -1,4 +1,4 @@
-"""Batch-whitened advantages against the plain formulas over tokens, and their place in a step."""
+"""Test batch whitening of advantages against the formulas, and its place in a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stored training data against their model calls: what equals, and what does not, by name."""
+"""Test the comparison of stored training data with their model calls."""
 
 from __future__ import annotations
 

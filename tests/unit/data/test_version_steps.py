@@ -1,4 +1,4 @@
-"""Ages count from the steps of versions, whose numbers jump where a trainer resumes."""
+"""Test that ages count steps, although version numbers jump when a trainer resumes."""
 
 from __future__ import annotations
 

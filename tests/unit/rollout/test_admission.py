@@ -1,4 +1,4 @@
-"""How many groups may be open."""
+"""Test the limit of open groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trajectory rules of the built-in agents, on a scripted engine."""
+"""Test the built-in agents on a scripted engine."""
 
 from __future__ import annotations
 

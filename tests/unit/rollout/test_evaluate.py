@@ -1,4 +1,4 @@
-"""The numbers of an evaluation."""
+"""Test the numbers of an evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What finalizing a group logs, beside what it writes."""
+"""Test what finalizing a group logs and writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of one trajectory are refused where nothing of them would be trained."""
+"""Test that groups of one trajectory are refused if nothing of them would be trained."""
 
 from __future__ import annotations
 

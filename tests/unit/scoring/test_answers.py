@@ -1,4 +1,4 @@
-"""Final answers by schema."""
+"""Test the extraction of final answers by schema."""
 
 from __future__ import annotations
 

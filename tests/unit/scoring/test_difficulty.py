@@ -1,4 +1,4 @@
-"""A task's ease and the policy's ability, from pass rates."""
+"""Test estimates of a task's ease and the policy's ability from pass rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Group filters: what they see, what they may return, and what becomes of their errors."""
+"""Test the inputs, results and errors of group filters."""
 
 from __future__ import annotations
 

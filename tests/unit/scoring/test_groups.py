@@ -1,4 +1,4 @@
-"""Groups of scored trajectories → who is trained, with which advantage."""
+"""Test which trajectories of a group are trained, with which advantage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The LLM judge against an OpenAI-compatible server of the test's own."""
+"""Test the LLM judge against a local OpenAI-compatible server."""
 
 from __future__ import annotations
 

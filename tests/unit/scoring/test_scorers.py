@@ -1,4 +1,4 @@
-"""Built-in scorers, and what becomes of a scorer that goes wrong."""
+"""Test the built-in scorers, and failures of scorers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The MCP manager's HTTP protocol, spoken to a manager of the test's own."""
+"""Test the HTTP protocol of the MCP manager against a local manager."""
 
 from __future__ import annotations
 

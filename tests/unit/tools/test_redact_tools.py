@@ -1,4 +1,4 @@
-"""Tokens in the URL, the headers, the arguments or the variables of a tool server are in no message."""
+"""Test that no message contains a token of a tool server."""
 
 from __future__ import annotations
 

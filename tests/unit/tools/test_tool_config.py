@@ -1,4 +1,4 @@
-"""The tool servers of a run, from the servers file and the manager URL."""
+"""Test reading the servers file and the manager URL."""
 
 from __future__ import annotations
 
