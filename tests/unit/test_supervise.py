@@ -1,4 +1,4 @@
-"""The supervisor, with real child processes."""
+"""The supervisor starts, restarts and stops real child processes."""
 
 import os
 import subprocess
@@ -47,7 +47,7 @@ def test_at_the_deadline_the_main_process_is_asked_to_end(supervisor):
     assert exit_code == 7
 
 
-def test_a_killed_helper_is_started_again(supervisor):
+def test_a_killed_helper_is_restarted(supervisor):
     helper = member("helper", SLEEP)
     supervisor.start(helper)
     first = helper.process.pid
@@ -58,14 +58,14 @@ def test_a_killed_helper_is_started_again(supervisor):
     assert helper.process.pid != first
 
 
-def test_a_helper_that_keeps_dying_ends_the_run_and_shows_its_log(supervisor, tmp_path):
+def test_a_helper_that_keeps_crashing_ends_the_run_with_its_log(supervisor, tmp_path):
     supervisor.start(member("helper", "raise SystemExit('no luck today')", tmp_path / "helper.log"))
     with pytest.raises(AgentRLError, match=f"helper has ended {MAX_RESTARTS + 1} times") as error:
         supervisor.run_main(member("main", SLEEP), deadline=FAR)
     assert "no luck today" in str(error.value)
 
 
-def test_helpers_run_until_all_have_ended_well(supervisor, tmp_path):
+def test_helpers_run_until_all_have_ended(supervisor, tmp_path):
     code = f"import os, sys; path = {str(tmp_path / 'once')!r}\n" + (
         "if not os.path.exists(path):\n    open(path, 'w').close(); sys.exit(1)\n"
     )
@@ -85,7 +85,7 @@ def test_stop_ends_every_process(supervisor):
 
 
 def test_children_die_with_their_parent(tmp_path):
-    """A starter that is killed outright takes its child with it."""
+    """A child ends when its parent is killed."""
     script = (
         "import sys, time\n"
         "from agentrl.processes import start_child\n"
@@ -114,7 +114,7 @@ def test_a_helper_that_ends_because_of_its_configuration_ends_the_run_with_its_r
     assert helper.restarts == 0
 
 
-def test_stop_reaches_what_a_killed_process_has_left_behind(supervisor, tmp_path):
+def test_stop_ends_processes_whose_parent_was_killed(supervisor, tmp_path):
     pid_file = tmp_path / "pid"
     code = (
         "import subprocess, sys, time\n"
@@ -152,7 +152,7 @@ def test_engines_and_tools_stop_after_the_processes_that_use_them(supervisor, tm
     assert log.read_text() == "sampler engine "
 
 
-def test_a_second_signal_kills_what_is_left(tmp_path):
+def test_a_second_signal_kills_the_remaining_processes(tmp_path):
     script = (
         "import sys, time\n"
         "from agentrl.supervise import SupervisedProcess, Supervisor, stop_on_signals, StoppedBySignalError\n"

@@ -1,4 +1,4 @@
-"""The local engine's sampling: distributions, truncation, penalties, seeds, logprobs."""
+"""Sampling in the local engine: distributions, truncation, penalties, seeds, logprobs."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ CUTS: list[dict[str, float]] = [
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_logprobs_are_of_the_distribution_that_is_drawn_from(cut: dict[str, float]) -> None:
+def test_logprobs_are_those_of_the_sampled_distribution(cut: dict[str, float]) -> None:
     batch = logits(1, 300).repeat(400, 1)
     tokens, logprobs = sample(batch.clone(), [sampler(seed, temperature=0.7, **cut) for seed in range(400)])
     probs = (batch[0].double() / 0.7).softmax(-1)
@@ -55,7 +55,7 @@ def test_logprobs_are_of_the_distribution_that_is_drawn_from(cut: dict[str, floa
         assert logprob == pytest.approx(float((probs[token] / kept).log()), abs=1e-5)
 
 
-def test_temperature_zero_takes_the_likeliest_and_reports_it_at_temperature_one() -> None:
+def test_temperature_zero_is_greedy_with_logprobs_at_temperature_one() -> None:
     batch = logits(3, 500)
     tokens, logprobs = sample(batch.clone(), [sampler(temperature=0.0)] * 3)
     assert tokens == batch.argmax(-1).tolist()
@@ -71,7 +71,7 @@ def test_temperature_zero_takes_the_likeliest_and_reports_it_at_temperature_one(
     scale=st.sampled_from([0.01, 1.0, 8.0]),
     seed=st.integers(0, 1000),
 )
-def test_what_is_drawn_lies_within_every_limit(
+def test_sampled_tokens_respect_every_limit(
     top_k: int, top_p: float, min_p: float, vocab: int, scale: float, seed: int
 ) -> None:
     row = logits(1, vocab, seed, scale)
@@ -88,7 +88,7 @@ def test_top_p_over_a_flat_vocabulary_reaches_beyond_the_first_candidates() -> N
     assert 1100 < int((found > 0).sum()) <= 1802
 
 
-def test_a_row_depends_on_its_own_seed_alone() -> None:
+def test_a_row_depends_only_on_its_own_seed() -> None:
     batch = logits(3, 400)
     alone = [sample(batch[row : row + 1].clone(), [sampler(row)])[0][0] for row in range(3)]
     mixed = [sampler(0), sampler(1), sampler(2)]

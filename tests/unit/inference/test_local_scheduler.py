@@ -1,4 +1,4 @@
-"""The local engine's batching and cache over a model whose next token is a rule."""
+"""Batching and KV cache of the local engine, with a model whose next token follows a rule."""
 
 from collections.abc import Sequence
 
@@ -53,7 +53,7 @@ def rule(prompt: Sequence[int], count: int, shift: int = 0) -> list[int]:
     return ids[len(prompt) :]
 
 
-class Desk:
+class Harness:
     """A scheduler, its model, and the requests that have ended."""
 
     def __init__(self, max_tokens: int = 4096, max_running: int = 8, chunk_tokens: int = 16) -> None:
@@ -90,76 +90,76 @@ class Desk:
 
 
 def test_requests_of_all_lengths_get_their_own_tokens() -> None:
-    desk = Desk(max_running=3)
+    harness = Harness(max_running=3)
     prompts = {f"r{n}": [(7 * n + k) % 50 for k in range(1 + 9 * n)] for n in range(7)}
     for rid, prompt in prompts.items():
-        desk.submit(rid, prompt, 20)
-    desk.run()
-    assert {rid: request.output_ids for rid, request in desk.ended.items()} == {
+        harness.submit(rid, prompt, 20)
+    harness.run()
+    assert {rid: request.output_ids for rid, request in harness.ended.items()} == {
         rid: rule(prompt, 20) for rid, prompt in prompts.items()
     }
-    assert max(desk.model.batches) == 3
-    assert all(r.finish_reason == {"type": "length", "length": 20} for r in desk.ended.values())
+    assert max(harness.model.batches) == 3
+    assert all(r.finish_reason == {"type": "length", "length": 20} for r in harness.ended.values())
 
 
 def test_a_stop_token_ends_a_request() -> None:
-    desk = Desk()
+    harness = Harness()
     expected = rule([5, 6], 20)
-    desk.submit("r", [5, 6], 20, frozenset({expected[4]}))
-    desk.run()
+    harness.submit("r", [5, 6], 20, frozenset({expected[4]}))
+    harness.run()
     first = expected.index(expected[4])
-    assert desk.ended["r"].output_ids == expected[: first + 1]
-    assert desk.ended["r"].finish_reason == {"type": "stop", "matched": expected[4]}
+    assert harness.ended["r"].output_ids == expected[: first + 1]
+    assert harness.ended["r"].finish_reason == {"type": "stop", "matched": expected[4]}
 
 
 def test_a_common_prefix_is_computed_once_even_when_all_arrive_together() -> None:
-    desk = Desk()
+    harness = Harness()
     prefix = [n % 50 for n in range(100)]
     for n in range(8):
-        desk.submit(f"r{n}", [*prefix, n], 1)
-    desk.run()
-    assert desk.model.computed == 100 + 8
-    assert sorted(r.cached_tokens or 0 for r in desk.ended.values()) == [0] + [100] * 7
-    assert all(desk.ended[f"r{n}"].output_ids == rule([*prefix, n], 1) for n in range(8))
+        harness.submit(f"r{n}", [*prefix, n], 1)
+    harness.run()
+    assert harness.model.computed == 100 + 8
+    assert sorted(r.cached_tokens or 0 for r in harness.ended.values()) == [0] + [100] * 7
+    assert all(harness.ended[f"r{n}"].output_ids == rule([*prefix, n], 1) for n in range(8))
 
 
 def test_the_next_turn_continues_where_the_last_ended() -> None:
-    desk = Desk()
-    desk.submit("one", list(range(40)), 10)
-    desk.run()
-    following = [*range(40), *desk.ended["one"].output_ids, 3, 4]
-    desk.submit("two", following, 5)
-    desk.run()
-    assert desk.ended["two"].cached_tokens == 49
-    assert desk.ended["two"].output_ids == rule(following, 5)
+    harness = Harness()
+    harness.submit("one", list(range(40)), 10)
+    harness.run()
+    following = [*range(40), *harness.ended["one"].output_ids, 3, 4]
+    harness.submit("two", following, 5)
+    harness.run()
+    assert harness.ended["two"].cached_tokens == 49
+    assert harness.ended["two"].output_ids == rule(following, 5)
 
 
 def test_a_full_cache_retracts_the_latest_and_loses_nothing() -> None:
-    desk = Desk(max_tokens=256, max_running=4)
+    harness = Harness(max_tokens=256, max_running=4)
     prompts = {f"r{n}": [n + 1] * 30 for n in range(4)}
     for rid, prompt in prompts.items():
-        desk.submit(rid, prompt, 190)
-    desk.run()
-    assert {rid: r.output_ids for rid, r in desk.ended.items()} == {
+        harness.submit(rid, prompt, 190)
+    harness.run()
+    assert {rid: r.output_ids for rid, r in harness.ended.items()} == {
         rid: rule(prompt, 190) for rid, prompt in prompts.items()
     }
-    assert desk.scheduler.cache.held_tokens <= 256
+    assert harness.scheduler.cache.held_tokens <= 256
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_a_pause_changes_nothing_but_the_weights_after_it(mode: str) -> None:
-    desk = Desk()
-    request = desk.submit("r", [1, 2, 3], 12)
+def test_after_a_pause_only_the_weights_differ(mode: str) -> None:
+    harness = Harness()
+    request = harness.submit("r", [1, 2, 3], 12)
     for _ in range(5):
-        desk.scheduler.step()
-    desk.scheduler.pause(mode)  # type: ignore[arg-type]
-    assert not desk.scheduler.has_work
+        harness.scheduler.step()
+    harness.scheduler.pause(mode)  # type: ignore[arg-type]
+    assert not harness.scheduler.has_work
     before = request.output_ids
-    desk.scheduler.replace_model(RuleModel(shift=1), "7")
-    desk.scheduler.cache.drop_idle()
-    desk.scheduler.paused = False
-    desk.run()
-    made = desk.ended["r"]
+    harness.scheduler.replace_model(RuleModel(shift=1), "7")
+    harness.scheduler.cache.drop_idle()
+    harness.scheduler.paused = False
+    harness.run()
+    made = harness.ended["r"]
     assert made.output_ids == before + rule([1, 2, 3, *before], 12 - len(before), shift=1)
     assert made.spans == [
         {"version": "0", "start": 0, "end": len(before)},
@@ -168,38 +168,38 @@ def test_a_pause_changes_nothing_but_the_weights_after_it(mode: str) -> None:
     assert made.retractions == (mode == "retract")
 
 
-def test_abort_ends_one_or_all_with_what_they_have() -> None:
-    desk = Desk(max_running=1)
+def test_abort_ends_one_or_all_requests_with_their_tokens() -> None:
+    harness = Harness(max_running=1)
     for rid in ("a", "ab", "c"):
-        desk.submit(rid, [1, 2], 50)
+        harness.submit(rid, [1, 2], 50)
     for _ in range(3):
-        desk.scheduler.step()
-    assert desk.scheduler.abort("a") == 1
-    assert len(desk.ended["a"].output_ids) == 3
-    assert desk.scheduler.abort(None) == 2
-    assert {r.finish_reason["type"] for r in desk.ended.values() if r.finish_reason} == {"abort"}
-    assert not desk.scheduler.has_work
+        harness.scheduler.step()
+    assert harness.scheduler.abort("a") == 1
+    assert len(harness.ended["a"].output_ids) == 3
+    assert harness.scheduler.abort(None) == 2
+    assert {r.finish_reason["type"] for r in harness.ended.values() if r.finish_reason} == {"abort"}
+    assert not harness.scheduler.has_work
 
 
-def test_while_draining_nothing_new_starts() -> None:
-    desk = Desk()
-    desk.submit("old", [1], 5)
-    desk.scheduler.step()
-    desk.scheduler.draining = True
-    desk.submit("new", [2], 5)
-    desk.run()
-    assert list(desk.ended) == ["old"]
-    desk.scheduler.draining = False
-    desk.run()
-    assert desk.ended["new"].output_ids == rule([2], 5)
+def test_no_request_starts_while_draining() -> None:
+    harness = Harness()
+    harness.submit("old", [1], 5)
+    harness.scheduler.step()
+    harness.scheduler.draining = True
+    harness.submit("new", [2], 5)
+    harness.run()
+    assert list(harness.ended) == ["old"]
+    harness.scheduler.draining = False
+    harness.run()
+    assert harness.ended["new"].output_ids == rule([2], 5)
 
 
-def test_after_a_failed_pass_every_request_has_an_answer() -> None:
-    desk = Desk(max_running=1)
+def test_a_failed_forward_pass_ends_every_request() -> None:
+    harness = Harness(max_running=1)
     for rid in ("a", "b"):
-        desk.submit(rid, [1, 2], 5)
-    desk.scheduler.step()
-    desk.scheduler.fail_all(RuntimeError("out of memory"))
-    assert all("out of memory" in str(r.finish_reason) for r in desk.ended.values())
-    assert set(desk.ended) == {"a", "b"}
-    assert desk.scheduler.cache.held_tokens == 0
+        harness.submit(rid, [1, 2], 5)
+    harness.scheduler.step()
+    harness.scheduler.fail_all(RuntimeError("out of memory"))
+    assert all("out of memory" in str(r.finish_reason) for r in harness.ended.values())
+    assert set(harness.ended) == {"a", "b"}
+    assert harness.scheduler.cache.held_tokens == 0

@@ -1,4 +1,4 @@
-"""The router's choices and its joining of parts, over engines that are scripts."""
+"""The router chooses engines and resumes generations; the engines follow scripts."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ def part(url: str, ids: Sequence[int], reason: str = "stop", version: int = 0) -
 
 
 class Scripted:
-    """An engine that answers by its script, and after it with one token."""
+    """An engine that returns the answers of its script, then one token per call."""
 
     def __init__(self, url: str, script: Sequence[Answer] = ()) -> None:
         self.url = url
@@ -116,7 +116,7 @@ async def test_reported_load_and_status_decide_for_a_new_trajectory() -> None:
         assert (await session.generate([1], PARAMS)).engine_url == "http://b"
 
 
-async def test_an_aborted_generation_goes_on_from_its_tokens_and_versions_join() -> None:
+async def test_an_aborted_generation_continues_from_its_tokens_with_all_version_spans() -> None:
     script = [
         part("http://a", [11, 12], "abort", version=1),
         part("http://a", [], "abort", version=2),
@@ -176,7 +176,7 @@ async def test_an_abort_behind_a_stop_is_a_stop(
 @pytest.mark.parametrize(
     ("second", "joined"), [("sampled", "sampled"), ("policy", "other"), ("other", "other")]
 )
-async def test_logprobs_of_parts_are_of_one_distribution_or_of_other(second: str, joined: str) -> None:
+async def test_parts_of_two_distributions_have_logprobs_of_other(second: str, joined: str) -> None:
     script = [
         replace(part("http://a", [11], "abort"), logprobs_of="sampled"),
         replace(part("http://a", [], "abort"), logprobs_of="policy"),
@@ -195,7 +195,7 @@ async def test_a_part_without_tokens_does_not_end_where_the_prompt_did() -> None
         assert (await session.generate([1, END], PARAMS)).output_ids == (7,)
 
 
-async def test_a_dead_engine_is_left_and_its_partial_result_kept() -> None:
+async def test_a_failed_engine_is_avoided_and_its_partial_result_kept() -> None:
     script: list[Answer] = [part("http://a", [11], "abort"), EngineError("gone")]
     fleet = Fleet(service("a"), service("b", running_requests=1), scripts={"a": script})
     router = fleet.router()
@@ -241,7 +241,7 @@ async def test_an_engine_that_stops_heartbeating_is_replaced() -> None:
         assert (await session.generate([1], PARAMS)).engine_url == "http://b"
 
 
-async def test_the_list_of_engines_is_asked_for_once_while_it_is_young() -> None:
+async def test_the_list_of_engines_is_cached() -> None:
     fleet = Fleet(service("a"))
     router = fleet.router(max_age=60.0)
     async with router.session("t") as session:

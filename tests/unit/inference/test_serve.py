@@ -1,4 +1,4 @@
-"""An engine's life in the database: beats, updates, refusals, its end. Engine and database are stand-ins."""
+"""A served engine sends heartbeats, loads versions, refuses damaged ones and stops; with fakes."""
 
 import asyncio
 import dataclasses
@@ -115,7 +115,7 @@ class Process:
         return "Segmentation fault"
 
 
-class Scene:
+class Harness:
     def __init__(self) -> None:
         self.store, self.client, self.process = Store(), Client(), Process()
         self.engine = ServedEngine(
@@ -140,8 +140,8 @@ class Scene:
 
 
 @pytest.fixture
-async def scene() -> Scene:
-    return Scene()
+async def harness() -> Harness:
+    return Harness()
 
 
 def published(folder: Path, version: int) -> PolicyVersion:
@@ -155,93 +155,95 @@ def updates(version: PolicyVersion) -> list[tuple[Any, ...]]:
     return [("pause", "retract"), ("update", version.location, version.id), ("resume",)]
 
 
-async def test_a_version_is_loaded_between_pause_and_resume(scene: Scene, tmp_path: Path) -> None:
+async def test_a_version_is_loaded_between_pause_and_resume(harness: Harness, tmp_path: Path) -> None:
     version = published(tmp_path / "v1", 1)
-    await scene.engine.update(version)
-    assert scene.client.calls == updates(version)
-    assert scene.store.services.beats[-1] == {
+    await harness.engine.update(version)
+    assert harness.client.calls == updates(version)
+    assert harness.store.services.beats[-1] == {
         "status": ServiceStatus.READY, "policy_version": 1, "running_requests": 3, "detail": None
     }  # fmt: skip
 
 
-async def test_a_wrong_checksum_never_reaches_the_engine(scene: Scene, tmp_path: Path) -> None:
+async def test_a_wrong_checksum_never_reaches_the_engine(harness: Harness, tmp_path: Path) -> None:
     broken, good = published(tmp_path / "v1", 1), published(tmp_path / "v2", 2)
     (tmp_path / "v1" / "model.safetensors").write_bytes(b"x" * 1000)
-    await scene.engine.update(broken)
-    assert scene.client.calls == []
-    beat = scene.store.services.beats[-1]
+    await harness.engine.update(broken)
+    assert harness.client.calls == []
+    beat = harness.store.services.beats[-1]
     assert beat["policy_version"] == 0
     assert "model.safetensors" in beat["detail"]
-    await scene.engine.update(good)
-    assert scene.store.services.beats[-1]["policy_version"] == 2
-    assert scene.store.services.beats[-1]["detail"] is None
+    await harness.engine.update(good)
+    assert harness.store.services.beats[-1]["policy_version"] == 2
+    assert harness.store.services.beats[-1]["detail"] is None
 
 
-async def test_an_engine_that_refuses_goes_on_with_its_weights(scene: Scene, tmp_path: Path) -> None:
+async def test_an_engine_that_refuses_a_version_keeps_its_weights(harness: Harness, tmp_path: Path) -> None:
     version = published(tmp_path / "v1", 1)
-    scene.client.refuses = True
-    await scene.engine.update(version)
-    assert scene.client.calls == updates(version)
-    beat = scene.store.services.beats[-1]
+    harness.client.refuses = True
+    await harness.engine.update(version)
+    assert harness.client.calls == updates(version)
+    beat = harness.store.services.beats[-1]
     assert (beat["policy_version"], beat["status"]) == (0, ServiceStatus.READY)
     assert "does not fit" in beat["detail"]
 
 
-async def test_it_registers_beats_follows_and_stops(scene: Scene, tmp_path: Path) -> None:
+async def test_it_registers_follows_versions_and_stops(harness: Harness, tmp_path: Path) -> None:
     version = published(tmp_path / "v4", 4)
 
     async def play() -> None:
-        await scene.until(lambda: any(b["status"] is ServiceStatus.READY for b in scene.store.services.beats))
-        scene.store.publish(version)
-        await scene.until(lambda: scene.store.services.beats[-1]["policy_version"] == 4)
+        await harness.until(
+            lambda: any(b["status"] is ServiceStatus.READY for b in harness.store.services.beats)
+        )
+        harness.store.publish(version)
+        await harness.until(lambda: harness.store.services.beats[-1]["policy_version"] == 4)
 
-    await scene.during_run(play)
-    assert scene.client.calls == [("version", 0), *updates(version)]
-    assert [service.id for service in scene.store.services.registered] == ["e1"]
-    assert scene.store.services.registered[0].status is ServiceStatus.STARTING
-    assert scene.store.services.stopped == ["e1"]
+    await harness.during_run(play)
+    assert harness.client.calls == [("version", 0), *updates(version)]
+    assert [service.id for service in harness.store.services.registered] == ["e1"]
+    assert harness.store.services.registered[0].status is ServiceStatus.STARTING
+    assert harness.store.services.stopped == ["e1"]
 
 
-async def test_a_database_outage_does_not_stop_the_engine(scene: Scene) -> None:
+async def test_a_database_outage_does_not_stop_the_engine(harness: Harness) -> None:
     async def play() -> None:
-        await scene.until(lambda: len(scene.store.services.beats) >= 2)
-        scene.store.services.failures = 3
-        before = len(scene.store.services.beats)
-        await scene.until(lambda: len(scene.store.services.beats) > before)
+        await harness.until(lambda: len(harness.store.services.beats) >= 2)
+        harness.store.services.failures = 3
+        before = len(harness.store.services.beats)
+        await harness.until(lambda: len(harness.store.services.beats) > before)
 
-    await scene.during_run(play)
+    await harness.during_run(play)
 
 
-async def test_an_engine_that_ends_is_an_error_that_shows_its_log(scene: Scene) -> None:
-    task = asyncio.create_task(scene.engine.run())
-    await scene.until(lambda: len(scene.store.services.beats) >= 2)
-    scene.process.returncode = -11
+async def test_an_engine_that_ends_is_an_error_that_shows_its_log(harness: Harness) -> None:
+    task = asyncio.create_task(harness.engine.run())
+    await harness.until(lambda: len(harness.store.services.beats) >= 2)
+    harness.process.returncode = -11
     async with asyncio.timeout(10):
         with pytest.raises(EngineError, match="-11") as caught:
             await task
     assert "Segmentation fault" in str(caught.value)
-    assert scene.store.services.stopped == ["e1"]
+    assert harness.store.services.stopped == ["e1"]
 
 
-async def test_an_engine_ends_quietly_while_the_database_is_away(scene: Scene) -> None:
+async def test_an_engine_stops_without_error_while_the_database_is_unavailable(harness: Harness) -> None:
     async def play() -> None:
-        await scene.until(lambda: len(scene.store.services.beats) >= 2)
-        scene.store.services.away = True
+        await harness.until(lambda: len(harness.store.services.beats) >= 2)
+        harness.store.services.away = True
 
-    await scene.during_run(play)
-    assert scene.store.services.stopped == []
+    await harness.during_run(play)
+    assert harness.store.services.stopped == []
 
 
-async def test_it_starts_with_the_newest_version_that_is_whole(scene: Scene, tmp_path: Path) -> None:
+async def test_it_starts_with_the_newest_intact_version(harness: Harness, tmp_path: Path) -> None:
     first, second, third, fourth = (published(tmp_path / f"v{number}", number) for number in range(1, 5))
     (tmp_path / "v2" / "model.safetensors").write_bytes(b"x" * 1000)
     (tmp_path / "v4" / "model.safetensors").write_bytes(b"x" * 1000)
     withdrawn = dataclasses.replace(third, status=VersionStatus.WITHDRAWN)
-    scene.store.policy_versions.known = [first, second, withdrawn, fourth]
-    store: Any = scene.store
+    harness.store.policy_versions.known = [first, second, withdrawn, fourth]
+    store: Any = harness.store
     assert await _starting_weights(store, ModelConfig()) == (1, first.location)
-    scene.store.policy_versions.known = [second, fourth]
+    harness.store.policy_versions.known = [second, fourth]
     with pytest.raises(PublishError, match="v4"):
         await _starting_weights(store, ModelConfig(model_name_or_path="base"))
-    scene.store.policy_versions.known = []
+    harness.store.policy_versions.known = []
     assert await _starting_weights(store, ModelConfig(model_name_or_path="/base")) == (0, "/base")

@@ -1,4 +1,4 @@
-"""The line of a step, and where metrics go."""
+"""The line of a step, and the trackers of metrics."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def test_a_step_is_one_aligned_plain_line() -> None:
     assert all(line[end - 1] != " " and line[end : end + 1] in ("", " ") for end in ends)
 
 
-def test_what_is_missing_or_not_finite_is_a_dash() -> None:
+def test_missing_and_non_finite_values_are_a_dash() -> None:
     _, line = lines_of([{"reward": float("nan"), "loss": "no number"}])
     assert line.split() == ["1", "–", "–", "–", "–", "–", "–/–", "–", "–", "–", "–/–", "–"]
 
 
-def test_the_header_comes_back() -> None:
+def test_the_header_is_repeated() -> None:
     lines = lines_of([METRICS] * (HEADER_EVERY + 1))
     assert [number for number, line in enumerate(lines) if "reward" in line] == [0, HEADER_EVERY + 1]
 
@@ -113,7 +113,7 @@ class _Hides:
 
 
 class _FakeWandb:
-    """Stands in for the library: keeps what it is given."""
+    """A fake of the library that records its calls."""
 
     def __init__(self) -> None:
         self.settings: dict[str, Any] = {}

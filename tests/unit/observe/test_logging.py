@@ -21,7 +21,7 @@ from agentrl.observe.logging import LineFormatter, LogWriter, describe_process_i
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RunConfig]:
-    """A run that logs below ``tmp_path``; the process's logging is put back afterwards."""
+    """A run that logs below ``tmp_path``; the logging of the process is restored afterwards."""
     root = logging.getLogger()
     handlers, level, hook = list(root.handlers), root.level, sys.excepthook
     yield RunConfig(run_name="demo", log_dir=str(tmp_path / "logs"))
@@ -148,7 +148,7 @@ def test_a_long_record_is_cut_with_a_notice(run: RunConfig) -> None:
 
 
 class Blocked(logging.Handler):
-    """A file that takes nothing until it is told to."""
+    """A handler that blocks until it is released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Blocked(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def test_a_handler_that_blocks_does_not_block_who_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blocked_handler_does_not_block_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_logging, "_QUEUE_LIMIT", 10)
     slow = Blocked()
     writer = LogWriter([slow])
@@ -179,7 +179,7 @@ def test_a_handler_that_blocks_does_not_block_who_logs(monkeypatch: pytest.Monke
     assert slow.threads == slow.threads - {threading.get_ident()}
 
 
-def test_what_is_logged_last_is_written_when_the_process_ends(run: RunConfig) -> None:
+def test_the_last_records_are_written_at_exit(run: RunConfig) -> None:
     script = (
         "import logging, sys\nfrom agentrl.config.schema import RunConfig\n"
         "from agentrl.observe.logging import setup\n"

@@ -1,4 +1,4 @@
-"""The calculator's evaluator: right values, clear refusals, bounded work."""
+"""The calculator returns correct values, clear errors, and limits its work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chat template: prefixes render as prefixes, marks cover what the assistant says, tools are listed."""
+"""The chat template keeps prefixes, marks the assistant's tokens, and lists tools."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_prefix_renders_as_a_token_prefix(
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS.keys())
-def test_generation_marks_cover_what_the_assistant_says(folder: Path, messages: list[dict[str, Any]]) -> None:
+def test_generation_marks_cover_the_assistants_tokens(folder: Path, messages: list[dict[str, Any]]) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     rendered = tokenizer.apply_chat_template(
         messages, tools=CALCULATOR_TOOLS, return_dict=True, return_assistant_tokens_mask=True

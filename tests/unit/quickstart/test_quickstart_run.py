@@ -1,4 +1,4 @@
-"""Which run a quickstart continues or starts."""
+"""The quickstart resumes an unfinished run or starts a new one."""
 
 import pytest
 import yaml

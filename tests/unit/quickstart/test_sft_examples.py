@@ -1,4 +1,4 @@
-"""assets/sft holds what its script writes, and what it holds can be learnt."""
+"""assets/sft contains what its script writes: conversations with the tool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quickstart's task files: generated anew they are the same, and every task can be solved as asked."""
+"""The quickstart's task files are reproducible, and every task can be solved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiny model and its conversations are functions of their seed."""
+"""The tiny model and its conversations depend only on their seed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def parts(conversation: dict[str, Any]) -> tuple[str, str | None, str]:
-    """``(asked, expression called, answered)``."""
+    """Return (expression of the question, expression of the call, answer)."""
     messages = conversation["messages"]
     asked = messages[0]["content"].removeprefix("What is ").removesuffix("?")
     calls = [call["function"]["arguments"]["expression"] for call in messages[1].get("tool_calls", [])]

@@ -14,7 +14,7 @@ WEIGHTS = bytes(range(256)) * 64
 
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
-    """A checkpoint's model and a version of the same weights, whose configuration differs."""
+    """The model of a checkpoint, and a version with the same weights and another configuration."""
     for name in ("model", "version"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(WEIGHTS)
@@ -23,7 +23,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "model", tmp_path / "version"
 
 
-def test_equal_files_are_one_on_disk(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_files_are_stored_once(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_folder, "_reflink", lambda *_: False)
     model, version = folders
     before = checksums(version)
@@ -40,7 +40,7 @@ def test_equal_files_are_one_on_disk(folders: tuple[Path, Path], monkeypatch: py
     ]
 
 
-def test_deleting_one_folder_leaves_the_other_whole(folders: tuple[Path, Path]) -> None:
+def test_deleting_one_folder_keeps_the_other_intact(folders: tuple[Path, Path]) -> None:
     model, version = folders
     link_equal_files(version, model)
     (model / "model.safetensors").unlink()
@@ -61,5 +61,5 @@ def test_a_file_system_without_links_keeps_copies(
     assert not list(version.glob(".link-*"))
 
 
-def test_a_folder_that_is_gone_shares_nothing(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_missing_source_links_nothing(folders: tuple[Path, Path], tmp_path: Path) -> None:
     assert link_equal_files(folders[1], tmp_path / "gone") == 0

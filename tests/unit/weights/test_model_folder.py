@@ -59,7 +59,7 @@ def test_an_earlier_folder_is_replaced(tmp_path: Path, base: Path) -> None:
     assert [path.name for path in target.parent.iterdir()] == ["m"]
 
 
-def test_a_full_disk_is_seen_before_writing(
+def test_a_full_disk_is_detected_before_writing(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(100, 90, 10))
@@ -75,15 +75,15 @@ def test_a_disk_that_fills_up_while_writing_leaves_nothing(tmp_path: Path, base:
     assert list((tmp_path / "weights").iterdir()) == []
 
 
-def test_torchs_own_error_is_a_publish_error(tmp_path: Path, base: Path) -> None:
-    """torch.save hides what the system refused, if there is space again when it closes the file."""
+def test_the_error_of_torch_save_becomes_a_publish_error(tmp_path: Path, base: Path) -> None:
+    """torch.save replaces the system's error by its own if there is space again when it closes the file."""
     error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
     with pytest.raises(PublishError, match="because the disk is full"):
         write(Model(error), base, tmp_path / "weights" / "v000001")
     assert list((tmp_path / "weights").iterdir()) == []
 
 
-def test_safetensors_own_error_is_told_as_a_full_disk(tmp_path: Path, base: Path) -> None:
+def test_the_error_of_safetensors_is_reported_as_a_full_disk(tmp_path: Path, base: Path) -> None:
     class SafetensorError(Exception):
         pass
 

@@ -36,7 +36,7 @@ async def publish_step(
     )  # fmt: skip
 
 
-async def test_the_base_model_is_version_0_where_it_lies(policy: Policy) -> None:
+async def test_the_base_model_is_version_0_in_place(policy: Policy) -> None:
     store = FakeStore()
     first = await publish_base(cast("Store", store), policy.base)
     assert (first.id, first.location) == (0, str(policy.base))
@@ -74,7 +74,7 @@ async def test_no_document_without_a_folder(
     assert set(store.versions) == {0}
 
 
-async def test_followers_see_the_newest_version_only(tmp_path: Path, policy: Policy) -> None:
+async def test_followers_receive_only_the_newest_version(tmp_path: Path, policy: Policy) -> None:
     store = FakeStore()
     await publish_base(cast("Store", store), policy.base)
     following = newer_versions(cast("Store", store), after=0, poll_seconds=1.0)

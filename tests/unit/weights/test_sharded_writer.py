@@ -1,4 +1,4 @@
-"""Weights written a file at a time are those that transformers writes, and few of them are in memory."""
+"""Weights are written one file at a time, as transformers writes them, with one file in memory."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def test_it_is_what_transformers_writes_and_reads(
     assert not [path for path in (tmp_path / "ours").iterdir() if path.is_dir()]
 
 
-def test_experts_are_written_apart(tmp_path: Path) -> None:
+def test_fused_experts_are_split(tmp_path: Path) -> None:
     write(mixture(), tmp_path / "ours", LAYER_BYTES)
     assert "model.layers.2.mlp.experts.3.gate_proj.weight" in on_disk(tmp_path / "ours")
 
 
-def test_a_model_whose_layers_cannot_be_taken_apart_alone_is_one_file(
+def test_a_model_that_cannot_be_split_by_layer_is_one_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def names(_: object, files: list[list[Part]]) -> set[int]:

@@ -64,7 +64,7 @@ def policy(number: int, name: str | None = None, **fields: object) -> PolicyVers
     return PolicyVersion.from_document(document | fields)
 
 
-def test_pruning_spares_the_newest_and_those_in_use() -> None:
+def test_pruning_keeps_the_newest_versions_and_those_in_use() -> None:
     folders = {f"v{number:06d}": number for number in range(1, 8)}
     kept = kept_versions(folders.values(), {2}, keep=3)
     assert kept == {2, 5, 6, 7}
@@ -72,11 +72,11 @@ def test_pruning_spares_the_newest_and_those_in_use() -> None:
     assert surplus_folders(folders, known, kept, 7) == (["v000001", "v000003", "v000004"], [1, 3, 4])
 
 
-def test_pruning_always_spares_two() -> None:
+def test_pruning_always_keeps_two_versions() -> None:
     assert kept_versions((1, 2, 3), (), keep=1) == {2, 3}
 
 
-def test_folders_that_no_document_names_are_deleted_but_for_one_that_is_being_made(tmp_path: Path) -> None:
+def test_folders_without_a_document_are_deleted_unless_they_are_being_published(tmp_path: Path) -> None:
     for name in ("v000001", "v000002", "v000002-3", "v000003", "v000004", "v000001-best", "notes"):
         (tmp_path / name).mkdir()
     folders = version_folders(tmp_path)
