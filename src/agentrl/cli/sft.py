@@ -18,7 +18,7 @@ from agentrl.config.schema import (
     TaskConfig,
     TrainConfig,
 )
-from agentrl.train.sft import SFTConfig, fine_tune
+from agentrl.config.training import SFTConfig
 
 
 def main(argv: list[str]) -> int:
@@ -35,5 +35,7 @@ def main(argv: list[str]) -> int:
 
     setup(configs[RunConfig], "sft")
     base_folder(configs[ModelConfig])
+    from agentrl.train.sft import fine_tune
+
     fine_tune(configs)
     return 0

@@ -38,10 +38,11 @@ def main(argv: list[str]) -> int:
     )  # fmt: skip
     from agentrl.model.load import base_folder
     from agentrl.observe.logging import setup
-    from agentrl.train.start import run_trainer
 
     setup(configs[RunConfig], "train")
     base_folder(configs[ModelConfig])
+    from agentrl.train.start import run_trainer
+
     run_trainer(configs)
     return 0
 

@@ -245,3 +245,16 @@ class IgnoredConfig(Flags):
     enable_sampling: bool = flag(True, "sampling is a process of its own: `agentrl sample`", ignored=True)
     pad_to_multiple_of: int | None = flag(None, "forests are packed and not padded", ignored=True)
     gradient_accumulation_steps: int = flag(1, "use --groups_per_step and --max_tokens instead", ignored=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(Flags):
+    """Supervised fine-tuning."""
+
+    batch_size: int = flag(64, "conversations per optimizer step", within="[1, inf)")
+    log_steps: int = flag(20, "interval of log lines", within="[1, inf)", unit="optimizer steps")
+    sft_from_records: str | None = flag(
+        None, "train the scored Records of this run, with their sampled token ids, instead of --train_file"
+    )
+    sft_split: str = flag("train", "split of these Records")
+    sft_min_score: float = flag(1.0, "minimum score of these Records", within="(-inf, inf)")

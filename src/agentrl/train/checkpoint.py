@@ -126,7 +126,7 @@ def save(
     """Write ``root/checkpoint-000010`` atomically, then delete all but the newest ``limit`` checkpoints.
 
     From attempt 2 on, the name is ``checkpoint-000010-ATTEMPT``: two trainers never write one folder.
-    Checkpoints with undone steps are neither counted nor deleted. Model files equal to those in the folder
+    Checkpoints with reverted steps are neither counted nor deleted. Model files equal to those in the folder
     ``same_as`` become hard links to them. Raises PublishError, leaving nothing behind, if the disk is full;
     LeaseLostError if another trainer has taken over.
     """
@@ -167,16 +167,16 @@ def find(
 ) -> Checkpoint | None:
     """Return the checkpoint to resume from, or None.
 
-    ``choice`` is ``auto`` (the newest complete one without undone steps), ``none`` or a folder. ``steps`` are
-    all TrainSteps of the run. ``discarded`` names checkpoints that are being deleted. Raises ConfigError for
-    a folder without a checkpoint, a checkpoint of another run, steps that are not in the database, and a
-    named checkpoint with undone steps; ModelError for another architecture than that of ``base``.
+    ``choice`` is ``auto`` (the newest complete one without reverted steps), ``none`` or a folder. ``steps``
+    are all TrainSteps of the run. ``discarded`` names checkpoints that are being deleted. Raises ConfigError
+    for a folder without a checkpoint, a checkpoint of another run, steps that are not in the database, and a
+    named checkpoint with reverted steps; ModelError for another architecture than that of ``base``.
     """
     if choice in (None, "none"):
         return None
     if choice == "auto":
         found = (_read(folder) for folder in reversed(_folders(root)) if folder.name not in discarded)
-        usable = (item for item in found if not _undone(item, run_name, steps))
+        usable = (item for item in found if not _reverted(item, run_name, steps))
         newest = next(usable, None)
         return newest and _checked(newest, base)
     folder = Path(str(choice))
@@ -186,18 +186,18 @@ def find(
             hint="give 'auto', 'none' or a folder checkpoint-…",
         )
     named = _read(folder)
-    undone = _undone(named, run_name, steps)
-    if undone:
+    reverted = _reverted(named, run_name, steps)
+    if reverted:
         raise ConfigError(
-            f"{folder} contains {len(undone)} undone steps, such as {undone[0]}: the run went on from an"
-            " earlier checkpoint, and other steps train their data now",
+            f"{folder} contains {len(reverted)} reverted steps, such as {reverted[0]}: the run went on from"
+            " an earlier checkpoint, and other steps train their data now",
             hint=f"start another run from its weights: --model_name_or_path {named.model}",
         )
     return _checked(named, base)
 
 
 def set_aside(root: Path, train_steps: Collection[str], attempt: int) -> list[Path]:
-    """Rename checkpoints with undone steps, those not in ``train_steps``, to ``undone-checkpoint-…``.
+    """Rename checkpoints with reverted steps, those not in ``train_steps``, to ``undone-checkpoint-…``.
 
     Checkpoints of trainers after ``attempt`` stay. Returns the new folders.
     """
@@ -208,7 +208,7 @@ def set_aside(root: Path, train_steps: Collection[str], attempt: int) -> list[Pa
             place = folder.with_name(f"undone-{folder.name}")
             shutil.rmtree(place, ignore_errors=True)
             folder.rename(place)
-            logger.warning("%s contains undone steps: renamed to %s", folder, place.name)
+            logger.warning("%s contains reverted steps: renamed to %s", folder, place.name)
             moved.append(place)
     return moved
 
@@ -274,8 +274,8 @@ def _read(folder: Path) -> Checkpoint:
     return Checkpoint(folder, state)
 
 
-def _undone(checkpoint: Checkpoint, run_name: str, steps: Sequence[TrainStep]) -> list[str]:
-    """Return the undone steps in a checkpoint; ConfigError for a checkpoint of another run."""
+def _reverted(checkpoint: Checkpoint, run_name: str, steps: Sequence[TrainStep]) -> list[str]:
+    """Return the reverted steps in a checkpoint; ConfigError for a checkpoint of another run."""
     folder, state = checkpoint.folder, checkpoint.state
     if state.run_name != run_name:
         raise ConfigError(

@@ -17,8 +17,8 @@ from agentrl.observe.live import StepView
 from agentrl.observe.terminal import excerpt
 from agentrl.observe.trackers import Tracker
 from agentrl.train.lease import TrainerLease
+from agentrl.train.metrics import step_window, window_metrics
 from agentrl.train.resume import Progress
-from agentrl.train.rewards import step_window, window_metrics
 from agentrl.train.saving import Saver
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ class Trainer:
     stream: DataStream
     progress: Progress
     lease: TrainerLease
-    owner: str
     stop: asyncio.Event
     view: StepView
     tracker: Tracker
@@ -106,7 +105,7 @@ class Trainer:
             step=progress.step + 1,
             policy_version=progress.version,
             data=tuple(item.id for item in batch.data),
-            owner=self.owner,
+            owner=self.lease.owner,
         )
         await self.store.training.plan_step(plan, attempt=progress.attempt)
         window = await step_window(self.store, self.split, batch.groups)

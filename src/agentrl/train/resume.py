@@ -35,7 +35,7 @@ class Progress:
     train_steps: list[str] = field(default_factory=list)
     """``_id`` of each committed TrainStep in the weights."""
     replay: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """{step: (data id, …)} that undone steps had planned; repeated, they train the same data."""
+    """{step: (data id, …)} that reverted steps had planned; repeated, they train the same data."""
 
     @property
     def is_published(self) -> bool:
@@ -52,10 +52,10 @@ async def begin(
     attempt: int,
     replays: bool = True,
 ) -> Progress:
-    """Undo the steps after the checkpoint: first withdraw their versions, then re-open their data.
+    """Revert the steps after the checkpoint: first withdraw their versions, then re-open their data.
 
-    In this order, no published version ever belongs to an undone step. Publishes the base model as version 0
-    of a new run. ``steps`` are all TrainSteps of the run, read before; with ``replays``, undone steps are
+    In this order, no published version ever belongs to a reverted step. Publishes the base model as version 0
+    of a new run. ``steps`` are all TrainSteps of the run, read before; with ``replays``, reverted steps are
     planned again with the same data.
     """
     step = checkpoint.state.step if checkpoint else 0
@@ -64,9 +64,9 @@ async def begin(
     withdrawn = await store.policy_versions.withdraw_after(step, attempt=attempt)
     if withdrawn:
         logger.info("%d policy versions after step %d are withdrawn", withdrawn, step)
-    undone = await store.training.revert_after(step, attempt=attempt)
-    if undone:
-        logger.info("%d steps after step %d are undone; their data are ready again", undone, step)
+    reverted = await store.training.revert_after(step, attempt=attempt)
+    if reverted:
+        logger.info("%d steps after step %d are reverted; their data are ready again", reverted, step)
     newest = await store.policy_versions.latest()
     version, version_step = (newest.id, newest.step) if newest is not None else (0, 0)
     return Progress(

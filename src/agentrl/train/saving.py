@@ -59,7 +59,7 @@ class Saver:
         return step % self.config.publish_steps == 0 or ahead > self.max_staleness
 
     async def after_step(self) -> None:
-        """Save a checkpoint and publish the weights, if due; a saved step is not undone after a restart.
+        """Save a checkpoint and publish the weights, if due; saved steps survive a restart.
 
         A full disk is logged and retried after the next step, within the staleness bound. Beyond it, training
         pauses. Raises PublishError if publishing still fails after ``publish_wait_seconds``.

@@ -1,19 +1,19 @@
-"""Fine-tune a model on conversations or on the Records of a run, through the training step."""
+"""Supervised fine-tuning on conversations, or on the Records of a run, with the step of RL training."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
+from agentrl.chat.renderer import ChatRenderer
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AdapterConfig,
@@ -24,15 +24,17 @@ from agentrl.config.schema import (
     RunConfig,
     TaskConfig,
     TrainConfig,
-    flag,
 )
+from agentrl.config.training import SFTConfig
+from agentrl.distributed.world import World, launched_world
+from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError, TrainingError
-
-if TYPE_CHECKING:
-    from agentrl.distributed.world import World
-    from agentrl.documents.training import DBRecordData
-    from agentrl.train.controller import Controller
-    from agentrl.train.step import PolicyTrainer
+from agentrl.model.load import base_folder
+from agentrl.train.build import Recipe, build_trainer
+from agentrl.train.controller import Controller, follow, lead
+from agentrl.train.sft_data import from_conversations, from_records
+from agentrl.train.step import PolicyTrainer
+from agentrl.weights.model_folder import atomic_model_folder, save_model_files, weight_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -40,37 +42,15 @@ CPU_MICRO_BATCH_TOKENS = 2048
 """Tokens per micro-batch on a CPU, few enough for activations to fit its cache."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SFTConfig:
-    """Flags of supervised fine-tuning."""
-
-    batch_size: int = flag(64, "conversations per optimizer step")
-    log_steps: int = flag(20, "steps between two log lines")
-    sft_from_records: str | None = flag(
-        None, "train the scored Records of this run, with their sampled token ids, instead of --train_file"
-    )
-    sft_split: str = flag("train", "split of these Records")
-    sft_min_score: float = flag(1.0, "minimum score of these Records")
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "log_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name} is {getattr(self, name)}", hint=f"give --{name} 1 or more")
-        if not math.isfinite(self.sft_min_score):
-            raise ConfigError(f"--sft_min_score is {self.sft_min_score}", hint="give a number")
-
-
 def fine_tune(configs: Configs) -> None:
     """Train, and write a Hugging Face folder to ``--output_dir``; every rank calls it.
 
     ``configs`` has an SFTConfig too. Raises ConfigError for flags that name no data or no usable folder.
     """
-    from agentrl.distributed.world import launched_world
-
     _check_flags(configs)
     with launched_world() as world:
         if world.rank > 0:
-            _follow(configs, world)
+            follow(world, partial(_build, configs, world))
         else:
             _fine_tune(configs, world)
 
@@ -89,8 +69,6 @@ def _check_flags(configs: Configs) -> None:
 
 def _check_output(configs: Configs) -> None:
     """Raise ConfigError if writing the output folder, as a whole, would overwrite an input or other files."""
-    from agentrl.model.load import base_folder
-
     output = Path(configs[RunConfig].output).resolve()
     inputs = {"the model": base_folder(configs[ModelConfig])}
     for name, file in (
@@ -114,16 +92,7 @@ def _check_output(configs: Configs) -> None:
         )
 
 
-def _follow(configs: Configs, world: World) -> None:
-    """Execute rank 0's commands until it ends."""
-    from agentrl.train.controller import follow
-
-    follow(world, partial(_build, configs, world))
-
-
 def _fine_tune(configs: Configs, world: World) -> None:
-    from agentrl.train.controller import lead
-
     settings, train, seed = configs[SFTConfig], configs[TrainConfig], configs[RunConfig].seed
     started = time.perf_counter()
     data = _read(configs)
@@ -151,8 +120,6 @@ def _fine_tune(configs: Configs, world: World) -> None:
 
 
 def _build(configs: Configs, world: World, steps: int, max_tokens: int) -> PolicyTrainer:
-    from agentrl.train.build import Recipe, build_trainer
-
     recipe = Recipe(
         model=configs[ModelConfig],
         loss=_loss(configs[LossConfig]),
@@ -175,10 +142,6 @@ def _loss(shared: LossConfig) -> LossConfig:
 
 
 def _read(configs: Configs) -> list[DBRecordData]:
-    from agentrl.chat.renderer import ChatRenderer
-    from agentrl.model.load import base_folder
-    from agentrl.train.sft_data import from_conversations, from_records
-
     run, settings, model = configs[RunConfig], configs[SFTConfig], configs[ModelConfig]
     base = base_folder(model)
     if settings.sft_from_records is not None:
@@ -190,8 +153,6 @@ def _read(configs: Configs) -> list[DBRecordData]:
 
 def _token_budget(data: Sequence[DBRecordData], max_tokens: int) -> int:
     """Return the number of tokens per micro-batch: ``max_tokens``, or fewer on a CPU."""
-    import torch
-
     if torch.accelerator.is_available():
         return max_tokens
     return min(max_tokens, max(CPU_MICRO_BATCH_TOKENS, *(item.tokens for item in data)))
@@ -209,8 +170,6 @@ def _batches(count: int, size: int, seed: int) -> Iterator[Sequence[int]]:
 
 
 def _save(controller: Controller, output: Path) -> None:
-    from agentrl.weights.model_folder import atomic_model_folder, save_model_files, weight_bytes
-
     policy, published = controller.policy, controller.published()
     with atomic_model_folder(output, weight_bytes(published)) as temporary:
         save_model_files(published, policy.base, temporary, policy.chat_template)

@@ -1,4 +1,4 @@
-"""Start a run's trainer, or resume it: join the run, find the checkpoint, build what trains, and train."""
+"""Start or resume a run's trainer: join the run, load its newest checkpoint, and train."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import signal
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from agentrl.atomic_folder import remove_leftovers
+from agentrl.config.facts import trainer_facts
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AdapterConfig,
@@ -25,24 +27,34 @@ from agentrl.config.schema import (
     TaskConfig,
     TrainConfig,
 )
-
-if TYPE_CHECKING:
-    from agentrl.data.stream import DataStream
-    from agentrl.distributed.world import World
-    from agentrl.documents.training import TrainStep
-    from agentrl.store.client import Store
-    from agentrl.train.checkpoint import Checkpoint
-    from agentrl.train.controller import Controller
-    from agentrl.train.resume import Progress
-    from agentrl.train.step import PolicyTrainer
+from agentrl.data.freshness import Freshness
+from agentrl.data.planner import packing_problem
+from agentrl.data.stream import DataStream, StreamSettings
+from agentrl.data.verify import verifier
+from agentrl.distributed.world import World, launched_world
+from agentrl.losses.settings import LossSettings
+from agentrl.model.load import base_folder, resolve_dtype
+from agentrl.observe.begin_run import begin_model, begin_run
+from agentrl.observe.live import StepView
+from agentrl.observe.trackers import open_trackers
+from agentrl.store.client import Store, open_store
+from agentrl.store.retry import retry_outages
+from agentrl.train import checkpoint, resume
+from agentrl.train.build import Recipe, build_trainer
+from agentrl.train.checkpoint import Checkpoint
+from agentrl.train.controller import Controller, follow, lead
+from agentrl.train.disk_space import check_output, retention
+from agentrl.train.lease import TrainerLease, hold
+from agentrl.train.loop import Trainer
+from agentrl.train.resume import Progress
+from agentrl.train.saving import Saver
+from agentrl.train.step import PolicyTrainer
 
 logger = logging.getLogger(__name__)
 
 
 def run_trainer(configs: Configs) -> None:
-    """Train until the end of the data or ``--max_steps``, or until SIGTERM or SIGINT; every rank calls it."""
-    from agentrl.distributed.world import launched_world
-
+    """Train until the end of the data, ``--max_steps``, SIGTERM or SIGINT; every rank calls it."""
     with launched_world() as world:
         if world.rank > 0:
             _follow(configs, world)
@@ -52,101 +64,125 @@ def run_trainer(configs: Configs) -> None:
 
 def _follow(configs: Configs, world: World) -> None:
     """Execute rank 0's commands until it ends; rank 0 alone handles signals."""
-    from agentrl.train.controller import follow
-
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     follow(world, partial(_build, configs, world))
 
 
 async def _train(configs: Configs, world: World) -> None:
-    from agentrl.store.retry import retry_outages
-
     stop = _stop_on_signals()
     with retry_outages(configs[RunConfig].db_wait_seconds, stop):
         await _train_until(stop, configs, world)
 
 
 async def _train_until(stop: asyncio.Event, configs: Configs, world: World) -> None:
-    from agentrl.atomic_folder import remove_leftovers
-    from agentrl.observe.live import StepView
-    from agentrl.observe.trackers import open_trackers
-    from agentrl.train import resume
-    from agentrl.train.checkpoint import set_aside
-    from agentrl.train.lease import hold
-    from agentrl.train.loop import Trainer
-    from agentrl.train.saving import Saver
-
-    run, config = configs[RunConfig], configs[TrainConfig]
-    output = Path(run.output)
+    roots = _checkpoint_roots(configs)
     async with (
         await _join(configs) as store,
         hold(store, configs[ClaimConfig].lease_seconds, stop) as lease,
     ):
-        fallback = Path(config.fallback_output_dir) / run.run_name if config.fallback_output_dir else None
-        roots = [output] if fallback is None else [output, fallback]
-        await asyncio.to_thread(_check_space, configs, output, roots[1:])
-        for folder in (*roots, output / "weights"):
-            await asyncio.to_thread(remove_leftovers, folder)
-        steps = await store.training.steps(status=None)
-        total_steps = await _total_steps(store, configs)
-        discarded = (await store.trainer_lease.read()).discarded
-        controller, found = await asyncio.to_thread(
-            _prepare, configs, roots, total_steps, steps, discarded, world
-        )
-        replays = config.resume_from_checkpoint == "auto"
-        progress = await resume.begin(
-            store, controller.policy.base, found, steps, attempt=lease.attempt, replays=replays
-        )
-        await lease.check()
-        for root in roots:
-            await asyncio.to_thread(set_aside, root, progress.train_steps, lease.attempt)
-        logger.info(
-            "training from step %d, policy version %d%s",
-            progress.step, progress.version, f" ({found.folder})" if found else "",
-        )  # fmt: skip
-        tracker = open_trackers(config.report_to, run, output, _parameters(configs))
-        trainer = Trainer(
-            store=store,
-            run_name=run.run_name,
-            config=config,
-            controller=controller,
-            saver=Saver(
-                store=store,
-                run_name=run.run_name,
-                config=config,
-                controller=controller,
-                progress=progress,
-                lease=lease,
-                output=output,
-                max_staleness=_max_staleness(configs[SamplingConfig]),
-                stop=stop,
-                fallback=fallback,
-                saved=found.folder if found else None,
-                saved_step=progress.step,
-            ),
-            stream=_stream(store, configs, controller, progress),
-            progress=progress,
-            lease=lease,
-            owner=lease.owner,
-            stop=stop,
-            view=StepView(max_steps=config.max_steps),
-            tracker=tracker,
-        )
+        await asyncio.to_thread(_prepare_folders, configs, roots)
+        controller, found, progress = await _resume(store, lease, configs, world, roots)
+        trainer = _trainer(store, lease, configs, controller, found, progress, stop)
         try:
             await trainer.run()
         finally:
-            tracker.close()
+            trainer.tracker.close()
     controller.end()
 
 
-async def _join(configs: Configs) -> Store:
-    """The run's store; ConfigError where these flags contradict what the run was begun with."""
-    from agentrl.config.facts import trainer_facts
-    from agentrl.losses.settings import LossSettings
-    from agentrl.observe.begin_run import begin_model, begin_run
-    from agentrl.store.client import open_store
+def _checkpoint_roots(configs: Configs) -> list[Path]:
+    """Return the folders of checkpoints: ``--output_dir``, and the run's in ``--fallback_output_dir``."""
+    run, fallback = configs[RunConfig], configs[TrainConfig].fallback_output_dir
+    output = Path(run.output)
+    return [output] if not fallback else [output, Path(fallback) / run.run_name]
 
+
+def _prepare_folders(configs: Configs, roots: Sequence[Path]) -> None:
+    """Check that what the run keeps fits the disk, and remove what killed processes left."""
+    model = configs[ModelConfig]
+    is_adapter = configs[AdapterConfig].lora_rank > 0
+    kept = retention(base_folder(model), _dtype(model), configs[TrainConfig], is_adapter=is_adapter)
+    check_output(roots[0], kept, roots[1:])
+    for folder in (*roots, roots[0] / "weights"):
+        remove_leftovers(folder)
+
+
+async def _resume(
+    store: Store, lease: TrainerLease, configs: Configs, world: World, roots: Sequence[Path]
+) -> tuple[Controller, Checkpoint | None, Progress]:
+    """Build the trainer from the newest checkpoint, and roll the database and the folders back to it."""
+    choice = configs[TrainConfig].resume_from_checkpoint
+    steps = await store.training.steps(status=None)
+    total_steps = await _total_steps(store, configs)
+    discarded = (await store.trainer_lease.read()).discarded
+
+    def build() -> tuple[Controller, Checkpoint | None]:
+        run_name, base = configs[RunConfig].run_name, base_folder(configs[ModelConfig])
+        candidates = [
+            checkpoint.find(root, choice, steps, run_name=run_name, base=base, discarded=discarded)
+            for root in roots
+        ]
+        complete = [candidate for candidate in candidates if candidate is not None]
+        found = max(complete, key=lambda candidate: candidate.state.step, default=None)
+        return lead(world, partial(_build, configs, world), found, total_steps), found
+
+    controller, found = await asyncio.to_thread(build)
+    progress = await resume.begin(
+        store, controller.policy.base, found, steps, attempt=lease.attempt, replays=choice == "auto"
+    )
+    await lease.check()
+    for root in roots:
+        await asyncio.to_thread(checkpoint.set_aside, root, progress.train_steps, lease.attempt)
+    logger.info(
+        "training from step %d, policy version %d%s",
+        progress.step, progress.version, f" ({found.folder})" if found else "",
+    )  # fmt: skip
+    return controller, found, progress
+
+
+def _trainer(
+    store: Store,
+    lease: TrainerLease,
+    configs: Configs,
+    controller: Controller,
+    found: Checkpoint | None,
+    progress: Progress,
+    stop: asyncio.Event,
+) -> Trainer:
+    run, config = configs[RunConfig], configs[TrainConfig]
+    output, *fallback = _checkpoint_roots(configs)
+    saver = Saver(
+        store=store,
+        run_name=run.run_name,
+        config=config,
+        controller=controller,
+        progress=progress,
+        lease=lease,
+        output=output,
+        max_staleness=_max_staleness(configs[SamplingConfig]),
+        stop=stop,
+        fallback=fallback[0] if fallback else None,
+        saved=found.folder if found else None,
+        saved_step=progress.step,
+    )
+    return Trainer(
+        store=store,
+        run_name=run.run_name,
+        config=config,
+        controller=controller,
+        saver=saver,
+        stream=_stream(store, configs, controller, progress),
+        progress=progress,
+        lease=lease,
+        stop=stop,
+        view=StepView(max_steps=config.max_steps),
+        tracker=open_trackers(config.report_to, run, output, _parameters(configs)),
+    )
+
+
+async def _join(configs: Configs) -> Store:
+    """Open the run's store; ConfigError if these flags contradict those that the run was begun with."""
     store = await open_store(configs[RunConfig])
     try:
         facts = trainer_facts(configs, LossSettings.of(configs[LossConfig]))
@@ -159,41 +195,9 @@ async def _join(configs: Configs) -> Store:
     return store
 
 
-def _prepare(
-    configs: Configs,
-    roots: Sequence[Path],
-    total_steps: int | None,
-    steps: Sequence[TrainStep],
-    discarded: Sequence[str],
-    world: World,
-) -> tuple[Controller, Checkpoint | None]:
-    """Build the trainer on all ranks as the checkpoint to resume from left it; return both."""
-    from agentrl.model.load import base_folder
-    from agentrl.train import checkpoint
-    from agentrl.train.controller import lead
-
-    candidates = [
-        checkpoint.find(
-            root,
-            configs[TrainConfig].resume_from_checkpoint,
-            steps,
-            run_name=configs[RunConfig].run_name,
-            base=base_folder(configs[ModelConfig]),
-            discarded=discarded,
-        )
-        for root in roots
-    ]
-    complete = [candidate for candidate in candidates if candidate is not None]
-    found = max(complete, key=lambda candidate: candidate.state.step, default=None)
-    return lead(world, partial(_build, configs, world), found, total_steps), found
-
-
 def _build(
     configs: Configs, world: World, found: Checkpoint | None, total_steps: int | None
 ) -> PolicyTrainer:
-    from agentrl.train import checkpoint
-    from agentrl.train.build import Recipe, build_trainer
-
     recipe = Recipe(
         model=configs[ModelConfig],
         loss=configs[LossConfig],
@@ -212,11 +216,6 @@ def _build(
 
 
 def _stream(store: Store, configs: Configs, controller: Controller, progress: Progress) -> DataStream:
-    from agentrl.data.freshness import Freshness
-    from agentrl.data.planner import packing_problem
-    from agentrl.data.stream import DataStream, StreamSettings
-    from agentrl.data.verify import verifier
-
     sampling, tasks, train = configs[SamplingConfig], configs[TaskConfig], configs[TrainConfig]
     settings = StreamSettings(
         groups_per_step=train.groups_per_step,
@@ -241,19 +240,7 @@ def _stream(store: Store, configs: Configs, controller: Controller, progress: Pr
 
 def _dtype(model: ModelConfig) -> str:
     """Return the name of the dtype that ``--dtype`` is on this machine."""
-    from agentrl.model.load import resolve_dtype
-
     return str(resolve_dtype(model.dtype)).removeprefix("torch.")
-
-
-def _check_space(configs: Configs, output: Path, others: Sequence[Path]) -> None:
-    from agentrl.model.load import base_folder
-    from agentrl.train.disk_space import check_output, retention
-
-    model = configs[ModelConfig]
-    is_adapter = configs[AdapterConfig].lora_rank > 0
-    kept = retention(base_folder(model), _dtype(model), configs[TrainConfig], is_adapter=is_adapter)
-    check_output(output, kept, others)
 
 
 def _max_staleness(sampling: SamplingConfig) -> int:
@@ -261,7 +248,7 @@ def _max_staleness(sampling: SamplingConfig) -> int:
 
 
 async def _total_steps(store: Store, configs: Configs) -> int | None:
-    """Where a falling schedule ends: ``--max_steps``, else the most steps that the tasks can fill."""
+    """Return the length of the learning-rate schedule: ``--max_steps``, or as many as the tasks can fill."""
     tasks, train = configs[TaskConfig], configs[TrainConfig]
     if train.max_steps > 0:
         return train.max_steps
@@ -272,6 +259,7 @@ async def _total_steps(store: Store, configs: Configs) -> int | None:
 
 
 def _parameters(configs: Configs) -> dict[str, Any]:
+    """Return the flags that trackers record as hyperparameters."""
     parameters: dict[str, Any] = {}
     groups = (ModelConfig, GroupConfig, LossConfig, OptimConfig, AdapterConfig, MemoryConfig, TrainConfig)
     for group in groups:
@@ -280,12 +268,12 @@ def _parameters(configs: Configs) -> dict[str, Any]:
 
 
 def _stop_on_signals() -> asyncio.Event:
-    """Set on the first SIGTERM or SIGINT; a second one ends the process at once."""
+    """Return an event that the first SIGTERM or SIGINT sets; a second one ends the process at once."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def ask_to_stop(number: signal.Signals) -> None:
-        logger.info("%s: finishing the step, saving, leaving", number.name)
+        logger.info("%s: finishing the step, then saving", number.name)
         stop.set()
         loop.remove_signal_handler(number)
 

@@ -80,7 +80,7 @@ def start(tmp_path: Path, store: FakeStore) -> Callable[..., Any]:
         return Trainer(
             store=cast("Store", store), run_name="run", config=config, controller=controller, saver=saver,
             stream=DataStream(cast("Store", store), settings, progress.replay), progress=progress,
-            lease=lease, owner="me", stop=stop, view=StepView(Console(file=StringIO())),
+            lease=lease, stop=stop, view=StepView(Console(file=StringIO())),
             tracker=open_trackers("none", RunConfig(), output),
         )  # fmt: skip
 

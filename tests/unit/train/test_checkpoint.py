@@ -86,13 +86,13 @@ def state(base: Path, step: int = 1, run_name: str = "run", attempt: int = 1) ->
     )  # fmt: skip
 
 
-def committed(count: int, undone: int = 0) -> list[TrainStep]:
+def committed(count: int, reverted: int = 0) -> list[TrainStep]:
     return [
         TrainStep(
             id=f"1/{number}", step=number, policy_version=number - 1, data=(), owner="me",
             status=StepStatus.COMMITTED if number <= count else StepStatus.REVERTED,
         )
-        for number in range(1, count + undone + 1)
+        for number in range(1, count + reverted + 1)
     ]  # fmt: skip
 
 
@@ -103,21 +103,21 @@ def find(
     return checkpoint.find(root, choice, known, run_name=run_name, base=base)
 
 
-def test_a_checkpoint_of_undone_steps_is_not_resumed_from(tmp_path: Path, base: Path) -> None:
+def test_a_checkpoint_of_reverted_steps_is_not_resumed_from(tmp_path: Path, base: Path) -> None:
     trained = Trained.load(base)
     for step in (2, 4):
         checkpoint.save(tmp_path, state(base, step), trained, limit=2)
-    steps = committed(2, undone=2)
+    steps = committed(2, reverted=2)
     found = find(tmp_path, "auto", run_name="run", base=base, steps=steps)
     assert found is not None
     assert found.state.step == 2
-    with pytest.raises(ConfigError, match="contains 2 undone steps, such as 1/3"):
+    with pytest.raises(ConfigError, match="contains 2 reverted steps, such as 1/3"):
         find(tmp_path, str(tmp_path / "checkpoint-000004"), run_name="run", base=base, steps=steps)
     with pytest.raises(ConfigError, match="contains 4 steps that are not in database run"):
         find(tmp_path, "auto", run_name="run", base=base, steps=[])
 
 
-def test_checkpoints_of_undone_steps_are_set_aside(tmp_path: Path, base: Path) -> None:
+def test_checkpoints_of_reverted_steps_are_set_aside(tmp_path: Path, base: Path) -> None:
     trained = Trained.load(base)
     for step in (2, 4):
         checkpoint.save(tmp_path, state(base, step), trained, limit=2)
@@ -148,7 +148,7 @@ def test_two_trainers_never_write_one_checkpoint(tmp_path: Path, base: Path) -> 
     checkpoint.save(tmp_path, successor, trained, limit=2)
     checkpoint.save(tmp_path, state(base, 2), trained, limit=1)
     assert names(tmp_path) == ["checkpoint-000002", "checkpoint-000002-3"]
-    steps = [*committed(1, undone=1), replace(committed(2)[1], id="3/2")]
+    steps = [*committed(1, reverted=1), replace(committed(2)[1], id="3/2")]
     found = find(tmp_path, "auto", run_name="run", base=base, steps=steps)
     assert found is not None
     assert found.folder.name == "checkpoint-000002-3"

@@ -20,7 +20,7 @@ from agentrl.documents.task import Task
 from agentrl.errors import ConfigError, LeaseLostError, PublishError, TrainingError
 from agentrl.train import checkpoint
 from agentrl.train.loop import Trainer
-from agentrl.train.rewards import Window, step_window, trajectory_means, window_metrics
+from agentrl.train.metrics import Window, step_window, trajectory_means, window_metrics
 from agentrl.train.saving import Saver
 from agentrl.train.step import PolicyTrainer, StepResult
 from agentrl.weights.manifest import verify
@@ -168,7 +168,7 @@ async def test_versions_go_on_upwards_where_a_replay_ends_elsewhere(store: FakeS
     assert (store.versions[4].step, store.versions[4].train_step) == (3, "2/3")
 
 
-async def test_an_undone_step_trains_again_what_it_trained(store: FakeStore, start: Start) -> None:
+async def test_a_reverted_step_trains_again_what_it_trained(store: FakeStore, start: Start) -> None:
     trainer = await resumed_after_step_2(store, start)
     [trained] = [step.data for step in store.train_steps.values() if step.step == 3]
     for name in "cdab":
