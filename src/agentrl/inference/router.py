@@ -16,9 +16,10 @@ from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
-from agentrl.errors import EngineError, StoreError
+from agentrl.errors import EngineError
 from agentrl.inference.client import EngineRefusedError, FinishReason, Generation
 from agentrl.inference.engines.clients import engine_client
+from agentrl.store.retry import log_store_errors
 
 log = logging.getLogger(__name__)
 
@@ -139,10 +140,8 @@ class EngineRouter:
             await self._wait(f"{session.traj_id} is waiting for a live engine", deadline)
 
     async def _refresh_quietly(self) -> None:
-        try:
+        with log_store_errors(log, "the engines cannot be listed", outages=True):
             await self._refresh()
-        except StoreError as error:
-            log.warning("the engines cannot be listed: %s", error.message)
 
     async def _refresh(self) -> None:
         async with self._refresh_lock:

@@ -16,7 +16,7 @@ from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
 from agentrl.documents.serving import InferenceService, PolicyVersion
 from agentrl.documents.status import ServiceStatus
-from agentrl.errors import ConfigError, EngineError, PublishError, StoreError
+from agentrl.errors import ConfigError, EngineError, PublishError
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
@@ -124,11 +124,9 @@ class ServedEngine:
             await self._deregister()
 
     async def _deregister(self) -> None:
-        try:
-            with retry_outages(0):
-                await self._store.services.stop(self._id)
-        except StoreError as error:
-            log.warning("the end of the engine is not recorded; its heartbeat expires: %s", error.message)
+        message = "the end of the engine is not recorded; its heartbeat expires"
+        with log_store_errors(log, message, outages=True), retry_outages(0):
+            await self._store.services.stop(self._id)
 
     async def _watch_process(self) -> None:
         """Raise EngineError once the engine's process has ended."""

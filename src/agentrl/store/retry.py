@@ -50,16 +50,16 @@ def retry_outages(seconds: float, stop: asyncio.Event | None = None) -> Iterator
 
 
 @contextmanager
-def log_store_errors(log: logging.Logger, message: str) -> Iterator[None]:
+def log_store_errors(log: logging.Logger, message: str, *, outages: bool = False) -> Iterator[None]:
     """Log a StoreError of a periodic task as a warning, so that the next round tries again.
 
-    A StoreUnavailableError is raised: the call was already retried for as long as ``retry_outages`` allows.
+    Without ``outages``, a StoreUnavailableError is raised: ``retry_outages`` has already retried the call.
     """
     try:
         yield
-    except StoreUnavailableError:
-        raise
     except StoreError as error:
+        if isinstance(error, StoreUnavailableError) and not outages:
+            raise
         log.warning(message, extra={"why": error.message})
 
 

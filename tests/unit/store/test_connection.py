@@ -165,3 +165,6 @@ async def test_a_periodic_task_logs_a_refusal_and_raises_an_outage(caplog: pytes
     assert [record.message for record in caplog.records] == ["not renewed"]
     with pytest.raises(StoreUnavailableError), log_store_errors(logging.getLogger("x"), "not renewed"):
         raise StoreUnavailableError("no answer")
+    with caplog.at_level(logging.WARNING), log_store_errors(logging.getLogger("x"), "away", outages=True):
+        raise StoreUnavailableError("no answer")
+    assert [record.message for record in caplog.records] == ["not renewed", "away"]
