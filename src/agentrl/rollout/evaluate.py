@@ -17,7 +17,6 @@ from agentrl.config.load import Configs
 from agentrl.config.sampling import RIGHT_THRESHOLD
 from agentrl.config.schema import (
     AgentConfig,
-    ClaimConfig,
     EngineConfig,
     GroupConfig,
     RunConfig,
@@ -26,15 +25,14 @@ from agentrl.config.schema import (
 )
 from agentrl.errors import EngineError
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.rollout.housekeeping import EpochPlan
 from agentrl.rollout.load_tasks import load_tasks
 from agentrl.rollout.probe import probe
-from agentrl.rollout.sampler import Sampler, SamplerConfig
+from agentrl.rollout.sampler import Sampler
 from agentrl.rollout.setup import (
     live_engines,
     open_worker,
-    owner_name,
     require_extensions,
+    sampler_config,
     stop_on_signals,
 )
 from agentrl.store.client import Store, open_store
@@ -62,7 +60,9 @@ async def evaluate(configs: Configs, *, version: int | None = None, label: str =
             async with open_worker(store, configs, version=version, stop=stop) as (worker, _):
                 await probe(store, worker.tools, configs[SamplingConfig], split)
                 finalizer = GroupFinalizer(store, rules, split=split, seed=run.seed)
-                sampler = Sampler(store, worker, finalizer, _sampler_config(configs, split), _no_limit)
+                sampler = Sampler(
+                    store, worker, finalizer, sampler_config(configs, split, epochs=1), _no_limit
+                )
                 await sampler.run(stop)
             agent_name = configs[AgentConfig].agent_name
             evaluated = await collect(store, split, agent_name, rules.right_threshold)
@@ -76,22 +76,6 @@ async def evaluate(configs: Configs, *, version: int | None = None, label: str =
 def split_name(version: int, label: str) -> str:
     """Return the split of one evaluation: ``eval-v000007``, or ``eval-v000007-LABEL``."""
     return f"eval-v{version:06d}" + (f"-{label}" if label else "")
-
-
-def _sampler_config(configs: Configs, split: str) -> SamplerConfig:
-    tasks, sampling = configs[TaskConfig], configs[SamplingConfig]
-    return SamplerConfig(
-        split=split,
-        owner=owner_name(),
-        concurrency=sampling.max_concurrent_samples_per_process * sampling.target_concurrency,
-        claims=configs[ClaimConfig],
-        plan=EpochPlan(
-            epochs=1,
-            seed=configs[RunConfig].seed,
-            num_generations=tasks.num_generations,
-            shuffle=tasks.shuffle_tasks,
-        ),
-    )
 
 
 async def evaluation_rules(store: Store, configs: Configs) -> GroupConfig:

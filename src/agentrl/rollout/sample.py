@@ -5,7 +5,6 @@ from __future__ import annotations
 from agentrl.config.facts import sampler_facts
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
-    ClaimConfig,
     GroupConfig,
     ModelConfig,
     RunConfig,
@@ -18,11 +17,10 @@ from agentrl.observe.begin_run import begin_model, begin_run
 from agentrl.registry import paths_among
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.rollout.housekeeping import EpochPlan
 from agentrl.rollout.load_tasks import load_tasks
 from agentrl.rollout.probe import probe, require_groups
-from agentrl.rollout.sampler import Sampler, SamplerConfig
-from agentrl.rollout.setup import open_worker, owner_name, require_extensions, stop_on_signals
+from agentrl.rollout.sampler import Sampler
+from agentrl.rollout.setup import open_worker, require_extensions, sampler_config, stop_on_signals
 from agentrl.store.client import Store, open_store
 from agentrl.store.retry import retry_outages
 from agentrl.store.selection import PASS_RATE, Selection
@@ -30,25 +28,34 @@ from agentrl.store.selection import PASS_RATE, Selection
 
 async def sample(configs: Configs) -> None:
     """Run a sampler until every epoch is finalized, its work runs out, or a signal stops it."""
-    run, tasks = configs[RunConfig], configs[TaskConfig]
+    run, tasks, sampling, groups = (
+        configs[RunConfig], configs[TaskConfig], configs[SamplingConfig], configs[GroupConfig],
+    )  # fmt: skip
+    config = sampler_config(
+        configs,
+        TRAIN_SPLIT,
+        epochs=tasks.num_train_epochs,
+        selection=Selection(tasks.num_train_epochs) if tasks.task_selection == PASS_RATE else None,
+        idle_exit_seconds=sampling.idle_exit_seconds,
+    )
     stop = stop_on_signals()
     with retry_outages(run.db_wait_seconds, stop):
         require_extensions(configs)
         if tasks.train_file is not None:
-            require_groups(configs[GroupConfig], tasks.num_generations)
+            require_groups(groups, tasks.num_generations)
         async with await open_store(run) as store:
             await _join_run(store, configs)
             async with open_worker(store, configs, stop=stop) as (worker, router):
-                groups = configs[GroupConfig]
-                await probe(store, worker.tools, configs[SamplingConfig], TRAIN_SPLIT, groups)
+                await probe(store, worker.tools, sampling, TRAIN_SPLIT, groups)
                 await store.imports.add(paths_among({groups.group_filter or "", groups.advantage}))
                 await store.settings.begin("chat", worker.renderer.facts, "sample")
-                admission = Admission(configs[SamplingConfig], configs[TrainConfig])
+                finalizer = GroupFinalizer(store, groups, split=TRAIN_SPLIT, seed=run.seed)
+                admission = Admission(sampling, configs[TrainConfig])
                 sampler = Sampler(
                     store,
                     worker,
-                    GroupFinalizer(store, groups, split=TRAIN_SPLIT, seed=run.seed),
-                    _sampler_config(configs),
+                    finalizer,
+                    config,
                     lambda: admission.groups_allowed(store, router.policy_versions()),
                 )
                 await sampler.run(stop)
@@ -65,21 +72,3 @@ async def _join_run(store: Store, configs: Configs) -> None:
         )
     if configs[SamplingConfig].resample_error_records:
         await store.claims.reopen_failed(TRAIN_SPLIT)
-
-
-def _sampler_config(configs: Configs) -> SamplerConfig:
-    tasks, sampling = configs[TaskConfig], configs[SamplingConfig]
-    return SamplerConfig(
-        split=TRAIN_SPLIT,
-        owner=owner_name(),
-        concurrency=sampling.max_concurrent_samples_per_process * sampling.target_concurrency,
-        claims=configs[ClaimConfig],
-        plan=EpochPlan(
-            epochs=tasks.num_train_epochs,
-            seed=configs[RunConfig].seed,
-            num_generations=tasks.num_generations,
-            shuffle=tasks.shuffle_tasks,
-        ),
-        selection=Selection(tasks.num_train_epochs) if tasks.task_selection == PASS_RATE else None,
-        idle_exit_seconds=sampling.idle_exit_seconds,
-    )

@@ -1,4 +1,4 @@
-"""Assemble a worker from flags: renderer, sampling parameters, engines, tools, importable names, signals."""
+"""Assemble a worker and a sampler from flags: renderer, sampling parameters, engines, tools, signals."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ from agentrl.observe.logging import describe_process_id
 from agentrl.registry import allow_imports
 from agentrl.rollout.agents import AGENTS
 from agentrl.rollout.context import CONTEXT_MANAGERS
+from agentrl.rollout.housekeeping import EpochPlan
+from agentrl.rollout.sampler import SamplerConfig
 from agentrl.rollout.worker import Worker
 from agentrl.scoring.advantages import ESTIMATORS
+from agentrl.store.selection import Selection
 from agentrl.tools.pool import ToolPool
 
 if TYPE_CHECKING:
@@ -104,6 +107,32 @@ async def allow_configured_imports(store: Store, configs: Configs) -> None:
         own.add(groups.group_filter)
     allow_imports(configs[TaskConfig].allowed_names | own)
     allow_imports(await store.imports.paths())
+
+
+def sampler_config(
+    configs: Configs,
+    split: str,
+    *,
+    epochs: int,
+    selection: Selection | None = None,
+    idle_exit_seconds: float | None = None,
+) -> SamplerConfig:
+    """Return the settings of a sampler of ``split``, under a new owner name."""
+    tasks, sampling = configs[TaskConfig], configs[SamplingConfig]
+    return SamplerConfig(
+        split=split,
+        owner=owner_name(),
+        concurrency=sampling.max_concurrent_samples_per_process * sampling.target_concurrency,
+        claims=configs[ClaimConfig],
+        plan=EpochPlan(
+            epochs=epochs,
+            seed=configs[RunConfig].seed,
+            num_generations=tasks.num_generations,
+            shuffle=tasks.shuffle_tasks,
+        ),
+        selection=selection,
+        idle_exit_seconds=idle_exit_seconds,
+    )
 
 
 @asynccontextmanager
