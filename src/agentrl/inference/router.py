@@ -96,17 +96,17 @@ class EngineRouter:
         self._refresh_lock = asyncio.Lock()
         self._refresh_task: asyncio.Task[None] | None = None
         self._sessions: Counter[str] = Counter()
-        self._suspects: dict[str, float] = {}
+        self._avoided_until: dict[str, float] = {}
         self._logged_at = float("-inf")
 
     @asynccontextmanager
     async def session(self, traj_id: str) -> AsyncIterator[EngineSession]:
-        """Return a session whose model calls go to one engine, so that its prefix cache is used."""
+        """Open a session whose model calls go to one engine, so that its prefix cache is used."""
         session = EngineSession(self, traj_id)
         try:
             yield session
         finally:
-            self._move(session, None)
+            self._assign(session, None)
 
     def policy_versions(self) -> frozenset[int]:
         """Return the policy versions that usable engines serve; empty while none is known.
@@ -134,7 +134,7 @@ class EngineRouter:
             urls = {service.url: service for service in self._usable()}
             if session.url not in urls:
                 chosen = min(urls.values(), key=self._load, default=None)
-                self._move(session, chosen.url if chosen else None)
+                self._assign(session, chosen.url if chosen else None)
             if session.url is not None:
                 return self._client(urls[session.url])
             await self._wait(f"{session.traj_id} is waiting for a live engine", deadline)
@@ -152,13 +152,15 @@ class EngineRouter:
 
     def _usable(self) -> list[InferenceService]:
         now = time.monotonic()
-        return [s for s in self._services if s.status in _USABLE and self._suspects.get(s.url, 0.0) <= now]
+        return [
+            s for s in self._services if s.status in _USABLE and self._avoided_until.get(s.url, 0.0) <= now
+        ]
 
     def _load(self, service: InferenceService) -> tuple[bool, int, str]:
         load = max(service.running_requests, self._sessions[service.url])
         return service.status is not ServiceStatus.READY, load, service.url
 
-    def _move(self, session: EngineSession, url: str | None) -> None:
+    def _assign(self, session: EngineSession, url: str | None) -> None:
         if session.url is not None:
             self._sessions[session.url] -= 1
         if url is not None:
@@ -170,10 +172,10 @@ class EngineRouter:
             self._clients[service.id] = self._new_client(service)
         return self._clients[service.id]
 
-    def _suspect(self, session: EngineSession) -> None:
+    def _avoid(self, session: EngineSession) -> None:
         if session.url is not None:
-            self._suspects[session.url] = time.monotonic() + self._suspect_seconds
-        self._move(session, None)
+            self._avoided_until[session.url] = time.monotonic() + self._suspect_seconds
+        self._assign(session, None)
 
     async def _wait(self, why: str, deadline: float, attempt: int = 1) -> None:
         """Sleep before the next attempt, with exponential backoff; EngineError at ``deadline``."""
@@ -220,7 +222,7 @@ class EngineSession:
                 raise
             except EngineError as error:
                 log.warning("%s: %s", self.traj_id, error.message)
-                router._suspect(self)
+                router._avoid(self)
                 failures += 1
                 await router._wait(f"{self.traj_id}: {error.message}", deadline, failures)
                 continue

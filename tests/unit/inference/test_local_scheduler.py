@@ -11,7 +11,7 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.inference.engines.local.cache import KVCache
 from agentrl.inference.engines.local.model import Chunk
 from agentrl.inference.engines.local.sampling import RowSampler
-from agentrl.inference.engines.local.scheduler import Request, Scheduler
+from agentrl.inference.engines.local.scheduler import GenerationRequest, Scheduler
 
 VOCAB = 97
 STOP = 96
@@ -65,12 +65,12 @@ class Harness:
         self.scheduler = Scheduler(
             self.model, cache, version="0", max_running=max_running, chunk_tokens=chunk_tokens
         )
-        self.ended: dict[str, Request] = {}
+        self.ended: dict[str, GenerationRequest] = {}
 
     def submit(
         self, rid: str, prompt: Sequence[int], count: int, stop: frozenset[int] = frozenset()
-    ) -> Request:
-        request = Request(
+    ) -> GenerationRequest:
+        request = GenerationRequest(
             rid=rid,
             tokens=np.array([*prompt, *[0] * count], dtype=np.int32),
             prompt_tokens=len(prompt),

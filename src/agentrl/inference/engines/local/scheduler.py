@@ -35,7 +35,7 @@ class Model(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class GenerationRequest:
     """One generation. ``finish`` is called once, from the scheduler's thread, after its last token."""
 
     rid: str
@@ -44,7 +44,7 @@ class Request:
     prompt_tokens: int
     sampler: RowSampler
     stop_ids: frozenset[int]
-    finish: Callable[[Request], None]
+    finish: Callable[[GenerationRequest], None]
     length: int = 0
     logprobs: list[float] = field(default_factory=list)
     spans: list[dict[str, Any]] = field(default_factory=list)
@@ -94,10 +94,10 @@ class Scheduler:
         self.draining = False
         self._max_running = max_running
         self._chunk_tokens = chunk_tokens
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []
+        self.waiting: list[GenerationRequest] = []
+        self.running: list[GenerationRequest] = []
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: GenerationRequest) -> None:
         """Queue a request."""
         self.waiting.append(request)
 
@@ -172,9 +172,9 @@ class Scheduler:
             self.waiting.remove(request)
             self.running.append(request)
 
-    def _plan(self) -> tuple[list[tuple[Request, Chunk]], list[RowSampler]]:
+    def _plan(self) -> tuple[list[tuple[GenerationRequest, Chunk]], list[RowSampler]]:
         """Return the next chunk of each running request: decoding ones first, then prompts."""
-        planned: list[tuple[Request, Chunk]] = []
+        planned: list[tuple[GenerationRequest, Chunk]] = []
         budget = self._chunk_tokens
         for request in sorted(self.running, key=lambda r: r.length - _slot(r).computed > 1):
             slot = request.slot
@@ -191,7 +191,7 @@ class Scheduler:
         kept = [(request, chunk) for request, chunk in planned if request.slot is chunk.slot]
         return kept, [request.sampler for request, chunk in kept if chunk.wants_logits]
 
-    def _reserve_rows(self, request: Request) -> bool:
+    def _reserve_rows(self, request: GenerationRequest) -> bool:
         """Get cache rows for the request's tokens; retract later requests if the cache is full."""
         while not self.cache.grow(_slot(request), request.length):
             victim = self.running[-1]
@@ -201,7 +201,7 @@ class Scheduler:
                 return False
         return True
 
-    def _retract(self, request: Request) -> None:
+    def _retract(self, request: GenerationRequest) -> None:
         """Move a running request to the head of the queue; its KV cache stays as a reusable prefix."""
         slot = _slot(request)
         self.cache.release(slot, request.tokens)
@@ -210,7 +210,7 @@ class Scheduler:
         self.running.remove(request)
         self.waiting.insert(0, request)
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: GenerationRequest) -> None:
         if request.slot is not None:
             self.cache.release(request.slot, request.tokens)
             request.slot = None
@@ -220,7 +220,7 @@ class Scheduler:
         request.finish(request)
 
 
-def _slot(request: Request) -> Slot:
+def _slot(request: GenerationRequest) -> Slot:
     if request.slot is None:
         raise RuntimeError(f"request {request.rid} is not running")
     return request.slot

@@ -7,7 +7,7 @@ import dataclasses
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from fastapi import FastAPI, Request
@@ -17,11 +17,11 @@ from agentrl.documents.sampling import SamplingParams, logprobs_of
 from agentrl.errors import AgentRLError
 from agentrl.inference.engines.local.model import LocalModel
 from agentrl.inference.engines.local.sampling import RowSampler
-from agentrl.inference.engines.local.scheduler import Request as Generation
+from agentrl.inference.engines.local.scheduler import GenerationRequest, PauseMode
 from agentrl.inference.engines.local.worker import Worker
 
 _PARAMS = {item.name for item in dataclasses.fields(SamplingParams)} - {"extra"}
-_PAUSE_MODES = ("abort", "retract", "in_place")
+_PAUSE_MODES = get_args(PauseMode)
 
 
 class LocalServer:
@@ -180,7 +180,9 @@ class LocalServer:
         await asyncio.wrap_future(self._worker.rename(version))
         return {"success": True, "message": f"Weight version is {version}.", "new_version": version}
 
-    def _generation(self, body: Mapping[str, Any], finish: Callable[[Generation], Any]) -> Generation:
+    def _generation(
+        self, body: Mapping[str, Any], finish: Callable[[GenerationRequest], Any]
+    ) -> GenerationRequest:
         ids = body.get("input_ids")
         if not isinstance(ids, list) or not ids or any(type(item) is not int for item in ids):
             raise _BadRequestError("generate needs input_ids: a list of at least one integer")
@@ -195,7 +197,7 @@ class LocalServer:
         tokens = np.zeros(len(ids) + limit, dtype=np.int32)
         tokens[: len(ids)] = ids
         stop_ids = frozenset() if options["ignore_eos"] else self._model.eos_ids | set(params.stop_token_ids)
-        return Generation(
+        return GenerationRequest(
             rid=str(body.get("rid") or uuid.uuid4().hex),
             tokens=tokens,
             prompt_tokens=len(ids),
@@ -204,7 +206,7 @@ class LocalServer:
             finish=finish,
         )
 
-    def _answer(self, generation: Generation, *, with_logprobs: bool) -> dict[str, Any]:
+    def _answer(self, generation: GenerationRequest, *, with_logprobs: bool) -> dict[str, Any]:
         ids = generation.output_ids
         meta: dict[str, Any] = {
             "id": generation.rid,

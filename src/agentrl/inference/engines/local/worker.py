@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from agentrl.errors import ModelError
-from agentrl.inference.engines.local.scheduler import Model, PauseMode, Request, Scheduler
+from agentrl.inference.engines.local.scheduler import GenerationRequest, Model, PauseMode, Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Worker:
         """The numbers of running and waiting requests."""
         return len(self._scheduler.running), len(self._scheduler.waiting)
 
-    def submit(self, request: Request) -> Future[None]:
+    def submit(self, request: GenerationRequest) -> Future[None]:
         """Queue a request; its ``finish`` is called when it is done."""
         return self._call(lambda: self._scheduler.submit(request))
 
