@@ -72,7 +72,7 @@ def test_schedules() -> None:
         ("linear", 9, {"lr_scheduler_kwargs": "[1]"}, "lr_scheduler_kwargs is"),
         ("linear", 9, {"lr_scheduler_kwargs": "{"}, "lr_scheduler_kwargs is"),
         ("linear", 9, {"warmup_ratio": 1.0}, "warmup_ratio is 1.0"),
-        ("linear", 9, {"warmup_ratio": 0.1, "warmup_steps": 2}, "say the same thing"),
+        ("linear", 9, {"warmup_ratio": 0.1, "warmup_steps": 2}, "set the same thing"),
     ],
 )
 def test_wrong_schedules_are_told(kind: str, total: int | None, flags: dict[str, Any], says: str) -> None:
