@@ -113,7 +113,7 @@ BAD_SCORERS = {
     "not a number": ("scorer", "returned nan"),
     "text": ("scorer", "returned 'good'"),
     "no mapping": ("scorer", "which is not a mapping"),
-    "large details": ("internal", "scores: score"),
+    "large details": ("internal", "attempts: score"),
 }
 
 
