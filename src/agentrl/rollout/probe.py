@@ -15,6 +15,7 @@ from agentrl.scoring.advantages import ESTIMATORS
 from agentrl.scoring.agent_config import AgentSection, ModelEndpoint, load_section
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.group_filters import GROUP_FILTERS
+from agentrl.scoring.judge import JUDGES
 from agentrl.scoring.scorers import SCORERS
 
 if TYPE_CHECKING:
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from agentrl.store.tasks import TaskReferences
 
 logger = logging.getLogger(__name__)
-
-JUDGES = frozenset({"agentcpm", "asearcher"})
-"""Scorers that need ``scorer_agent`` of ``--agent_config_path``."""
 
 _REACH_SECONDS = 5.0
 _SHOWN = 10
@@ -66,7 +64,7 @@ async def probe(
         _try(problems, None, lambda: GROUP_FILTERS.get(own))
     if groups is not None and named.smallest_group is not None:
         _try(problems, None, lambda: require_groups(groups, named.smallest_group or 0))
-    judged = sorted(JUDGES & named.scorers.keys())
+    judged = sorted(named.scorers.keys() & JUDGES)
     if judged:
         task = named.scorers[judged[0]]
         section = _try(problems, task, lambda: load_section(sampling.agent_config_path, "scorer_agent"))

@@ -109,16 +109,16 @@ class Sampler:
             self._heartbeats(), self._housekeeping.finalize_own(), self._housekeeping.work_for_all(),
             self._watch_work(), self._watch_training(),
         )  # fmt: skip
-        helpers = [asyncio.create_task(job) for job in jobs]
-        for helper in helpers:
-            helper.add_done_callback(self._helper_ended)
+        background = [asyncio.create_task(job) for job in jobs]
+        for task in background:
+            task.add_done_callback(self._background_task_ended)
         try:
             await self._claim_and_start(stop)
         finally:
             await self._release_claims()
-            for helper in helpers:
-                helper.cancel()
-            await asyncio.gather(*helpers, return_exceptions=True)
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
         logger.info("sampler ends", extra={"scored": self.scored})
 
     async def _claim_and_start(self, stop: asyncio.Event) -> None:
@@ -199,9 +199,9 @@ class Sampler:
         elif task.result():
             self.scored += 1
 
-    def _helper_ended(self, helper: asyncio.Task[None]) -> None:
-        if not helper.cancelled() and helper.exception() is not None:
-            self._error = helper.exception()
+    def _background_task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self._error = task.exception()
 
     def _idle_too_long(self, busy_at: float) -> bool:
         limit = self._config.idle_exit_seconds

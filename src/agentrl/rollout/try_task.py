@@ -30,12 +30,12 @@ from agentrl.observe.audit.record import render_trajectory
 from agentrl.observe.terminal import stdout_console
 from agentrl.rollout.agents import AGENTS
 from agentrl.rollout.context import CONTEXT_MANAGERS
-from agentrl.rollout.probe import JUDGES
 from agentrl.rollout.rollout import Engine, Outcome, Rollout
 from agentrl.rollout.setup import allow_configured_imports, live_engines, open_renderer, sampling_params
 from agentrl.rollout.worker import run_agent, score_trajectory
 from agentrl.scoring.agent_config import load_section
 from agentrl.scoring.answers import check_schema
+from agentrl.scoring.judge import JUDGES
 from agentrl.scoring.scorers import SCORERS, ScoreResult
 from agentrl.store.client import Store, open_existing
 from agentrl.store.views.read import WholeTrajectory

@@ -13,6 +13,9 @@ from agentrl.scoring.text_match import same
 
 logger = logging.getLogger(__name__)
 
+JUDGES = ("agentcpm", "asearcher")
+"""Names of this scorer. It needs the section ``scorer_agent`` of ``--agent_config_path``."""
+
 DEFAULT_TEMPLATE = """\
 Decide whether a predicted answer to a question means the same as the labeled answer.
 
@@ -32,7 +35,7 @@ class NoVerdictError(Exception):
     """One request to one model gave no verdict."""
 
 
-@scorer("agentcpm", "asearcher")
+@scorer(*JUDGES)
 async def agentcpm(context: ScorerContext) -> ScoreResult:
     """Return 1 if the judge finds the answer correct, else 0.
 
