@@ -60,11 +60,18 @@ def build_optimizer(
 ) -> torch.optim.AdamW:
     """Return AdamW over the trainable parameters; those of fewer than two dimensions have no weight decay.
 
-    A parameter group has parameters of one mesh: fused and foreach kernels take no mixture.
+    A parameter group has parameters of one mesh: fused and foreach kernels take no mixture. Logs a warning
+    for bfloat16 parameters, whose small updates are lost.
     """
     memory = memory or MemoryConfig()
     arguments = parse_optim_args(config.optim_args)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if any(parameter.dtype == torch.bfloat16 for parameter in trainable):
+        logger.warning(
+            "the trained weights are bfloat16, which rounds away updates below 1/512 of a weight: at"
+            " --learning_rate %g most of them; --dtype float32 --autocast_bf16 true keeps them",
+            config.learning_rate,
+        )
     groups = [
         {"params": members, "weight_decay": decay}
         for is_matrix, decay in ((True, config.weight_decay), (False, 0.0))
