@@ -105,11 +105,6 @@ class Claims(Attempts):
         result = await self._collection(TASK).update_many(query, slots.change_slots(failed, fields))
         return result.modified_count
 
-    @database_call
-    async def groups_open(self, split: str) -> int:
-        """Return how many groups are admitted and not yet trained; see ``GroupAdmission.count``."""
-        return await self._admission.count(split)
-
     async def _claim(self, request: ClaimRequest) -> Claim | None:
         claims = await self._claim_from_one_group(request, [request.owner])
         return claims[0] if claims else None

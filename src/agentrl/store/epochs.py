@@ -35,6 +35,7 @@ _POLL_SECONDS = 0.25
 _RELEASE_SECONDS = 2.0
 _FREE: Json = {"owner": None, "lease_expires_at": None}
 _PLAN = ("seed", "shuffle", "num_generations")
+"""Fields that the first owner sets; a process that takes over uses the stored values."""
 
 
 class EpochLeases(Repository):
@@ -100,7 +101,7 @@ class EpochLeases(Repository):
 
     @database_call
     async def renew(self, held: EpochOpening, expected: int | None = None) -> None:
-        """Extend the lease; with ``expected``, also mark the epoch as opening, with that many tasks to come.
+        """Extend the lease; with ``expected``, also mark the epoch as opening, to hold that many tasks.
 
         Raises LeaseLostError if another process has acquired the lease.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
+from typing import NamedTuple
 
 from pymongo import UpdateMany
 from pymongo.asynchronous.client_session import AsyncClientSession
@@ -17,13 +18,17 @@ from agentrl.store.names import DATA, RECORD, TASK
 CHUNK = 100
 """Documents of one transaction: 50 MB if each holds 65,536 tokens."""
 
-StepChunk = tuple[Sequence[str], Sequence[str]]
-"""Ids of the data and ids of the Tasks that one transaction changes."""
+
+class StepChunk(NamedTuple):
+    """The ids of the data and of the Tasks that one transaction changes."""
+
+    data: Sequence[str]
+    tasks: Sequence[str]
 
 
 def chunks_of(data: Sequence[str], tasks: Sequence[str] = ()) -> list[StepChunk]:
     """Return both sequences cut into chunks of ``CHUNK`` ids; at least one chunk, which may be empty."""
-    return list(zip_longest(_cut(data), _cut(tasks), fillvalue=()))
+    return [StepChunk(*ids) for ids in zip_longest(_cut(data), _cut(tasks), fillvalue=())]
 
 
 def _cut(ids: Sequence[str]) -> list[Sequence[str]]:

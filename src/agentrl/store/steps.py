@@ -61,7 +61,7 @@ class Steps(StepChunks):
             return True
 
         async def mark(chunk: StepChunk, session: AsyncClientSession) -> None:
-            await self._mark(step.step, chunk[0], session)
+            await self._mark(step.step, chunk.data, session)
 
         async def end(session: AsyncClientSession) -> None:
             await self._move(step.id, StepStatus.PLANNING, StepStatus.PLANNED, session)
@@ -136,8 +136,8 @@ class Steps(StepChunks):
             return bool(now["status"] == StepStatus.COMMITTING)
 
         async def train(chunk: StepChunk, session: AsyncClientSession) -> None:
-            await self._train(step.step, pending, chunk[0], session)
-            await self._count(step.step, chunk[1], session)
+            await self._train(step.step, pending, chunk.data, session)
+            await self._count(step.step, chunk.tasks, session)
 
         async def end(session: AsyncClientSession) -> None:
             await self._move(step.id, StepStatus.COMMITTING, StepStatus.COMMITTED, session)
@@ -205,7 +205,7 @@ class Steps(StepChunks):
             return True
 
         async def restore(chunk: StepChunk, session: AsyncClientSession) -> None:
-            await self._restore(after, chunk[0], session)
+            await self._restore(after, chunk.data, session)
 
         async def end(session: AsyncClientSession) -> None:
             await self._move(step.id, StepStatus.REVERTING, StepStatus.REVERTED, session)

@@ -16,8 +16,8 @@ from agentrl.documents.base import Root
 from agentrl.documents.status import DataStatus
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import StoreError, StoreUnavailableError
+from agentrl.store.admission import GroupAdmission
 from agentrl.store.blobs import Blobs
-from agentrl.store.claims import Claims
 from agentrl.store.connection import Json, database_call
 from agentrl.store.groups import Groups
 from agentrl.store.names import DATA, RECORD
@@ -281,6 +281,7 @@ class Training(Groups, Steps):
             counts[DataStatus(group["_id"])] = group["count"]
         return counts
 
+    @database_call
     async def open_groups(self, split: str) -> int:
-        """Return how many groups are admitted and not yet trained; admission limits this number."""
-        return await Claims(self._connection).groups_open(split)
+        """Return how many groups are open; see ``GroupAdmission``, which limits this number."""
+        return await GroupAdmission(self._connection).count(split)
