@@ -165,7 +165,7 @@ BREAKS: dict[str, tuple[int, str, Break]] = {
     "a second live Record": (
         1, "dead, since attempt 1 is not the live one", lambda d: d.set("Record", FAILED, status="scored")),
     "an ended Record of a running slot": (
-        1, "a Record in work while its slot runs", lambda d: d.set("Record", CLAIMED, status="failed")),
+        1, "a running Record, since", lambda d: d.set("Record", CLAIMED, status="failed")),
     "another owner than the slot's": (
         1, "the owner of its slot", lambda d: d.set("Record", CLAIMED, owner="stranger")),
     "an attempt that was never claimed": (
@@ -174,12 +174,12 @@ BREAKS: dict[str, tuple[int, str, Break]] = {
     "a Record of no slot": (
         1, "its slot", lambda d: d.copy("Record", FAILED, _id=f"{run.TRAINED}/7/1", traj_id=7)),
     "an _id that is not its Task, slot and attempt": (
-        1, "an _id made of", lambda d: d.copy("Record", FAILED, _id="stray")),
+        1, "the _id of its Task", lambda d: d.copy("Record", FAILED, _id="stray")),
     "another epoch than the Task's": (1, "the epoch of its Task", lambda d: d.set("Record", OTHER, epoch=3)),
     "the wrong record_id": (
         1, "record_id of its attempt", lambda d: d.set("Task", run.TRAINED, slots__1__record_id="x")),
     "two slots of one number": (
-        1, "slots with a number", lambda d: d.set("Task", run.TRAINED, slots__1__traj_id=0)),
+        1, "slots with unique numbers", lambda d: d.set("Task", run.TRAINED, slots__1__traj_id=0)),
     "a missing model call": (
         1, "its model calls in the order", lambda d: d.delete("DispatchedSamplingTask", CALL)),
     "a model call that traj does not name": (
@@ -236,7 +236,7 @@ BREAKS: dict[str, tuple[int, str, Break]] = {
         2, "named by step 2, which plans it",
         lambda d: d.set("DBRecordData", READY, status="planned", planned_step=2)),
     "a planned_step of data that are not planned": (
-        2, "a planned_step exactly", lambda d: d.set("DBRecordData", READY, planned_step=2)),
+        2, "a planned_step if and only if", lambda d: d.set("DBRecordData", READY, planned_step=2)),
     "a Record that says another last step": (
         2, "last_trained_step", lambda d: d.set("Record", SCORED, last_trained_step=5)),
     "a step whose data are gone": (2, "its training data", lambda d: d.delete("DBRecordData", SCORED)),
@@ -250,7 +250,7 @@ BREAKS: dict[str, tuple[int, str, Break]] = {
         2, "planned, since TrainStep 1/2 names it",
         lambda d: d.copy("TrainStep", run.STEP, _id="1/2", step=2, status="planned", data=[READY])),
     "a commit without its time": (
-        2, "when it was committed", lambda d: d.set("TrainStep", run.STEP, committed_at=None)),
+        2, "the time when it was committed", lambda d: d.set("TrainStep", run.STEP, committed_at=None)),
     "a step from an unknown version": (
         2, "the policy version that it starts", lambda d: d.set("TrainStep", run.STEP, policy_version=9)),
     # invariant 3
@@ -258,9 +258,10 @@ BREAKS: dict[str, tuple[int, str, Break]] = {
     "a score that is no number": (3, "a finite score", lambda d: d.set("Record", SCORED, score=None)),
     "a zero that is not a scorer's": (
         3, "the scorer that gave 0.0", lambda d: d.set("Record", SCORED, score_details={})),
-    "a failure without a reason": (3, "a failure exactly", lambda d: d.set("Record", FAILED, failure=None)),
+    "a failure without a reason": (
+        3, "a failure if and only if", lambda d: d.set("Record", FAILED, failure=None)),
     "an abandoned Record without a reason": (
-        3, "a reason exactly",
+        3, "a reason if and only if",
         lambda d: d.set("Record", f"{run.ABANDONED}/1/1", abandoned_because=None)),
     "an advantage that the group does not give": (
         3, "the advantage that its group", lambda d: d.set("Record", READY, advantage=0.25)),
@@ -270,7 +271,7 @@ BREAKS: dict[str, tuple[int, str, Break]] = {
     "another count of failures": (3, "group.failed", lambda d: d.set("Task", run.ABANDONED, group__failed=0)),
     "another outcome": (3, "group.outcome", lambda d: d.set("Task", run.READY, group__outcome="abandoned")),
     "a completed group without a summary": (
-        3, "a group summary exactly", lambda d: d.set("Task", run.READY, group=None)),
+        3, "a group summary if and only if", lambda d: d.set("Task", run.READY, group=None)),
     # invariant 4
     "a state that there is none": (
         4, "the validator of Record", lambda d: d.set("Record", READY, status="lost")),
@@ -279,9 +280,9 @@ BREAKS: dict[str, tuple[int, str, Break]] = {
     "a Task that cannot be read": (
         4, "documents that can be read", lambda d: d.set("Task", run.READY, slots=[{}])),
     "a Task that is not what its slots are": (
-        4, "the state that follows", lambda d: d.set("Task", run.READY, status="running")),
+        4, "the status that follows", lambda d: d.set("Task", run.READY, status="running")),
     "a group with an open slot that nobody has admitted": (
-        4, "the state that follows", lambda d: d.set("Task", run.UNTOUCHED, status="running")),
+        4, "the status that follows", lambda d: d.set("Task", run.UNTOUCHED, status="running")),
     "an admission of a group that is claimed": (
         4, "no admission rank", lambda d: d.set("Task", run.RUNNING, admission={"rank": 1, "after_step": 0})),
     "a running slot without a lease": (
@@ -293,17 +294,17 @@ BREAKS: dict[str, tuple[int, str, Break]] = {
     "an owner of an open slot": (
         4, "no owner", lambda d: d.set("Task", run.RUNNING, slots__1__owner="s")),
     "a scored slot without a score": (
-        4, "a score exactly", lambda d: d.set("Task", run.TRAINED, slots__1__score=None)),
+        4, "a score if and only if", lambda d: d.set("Task", run.TRAINED, slots__1__score=None)),
     "a scored slot that was never claimed": (
         4, "at least one attempt", lambda d: d.set("Task", run.TRAINED, slots__1__attempt=0)),
     "more released than claimed": (
-        4, "no more released", lambda d: d.set("Task", run.TRAINED, slots__1__released=4)),
+        4, "at most as many releases", lambda d: d.set("Task", run.TRAINED, slots__1__released=4)),
     "a completed group whose Record is not settled": (
         4, "settled, since its group is completed", lambda d: d.set("Record", READY, status="scored")),
     "a settled Record of a running group": (
         4, "not settled, since its group", lambda d: d.set("Task", run.READY, status="waiting")),
     "a Record that ended for no reason": (
-        4, "why it stopped", lambda d: d.set("Record", READY, stop_reason=None)),
+        4, "a stop reason", lambda d: d.set("Record", READY, stop_reason=None)),
     "model calls of a Record that has not begun": (
         4, "no model call", lambda d: d.set("Record", CLAIMED, status="created")),
     "a Record that trained without data": (
@@ -363,7 +364,7 @@ async def test_a_dead_owner_s_lease_is_found_while_others_live(store: Store, wei
     await Damage(store, weights).set("Task", run.RUNNING, slots__0__lease_expires_at=LONG_AGO)
     (violation,) = (await check(store)).violations
     assert violation.invariant is Invariant.STATES
-    assert "a lease of sampler that is not over" in str(violation.problem)
+    assert "a lease of sampler that has not expired" in str(violation.problem)
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ async def write_version(database: AsyncDatabase[Json], version: int) -> None:
 
 
 class Migrations(Repository):
-    """``agentrl db migrate``."""
+    """Migrates a run to the current schema version."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)

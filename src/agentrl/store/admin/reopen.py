@@ -24,11 +24,12 @@ _UNDECIDED: Json = {"group": None, "finalising": None}
 
 @dataclass(slots=True, kw_only=True)
 class Reopened:
-    """Counts of what was reopened. ``finalized`` of the groups are undecided again."""
+    """Counts of what was reopened."""
 
     slots: int = 0
     groups: int = 0
     finalized: int = 0
+    """Groups that had been finalized, and are undecided again."""
     data: int = 0
     """Training documents deleted; finalizing the group again makes them anew."""
     given_up: int = 0
@@ -38,7 +39,7 @@ class Reopened:
 
 
 class Reopening(Repository):
-    """``agentrl db reopen``."""
+    """Reopens failed slots and groups of a run."""
 
     @database_call
     async def reopen(
@@ -65,7 +66,7 @@ class Reopening(Repository):
         return [document["_id"] async for document in tasks]
 
     async def _wait_again(self, query: Json, done: Reopened) -> bool:
-        """Move a given-up group back to WAITING; returns whether it still was one and could be moved."""
+        """Move a given-up group back to WAITING; return False if it no longer is one or is blocked."""
         update = {"status": TaskStatus.WAITING.value, "updated_at": "$$NOW", **_UNDECIDED}
 
         async def write(session: AsyncClientSession) -> bool:

@@ -62,7 +62,7 @@ class Rescored:
 
 
 class Rescoring(Repository):
-    """``agentrl db rescore``."""
+    """Reads the Records to score again, and writes their new scores."""
 
     @database_call
     async def tasks(

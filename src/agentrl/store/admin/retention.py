@@ -54,7 +54,7 @@ class Pruned:
 
 
 class Retention(Repository):
-    """``agentrl db prune``."""
+    """Deletes what a run no longer needs."""
 
     @database_call
     async def limits(

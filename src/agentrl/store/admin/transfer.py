@@ -45,7 +45,7 @@ _GRIDFS = {
 
 
 class Transfer(Repository):
-    """``agentrl db export`` and ``import``. Memory holds at most a page of documents."""
+    """Exports and imports a run, with at most a page of documents in memory."""
 
     @database_call
     async def export(self, folder: Path) -> Manifest:

@@ -71,7 +71,7 @@ class CreatedUser:
 
 
 class Users(Repository):
-    """``agentrl db users``, called by a user who may manage users."""
+    """Lists and creates database users. Its own user must have the right to manage users."""
 
     @database_call
     async def create(self, *, all_runs: bool = False) -> list[CreatedUser]:

@@ -30,7 +30,7 @@ REPLICA_SET = "agentrl"
 
 
 class PortTakenError(StoreError):
-    """Another process listens on the port."""
+    """Raised if another process listens on the port."""
 
 
 def find_binary() -> Path:

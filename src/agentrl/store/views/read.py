@@ -174,7 +174,7 @@ class Views(Repository):
 
     @database_call
     async def group_counts(self) -> list[GroupCount]:
-        """Count the finalised groups of the train split: those begun by order, those begun by pass rate."""
+        """Count the finalized groups of the train split: those begun by order, those begun by pass rate."""
         abandoned = {"$cond": [{"$eq": ["$group.trained", 0]}, 1, 0]}
         groups = await self._aggregate(
             TASK,
@@ -239,7 +239,7 @@ class Views(Repository):
         return dict(counts)
 
     async def _failures(self) -> list[FailureCount]:
-        """Count failed Records by kind, and groups that could not be finalised as kind ``group``."""
+        """Count failed Records by kind, and groups that could not be finalized as kind ``group``."""
         groups = await self._aggregate(
             RECORD,
             {"$match": {"status": RecordStatus.FAILED.value}},

@@ -171,7 +171,7 @@ class FailureCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCount:
-    """Finalised groups of the train split that were begun by order, or by their tasks' pass rate."""
+    """Finalized groups of the train split that were begun by order, or by their tasks' pass rate."""
 
     by: str
     groups: int

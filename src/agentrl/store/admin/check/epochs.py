@@ -97,7 +97,7 @@ async def _problems(moment: Snapshot, epoch: _Epoch) -> Sequence[Problem]:
     if epoch.number == 0:
         return problems
     missing, strange = await _differences(moment, epoch)
-    for what, names in (("every task of epoch 0", missing), ("no task but those of epoch 0", strange)):
+    for what, names in (("every task of epoch 0", missing), ("only tasks of epoch 0", strange)):
         if names:
             found = f"{len(names)} that differ: {', '.join(names[:_NAMED])}{', …' if names[_NAMED:] else ''}"
             problems.append(Problem(epoch.name, what, "the same tasks, each once", found))

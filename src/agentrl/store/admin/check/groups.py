@@ -39,12 +39,12 @@ def score_problems(record: Json) -> Iterator[Problem]:
     if (status == RecordStatus.FAILED) != bool(record.get("failure")):
         expected = "a failure" if status == RecordStatus.FAILED else None
         yield Problem(
-            name, f"a failure exactly where it failed (it is {status})", expected, record.get("failure")
+            name, f"a failure if and only if it failed (it is {status})", expected, record.get("failure")
         )
     if (status == RecordStatus.ABANDONED) != bool(record.get("abandoned_because")):
         expected = "a reason" if status == RecordStatus.ABANDONED else None
         yield Problem(
-            name, "a reason exactly where it is abandoned", expected, record.get("abandoned_because")
+            name, "a reason if and only if it is abandoned", expected, record.get("abandoned_because")
         )
 
 
@@ -55,7 +55,7 @@ def _settled(name: str, record: Json) -> Iterator[Problem]:
     if not record.get("score_details", {}).get("scorer"):
         yield Problem(name, f"the scorer that gave {score}", "score_details.scorer", None)
     if record.get("scored_at") is None:
-        yield Problem(name, "when it was scored", "a time", None)
+        yield Problem(name, "the time when it was scored", "a time", None)
 
 
 def group_problems(task: Json, records: Sequence[Json], trained: int) -> Iterator[Problem]:
@@ -64,7 +64,7 @@ def group_problems(task: Json, records: Sequence[Json], trained: int) -> Iterato
     is_final = task["status"] == TaskStatus.COMPLETED
     if is_final != bool(group):
         expected = "a summary" if is_final else None
-        yield Problem(name, f"a group summary exactly where it is completed (it is {task['status']})",
+        yield Problem(name, f"a group summary if and only if it is completed (it is {task['status']})",
                       expected, group)  # fmt: skip
     if not is_final or not group:
         return
@@ -75,7 +75,7 @@ def group_problems(task: Json, records: Sequence[Json], trained: int) -> Iterato
     if given_up:
         expected_group["outcome"] = FAILED
         if not group.get("problem"):
-            yield Problem(name, "why it could not be finalized", "group.problem", None)
+            yield Problem(name, "the reason why it could not be finalized", "group.problem", None)
     yield from (
         Problem(name, f"group.{key} of its Records", value, group.get(key))
         for key, value in expected_group.items()
@@ -102,7 +102,7 @@ def _advantages(
         elif record["status"] == RecordStatus.READY and not _close(decision.advantage, found):
             yield Problem(name, "the advantage that its group gives it", decision.advantage, found)
         elif record["status"] == RecordStatus.ABANDONED and found is not None:
-            yield Problem(name, "no advantage where it is abandoned", None, found)
+            yield Problem(name, "no advantage, since it is abandoned", None, found)
 
 
 def rules_of(rules: Mapping[str, Any]) -> GroupConfig:

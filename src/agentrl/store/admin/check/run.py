@@ -86,7 +86,7 @@ def _check_task(
     findings.count(Invariant.GROUPS, "groups", int(task["status"] == TaskStatus.COMPLETED))
     findings.add(Invariant.GROUPS, key, groups.group_problems(task, records, mine))
     if mine and not (task.get("group") or {}).get("rules"):
-        findings.note("some groups do not hold their rules: their advantages are not recomputed")
+        findings.note("some groups do not store their rules: their advantages are not recomputed")
     for record in records:
         if _has_data(record) and not record.get("pruned_at") and record["_id"] not in trained:
             name = f"Record {record['_id']}"

@@ -30,7 +30,7 @@ class Legal(Section):
         query = {**ids, "$nor": [VALIDATORS[self.collection]]}
         for document in await moment.find(self.collection, query, {"status": 1}):
             name = f"{self.collection} {document['_id']}"
-            what = f"as the validator of {self.collection} wants it"
+            what = f"a document that the validator of {self.collection} accepts"
             problem = Problem(name, what, "a legal document", f"status {document.get('status')!r}")
             findings.add(Invariant.STATES, document["_id"], [problem])
 
@@ -49,7 +49,7 @@ def task_problems(task: Json) -> Iterator[Problem]:
     else:
         legal = (TaskStatus.RUNNING,)
     if task["status"] not in legal:
-        yield Problem(name, "the state that follows from its slots", " or ".join(legal), task["status"])
+        yield Problem(name, "the status that follows from its slots", " or ".join(legal), task["status"])
     if task.get("admission") and any(slot["attempt"] for slot in slots):
         what = "no admission rank, since a slot of it has been claimed"
         yield Problem(name, what, None, task["admission"])
@@ -60,7 +60,7 @@ def task_problems(task: Json) -> Iterator[Problem]:
 def _slot(name: str, slot: Json) -> Iterator[Problem]:
     status = slot["status"]
     if slot.get("released", 0) > slot["attempt"]:
-        yield Problem(name, "no more released than attempts", slot["attempt"], slot["released"])
+        yield Problem(name, "at most as many releases as attempts", slot["attempt"], slot["released"])
     if status == SlotStatus.RUNNING:
         for field in ("owner", "lease_expires_at", "record_id"):
             if slot.get(field) is None:
@@ -74,7 +74,7 @@ def _slot(name: str, slot: Json) -> Iterator[Problem]:
     if (status == SlotStatus.SCORED) != (slot.get("score") is not None):
         expected = "a score" if status == SlotStatus.SCORED else None
         yield Problem(
-            name, f"a score exactly where it is scored (it is {status})", expected, slot.get("score")
+            name, f"a score if and only if it is scored (it is {status})", expected, slot.get("score")
         )
 
 
@@ -89,7 +89,7 @@ def record_problems(task: Json, record: Json) -> Iterator[Problem]:
         what = f"not settled, since its group is {task['status']}"
         yield Problem(name, what, RecordStatus.SCORED.value, status)
     if status in _STOPPED and record.get("stop_reason") is None:
-        yield Problem(name, f"why it stopped, since it is {status}", "a stop_reason", None)
+        yield Problem(name, f"a stop reason, since it is {status}", "a stop_reason", None)
     if status == RecordStatus.CREATED and record["traj"]:
         yield Problem(name, "no model call, since it is created", [], record["traj"])
     if status != RecordStatus.READY and record.get("trained_count"):
@@ -101,7 +101,8 @@ def overdue(task: Json, now: datetime, heartbeat_seconds: float) -> Sequence[Pro
     latest = now - timedelta(seconds=heartbeat_seconds)
     return [
         Problem(
-            f"Task {task['_id']} slot {slot['traj_id']}", f"a lease of {slot.get('owner')} that is not over",
+            f"Task {task['_id']} slot {slot['traj_id']}",
+            f"a lease of {slot.get('owner')} that has not expired",
             f"after {latest.isoformat(timespec='seconds')}",
             slot["lease_expires_at"].isoformat(timespec="seconds"),
         )

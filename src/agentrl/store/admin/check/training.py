@@ -110,11 +110,13 @@ def count_problems(data: Json, record: Json, limit: int) -> Iterator[Problem]:
     if status == DataStatus.TRAINED and not count:
         yield Problem(name, "trained at least once, since it is trained", "1 or more", count)
     if (status == DataStatus.QUARANTINED) != (data.get("problem") is not None):
-        what = f"a problem exactly where it is quarantined (it is {status})"
+        what = f"a problem if and only if it is quarantined (it is {status})"
         yield Problem(name, what, "a problem", data.get("problem"))
     if (status == DataStatus.PLANNED) != (planned is not None):
         expected = "a step" if status == DataStatus.PLANNED else None
-        yield Problem(name, f"a planned_step exactly where it is planned (it is {status})", expected, planned)
+        yield Problem(
+            name, f"a planned_step if and only if it is planned (it is {status})", expected, planned
+        )
     yield from differing(
         f"Record {data['_id']}",
         [("last_trained_step", max(at_steps, default=None), record.get("last_trained_step"))],
@@ -182,11 +184,13 @@ def step_problems(step: Json, data: Mapping[str, Json], pruned: Collection[str])
     """Yield contradictions between a step and the data that it names; a reverted step is not checked."""
     name, number, status = f"TrainStep {step['_id']}", step["step"], step["status"]
     if status in APPLIED_STEPS and step.get("committed_at") is None:
-        yield Problem(name, "when it was committed", "a time", None)
+        yield Problem(name, "the time when it was committed", "a time", None)
     if status in (StepStatus.PLANNING, StepStatus.PLANNED) and step.get("committed_at") is not None:
         yield Problem(name, f"no commit, since it is {status}", None, step["committed_at"])
     if (status == StepStatus.COMMITTING) != (step.get("pending") is not None):
-        yield Problem(name, f"pending exactly while it commits (it is {status})", None, step.get("pending"))
+        yield Problem(
+            name, f"pending if and only if it is committing (it is {status})", None, step.get("pending")
+        )
     if status not in ACTIVE_STEPS:
         return
     named: Counter[str] = Counter(step["data"])

@@ -49,7 +49,7 @@ def slot_problems(task: Json, records: Sequence[Json], is_final: bool) -> Iterat
     slots = {slot["traj_id"]: slot for slot in task["slots"]}
     if len(slots) != len(task["slots"]):
         numbers = [slot["traj_id"] for slot in task["slots"]]
-        yield Problem(f"Task {task['_id']}", "slots with a number of their own", sorted(slots), numbers)
+        yield Problem(f"Task {task['_id']}", "slots with unique numbers", sorted(slots), numbers)
     attempts: dict[int, dict[int, Json]] = {number: {} for number in slots}
     for record in records:
         slot = slots.get(record["traj_id"])
@@ -71,7 +71,7 @@ def _belonging(task: Json, slot: Json, record: Json) -> Iterator[Problem]:
     yield from differing(
         name,
         [
-            ("an _id made of its Task, slot and attempt", key, record["_id"]),
+            ("the _id of its Task, slot and attempt", key, record["_id"]),
             ("the split of its Task", task["split"], record["split"]),
             ("the epoch of its Task", task["epoch"], record["epoch"]),
         ],
@@ -86,7 +86,7 @@ def _attempts(name: str, task: Json, slot: Json, attempts: Mapping[int, Json]) -
         yield from _scored(name, task, slot, current)
     elif slot["status"] == SlotStatus.RUNNING and current is not None:
         if current["status"] in ENDED:
-            what = "a Record in work while its slot runs"
+            what = "a running Record, since its slot is running"
             yield Problem(f"Record {current['_id']}", what, "created to scoring", current["status"])
         yield from differing(
             f"Record {current['_id']}", [("the owner of its slot", slot.get("owner"), current.get("owner"))]
@@ -143,7 +143,7 @@ def call_problems(record: Json, calls: Sequence[Json]) -> Iterator[Problem]:
         [
             ("its model calls in the order of traj", expected, keys),
             ("gap-free indexes of its calls", list(range(len(calls))), [call["index"] for call in calls]),
-            ("calls named after it", [f"{record['_id']}/{call['index']}" for call in calls], keys),
+            ("calls with its _id as prefix", [f"{record['_id']}/{call['index']}" for call in calls], keys),
         ],
     )
     yield from differing(name, _sums(record, calls))
