@@ -138,9 +138,9 @@ class ChatRenderer:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         mask = [False] * len(encoding.ids)
         for start, end in spans:
-            first = encoding.char_to_token(start)
-            last = encoding.char_to_token(end - 1) if end else None
+            first = encoding.char_to_token(start) if start < end else None
             if first is not None:
+                last = encoding.char_to_token(end - 1)
                 stop = len(mask) if last is None else last + 1
                 mask[first:stop] = [True] * (stop - first)
         return list(encoding.ids), mask

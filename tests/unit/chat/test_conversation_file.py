@@ -51,6 +51,14 @@ def test_ids_and_mask_are_those_of_transformers(tmp_path: Path) -> None:
     assert by_prefixes.is_trainable.tolist() == conversation.is_trainable.tolist()
 
 
+def test_an_empty_assistant_block_marks_nothing(tmp_path: Path) -> None:
+    template = "{% generation %}{% endgeneration %}" + MARKED_TEMPLATE
+    path = write(tmp_path / "c.jsonl", {"messages": MESSAGES})
+    [marked] = read_conversations(path, tiny_renderer(MARKED_TEMPLATE))
+    [conversation] = read_conversations(path, tiny_renderer(template))
+    assert conversation.is_trainable.tolist() == marked.is_trainable.tolist()
+
+
 def test_a_template_that_refuses_a_conversation_names_the_line(tmp_path: Path) -> None:
     path = write(tmp_path / "c.jsonl", {"messages": MESSAGES})
     with pytest.raises(TaskFileError, match=r"c\.jsonl:1: .*no tools here"):
