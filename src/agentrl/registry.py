@@ -122,7 +122,7 @@ class Registry(Generic[T]):
         raise ConfigError(
             f"unknown {self._kind} {name!r}{self._flag}"
             + (f"; choose one of {', '.join(known)}" if known else ""),
-            hint=f"{_did_you_mean(name, known)}a path module:name of your own works too",
+            hint=_hint(name, known),
         )
 
     def _import_built_in(self) -> None:
@@ -153,8 +153,10 @@ def _callable(found: Any) -> Any:
     return found
 
 
-def _did_you_mean(name: str, known: Sequence[str]) -> str:
-    """Return a question with the nearest of ``known``, ignoring case; empty if none is near."""
+def _hint(name: str, known: Sequence[str]) -> str:
+    """Return a hint with the nearest of ``known``, ignoring case, if one is near."""
     by_lower = {candidate.lower(): candidate for candidate in known}
     nearest = difflib.get_close_matches(name.lower(), by_lower, n=1)
-    return f"did you mean {by_lower[nearest[0]]!r}? " if nearest else ""
+    if not nearest:
+        return "if it is one of your own, give its path module:name"
+    return f"did you mean {by_lower[nearest[0]]!r}? If it is one of your own, give its path module:name"
