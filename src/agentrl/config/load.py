@@ -74,7 +74,8 @@ def parse(
     if remaining:
         what = "flag" if remaining[0].startswith("-") else "argument"
         raise _unknown(what, remaining[0].split("=")[0], [f"--{name}" for name in _names(groups)])
-    words = {word.lstrip("-").partition("=")[0] for word in argv if word.startswith("--")}
+    words = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+    words |= {word.removeprefix("no_") for word in words}
     configs = Configs(values, words & set(_names(groups)) | set(defaults))
     _warn_of_ignored(configs)
     if validate is not None:

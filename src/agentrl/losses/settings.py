@@ -7,15 +7,14 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from agentrl.config.fields import require
 from agentrl.config.loss import CAPS, LOSS_PARAMETERS, WEIGHTS, LossConfig
 from agentrl.config.schema import OptimConfig, TrainConfig
+from agentrl.config.validate import Groups
 from agentrl.errors import ConfigError
 from agentrl.losses.registry import LOSSES, Loss
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,12 +105,6 @@ class LossSettings(LossConfig):
     def keeps_gradient(self) -> bool:
         """Whether clipped tokens keep a bounded gradient (CE-GPPO)."""
         return self.ce_grpo_beta_1 is not None or self.ce_grpo_beta_2 is not None
-
-
-class Groups(Protocol):
-    """The parsed groups of flags."""
-
-    def __getitem__(self, cls: type[T]) -> T: ...
 
 
 def check_loss(configs: Groups) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -56,6 +56,13 @@ def test_without_arguments_every_group_has_its_defaults() -> None:
 @pytest.mark.parametrize("argv", [["--seed", "7"], ["--seed=7"]])
 def test_a_flag_is_set_in_both_spellings(argv: list[str]) -> None:
     assert load(*argv)[RunConfig].seed == 7
+
+
+@pytest.mark.parametrize("word", ["--no_drop_zero_advantage", "--drop-zero-advantage=false"])
+def test_a_flag_counts_as_given_in_every_spelling(word: str) -> None:
+    configs = load(word)
+    assert configs[GroupConfig].drop_zero_advantage is False
+    assert configs.given == {"drop_zero_advantage"}
 
 
 def test_every_group_is_parsed_whatever_the_command_shows() -> None:
@@ -258,13 +265,12 @@ def test_every_flag_has_a_help_line_and_one_owner() -> None:
 
 
 def test_every_number_has_a_range() -> None:
-    without = {"seed", "min_turns"}
+    without = {"seed", "min_turns", "pad_to_multiple_of", "gradient_accumulation_steps"}
     for group in GROUPS:
+        hints = get_type_hints(group)
         for field in fields(group):
-            kinds = {
-                kind.__name__ for kind in get_args(field.type) or (field.type,) if isinstance(kind, type)
-            }
-            if kinds & {"int", "float"} and not field.metadata["ignored"]:
+            kinds = set(get_args(hints[field.name]) or (hints[field.name],))
+            if kinds & {int, float}:
                 assert field.metadata["within"] or field.name in without, field.name
 
 

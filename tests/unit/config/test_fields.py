@@ -1,0 +1,43 @@
+"""Ranges of flags: how they are written, printed and checked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from agentrl.config.fields import Flags, Range, flag
+from agentrl.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "outside", "shown"),
+    [
+        ("[0, 1)", [0, 0.5], [1, -0.1, math.nan], "in [0, 1)"),
+        ("(0, inf)", [1e-9, 5], [0, math.inf, math.nan], "> 0"),
+        ("[1, inf]", [1, math.inf], [0.9], "≥ 1 or inf"),
+        ("(-inf, inf)", [-5.0, 0], [math.inf, -math.inf, math.nan], "finite"),
+    ],
+)
+def test_a_range(text: str, inside: list[float], outside: list[float], shown: str) -> None:
+    found = Range.parse(text)
+    assert all(value in found for value in inside)
+    assert not any(value in found for value in outside)
+    assert str(found) == shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(Flags):
+    seconds: float | None = flag(None, "a timeout", within="(0, inf)", unit="seconds")
+    kind: Literal["a", "b"] = flag("a", "a choice")
+
+
+def test_values_are_checked_when_an_object_is_made() -> None:
+    assert Own(seconds=2.0).seconds == 2.0
+    with pytest.raises(ConfigError, match="--seconds is 0") as caught:
+        Own(seconds=0)
+    assert caught.value.hint == "give a value > 0 seconds"
+    with pytest.raises(ConfigError, match="--kind is 'c'"):
+        Own(kind="c")  # type: ignore[arg-type]
