@@ -11,7 +11,6 @@ import audit_documents as documents
 import pytest
 from rich.console import Console, RenderableType
 
-from agentrl.cli import audit
 from agentrl.documents.record import Failure
 from agentrl.documents.serving import PolicyVersion
 from agentrl.documents.status import CallStatus, RecordStatus, ServiceStatus, StepStatus, StopReason
@@ -235,25 +234,3 @@ def test_a_plot_that_cannot_be_written(name: str, tmp_path: Path) -> None:
 
 def test_running_mean_is_over_what_came_before() -> None:
     assert running_mean([1.0, 2.0, 6.0, 1.0], 3) == [1.0, 1.5, 3.0, 3.0]
-
-
-@pytest.mark.parametrize(
-    ("argv", "part"),
-    [
-        (["recrod"], "'recrod'"),
-        (["record"], "id of a Record"),
-        (["records", "--status", "lost"], "lost"),
-        (["records", "--limit", "0"], "--limit"),
-        (["curve", "--ouT", "x"], "--out"),
-    ],
-)
-def test_wrong_words_are_config_errors(argv: list[str], part: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        audit.main(argv)
-    assert part in str(caught.value)
-
-
-def test_help_lists_the_views(capsys: pytest.CaptureFixture[str]) -> None:
-    assert audit.main([]) == 0
-    out = capsys.readouterr().out
-    assert all(f"\n  {view}" in out for view in ("run", "record ID", "records", "curve"))
