@@ -45,7 +45,7 @@ class Run:
     leases: list[TrainerLease] = field(default_factory=list)
 
     async def take_over(self) -> int:
-        """Become the trainer; the one before is not told."""
+        """Become the trainer; the previous one does not know yet."""
         await self.store.database["TrainerLease"].update_one({}, {"$set": {"owner": None}})
         attempt = await self.store.trainer_lease.acquire("t", "h", os.getpid(), 60.0)
         self.leases.append(TrainerLease(self.store, attempt, 60.0))

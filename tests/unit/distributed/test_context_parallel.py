@@ -1,4 +1,4 @@
-"""Context parallelism: which tokens a process has, and its attention; the processes meet in layouts.py."""
+"""Context parallelism: the tokens of each rank, and their attention; layouts.py runs several ranks."""
 
 from __future__ import annotations
 

@@ -5,8 +5,6 @@ import importlib
 import shutil
 from collections import namedtuple
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,17 +14,15 @@ from training_data import group
 
 from agentrl.atomic_folder import remove_leftovers
 from agentrl.documents.status import DataStatus, StepStatus, VersionStatus
-from agentrl.documents.task import Task
 from agentrl.errors import ConfigError, LeaseLostError, PublishError, TrainingError
 from agentrl.train import checkpoint
 from agentrl.train.loop import Trainer
-from agentrl.train.metrics import Window, step_window, trajectory_means, window_metrics
 from agentrl.train.saving import Saver
 from agentrl.train.step import PolicyTrainer, StepResult
 from agentrl.weights.manifest import verify
 
 if TYPE_CHECKING:
-    from agentrl.store.client import Store
+    pass
 
 Usage = namedtuple("Usage", "total used free")
 Start = Callable[..., Any]
@@ -75,7 +71,7 @@ class Kill:
         patch.setattr(owner, name, dies)
 
 
-def told(store: FakeStore) -> dict[str, Any]:
+def outcome(store: FakeStore) -> dict[str, Any]:
     """What is left of a run, whoever and however many trained it."""
     return {
         "steps": committed(store),
@@ -90,7 +86,7 @@ async def reference(store: FakeStore, start: Start) -> tuple[dict[str, Any], dic
     fresh = {"data": dict(store.data), "train_steps": {}, "versions": {}, "attempt": 0}
     trainer = await start("none")
     await trainer.run()
-    left = told(store)
+    left = outcome(store)
     shutil.rmtree(trainer.saver.output)
     return left, fresh
 
@@ -198,7 +194,7 @@ CRASHES: dict[str, Any] = {
     "saved, not published": ("agentrl.train.saving", "publish"),
     "half a version": ("agentrl.weights.versions", "checksums"),
     "version reserved, not placed": ("agentrl.weights.versions", "write_manifest"),
-    "version written, not told": ("fake_store", "_PolicyVersions.publish"),
+    "version written, not published": ("fake_store", "_PolicyVersions.publish"),
     "published, not pruned": ("agentrl.weights.publish", "_prune"),
 }
 
@@ -222,7 +218,7 @@ async def test_a_trainer_that_dies_anywhere_ends_where_one_does_that_did_not(
     remove_leftovers(trainer.saver.output)
     remove_leftovers(trainer.saver.output / "weights")
     await trainer.run()
-    assert told(store) == untouched
+    assert outcome(store) == untouched
     assert not list(trainer.saver.output.glob("**/.tmp-*"))
 
 
@@ -373,72 +369,3 @@ async def test_three_losses_that_are_not_finite_end_training(
     assert store.with_status(DataStatus.READY) == list(store.data)
     assert [step.data[0] for step in store.train_steps.values()] == ["a/0/1", "c/0/1", "a/0/1"]
     assert "a/0/1, a/1/1, b/0/1, b/1/1" in caplog.text
-
-
-def moment(minute: int) -> datetime:
-    return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(minutes=minute)
-
-
-def summary(mean: float, scored: int, minute: int, task: str = "t") -> dict[str, Any]:
-    return {
-        "task": task, "mean_score": mean, "pass_rate": mean, "scored": scored, "finalised_at": moment(minute),
-        "trained": scored if 0 < mean < 1 else 0,
-    }  # fmt: skip
-
-
-def finalized(store: FakeStore, task: str, mean: float, scored: int, minute: int) -> None:
-    store.summaries.append(summary(mean, scored, minute, task))
-    group = {key: value for key, value in store.summaries[-1].items() if key != "task"}
-    store.groups[task] = Task(
-        id=task, task_id=task, split="train", epoch=0, order=0, query="q", group=group
-    )  # fmt: skip
-
-
-async def test_a_step_reports_on_all_groups_since_the_last_step_up_to_its_own(store: FakeStore) -> None:
-    finalized(store, "a", 1.0, 6, 1)
-    finalized(store, "abandoned", 0.0, 2, 2)
-    finalized(store, "b", 0.5, 4, 3)
-    finalized(store, "later", 0.5, 4, 4)
-    first = await step_window(cast("Store", store), "train", ["b"])
-    assert first.tasks == ["a", "abandoned", "b"]
-    metrics = await window_metrics(cast("Store", store), first, [])
-    assert metrics["reward"] == pytest.approx(8 / 12)
-    store.counted = {"a": 1}
-    second = await step_window(cast("Store", store), "train", ["b"])
-    assert second.tasks == ["abandoned", "b"]
-    store.counted = dict.fromkeys(("a", "abandoned", "b"), 1)
-    third = await step_window(cast("Store", store), "train", ["a"])
-    assert third.tasks == ["a"]
-
-
-async def test_the_length_bias_compares_what_is_trained_with_all_that_was_sampled(store: FakeStore) -> None:
-    store.data = {
-        item.id: replace(item, trainable_tokens=length, task="a")
-        for item, length in zip(group("a", size=3), (10, 20, 90), strict=True)
-    }
-    finalized(store, "a", 0.5, 3, 1)
-    window = await step_window(cast("Store", store), "train", ["a"])
-    metrics = await window_metrics(cast("Store", store), window, ["a/0/1", "a/1/1"])
-    assert metrics["length_bias"] == pytest.approx(15 / 40)
-    assert "length_bias" not in await window_metrics(cast("Store", store), window, [])
-
-
-async def test_a_step_counts_the_calls_that_were_not_trained(store: FakeStore) -> None:
-    masked = [{"because": "top_p 0.9", "calls": 3}, {"because": "temperature 0", "calls": 1}]
-    window = Window(groups=[summary(0.5, 2, 1, "a") | {"masked_calls": masked}, summary(0.5, 2, 2, "b")])
-    metrics = await window_metrics(cast("Store", store), window, [])
-    assert metrics["masked_calls"] == 4
-
-
-def test_groups_without_a_score_have_no_reward() -> None:
-    failed = {"mean_score": None, "pass_rate": None, "scored": 0, "trained": 0}
-    assert trajectory_means([failed]) == {}
-    means = trajectory_means([failed, summary(0.5, 2, 0)])
-    assert (means["reward"], means["pass_rate"]) == (0.5, 0.5)
-
-
-def test_a_step_reports_what_was_abandoned() -> None:
-    agreed, filtered = summary(1.0, 8, 0), {**summary(0.5, 8, 0), "trained": 6}
-    means = trajectory_means([agreed, filtered, summary(0.5, 4, 0)])
-    assert means["abandoned_fraction"] == pytest.approx(10 / 20)
-    assert means["abandoned_groups"] == pytest.approx(1 / 3)
