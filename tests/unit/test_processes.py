@@ -1,0 +1,57 @@
+"""Children run in a session of their own, and nothing of it survives a stop."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from agentrl.processes import exit_reason, run_child, start_child, stop_child, tail
+
+LEAVES_A_WORKER = """
+import subprocess, sys
+code = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\\n"
+    "print('up', flush=True); time.sleep(60)"
+)
+worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+worker.stdout.readline()
+print(worker.pid, flush=True)
+"""
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_a_child_returns_its_exit_code_and_writes_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "child.out"
+    code = "import sys; print('agentrl x: error: no model'); sys.exit(3)"
+    assert run_child(python(code), log=log, env=dict(os.environ), seconds=60) == 3
+    assert tail(log) == "agentrl x: error: no model"
+    assert exit_reason(log) == "no model"
+
+
+def test_a_child_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_child(python("import time; time.sleep(60)"), log=None, env=dict(os.environ), seconds=0.2)
+    assert psutil.Process().children() == []
+
+
+@pytest.mark.parametrize("is_guarded", [False, True])
+def test_stopping_a_child_kills_what_it_left_behind(tmp_path: Path, is_guarded: bool) -> None:
+    log = tmp_path / "child.out"
+    child = start_child(python(LEAVES_A_WORKER), log=log, is_guarded=is_guarded)
+    assert child.wait(60) == 0
+    worker = int(tail(log))
+    assert psutil.pid_exists(worker)
+    stop_child(child, 5)
+    deadline = time.monotonic() + 30
+    while psutil.pid_exists(worker) and psutil.Process(worker).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
