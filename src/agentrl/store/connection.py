@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import pymongo
 from pymongo import AsyncMongoClient
@@ -31,6 +32,7 @@ R = TypeVar("R")
 CONNECTIONS = 32
 """Maximum size of a process's connection pool; operations wait for a free connection. Two more connections
 monitor the server."""
+_BEFORE_CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _IDLE_MS = 300_000
 _MIN_VERSION = (6, 0)
 
@@ -121,14 +123,8 @@ class Connection:
         await self.client.close()
 
 
-class Connected(Protocol):
-    """An object whose methods ``database_call`` may wrap."""
-
-    _connection: Connection
-
-
 class Repository:
-    """Base class of the store's parts: the database calls on one collection or for one concern."""
+    """Base class: the database calls on one collection or for one concern."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -137,7 +133,7 @@ class Repository:
         return self._connection.collection(name)
 
 
-S = TypeVar("S", bound=Connected)
+S = TypeVar("S", bound=Repository)
 
 
 def database_call(
@@ -145,9 +141,9 @@ def database_call(
 ) -> Callable[Concatenate[S, P], Coroutine[Any, Any, R]]:
     """Decorate a public method: convert driver errors to StoreErrors and retry as ``retry_outages`` allows.
 
-    The method's qualified name becomes the message's first words.
+    The method's name begins the message: ``PolicyVersions.by_ids`` becomes "policy versions: by ids".
     """
-    doing = method.__qualname__.lower().replace("_", " ").replace(".", ": ")
+    doing = _BEFORE_CAPITAL.sub(" ", method.__qualname__).lower().replace("_", " ").replace(".", ": ")
 
     @functools.wraps(method)
     async def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
