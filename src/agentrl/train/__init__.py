@@ -1,1 +1,1 @@
-"""Loss → weights: the model, its optimizer, its checkpoints, and the loop around them."""
+"""The trainer: training step, optimizer, checkpoints, and the loop around them; supervised fine-tuning."""

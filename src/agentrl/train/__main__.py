@@ -1,4 +1,4 @@
-"""``python -m agentrl.train``: what ``accelerate launch -m agentrl.train`` starts."""
+"""Run ``agentrl train`` as a module, for ``accelerate launch -m agentrl.train``."""
 
 from __future__ import annotations
 

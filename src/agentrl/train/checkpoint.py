@@ -196,7 +196,7 @@ def find(
     return _checked(named, base)
 
 
-def set_aside(root: Path, train_steps: Collection[str], attempt: int) -> list[Path]:
+def rename_reverted(root: Path, train_steps: Collection[str], attempt: int) -> list[Path]:
     """Rename checkpoints with reverted steps, those not in ``train_steps``, to ``undone-checkpoint-…``.
 
     Checkpoints of trainers after ``attempt`` stay. Returns the new folders.

@@ -30,7 +30,7 @@ _POLL_SECONDS = 1.0
 
 
 class TrainerLease:
-    """The lease of this process on its run; ``hold`` acquires it."""
+    """The lease of this process on its run; ``hold_lease`` acquires it."""
 
     def __init__(self, store: Store, attempt: int, seconds: float, owner: str = "trainer") -> None:
         self._store = store
@@ -94,7 +94,7 @@ class ThreadFence:
 
 
 @asynccontextmanager
-async def hold(
+async def hold_lease(
     store: Store, seconds: float, stop: asyncio.Event | None = None
 ) -> AsyncIterator[TrainerLease]:
     """Hold the run's lease for the length of the block, and renew it meanwhile.
@@ -117,7 +117,7 @@ async def hold(
 
 
 async def _acquire(store: Store, owner: str, seconds: float, stop: asyncio.Event) -> int:
-    """Acquire the lease; see ``hold`` for when it waits."""
+    """Acquire the lease; see ``hold_lease`` for when it waits."""
     seen: tuple[int, datetime | None] | None = None
     while True:
         try:

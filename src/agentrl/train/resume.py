@@ -43,7 +43,7 @@ class Progress:
         return self.step == self.published_step
 
 
-async def begin(
+async def roll_back(
     store: Store,
     base: Path,
     checkpoint: Checkpoint | None,

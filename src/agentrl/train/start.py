@@ -44,7 +44,7 @@ from agentrl.train.build import Recipe, build_trainer
 from agentrl.train.checkpoint import Checkpoint
 from agentrl.train.controller import Controller, follow, lead
 from agentrl.train.disk_space import check_output, retention
-from agentrl.train.lease import TrainerLease, hold
+from agentrl.train.lease import TrainerLease, hold_lease
 from agentrl.train.loop import Trainer
 from agentrl.train.resume import Progress
 from agentrl.train.saving import Saver
@@ -79,7 +79,7 @@ async def _train_until(stop: asyncio.Event, configs: Configs, world: World) -> N
     roots = _checkpoint_roots(configs)
     async with (
         await _join(configs) as store,
-        hold(store, configs[ClaimConfig].lease_seconds, stop) as lease,
+        hold_lease(store, configs[ClaimConfig].lease_seconds, stop) as lease,
     ):
         await asyncio.to_thread(_prepare_folders, configs, roots)
         controller, found, progress = await _resume(store, lease, configs, world, roots)
@@ -128,12 +128,12 @@ async def _resume(
         return lead(world, partial(_build, configs, world), found, total_steps), found
 
     controller, found = await asyncio.to_thread(build)
-    progress = await resume.begin(
+    progress = await resume.roll_back(
         store, controller.policy.base, found, steps, attempt=lease.attempt, replays=choice == "auto"
     )
     await lease.check()
     for root in roots:
-        await asyncio.to_thread(checkpoint.set_aside, root, progress.train_steps, lease.attempt)
+        await asyncio.to_thread(checkpoint.rename_reverted, root, progress.train_steps, lease.attempt)
     logger.info(
         "training from step %d, policy version %d%s",
         progress.step, progress.version, f" ({found.folder})" if found else "",

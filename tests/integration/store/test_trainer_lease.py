@@ -17,7 +17,7 @@ from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.processes import identify
 from agentrl.store.client import Store
-from agentrl.train.lease import hold
+from agentrl.train.lease import hold_lease
 
 pytestmark = pytest.mark.integration
 
@@ -88,18 +88,18 @@ async def test_a_later_process_with_the_pid_of_a_dead_one_is_not_taken_for_it(st
 async def test_a_live_trainer_elsewhere_with_our_host_name_and_pid_is_not_evicted(
     store: Store, elsewhere: dict[str, str]
 ) -> None:
-    async with hold(store, 3.0) as first:
+    async with hold_lease(store, 3.0) as first:
         fields = {f"process.{name}": value for name, value in elsewhere.items()}
         await store.database["TrainerLease"].update_one({"_id": "trainer"}, {"$set": fields})
         with pytest.raises(StoreError, match="this run has a trainer"):
-            async with hold(store, 3.0):
+            async with hold_lease(store, 3.0):
                 pytest.fail("two trainers hold one run")
         await first.check()
 
 
 async def test_a_dead_trainer_elsewhere_is_waited_for_no_longer_than_its_lease(store: Store) -> None:
     assert await store.trainer_lease.acquire("far", "another-host", 1, 1.5) == 1
-    async with asyncio.timeout(30), hold(store, 60.0) as lease:
+    async with asyncio.timeout(30), hold_lease(store, 60.0) as lease:
         assert lease.attempt == 2
 
 

@@ -64,10 +64,10 @@ def start(tmp_path: Path, store: FakeStore) -> Callable[..., Any]:
         controller = lead(single_process(), lambda: build_trainer(recipe, weights=weights, total_steps=None))
         if found:
             checkpoint.restore(found, controller)
-        progress = await resume.begin(
+        progress = await resume.roll_back(
             cast("Store", store), base, found, steps, attempt=lease.attempt, replays=choice == "auto"
         )
-        checkpoint.set_aside(output, progress.train_steps, lease.attempt)
+        checkpoint.rename_reverted(output, progress.train_steps, lease.attempt)
         settings = StreamSettings(
             groups_per_step=config.groups_per_step, num_epochs=1, freshness=freshness, wait_seconds=30.0,
         )  # fmt: skip

@@ -117,12 +117,12 @@ def test_a_checkpoint_of_reverted_steps_is_not_resumed_from(tmp_path: Path, base
         find(tmp_path, "auto", run_name="run", base=base, steps=[])
 
 
-def test_checkpoints_of_reverted_steps_are_set_aside(tmp_path: Path, base: Path) -> None:
+def test_checkpoints_of_reverted_steps_are_renamed(tmp_path: Path, base: Path) -> None:
     trained = Trained.load(base)
     for step in (2, 4):
         checkpoint.save(tmp_path, state(base, step), trained, limit=2)
     standing = state(base, 2).train_steps
-    assert checkpoint.set_aside(tmp_path, standing, 1) == [tmp_path / "undone-checkpoint-000004"]
+    assert checkpoint.rename_reverted(tmp_path, standing, 1) == [tmp_path / "undone-checkpoint-000004"]
     checkpoint.save(tmp_path, state(base, 3), trained, limit=1)
     assert [path.name for path in sorted(tmp_path.glob("checkpoint-*"))] == ["checkpoint-000003"]
 
@@ -152,8 +152,8 @@ def test_two_trainers_never_write_one_checkpoint(tmp_path: Path, base: Path) -> 
     found = find(tmp_path, "auto", run_name="run", base=base, steps=steps)
     assert found is not None
     assert found.folder.name == "checkpoint-000002-3"
-    assert checkpoint.set_aside(tmp_path, ("1/1", "1/2"), 1) == []
-    assert checkpoint.set_aside(tmp_path, successor.train_steps, 3) == [
+    assert checkpoint.rename_reverted(tmp_path, ("1/1", "1/2"), 1) == []
+    assert checkpoint.rename_reverted(tmp_path, successor.train_steps, 3) == [
         tmp_path / "undone-checkpoint-000002"
     ]  # fmt: skip
 
