@@ -20,5 +20,5 @@ def main(argv: list[str]) -> int:
     from agentrl.observe.logging import setup
 
     setup(configs[RunConfig], "engine")
-    asyncio.run(serve(configs[RunConfig], configs[ModelConfig], configs[EngineConfig]))
+    asyncio.run(serve(configs.only(RunConfig, ModelConfig, EngineConfig)))
     return 0

@@ -32,6 +32,10 @@ class Configs:
         self._groups = {type(group): group for group in groups}
         self.given = frozenset(given)
 
+    def only(self, *groups: type) -> Configs:
+        """Return the configuration with ``groups`` alone, and the flags of theirs that were given."""
+        return Configs([self._groups[group] for group in groups], self.given & set(_names(groups)))
+
     def __iter__(self) -> Iterator[Any]:
         """Yield every group."""
         return iter(self._groups.values())

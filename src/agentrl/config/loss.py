@@ -66,7 +66,8 @@ class LossConfig(Flags):
     )
     out_of_date_decay: float | None = flag(
         None,
-        "multiply the width of those bounds by exp(-decay) per optimizer step of a token's age",
+        "multiply the width of these bounds by exp(-decay) per optimizer step of a token's age; also the"
+        " decay of --staleness_policy decay",
         within="[0, inf)",
     )
     importance_correction: str = flag(

@@ -116,7 +116,9 @@ class AgentConfig(Flags):
         within="[-1, inf)",
         unit="messages",
     )
-    enable_repetition_compress: bool = flag(False, "on repetition reset the context; do not end")
+    enable_repetition_compress: bool = flag(
+        False, "on repetition, reset the context instead of ending the trajectory"
+    )
     tool_call_parser: str = flag(
         "hermes", "how tool calls are written: hermes, qwen, llama, minicpm, …, or your own as module:name"
     )

@@ -96,9 +96,7 @@ class MemoryConfig(Flags):
     optimizer_offload: bool = flag(
         False, "keep the moments of AdamW in the host's memory; one tensor at a time is copied"
     )
-    fused_adamw: bool = flag(
-        True, "use the fused AdamW kernel; parameters that are sharded over ranks do not"
-    )
+    fused_adamw: bool = flag(True, "use the fused AdamW kernel, unless parameters are sharded over ranks")
     gradient_reduction: Literal["last", "every"] = flag(
         "last",
         "when several processes reduce gradients: in the last micro-batch of a step (until then each process"
@@ -173,7 +171,7 @@ class TrainConfig(ParallelConfig):
     )
     max_trained_count: int = flag(1, "how often one trajectory is trained", within="[1, inf)", unit="times")
     retrained_interval: int = flag(
-        1, "distance of two trainings of one trajectory", within="[0, inf)", unit="optimizer steps"
+        1, "steps between two trainings of one trajectory", within="[0, inf)", unit="optimizer steps"
     )
     save_steps: int = flag(10, "interval of resumable checkpoints", within="[1, inf)", unit="optimizer steps")
     save_total_limit: int = flag(2, "checkpoints kept", within="[1, inf)", unit="checkpoints")

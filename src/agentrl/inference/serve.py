@@ -32,24 +32,26 @@ _UPDATE_SECONDS = 600.0
 _FOLLOW_POLL_SECONDS = 2.0
 
 
-async def serve(run: RunConfig, model: ModelConfig, config: EngineConfig) -> None:
+async def serve(configs: Configs) -> None:
     """Serve the newest policy version, and each newer one, until SIGTERM or SIGINT.
 
     Raises EngineError if the engine ends by itself.
     """
     from agentrl.store.client import open_store
 
+    run, config = configs[RunConfig], configs[EngineConfig]
     if config.port:
         require_free_port(config.host, config.port)
     with retry_outages(run.db_wait_seconds):
         async with await open_store(run) as store:
-            await _serve(store, run, model, config)
+            await _serve(store, configs)
 
 
-async def _serve(store: Store, run: RunConfig, model: ModelConfig, config: EngineConfig) -> None:
+async def _serve(store: Store, configs: Configs) -> None:
     from agentrl.observe.begin_run import begin_model, begin_run
 
-    await begin_run(store, Configs([run, model, config]), "serve", {})
+    run, model, config = configs[RunConfig], configs[ModelConfig], configs[EngineConfig]
+    await begin_run(store, configs, "serve", {})
     await begin_model(store, model.model_name_or_path, "serve")
     version, folder = await _starting_weights(store, model)
     port = config.port or free_port(config.host)
