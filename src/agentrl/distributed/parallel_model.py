@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.data.forest import TokenForest
 from agentrl.distributed.context_parallel.model import ContextParallel
-from agentrl.distributed.fsdp import GradientReduction, clean_step, set_reduction
+from agentrl.distributed.fsdp import GradientReduction, set_reduction
 from agentrl.distributed.gradients import clip_gradients, sum_partial_gradients
 from agentrl.distributed.mesh import Mesh
 from agentrl.distributed.pipeline_parallel.stages import run_stage, sum_tied_gradients
@@ -59,10 +58,6 @@ class ParallelModel(nn.Module):
         """What runs forests. It is chosen once, at the first use: then the model is on its device."""
         is_sharded = self.mesh.layout.uses_fsdp
         return build_executor(self.model, self._executor_name, trains=self._trains, equal_calls=is_sharded)
-
-    def step(self) -> AbstractContextManager[None]:
-        """Open the block of one training step; see ``fsdp.clean_step``."""
-        return clean_step(self)
 
     def logprobs(
         self, forests: Sequence[TokenForest], options: ForwardOptions
@@ -111,15 +106,17 @@ class ParallelModel(nn.Module):
         of the stage before as ``received``.
         """
         with options.autocast(self.model.device):
-            if self._context is None:
-                hidden = run_stage(self.executor, forest, received)
-            else:
+            if self._context is not None:
                 hidden = self._context.run(forest, received)
+            elif received is None:
+                hidden = self.executor(forest)
+            else:
+                hidden = run_stage(self.executor, forest, received)
         if not self.mesh.is_last_stage:
             return hidden.to(self.model.dtype).contiguous()
-        if self._context is None:
-            return forest_logprobs(hidden, self._head(), forest, options)
-        return self._context.logprobs(hidden, self._head(), forest, options)
+        if self._context is not None:
+            return self._context.logprobs(hidden, self._head(), forest, options)
+        return forest_logprobs(hidden, self._head(), forest, options)
 
     def tokens(self, forest: TokenForest) -> int:
         """Return how many tokens of ``forest`` this rank computes, padding included."""

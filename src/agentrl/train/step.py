@@ -15,9 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from agentrl.config.training import MemoryConfig
 from agentrl.data.forest import TokenForest
 from agentrl.data.planner import CPU_FILL, PrefixMerging, build_micro_batches
+from agentrl.distributed.fsdp import clean_step
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.training import DBRecordData
-from agentrl.errors import ForestError
 from agentrl.losses.compute import Denominators
 from agentrl.losses.settings import LossSettings
 from agentrl.model.flops import ModelShape, Stopwatch, peak_flops
@@ -27,7 +27,7 @@ from agentrl.train.frozen_logprobs import FrozenLogprobs
 from agentrl.train.memory import explain_out_of_memory
 from agentrl.train.metrics import call_tokens, join_metrics, merging_metrics, speed_metrics
 from agentrl.train.optimizer_state import save_optimizer
-from agentrl.train.step_loss import StepLoss, count_step, sum_trajectories
+from agentrl.train.step_loss import StepLoss
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class PolicyTrainer:
         Each update trains whole groups. Old and reference logprobs are those from before the first update.
         An update that is not finite ends the step before it; if it is the first, weights do not change.
         """
-        with self.model.step():
+        with clean_step(self.model):
             watch = Stopwatch(self.policy.model.device)
             parts = split_updates(data, self.mini_batches)
             updates = [self.frozen.attach(self.model, self.pack(part, ages), self.options) for part in parts]
@@ -173,19 +173,13 @@ def forward_backward(
     that does not exist, ModelError for a model that is not exact on the forests.
     """
     options = replace(options or ForwardOptions(), entropy_gradient=settings.entropy_coef > 0)
-    own, own_tokens = count_step(forests), sum(forest.tokens for forest in forests)
-    counts = torch.tensor([own.tokens, own.trajectories, own_tokens], dtype=torch.float64)
-    trainable_tokens, trajectories, tokens = model.mesh.sum(counts.to(model.model.device)).tolist()
-    whole = denominators or Denominators(round(trainable_tokens), trajectories)
-    if whole.tokens == 0:
-        raise ForestError("a step without a trainable token", hint="leave out data without trainable spans")
-    loss = StepLoss(settings, whole, sum_trajectories(model, forests, settings, options))
+    loss = StepLoss.start(model, forests, settings, options, denominators)
     model.forward_backward(forests, options, loss.add, watch or Stopwatch(model.model.device))
     report = model.mesh.sum_reports(loss.report)
     return {
         "loss": report.loss,
-        "tokens": round(tokens),
-        "trainable_tokens": whole.tokens,
-        "trajectories": round(whole.trajectories),
+        "tokens": loss.tokens,
+        "trainable_tokens": loss.whole.tokens,
+        "trajectories": round(loss.whole.trajectories),
         **report.metrics.report(),
     }

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from agentrl.data.forest import TokenForest
 from agentrl.distributed.parallel_model import ParallelModel
+from agentrl.errors import ForestError
 from agentrl.losses.batch import TokenBatch, TrajectoryMeans, old_logprobs
 from agentrl.losses.compute import Denominators, reduce_losses, token_losses
 from agentrl.losses.correction import divergence
@@ -32,14 +33,40 @@ class LossReport:
 
 @dataclass(slots=True)
 class StepLoss:
-    """The loss of a step, as a function of one forest at a time; ``report`` sums what ``add`` was given."""
+    """The loss of one update, one forest at a time; ``report`` sums over the forests that were added."""
 
     settings: LossSettings
     whole: Denominators
-    """Of the whole step."""
+    """Of the whole update, over all ranks."""
+    tokens: int
+    """Tokens of the whole update, over all ranks."""
     sums: TrajectorySums | None = None
     """Given if the loss reads whole trajectories and a forest holds parts of one."""
     report: LossReport = field(default_factory=LossReport)
+
+    @classmethod
+    def start(
+        cls,
+        model: ParallelModel,
+        forests: Sequence[TokenForest],
+        settings: LossSettings,
+        options: ForwardOptions,
+        denominators: Denominators | None = None,
+    ) -> StepLoss:
+        """Count an update's tokens and trajectories over all ranks, and sum what it needs of trajectories.
+
+        ``forests`` are this rank's; ``denominators`` replaces the counts. Raises ForestError if no token is
+        trainable.
+        """
+        own, own_tokens = count_step(forests), sum(forest.tokens for forest in forests)
+        counts = torch.tensor([own.tokens, own.trajectories, own_tokens], dtype=torch.float64)
+        trainable_tokens, trajectories, tokens = model.mesh.sum(counts.to(model.model.device)).tolist()
+        whole = denominators or Denominators(round(trainable_tokens), trajectories)
+        if whole.tokens == 0:
+            raise ForestError(
+                "a step without a trainable token", hint="leave out data without trainable spans"
+            )
+        return cls(settings, whole, round(tokens), sum_trajectories(model, forests, settings, options))
 
     def add(self, forest: TokenForest, logprobs: Tensor, entropy: Tensor) -> Tensor:
         """Return the part of the loss that ``forest`` has, with gradient to its ``logprobs`` (float32[T]).

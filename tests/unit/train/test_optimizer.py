@@ -1,11 +1,28 @@
+"""AdamW's arguments and groups, frozen parameters, and learning rates by step."""
+
 from __future__ import annotations
 
+from typing import Any, get_args, get_type_hints
+
 import pytest
+import torch
 from torch import nn
+from transformers import get_scheduler
+from transformers.trainer_utils import SchedulerType
 
 from agentrl.config.schema import OptimConfig
 from agentrl.errors import ConfigError
-from agentrl.train.optimizer import AdamArguments, build_optimizer, freeze, parse_optim_args
+from agentrl.train.optimizer import (
+    AdamArguments,
+    build_optimizer,
+    build_scheduler,
+    freeze,
+    parse_optim_args,
+)
+
+KINDS = get_args(get_type_hints(OptimConfig)["lr_scheduler_type"])
+OWN_METRIC = {"reduce_lr_on_plateau", "greedy"}
+ANOTHER_WARM_UP = {"cosine_warmup_with_min_lr"}
 
 
 def test_optim_args_are_read() -> None:
@@ -62,3 +79,64 @@ def test_frozen_parameters_are_counted_and_left_out_of_the_optimizer() -> None:
 def test_wrong_patterns_are_told(pattern: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         freeze(attention_model(), pattern)
+
+
+def run(scheduler: Any, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    seen = []
+    for _ in range(steps):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return seen
+
+
+def sgd() -> torch.optim.SGD:
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+
+
+def rates(kind: str, total: int | None, steps: int, **flags: Any) -> list[float]:
+    optimizer = sgd()
+    config = OptimConfig(lr_scheduler_type=kind, learning_rate=1.0, **flags)  # type: ignore[arg-type]
+    return run(build_scheduler(optimizer, config, total), optimizer, steps)
+
+
+def test_every_schedule_of_transformers_that_needs_no_metric_is_offered() -> None:
+    assert set(KINDS) == {kind.value for kind in SchedulerType} - OWN_METRIC - ANOTHER_WARM_UP
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"warmup_stable_decay"}))
+def test_without_warm_up_the_curve_is_that_of_transformers(kind: str) -> None:
+    given = {"min_lr_rate": 0.1} if kind == "cosine_with_min_lr" else {}
+    optimizer = sgd()
+    theirs = run(get_scheduler(kind, optimizer, 0, 8, scheduler_specific_kwargs=given), optimizer, 8)
+    text = '{"min_lr_rate": 0.1}' if given else "{}"
+    assert rates(kind, 8, 8, lr_scheduler_kwargs=text) == pytest.approx(theirs)
+
+
+def test_schedules() -> None:
+    assert rates("constant", None, 3) == [1.0, 1.0, 1.0]
+    assert rates("constant", None, 3, warmup_steps=1) == pytest.approx([0.5, 1.0, 1.0])
+    assert rates("linear", 4, 5) == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
+    assert rates("linear", 8, 4, warmup_ratio=0.25) == pytest.approx([1 / 3, 2 / 3, 1.0, 5 / 6])
+    assert rates("cosine", 4, 7) == pytest.approx([1.0, 0.8535534, 0.5, 0.1464466, 0.0, 0.0, 0.0], abs=1e-7)
+    assert rates("warmup_stable_decay", 20, 20)[:19] == [1.0] * 19
+    assert rates("warmup_stable_decay", 20, 21)[20] == pytest.approx(0.0, abs=1e-12)
+    assert rates("inverse_sqrt", None, 17, warmup_steps=4)[16] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "total", "flags", "says"),
+    [
+        ("cosine", None, {}, "cosine has no end"),
+        ("constant", None, {"warmup_ratio": 0.1}, "number of steps that is unknown"),
+        ("cosine_with_min_lr", 9, {}, "min_lr"),
+        ("linear", 9, {"lr_scheduler_kwargs": '{"cycles": 2}'}, "cycles"),
+        ("linear", 9, {"lr_scheduler_kwargs": "[1]"}, "lr_scheduler_kwargs is"),
+        ("linear", 9, {"lr_scheduler_kwargs": "{"}, "lr_scheduler_kwargs is"),
+        ("linear", 9, {"warmup_ratio": 1.0}, "warmup_ratio is 1.0"),
+        ("linear", 9, {"warmup_ratio": 0.1, "warmup_steps": 2}, "set the same thing"),
+    ],
+)
+def test_wrong_schedules_are_named(kind: str, total: int | None, flags: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        rates(kind, total, 1, **flags)
