@@ -62,7 +62,7 @@ class Store:
 
     @property
     def database(self) -> AsyncDatabase[dict[str, Any]]:
-        """Return the run's database, for reads that no repository has; use it inside ``reading``."""
+        """Return the run's database. Only tests use it: other reads belong in ``views``."""
         return self._connection.database
 
     @property
