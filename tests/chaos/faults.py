@@ -156,8 +156,10 @@ class Injector:
 
     async def _is_opening(self) -> bool:
         try:
-            with self.store.reading("openings"):
-                opening = await self.store.database["Epoch"].find_one({"status": EpochStatus.OPENING.value})
+            opening = await self.store.connection.call(
+                lambda: self.store.database["Epoch"].find_one({"status": EpochStatus.OPENING.value}),
+                "openings",
+            )
         except StoreError:
             return False
         if opening is not None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 
-from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import PyMongoError
 
@@ -69,18 +68,6 @@ class Store:
     def connection(self) -> Connection:
         """Return the connection, for the repositories of ``agentrl db``."""
         return self._connection
-
-    @contextmanager
-    def reading(self, what: str) -> Iterator[None]:
-        """Convert driver errors in the block, while reading ``database``, to StoreErrors."""
-        try:
-            yield
-        except PyMongoError as error:
-            raise self._connection.error(what, error) from error
-
-    def transaction(self) -> AbstractAsyncContextManager[AsyncClientSession]:
-        """Return a session in one transaction, committed at the end of the block; it is not retried."""
-        return self._connection.session()
 
     async def wait_for_change(self, *collections: str, timeout: float) -> bool:
         """Return True after a change in one of ``collections``, False after ``timeout`` seconds.

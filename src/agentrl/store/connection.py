@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import pymongo
@@ -93,12 +92,6 @@ class Connection:
                     write_concern=WriteConcern(w="majority", j=True),
                     read_preference=ReadPreference.PRIMARY,
                 )
-
-    @asynccontextmanager
-    async def session(self) -> AsyncIterator[AsyncClientSession]:
-        """Yield a session inside one transaction; commit it at the end of the block, abort it on an error."""
-        async with self.client.start_session() as session, await session.start_transaction():
-            yield session
 
     def error(self, doing: str, error: PyMongoError) -> StoreError:
         """Return the StoreError for a driver error that was raised while ``doing``."""

@@ -17,7 +17,7 @@ import asyncio, os, signal, sys
 from agentrl.store.connection import Connection
 async def main():
     connection = Connection(sys.argv[1], "abandoned", 10.0)
-    async with connection.session() as session:
+    async with connection.client.start_session() as session, await session.start_transaction():
         await connection.collection("items").update_one({"_id": 1}, {"$inc": {"n": 1}}, session=session)
         os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(main())
