@@ -1,4 +1,4 @@
-"""``PYTHONPATH=tests python -m exactness``: the largest deviation per loss × model × executor, as a table."""
+"""Print the largest deviation per loss × model × executor: ``PYTHONPATH=tests python -m exactness``."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ EXECUTORS = ("sdpa", "varlen", "per_sequence")
 def largest_deviation(loss: str, model_name: str, executor: str, device: str) -> float:
     """Return the largest deviation over all corrections under every π_old.
 
-    Each has a step, a reduction, a merging mode and a budget of its own.
-
-    The budget is one micro-batch, or as many as there can be.
+    Each case has its own step, reduction, merging mode and ``max_tokens``: for one micro-batch, or for as
+    many as possible.
     """
     model = tiny_model(model_name, device=device)
     worst = 0.0
@@ -45,7 +44,7 @@ def largest_deviation(loss: str, model_name: str, executor: str, device: str) ->
 
 
 def main() -> int:
-    """Print the table; 1 where a deviation is above ``LIMIT``."""
+    """Print the table; return 1 if a deviation is above ``LIMIT``."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     executors = (*EXECUTORS, "flex") if device == "cuda" else EXECUTORS
     width = max(map(len, MODELS))

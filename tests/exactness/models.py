@@ -1,4 +1,4 @@
-"""Random models of a few thousand parameters, one for each architecture that exactness is shown on."""
+"""Random models of a few thousand parameters, one per architecture whose exactness is tested."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def tiny_model(name: str, *, seed: int = 0, device: str = "cpu") -> PreTrainedModel:
-    """The model called ``name``, float32, in training mode; the same weights for the same seed."""
+    """Return the model called ``name``, float32, in training mode; the same weights for the same seed."""
     torch.manual_seed(seed)
     model = MODELS[name]()
     model.to(torch.device(device))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The plain computation of a step, and how far another one is from it."""
+"""Compute a step with the plain model, and measure how far another computation deviates from it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Computed:
     gradients: Mapping[str, Tensor]
 
     def deviation(self, expected: Computed) -> float:
-        """The larger of the loss's and any gradient's distance, relative to ``expected``.
+        """Return the largest relative deviation of the loss and of any gradient from ``expected``.
 
         A gradient's is ‖g − e‖ / ‖e‖, but relative to a hundredth of the largest gradient's norm where ‖e‖ is
         below it: 1e-5 of less is what float32 does not resolve. It is 1 where one has a gradient that the
@@ -50,7 +50,7 @@ class Computed:
 
 
 def plain_step(model: Any, data: Sequence[DBRecordData], settings: LossSettings) -> Computed:
-    """Loss and gradients from ``model`` itself: one call at a time, whole logits, one batch of losses."""
+    """Return loss and gradients from ``model`` itself: a call at a time, whole logits, one loss batch."""
     model.set_attn_implementation("sdpa")
     model.zero_grad(set_to_none=True)
     device = model.device
@@ -85,7 +85,7 @@ def trainer_step(
     executor: str = "auto",
     options: ForwardOptions | None = None,
 ) -> Computed:
-    """Loss and gradients as training computes them."""
+    """Return loss and gradients as training computes them."""
     model.zero_grad(set_to_none=True)
     vocabulary = model.config.get_text_config().vocab_size
     forests = build_micro_batches(data, max_tokens, vocab_size=vocabulary, merging=merging, ages=AGES)
@@ -94,12 +94,12 @@ def trainer_step(
 
 
 def longest_sequence(data: Sequence[DBRecordData]) -> int:
-    """Tokens on the longest way from a root to a leaf: the smallest ``max_tokens`` that a step may have."""
+    """Return the tokens of the longest path from a root to a leaf: the smallest possible ``max_tokens``."""
     return max(len(_path(item.nodes, node.end)) for item in data for node in item.nodes)
 
 
 def _path(nodes: Sequence[Node], end: int) -> list[int]:
-    """Stored indices from the root to token ``end`` − 1."""
+    """Return the stored indices from the root to token ``end`` − 1."""
     number = next(i for i, node in enumerate(nodes) if node.start < end <= node.end)
     path: list[int] = []
     while number >= 0:

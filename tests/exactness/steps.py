@@ -28,7 +28,7 @@ class Turn:
     output: int
     reset: bool = False
     is_failed: bool = False
-    """A failed call is not trained, though later calls go on from it."""
+    """A failed call is not trained, but later calls continue it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +37,15 @@ class Shape:
 
     groups: Sequence[Sequence[Sequence[Turn]]]
     system: int = 4
-    """Ids at the head of every prompt."""
+    """Ids that every prompt begins with."""
     question: int = 5
     """Ids after them, the same for a group."""
     kinds: int = VOCABULARY
-    """Different ids; the fewer, the more trajectories generate the same by chance."""
+    """Number of different ids; with fewer, more trajectories generate the same by chance."""
 
 
 def make_step(shape: Shape, seed: int) -> list[DBRecordData]:
-    """Training data of ``shape``: ids, advantages, logprobs and versions from ``seed``.
+    """Return training data of ``shape``: ids, advantages, logprobs and versions from ``seed``.
 
     The calls of a trajectory have the temperatures of ``TEMPERATURES`` in turn.
     """
@@ -62,7 +62,7 @@ def make_step(shape: Shape, seed: int) -> list[DBRecordData]:
 
 
 def random_shape(seed: int) -> Shape:
-    """A shape of up to three groups of up to four trajectories of up to four turns, some with resets."""
+    """Return up to three groups of up to four trajectories of up to four turns, some with resets."""
     rng = np.random.default_rng(seed)
 
     def turn(first: bool) -> Turn:

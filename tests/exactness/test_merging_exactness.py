@@ -56,7 +56,7 @@ EXECUTORS = st.sampled_from(["auto", "sdpa", "varlen", "per_sequence", "per_sequ
 
 @st.composite
 def loss_settings(draw: st.DrawFn, loss: str) -> LossSettings:
-    """Any reduction, bonus, old policy and correction that the loss takes; bounds may mask tokens or not."""
+    """Draw any reduction, bonus, old policy and correction that the loss takes; bounds may mask tokens."""
     declared = LOSSES.get(loss)
     token_level = draw(st.booleans())
     reduction: dict[str, Any] = {
@@ -91,7 +91,7 @@ def model_called(name: str) -> PreTrainedModel:
 
 
 def budget_of(data: list[DBRecordData], room: float) -> int:
-    """``max_tokens`` between the smallest that can be and one that holds the step."""
+    """Return ``max_tokens`` between the smallest possible and one that holds the whole step."""
     least = longest_sequence(data)
     return least + int(room * sum(item.tokens for item in data))
 

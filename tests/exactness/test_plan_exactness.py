@@ -70,7 +70,7 @@ class ThreadMesh(Mesh):
 
 
 def in_threads(work: Callable[[int], Any], count: int) -> list[Any]:
-    """``work(rank)`` for every rank at once."""
+    """Run ``work(rank)`` for all ranks at once, and return the results."""
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(work, range(count)))
 

@@ -1,4 +1,4 @@
-"""A program for torchrun: how often two processes reduce gradients, and a step that breaks off in between.
+"""Check how often two ranks reduce gradients, and that they recover from an aborted step; for torchrun.
 
 torchrun --nproc_per_node 2 tests/integration/distributed/accumulation.py
 """
@@ -43,14 +43,14 @@ class Counter(TorchDispatchMode):
 
 
 def reductions(together: PolicyTrainer, step: int) -> tuple[int, int]:
-    """How often ``step`` scatters gradients, and how many micro-batches each process runs in it."""
+    """Count how often ``step`` scatters gradients, and how many micro-batches each rank runs in it."""
     data = step_data(step)
     with Counter() as counter:
         together.train(data, AGES)
     return counter.count, len(together.pack(data))
 
 
-def break_off(together: PolicyTrainer) -> None:
+def abort_step(together: PolicyTrainer) -> None:
     """Raise in the second layer of a step's second micro-batch."""
     calls = 0
 
@@ -67,13 +67,13 @@ def break_off(together: PolicyTrainer) -> None:
 
 
 def check(reduction: GradientReduction) -> None:
-    """Compare with one process, before and after a step that broke off."""
+    """Compare with one process, before and after an aborted step."""
     model = tiny_model("qwen3", vocab_size=64)
     case = Case(2, TrainConfig(), memory=MemoryConfig(gradient_reduction=reduction))
     alone = build_trainer(ParallelModel(copy.deepcopy(model)), case)
     together = build_parallel(model, case)
     deviations = list(compare_step(alone, together, 0).values())
-    break_off(together)
+    abort_step(together)
     deviations += compare_step(alone, together, 1).values()
     deviations.append(compare_weights(alone, together))
     (several, batches), (one, single) = (reductions(together, step) for step in (2, 4))
@@ -85,7 +85,7 @@ def check(reduction: GradientReduction) -> None:
 
 
 def main() -> int:
-    """Check both ways of reducing."""
+    """Check both values of ``--gradient_reduction``."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:

@@ -1,11 +1,11 @@
-"""A program for torchrun: trains a tiny model in some layouts, and compares it with the model in one process.
+"""Train a tiny model in several layouts, and compare it with the same model in one process; for torchrun.
 
     torchrun --nproc_per_node 2 tests/integration/distributed/layouts.py fsdp2 tp2 --folder DIR
 
-Every process gets the data of each step and trains its part of the plan, as in a run; the one process trains
+Every rank gets the data of each step and trains its micro-batches, as in a run. The single process trains
 each model call as a sequence of its own. Rank 0 prints a line per layout: the largest deviation of loss,
-gradient norm and weights over three steps, and of all of them over two more after a checkpoint was saved and
-resumed in another layout.
+gradient norm and weights over three steps, and the largest of all three over two more steps, after resuming
+from a checkpoint in another layout.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ class Case:
     window: int | None = None
     """Tokens that a layer sees back."""
     memory: MemoryConfig = PLAIN
-    """In the layout alone."""
+    """For the layout, not for the single process."""
     lora: bool = False
     prefix_merging: PrefixMerging = "group"
     whole_steps: bool = False
-    """Two passes of GSPO against recomputed logprobs: over all processes that train parts of a trajectory."""
+    """Make two passes of GSPO against recomputed logprobs: it reads whole trajectories, which ranks split."""
 
 
 CASES = {
@@ -160,7 +160,7 @@ def build_parallel(model: Any, case: Case, adapter: Adapter | None = None) -> Po
 
 
 def publish(together: PolicyTrainer, folder: Path, limit: int = FILE_BYTES) -> None:
-    """Write the model that engines load; all processes call it."""
+    """Write the model that engines load; every rank calls it."""
     inventory = take_inventory(together.policy)
     if dist.get_rank() == 0:
         GatheredModel(inventory, lambda: None, limit).save_pretrained(str(folder))
@@ -190,7 +190,7 @@ def resume(saved: PolicyTrainer, case: Case, folder: Path) -> PolicyTrainer:
 
 
 def resume_adapter(saved: Adapter, case: Case, folder: Path) -> PolicyTrainer:
-    """The model as it was made, with the adapters that a checkpoint holds."""
+    """Build the base model again, with the adapters of the checkpoint."""
     (folder / "adapter").mkdir(exist_ok=True)
     if dist.get_rank() == 0:
         GatheredAdapter(saved, lambda: None).save_pretrained(str(folder / "adapter"))
@@ -205,14 +205,14 @@ def resume_adapter(saved: Adapter, case: Case, folder: Path) -> PolicyTrainer:
 
 
 def window(case: Case) -> dict[str, Any]:
-    """The model's settings for a window over which some of a step's sequences go, and some do not."""
+    """Return the model's settings for a window that some of a step's sequences exceed."""
     if case.window is None:
         return {}
     return {"use_sliding_window": True, "sliding_window": case.window, "max_window_layers": 1}
 
 
 def largest_deviations(case: Case, folder: Path) -> dict[str, float]:
-    """Train alone and together for some steps, and go on from a checkpoint in another layout."""
+    """Train in one process and in the layout, then resume from a checkpoint in another layout."""
     model = tiny_model(
         case.model, tied=case.tied, vocab_size=64, num_hidden_layers=case.layers, **window(case)
     )
@@ -237,7 +237,7 @@ def largest_deviations(case: Case, folder: Path) -> dict[str, float]:
 
 
 def check_steps(ranks: int) -> None:
-    """The steps have what a plan must get right: rounds, cut trajectories, and processes without work."""
+    """Check that the steps have several rounds, split trajectories, and ranks without work."""
     large, small = (
         build_micro_batches(step_data(step), MAX_TOKENS, vocab_size=64, ranks=ranks) for step in (0, 1)
     )
@@ -248,7 +248,7 @@ def check_steps(ranks: int) -> None:
 
 
 def compare_step(alone: PolicyTrainer, together: PolicyTrainer, step: int) -> dict[str, float]:
-    """Relative deviations of one step's loss and gradient norm; 0 on other ranks than 0.
+    """Return the relative deviations of one step's loss and gradient norm; 0 on other ranks than 0.
 
     Only rank 0 also trains as one process. Both must train all of the data and report the same metrics.
     """
@@ -265,7 +265,7 @@ def compare_step(alone: PolicyTrainer, together: PolicyTrainer, step: int) -> di
 
 
 def compare_weights(alone: PolicyTrainer, together: PolicyTrainer) -> float:
-    """The largest difference between two weights; 0 on other ranks than 0."""
+    """Return the largest difference between two weights; 0 on other ranks than 0."""
     plain = {part.name: part.make() for part in published_parts(alone.policy)}
     weights = whole_weights(together)
     if dist.get_rank() != 0:
@@ -275,7 +275,7 @@ def compare_weights(alone: PolicyTrainer, together: PolicyTrainer) -> float:
 
 
 def check_copies(together: PolicyTrainer) -> None:
-    """A tied embedding that two stages hold is equal on both, bit by bit."""
+    """Check that a tied embedding is equal bit by bit on the two stages that hold it."""
     mesh, weight = together.model.mesh, tied_weight(together.policy.model)
     own = weight.to_local() if isinstance(weight, DTensor) else weight
     copies: list[Any] = [None] * mesh.layout.pp
@@ -285,7 +285,7 @@ def check_copies(together: PolicyTrainer) -> None:
 
 
 def compare_merged(alone: Adapter, folder: Path) -> float:
-    """The largest difference between two weights of the model that engines load."""
+    """Return the largest difference between two weights of the model that engines load."""
     published = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     return max(float((part.make() - published[part.name]).abs().max()) for part in alone.merged.parts())
 
@@ -314,7 +314,7 @@ def main() -> int:
 
 
 def print_layouts(names: Sequence[str]) -> None:
-    """Print the layouts that one launch can run: the number of processes, then their names."""
+    """Print a line for each number of processes: the number, and the layouts that have it."""
     by_world = defaultdict(list)
     for name in names:
         by_world[CASES[name].world].append(name)
@@ -323,7 +323,7 @@ def print_layouts(names: Sequence[str]) -> None:
 
 
 def is_alike(name: str, folder: Path) -> bool:
-    """Compare the layout ``name`` and print its line; False where a deviation is above the limit."""
+    """Compare the layout ``name`` and print its line; return False if a deviation is above the limit."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         worst = largest_deviations(CASES[name], folder)

@@ -1,4 +1,4 @@
-"""A program for torchrun: what two processes publish and how much memory it takes, and a disk that is full.
+"""Check what two ranks publish, how much memory that takes, and a write that fails; for torchrun.
 
 torchrun --nproc_per_node 2 tests/integration/distributed/publishing.py --folder DIR
 """
@@ -28,7 +28,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "v
 
 
 def compare_memory(together: PolicyTrainer, folder: Path) -> None:
-    """One file at a time against all weights at once; the files hold what the model does."""
+    """Compare the peak of writing file by file with that of all weights at once; check what was written."""
     total = sum(part.bytes for part in published_parts(together.policy))
     limit = total // 8
     streamed = peak_allocated(lambda: publish(together, folder, limit))
@@ -47,7 +47,7 @@ def compare_memory(together: PolicyTrainer, folder: Path) -> None:
 
 
 def compare_after_a_failure(together: PolicyTrainer, alone: PolicyTrainer, folder: Path) -> None:
-    """The processes go on together after rank 0 could not write."""
+    """Check that the ranks train on after rank 0 could not write."""
     try:
         publish(together, folder / "missing", 1 << 20)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Training data of steps that a planner has to merge, cut and spread over processes."""
+"""Training data of steps that a planner has to merge, split and distribute over ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SYSTEM = 4
 
 
 def step_data(step: int) -> list[DBRecordData]:
-    """The data of one step: every third, from step 1, is one trajectory, less than two processes can share.
+    """Return the data of one step: every third, from step 1, has one trajectory, too few for two ranks.
 
     The others have three groups with a common context: six trajectories of two turns behind one prompt; two
     whose context is reset and branches; and one by itself. The first group, and each trajectory of the
@@ -35,19 +35,19 @@ def step_data(step: int) -> list[DBRecordData]:
 
 
 def _chain(rng: np.random.Generator, name: str, *, prompt: int) -> DBRecordData:
-    """A prompt, a generated turn, an observation, and a second turn."""
+    """Return a trajectory of a prompt, a generated turn, an observation, and a second turn."""
     first, observed, second = (prompt + np.cumsum(rng.integers(2, 8, 3))).tolist()
     return trajectory(rng, [(0, second, -1)], [(prompt, first), (observed, second)], name)
 
 
 def _reset(rng: np.random.Generator, name: str) -> DBRecordData:
-    """A context of 6 tokens, of which 2 are generated, two branches, and a fork in one of them."""
+    """Return a trajectory with 6 tokens of context (2 generated), two branches, and a fork in one of them."""
     nodes = [(0, 6, -1), (6, 14, 0), (14, 26, 1), (26, 37, 1), (37, 52, 0)]
     return trajectory(rng, nodes, [(4, 6), (15, 26), (29, 37), (40, 52)], name)
 
 
 def _behind(prompt: np.ndarray, item: DBRecordData, task: str) -> DBRecordData:
-    """``item`` as a trajectory of ``task`` that begins with the ids of ``prompt``."""
+    """Return ``item`` as a trajectory of ``task`` that begins with the ids of ``prompt``."""
     ids = unpack_ids(item.input_ids).copy()
     ids[: len(prompt)] = prompt
     return replace(item, task=task, input_ids=pack_ids(ids.tolist()))

@@ -36,7 +36,7 @@ def test_layouts_train_like_one_process_and_resume_in_another(world: int, tmp_pa
 
 @pytest.mark.integration
 @pytest.mark.timeout(240)
-def test_gradients_are_reduced_once_a_step_and_a_step_that_broke_off_leaves_none() -> None:
+def test_gradients_are_reduced_once_a_step_and_an_aborted_step_leaves_none() -> None:
     told = run_together(2, "accumulation.py")
     assert "last: " in told
     assert "every: " in told
