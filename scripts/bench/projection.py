@@ -1,10 +1,10 @@
-"""Measure what temperatures of their own per token, and the gradient of the entropy, cost a step's logprobs.
+"""Measure what per-token temperatures and the entropy gradient add to the cost of logprobs.
 
     python scripts/bench/projection.py [--tokens N] [--vocabulary N] [--hidden N] [--rounds N]
 
-Forward and backward of ``token_logprobs``, on the GPU where there is one. Every round measures each way once,
-one after the other; a ratio is the median over the rounds of a way's seconds over the baseline's in the same
-round. Seconds are the process's CPU seconds, on a GPU wall-clock. Exits with 1 if a ratio misses its target.
+Times forward and backward of ``token_logprobs``, on the GPU if there is one. Every round runs each variant
+once. A ratio is the median over the rounds of variant ÷ baseline. Seconds are CPU seconds of the process, or
+wall-clock seconds on a GPU. Exits with 1 if a ratio misses its target.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rows import Row, print_rows
+from harness import Row, print_rows
 
 from agentrl.model.logprobs import token_logprobs
 from agentrl.model.output_head import OutputHead
 
 BASELINE = "one number"
 LIMITS = {"a tensor, all equal": 1.05, "a tensor, uneven": 1.1, "gradient of the entropy": 1.2}
-"""The largest ratio that each way may have to one number as the temperature."""
+"""The largest allowed ratio to the baseline, a single number as the temperature."""
 
 
-def ways(tokens: int, vocabulary: int, hidden: int) -> dict[str, Callable[[], None]]:
-    """Each way as a function that runs it once."""
+def variants(tokens: int, vocabulary: int, hidden: int) -> dict[str, Callable[[], None]]:
+    """Return each variant as a function that runs it once."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
@@ -37,7 +37,7 @@ def ways(tokens: int, vocabulary: int, hidden: int) -> dict[str, Callable[[], No
     parent = torch.arange(tokens, device=device)
     target = torch.randint(0, vocabulary, (tokens,), device=device)
 
-    def way(**options: Any) -> Callable[[], None]:
+    def variant(**options: Any) -> Callable[[], None]:
         def run() -> None:
             logprobs, entropy = token_logprobs(states, OutputHead(weight), parent, target, **options)
             loss = logprobs.sum()
@@ -48,15 +48,15 @@ def ways(tokens: int, vocabulary: int, hidden: int) -> dict[str, Callable[[], No
         return run
 
     return {
-        BASELINE: way(temperature=0.7),
-        "a tensor, all equal": way(temperature=torch.full((tokens,), 0.7)),
-        "a tensor, uneven": way(temperature=torch.linspace(0.5, 1.2, tokens)),
-        "gradient of the entropy": way(temperature=0.7, entropy_gradient=True),
+        BASELINE: variant(temperature=0.7),
+        "a tensor, all equal": variant(temperature=torch.full((tokens,), 0.7)),
+        "a tensor, uneven": variant(temperature=torch.linspace(0.5, 1.2, tokens)),
+        "gradient of the entropy": variant(temperature=0.7, entropy_gradient=True),
     }
 
 
 def seconds(run: Callable[[], None]) -> float:
-    """CPU seconds of one call; on a GPU wall-clock seconds until it is done."""
+    """Return the CPU seconds of one call, or its wall-clock seconds on a GPU."""
     on_gpu = torch.cuda.is_available()
     clock = time.perf_counter if on_gpu else time.process_time
     started = clock()
@@ -67,14 +67,14 @@ def seconds(run: Callable[[], None]) -> float:
 
 
 def main() -> int:
-    """Print the table; 1 where a ratio misses its target."""
+    """Run the benchmark and print its table. Return 1 if a ratio misses its target."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--vocabulary", type=int, default=32768)
-    parser.add_argument("--hidden", type=int, default=576)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=2048, help="default: 2048")
+    parser.add_argument("--vocabulary", type=int, default=32768, help="vocabulary size (default: 32768)")
+    parser.add_argument("--hidden", type=int, default=576, help="hidden size (default: 576)")
+    parser.add_argument("--rounds", type=int, default=7, help="default: 7")
     arguments = parser.parse_args()
-    runs = ways(arguments.tokens, arguments.vocabulary, arguments.hidden)
+    runs = variants(arguments.tokens, arguments.vocabulary, arguments.hidden)
     for run in runs.values():
         seconds(run)
     rounds = [{name: seconds(run) for name, run in runs.items()} for _ in range(arguments.rounds)]

@@ -1,11 +1,11 @@
-"""Measure the store against bare database operations and against the original's way of doing it.
+"""Measure the store against bare database operations, the original system and another commit.
 
     python scripts/bench/store.py [--quick] [--only NAME ...] [--against DIR] [--json FILE]
 
-Starts a mongod of its own in a temporary folder. A ratio compares two ways that took turns in this run: it is
-the median over the rounds, and what each way cost is its best round. The rows of admission, finalising,
-streams and samplers compare this checkout with another one, --against, and without it only show what this one
-costs. Exits with 1 if a ratio misses its target.
+Starts its own mongod in a temporary folder. Two variants alternate in this run. A ratio is the median over
+the rounds; the two columns beside it show the best round of each variant. admission, finalising, streams and
+samplers compare this checkout with the one given by --against; without it they only show the cost of this
+checkout. Exits with 1 if a ratio misses its target.
 """
 
 from __future__ import annotations
@@ -18,48 +18,43 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from rows import Row, print_rows
-from store_claims import claim_latency, claim_rate
-from store_measure import server
-from store_scale import admission, finalising, samplers, streams
-from store_whole import whole
-from store_writing import reading, size, writing
+from harness import Row, print_rows
+from store_fixtures import server
+from store_operations import claim_latency, claim_rate, reading, size, writing
+from store_scale import admission, finalizing, samplers, streams
+from store_trajectories import whole
 
 Measure = Callable[[str, bool], Coroutine[Any, Any, list[Row]]]
 
 
-async def _size(uri: str, quick: bool) -> list[Row]:
-    return size()
-
-
 MEASURES: dict[str, Measure] = {
-    "claims": claim_rate, "latency": claim_latency, "writing": writing, "reading": reading, "size": _size,
+    "claims": claim_rate, "latency": claim_latency, "writing": writing, "reading": reading, "size": size,
     "whole": whole,
 }  # fmt: skip
 Compared = Callable[[str, bool, Path | None], Coroutine[Any, Any, list[Row]]]
 COMPARED: dict[str, Compared] = {
-    "admission": admission, "finalising": finalising, "streams": streams, "samplers": samplers,
+    "admission": admission, "finalising": finalizing, "streams": streams, "samplers": samplers,
 }  # fmt: skip
 
 
 def main() -> int:
-    """Measure, print, and say by the exit code whether every target is met."""
+    """Run the benchmarks and print their table. Return 1 if a ratio misses its target."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, and 50,000 Tasks for the million")
+    parser.add_argument("--quick", action="store_true", help="run fewer rounds; 50,000 Tasks, not 1,000,000")
     parser.add_argument(
         "--only", nargs="+", choices=[*MEASURES, *COMPARED], default=[*MEASURES, *COMPARED],
-        help="measure only these",
+        help="run only these benchmarks",
     )  # fmt: skip
     parser.add_argument(
-        "--against", type=Path, help="a checkout of another commit, whose src is compared with this one"
+        "--against", type=Path, help="compare with the src of this checkout, at another commit"
     )
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--json", type=Path, help="write the rows to this file too")
     arguments = parser.parse_args()
     against = arguments.against.resolve() if arguments.against else None
     if against is not None and not (against / "src" / "agentrl").is_dir():
-        parser.error(f"--against {against} is not a checkout: src/agentrl is missing")
+        parser.error(f"--against {against} is not a checkout of AgentRL: src/agentrl is missing")
     rows: list[Row] = []
     with server() as uri:
         for name in arguments.only:

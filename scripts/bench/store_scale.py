@@ -1,7 +1,7 @@
-"""What the store costs as claimers, samplers and waiting processes grow in number, against another commit.
+"""Compare how the store scales with claimers, samplers and waiting processes, here and at another commit.
 
-Each workload runs in child processes (``store_scale_child.py``), with this checkout's sources and with those
-of ``--against`` in turn, on one server.
+Each workload runs in child processes (``store_scale_child.py``) on one server. This checkout's ``src`` and
+that of ``--against`` alternate.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from harness import Row, percentile
 from pymongo import AsyncMongoClient
-from rows import Row
-from store_measure import percentile
 
 _CHILD = Path(__file__).with_name("store_scale_child.py")
 _OURS = Path(__file__).resolve().parents[2]
@@ -35,9 +34,9 @@ Json = dict[str, Any]
 
 
 async def admission(uri: str, quick: bool, against: Path | None) -> list[Row]:
-    """Claims a second and commands a claim: 1, 8 and 64 claimers of a process, 32 clients."""
+    """Measure claims per second and commands per claim: 1, 8 and 64 claimers in a process, and 32 clients."""
     options = {"seconds": 1.5 if quick else 4.0}
-    ours, theirs = await _in_turn("admission", uri, options, against, rounds=1 if quick else 2)
+    ours, theirs = await _alternate("admission", uri, options, against, rounds=1 if quick else 2)
     groups = dict.fromkeys(("1 claimer", "8 claimers", "64 claimers"), "groups of 8")
     rows = []
     for name, what in {**groups, "32 clients": "groups of 1"}.items():
@@ -47,12 +46,12 @@ async def admission(uri: str, quick: bool, against: Path | None) -> list[Row]:
     return rows
 
 
-async def finalising(uri: str, quick: bool, against: Path | None) -> list[Row]:
-    """Reads of a group and commands a trajectory, by 1 and by 32 samplers with 64 trajectories at a time."""
+async def finalizing(uri: str, quick: bool, against: Path | None) -> list[Row]:
+    """Measure reads per group and commands per trajectory: 1 and 32 samplers, 64 concurrent trajectories."""
     rows = []
     for samplers in (1, 32):
         options = {"samplers": samplers, "groups": 32 if quick else 64, "seconds": 1.0}
-        ours, theirs = await _in_turn("finalising", uri, options, against, rounds=1)
+        ours, theirs = await _alternate("finalizing", uri, options, against, rounds=1)
         for field, unit in (("reads", "reads of a group"), ("commands", "commands a trajectory")):
             mine, other = ([found[field] for found in side] for side in (ours, theirs))
             rows.append(_row(f"{unit}, {samplers} sampler{'s'[: samplers > 1]}", mine, other, more=False))
@@ -60,20 +59,20 @@ async def finalising(uri: str, quick: bool, against: Path | None) -> list[Row]:
 
 
 async def streams(uri: str, quick: bool, against: Path | None) -> list[Row]:
-    """What a renewed lease costs the server while 1 and 100 processes wait for changes."""
+    """Measure the server's CPU time per renewed lease while 1 and 100 processes wait for changes."""
     rows = []
     for waiting in (1, 100):
         options = {"waiting": waiting}
-        ours, theirs = await _in_turn("streams", uri, options, against, rounds=1 if quick else 2)
+        ours, theirs = await _alternate("streams", uri, options, against, rounds=1 if quick else 2)
         mine, other = ([found["microseconds"] for found in side] for side in (ours, theirs))
         rows.append(_row(f"µs of mongod's CPU a renewal, {waiting} waiting", mine, other, more=False))
     return rows
 
 
 async def samplers(uri: str, quick: bool, against: Path | None) -> list[Row]:
-    """1,000 samplers, a client each, with one trajectory of 60 s at a time, on one server.
+    """Measure 1,000 samplers on one server, each with its own client and one 60 s trajectory at a time.
 
-    With ``quick`` 200 samplers and 20 s. Measuring begins when as many trajectories have begun as there are
+    ``quick`` takes 200 samplers and 20 s. Measuring starts once as many trajectories have begun as there are
     samplers.
     """
     count, lasting, seconds = (200, 20.0, 8.0) if quick else (1000, 60.0, 40.0)
@@ -102,10 +101,10 @@ def _sources(against: Path | None) -> list[Path]:
     return [_OURS] if against is None else [_OURS, against]
 
 
-async def _in_turn(
+async def _alternate(
     workload: str, uri: str, options: Json, against: Path | None, *, rounds: int
 ) -> tuple[list[Json], list[Json]]:
-    """What each side found, the first of a round changing each time."""
+    """Run the workload on both sides and return their results. Each round swaps the order."""
     found: dict[Path, list[Json]] = {source: [] for source in _sources(against)}
     for number in range(rounds):
         for source in sorted(found, reverse=bool(number % 2)):
@@ -115,7 +114,7 @@ async def _in_turn(
 
 
 async def _many_samplers(uri: str, source: Path, count: int, lasting: float, seconds: float) -> Json:
-    """The whole of several processes' samplers for ``seconds``; a trajectory is ``lasting`` seconds long."""
+    """Measure ``count`` samplers in several processes for ``seconds``. A trajectory takes ``lasting`` s."""
     run = _run_name()
     groups = int(count / 8 * (3 + (seconds + _WARM_UP_SECONDS) / lasting))
     await _result(await _start(source, "prepare", uri, {"run": run, "groups": groups}))
@@ -123,18 +122,22 @@ async def _many_samplers(uri: str, source: Path, count: int, lasting: float, sec
     children = [await _start(source, "join", uri, options) for _ in range(_PROCESSES)]
     client: AsyncMongoClient[Json] = AsyncMongoClient(uri)
     try:
-        await asyncio.gather(*(_hear(child, "ready") for child in children))
+        await asyncio.gather(*(_expect(child, "ready") for child in children))
         began = time.monotonic()
         records = client[run]["Record"]
         while await records.estimated_document_count() < count:
             if time.monotonic() - began > _WARM_UP_SECONDS:
-                print(f"not every sampler has claimed in {_WARM_UP_SECONDS:g} s", file=sys.stderr, flush=True)
+                print(
+                    f"some samplers have not claimed after {_WARM_UP_SECONDS:g} s; measuring anyway",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 break
             await asyncio.sleep(_POLL_SECONDS)
         status = await client.admin.command("serverStatus")
         mongod = psutil.Process(status["pid"])
         for child in children:
-            _say(child)
+            _continue(child)
         before = mongod.cpu_times()
         await asyncio.sleep(seconds)
         after = mongod.cpu_times()
@@ -145,11 +148,11 @@ async def _many_samplers(uri: str, source: Path, count: int, lasting: float, sec
             "% of a core, mongod": 100 * (after.user + after.system - before.user - before.system) / seconds,
         }
         for child in children:
-            _say(child)
+            _continue(child)
         parts = await asyncio.gather(*(_result(child) for child in children))
         ended = sum(part["ended"] for part in parts)
         if ended:
-            raise RuntimeError(f"{ended} of {count} samplers ended by themselves; see above")
+            raise RuntimeError(f"{ended} of {count} samplers ended early; see above")
         scored = sum(part["scored"] for part in parts)
         claims = [value for part in parts for value in part["claims"]]
         return {
@@ -189,7 +192,7 @@ async def _start(source: Path, workload: str, uri: str, options: Json) -> Proces
 
 
 async def _result(child: Process) -> Json:
-    """The last line that the child prints, once it has ended."""
+    """Wait for the child to end and return the last line that it printed, as JSON."""
     assert child.stdout is not None
     async with asyncio.timeout(_LONGEST_SECONDS):
         lines = (await child.stdout.read()).decode().splitlines()
@@ -200,14 +203,16 @@ async def _result(child: Process) -> Json:
     return found
 
 
-async def _hear(child: Process, said: str) -> None:
+async def _expect(child: Process, expected: str) -> None:
+    """Wait for the child to print a line that is equal to ``expected``."""
     assert child.stdout is not None
     async with asyncio.timeout(_LONGEST_SECONDS):
         line = (await child.stdout.readline()).decode().strip()
-    if line != said:
-        raise RuntimeError(f"a workload said {line!r} instead of {said!r}; see above")
+    if line != expected:
+        raise RuntimeError(f"a workload printed {line!r} instead of {expected!r}; see above")
 
 
-def _say(child: Process) -> None:
+def _continue(child: Process) -> None:
+    """Send the child the line that starts its next phase."""
     assert child.stdin is not None
     child.stdin.write(b"\n")

@@ -1,9 +1,9 @@
-"""A workload of the scaling rows, run with the sources of one commit; prints what it cost as a line of JSON.
+"""Run one scaling workload with the sources of one commit, and print its cost as a line of JSON.
 
     python scripts/bench/store_scale_child.py WORKLOAD URI OPTIONS
 
-``store_scale.py`` starts it with that commit's ``src`` on PYTHONPATH, so it only uses calls that old and new
-commits have.
+``store_scale.py`` starts it with that commit's ``src`` on PYTHONPATH. The other commit must have the modules
+and the store calls that this file uses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import pymongo.monitoring
 from pymongo import AsyncMongoClient
-from store_data import SPLIT, make_call, make_tasks
+from store_fixtures import SPLIT, make_call, make_tasks
 
 from agentrl.config.schema import ClaimConfig, GroupConfig, RunConfig
 from agentrl.documents.status import RecordStatus, TaskStatus
@@ -34,34 +34,34 @@ from agentrl.store.client import Store, open_store
 from agentrl.store.connection import Connection
 
 _LEASE = 60.0
-_ADMITTED = 100_000
+_MAX_GROUPS_OPEN = 100_000
 _TIMEOUT = 120.0
-_OPENINGS_AT_ONCE = 16
+_CONNECTIONS_AT_ONCE = 16
 _START_SECONDS = 15.0
 _POLL_SECONDS = 0.05
 _RENEWALS, _RENEWED_AT_ONCE = 1600, 8
 
 
 class Commands(pymongo.monitoring.CommandListener):
-    """Counts commands, and reads of a group's Records, of clients opened after its registration."""
+    """Count the commands and the reads of a group's Records. Covers clients opened after registration."""
 
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
 
     def started(self, event: pymongo.monitoring.CommandStartedEvent) -> None:
-        """Count it."""
+        """Count the command."""
         self.sent[event.command_name] += 1
         if event.command.get("find") == "Record" and "task" in event.command.get("filter", {}):
             self.sent["reads of a group"] += 1
 
     def succeeded(self, event: pymongo.monitoring.CommandSucceededEvent) -> None:
-        """Nothing is kept of answers."""
+        """Do nothing: replies are not counted."""
 
     def failed(self, event: pymongo.monitoring.CommandFailedEvent) -> None:
-        """Nothing is kept of answers."""
+        """Do nothing: replies are not counted."""
 
     def total(self) -> int:
-        """All commands, but for those that read on in a cursor."""
+        """Return the number of commands without ``getMore``."""
         return sum(self.sent.values()) - self.sent["reads of a group"] - self.sent["getMore"]
 
 
@@ -69,7 +69,7 @@ COMMANDS = Commands()
 
 
 class Worker:
-    """Trajectories of one call without an engine: each lasts ``seconds`` on average."""
+    """Simulate trajectories with one model call and no engine. Each lasts ``seconds`` on average."""
 
     def __init__(self, store: Store, seconds: float) -> None:
         self._store = store
@@ -78,7 +78,7 @@ class Worker:
         self.scored = 0
 
     async def run(self, claim: Claim) -> bool:
-        """One trajectory from Record to score."""
+        """Write one trajectory from Record to score."""
         records, least = self._store.records, 0.0 if self._is_first else 0.5
         self._is_first = False
         await records.create(claim)
@@ -93,15 +93,15 @@ class Worker:
 
 
 def run_config(uri: str, name: str) -> RunConfig:
-    """The run of that name."""
+    """Return the configuration of the run ``name``."""
     return RunConfig(run_name=name, db_connection_string=uri, db_timeout_seconds=_TIMEOUT)
 
 
 def make_sampler(store: Store, worker: Worker, owner: str, concurrency: int, generations: int) -> Sampler:
-    """A sampler whose groups are bounded by a limit that is never reached."""
+    """Return a sampler whose group limit is never reached."""
 
     async def allowed() -> int:
-        return _ADMITTED
+        return _MAX_GROUPS_OPEN
 
     plan = EpochPlan(epochs=1, seed=0, num_generations=generations, shuffle=False)
     config = SamplerConfig(
@@ -111,7 +111,7 @@ def make_sampler(store: Store, worker: Worker, owner: str, concurrency: int, gen
 
 
 async def admission(uri: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Claims a second, and commands a claim, of claimers that open every group through the gate."""
+    """Measure claims per second and commands per claim, where every group passes admission."""
     found = {}
     for name, clients, claimers, generations in (
         ("1 claimer", 1, 1, 8), ("8 claimers", 1, 8, 8), ("64 claimers", 1, 64, 8), ("32 clients", 32, 1, 1),
@@ -128,14 +128,14 @@ async def admission(uri: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _claim_for(stores: list[Store], claimers: int, seconds: float) -> tuple[int, float]:
-    """How many slots were claimed, and the seconds until the last claimer ended."""
+    """Claim for ``seconds``. Return the claimed slots and the seconds until the last claimer ended."""
     began = time.perf_counter()
 
     async def claimer(store: Store, owner: str) -> int:
         claimed = 0
         while time.perf_counter() - began < seconds:
             claim = await store.claims.claim(
-                split=SPLIT, owner=owner, lease_seconds=600.0, max_groups_open=_ADMITTED
+                split=SPLIT, owner=owner, lease_seconds=600.0, max_groups_open=_MAX_GROUPS_OPEN
             )
             claimed += claim is not None
         return claimed
@@ -146,8 +146,8 @@ async def _claim_for(stores: list[Store], claimers: int, seconds: float) -> tupl
     return sum(counts), time.perf_counter() - began
 
 
-async def finalising(uri: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Reads of a group and operations a trajectory, from the first claim until every group is finalized."""
+async def finalizing(uri: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Count reads per group and commands per trajectory, from the first claim to the last finalized group."""
     samplers, groups = options["samplers"], options["groups"]
     watching: AsyncMongoClient[dict[str, Any]] = options["uncounted"]
     tasks = watching[options["run"]]["Task"]
@@ -178,7 +178,7 @@ async def finalising(uri: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 async def streams(uri: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Microseconds of mongod's CPU for a renewed lease, while ``waiting`` stores wait for changes."""
+    """Measure mongod's CPU microseconds per renewed lease while ``waiting`` stores wait for changes."""
     async with AsyncExitStack() as stack:
         run = run_config(uri, options["run"])
         store = await stack.enter_async_context(await open_store(run))
@@ -206,17 +206,17 @@ async def streams(uri: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 async def prepare(uri: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Make the run that samplers join."""
+    """Create the run that samplers join."""
     async with await open_store(run_config(uri, options["run"])) as store:
         await store.tasks.load(make_tasks(options["groups"]))
     return {}
 
 
 async def join(uri: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Samplers with a client each; prints ``ready``, and measures from a line on stdin to the next."""
+    """Run samplers, one client each. Print ``ready``, then measure between two lines on stdin."""
     claimed: list[float] = []
     stores = [Store(Connection(uri, options["run"], _TIMEOUT)) for _ in range(options["samplers"])]
-    gate = asyncio.Semaphore(_OPENINGS_AT_ONCE)
+    gate = asyncio.Semaphore(_CONNECTIONS_AT_ONCE)
 
     async def connect(store: Store) -> None:
         async with gate:
@@ -229,33 +229,34 @@ async def join(uri: str, options: dict[str, Any]) -> dict[str, Any]:
         store.claims.claim = _timed(store.claims.claim, claimed)  # type: ignore[method-assign]
         sampler = make_sampler(store, worker, f"{os.getpid()}-{number}", 1, 8)
         running.append(asyncio.create_task(_start(sampler)))
-    await _line("ready")
+    await _announce("ready")
     claimed.clear()
     COMMANDS.sent.clear()
     scored = sum(worker.scored for worker in workers)
-    await _line("measuring")
+    await _announce("measuring")
     scored = sum(worker.scored for worker in workers) - scored
     ended = [task for task in running if task.done()]
     return {"scored": scored, "commands": COMMANDS.total(), "claims": claimed, "ended": len(ended)}
 
 
 async def _start(sampler: Sampler) -> None:
-    """Run the sampler, which starts at a moment of its own."""
+    """Run the sampler after a random delay."""
     await asyncio.sleep(random.uniform(0, _START_SECONDS))
     await sampler.run(asyncio.Event())
 
 
-async def _line(said: str) -> None:
-    print(said, flush=True)
+async def _announce(phase: str) -> None:
+    """Print the phase and wait for a line on stdin."""
+    print(phase, flush=True)
     await asyncio.to_thread(sys.stdin.readline)
 
 
 def _timed(claim: Callable[..., Awaitable[Claim | None]], seconds: list[float]) -> Any:
-    """``claim``, which keeps how long it took when it gave a slot."""
+    """Wrap ``claim`` so that the seconds of each successful claim are appended to ``seconds``."""
 
-    async def timed(**wish: Any) -> Claim | None:
+    async def timed(**request: Any) -> Claim | None:
         began = time.perf_counter()
-        claimed = await claim(**wish)
+        claimed = await claim(**request)
         if claimed is not None:
             seconds.append(time.perf_counter() - began)
         return claimed
@@ -268,7 +269,7 @@ async def _main() -> None:
     options["uncounted"] = AsyncMongoClient(uri)
     pymongo.monitoring.register(COMMANDS)
     workloads: dict[str, Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]] = {
-        "admission": admission, "finalising": finalising, "streams": streams, "prepare": prepare,
+        "admission": admission, "finalizing": finalizing, "streams": streams, "prepare": prepare,
         "join": join,
     }  # fmt: skip
     print(json.dumps(await workloads[workload](uri, options)), flush=True)

@@ -1,10 +1,10 @@
-"""Measure a training step: merged against unmerged prefixes, against TRL, and the memory of logprobs.
+"""Measure a training step: prefix merging, a comparison with TRL, and the peak memory of logprobs.
 
     python scripts/bench/train.py [--quick] [--only NAME ...] [--models NAME ...] [--trl FOLDER] [--json FILE]
 
-Every figure comes from a process of its own (train_child.py), and a ratio from two of them, started one after
-the other in this run. Seconds are the process's CPU seconds, which other work on the machine disturbs less;
-the wall-clock ratio stands beside them. Where FOLDER (default: .agentrl/trl) has no TRL:
+Each measurement runs in its own process (train_child.py). A ratio compares two processes of the same run.
+Seconds are CPU seconds of the process, which other load disturbs less; wall-clock ratios are printed too. To
+install TRL in FOLDER (default: .agentrl/trl):
 
     pip install --no-deps --target .agentrl/trl trl datasets pyarrow pandas xxhash \\
         dill==0.4.0 multiprocess==0.70.18
@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rows import Row, print_rows
-from train_work import SMOLLM, Group
+from harness import Row, print_rows
+from train_workload import SMOLLM, Group
 
 CHILD = Path(__file__).with_name("train_child.py")
 TIMEOUT_SECONDS = 3600.0
@@ -39,28 +39,28 @@ QUICK_TURNS = {
     "135M": Group(trajectories=3, turns=3, prompt=128, output=16, observation=16),
 }
 SAMPLE = 24
-"""Of the rows of ``off`` on the larger model, one of so many is trained."""
+"""With ``off``, train only every ``SAMPLE``-th row on the larger model."""
 UNEVEN = {
     "short outputs": Group(trajectories=8, turns=1, prompt=256, output=64, observation=1, uneven=True),
     "long outputs": Group(trajectories=8, turns=1, prompt=64, output=128, observation=1, uneven=True),
 }
-"""Against TRL: outputs of a quarter of the prompt on average, and of twice the prompt."""
+"""Groups for the comparison with TRL: mean outputs of a quarter of the prompt, and of twice the prompt."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What the command line asked for."""
+    """Settings from the command line."""
 
     quick: bool
     threads: int
     models: dict[str, str]
-    """Models by their name in the table: a shape of ``train_work.SHAPES``, or a folder."""
+    """Models by their name in the table: a shape of ``train_workload.SHAPES``, or a folder."""
     trl: Path
     raw: dict[str, Any]
-    """Every child's answer, by name."""
+    """The result of every child process, by name."""
 
     def child(self, name: str, **wanted: Any) -> dict[str, Any]:
-        """Run one measurement in a process of its own."""
+        """Run one measurement in its own process."""
         print(f"measuring {name} …", file=sys.stderr, flush=True)
         ran = subprocess.run(
             [sys.executable, str(CHILD), json.dumps(wanted)],
@@ -76,11 +76,10 @@ class Bench:
 
 
 def merging(bench: Bench) -> list[Row]:
-    """``group`` and ``trajectory`` against ``off`` on a group of multi-turn trajectories, per model.
+    """Compare ``group`` and ``trajectory`` with ``off`` on a group of multi-turn trajectories, per model.
 
-    The larger model on its whole group recomputes activations (``selective``), leaves ``trajectory`` out, and
-    trains a sample of ``off``, whose rows do not depend on each other. The sample begins warm; what the first
-    step alone pays for is in ``group``.
+    The larger model recomputes activations (``selective``), skips ``trajectory``, and trains a sample of the
+    rows of ``off``, which are independent. The sample starts warm; ``group`` includes one-time costs.
     """
     rows = []
     for model, folder in bench.models.items():
@@ -103,7 +102,7 @@ def merging(bench: Bench) -> list[Row]:
 
 
 def _budget(group: Group) -> int:
-    """Tokens per micro-batch: the same for every way, and room for the merged group."""
+    """Return the tokens per micro-batch: the same for every way, and enough for the merged group."""
     data = group.data(1000)
     return group.prompt + sum(item.tokens - group.prompt for item in data)
 
@@ -143,9 +142,9 @@ def _merged_rows(model: str, found: dict[str, dict[str, Any]]) -> list[Row]:
 
 
 def trl(bench: Bench) -> list[Row]:
-    """A step on uneven rows against TRL's: padded rows there, packed chains and shared prompts here."""
+    """Compare a step on rows of uneven lengths with TRL, which pads rows where ours packs and merges them."""
     if not (bench.trl / "trl").is_dir():
-        print(f"{bench.trl} has no TRL; see --help for how to install it", file=sys.stderr)
+        print(f"{bench.trl} has no TRL: skipping; --help shows how to install it", file=sys.stderr)
         return []
     return [
         row
@@ -183,9 +182,9 @@ def _against_trl(bench: Bench, name: str, model: str, group: Group) -> list[Row]
 
 
 def logprobs(bench: Bench) -> list[Row]:
-    """Peak memory of the projection onto 151,936 entries, beside hidden states, head and its gradient.
+    """Measure the peak memory of the projection onto 151,936 entries, without inputs and head gradient.
 
-    Against the size of the hidden states (that of their gradient) and of one chunk; as torch allocates it.
+    The baseline is the size of the hidden states (that is, of their gradient) plus one chunk.
     """
     sizes = {
         "tokens": 2048 if bench.quick else 32768, "vocabulary": 151936, "hidden": 64, "chunk": 1024,
@@ -221,22 +220,26 @@ MEASURES: dict[str, Callable[[Bench], list[Row]]] = {"merging": merging, "trl": 
 
 
 def main() -> int:
-    """Measure, print, and say by the exit code whether every target is met."""
+    """Run the benchmarks and print their table. Return 1 if a ratio misses its target."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="smaller groups and models: a minute or two")
+    parser.add_argument("--quick", action="store_true", help="use smaller groups: a minute or two")
     parser.add_argument(
-        "--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="measure only these"
+        "--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="run only these benchmarks"
     )
-    parser.add_argument("--models", nargs="+", choices=TURNS, default=list(TURNS), help="train only these")
-    parser.add_argument("--trl", type=Path, default=Path(".agentrl/trl"), help="folder that has TRL")
-    parser.add_argument("--threads", type=int, default=1, help="threads of each measurement")
-    parser.add_argument("--json", type=Path, help="also write the rows and every measurement to this file")
+    parser.add_argument(
+        "--models", nargs="+", choices=TURNS, default=list(TURNS), help="use only these models"
+    )
+    parser.add_argument(
+        "--trl", type=Path, default=Path(".agentrl/trl"), help="folder with TRL (default: .agentrl/trl)"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="threads per measurement (default: 1)")
+    parser.add_argument("--json", type=Path, help="write the rows and every measurement to this file too")
     arguments = parser.parse_args()
     known = {"tiny": "tiny"} | ({"135M": str(SMOLLM)} if SMOLLM.is_dir() else {})
     if "135M" not in known:
-        print(f"{SMOLLM} is missing: `agentrl quickstart` fetches it", file=sys.stderr)
+        print(f"{SMOLLM} is missing: skipping 135M; `agentrl quickstart` downloads it", file=sys.stderr)
     models = {name: known[name] for name in arguments.models if name in known}
     bench = Bench(arguments.quick, arguments.threads, models, arguments.trl, {})
     rows = [row for name in arguments.only for row in MEASURES[name](bench)]

@@ -1,17 +1,24 @@
-"""The documents of the store's benchmark: Tasks, 20-turn trajectories, and their other forms."""
+"""Provide a temporary MongoDB server, run databases and documents of realistic size."""
 
 from __future__ import annotations
 
 import random
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import numpy as np
 
+from agentrl.config.schema import RunConfig
 from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, VersionSpan, full_messages
 from agentrl.documents.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 from agentrl.documents.status import CallStatus
 from agentrl.documents.task import Slot, Task, task_key
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
+from agentrl.store.client import Store, open_store
+from agentrl.store.embedded.server import EmbeddedMongo
 
 Json = dict[str, Any]
 SPLIT = "train"
@@ -33,8 +40,30 @@ _TOOL = {
 }
 
 
+@contextmanager
+def server() -> Iterator[str]:
+    """Start a mongod in a temporary folder and yield its URI. Stop it and remove the folder at the end."""
+    with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as folder:
+        mongo = EmbeddedMongo(folder)
+        try:
+            yield mongo.up().uri
+        finally:
+            mongo.down()
+
+
+@asynccontextmanager
+async def run_database(uri: str, name: str) -> AsyncIterator[Store]:
+    """Yield the store of a new run. Drop its database at the end."""
+    run_name = f"bench_{name}_{uuid.uuid4().hex[:8]}"
+    async with await open_store(
+        RunConfig(run_name=run_name, db_connection_string=uri, db_timeout_seconds=300.0)
+    ) as store:
+        yield store
+        await store.database.client.drop_database(run_name)
+
+
 def text(rng: random.Random, tokens: int) -> str:
-    """Words of about ``tokens`` tokens, four characters each."""
+    """Return words of about ``tokens`` tokens, at four characters a token."""
     words: list[str] = []
     length = 0
     while length < 4 * tokens:
@@ -44,7 +73,7 @@ def text(rng: random.Random, tokens: int) -> str:
 
 
 def make_tasks(count: int, generations: int = GENERATIONS) -> list[Task]:
-    """Tasks as a file of questions gives them."""
+    """Return new Tasks, as loaded from a task file."""
     rng = random.Random(count)
     return [
         Task(
@@ -59,7 +88,7 @@ def make_tasks(count: int, generations: int = GENERATIONS) -> list[Task]:
 def make_call(
     record: str, index: int, *, context: int, output: int, version: int = 3, seed: int = 0
 ) -> DispatchedSamplingTask:
-    """One model call: ``context`` tokens read since the last one, ``output`` tokens generated."""
+    """Return a model call with ``context`` new prompt tokens and ``output`` generated tokens."""
     rng = random.Random(f"{seed}/{index}")
     numbers = np.random.default_rng(seed * 1000 + index)
     question = (
@@ -94,7 +123,7 @@ def _tool_call() -> Json:
 def make_trajectory(record: str, *, turns: int = 20, tokens: int = 20_000, seed: int = 0) -> list[
     DispatchedSamplingTask
 ]:  # fmt: skip
-    """``turns`` calls of ``tokens`` in all, half of them read and half generated."""
+    """Return ``turns`` model calls with ``tokens`` in total: half prompt tokens, half generated."""
     half = tokens // turns // 2
     return [make_call(record, index, context=half, output=half, seed=seed) for index in range(turns)]
 
@@ -102,7 +131,7 @@ def make_trajectory(record: str, *, turns: int = 20, tokens: int = 20_000, seed:
 def make_data(
     record: str, task: str, *, tokens: int = 20_000, turns: int = 20, seed: int = 0
 ) -> DBRecordData:
-    """Training data of one trajectory: one chain of ``tokens``, half of them trainable."""
+    """Return the training data of one trajectory: one chain of ``tokens``, half of them trainable."""
     numbers = np.random.default_rng(seed)
     half = tokens // turns // 2
     spans = tuple(
@@ -126,7 +155,7 @@ def make_data(
 
 
 def with_plain_arrays(call: DispatchedSamplingTask) -> Json:
-    """The call's document with arrays of numbers where ours has packed bytes."""
+    """Return the call's document with plain number arrays in place of packed bytes."""
     return {
         **call.to_document(),
         "context_ids": unpack_ids(call.context_ids).tolist(),
@@ -136,7 +165,7 @@ def with_plain_arrays(call: DispatchedSamplingTask) -> Json:
 
 
 def with_whole_conversations(calls: list[DispatchedSamplingTask]) -> list[Json]:
-    """The calls as the original keeps them: each holds all messages, tools and prompt ids once more."""
+    """Return the calls as the original system stores them: all messages and prompt ids in every call."""
     messages: list[Json] = []
     prompt: list[int] = []
     documents = []

@@ -1,4 +1,4 @@
-"""What the training benchmark trains: models by name, groups of multi-turn trajectories, uneven rows."""
+"""Build the models and the groups of trajectories that the training benchmark uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 
 SMOLLM = Path(".agentrl/models/SmolLM2-135M-Instruct")
-"""What `agentrl quickstart` fetches."""
+"""The model that `agentrl quickstart` downloads."""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -29,24 +29,24 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Trajectories with a common prompt. Lengths are drawn between half and one and a half of the mean."""
+    """Trajectories with a common prompt. Lengths are uniform between 0.5 and 1.5 times the mean."""
 
     trajectories: int
     turns: int
     prompt: int
     output: int
-    """Mean tokens of a model call's output."""
+    """Mean output tokens of a model call."""
     observation: int
-    """Mean tokens of what comes between two calls."""
+    """Mean tokens between two model calls."""
     uneven: bool = False
-    """Output lengths are drawn from an exponential distribution, cut at four times the mean."""
+    """Draw output lengths from an exponential distribution, cut at four times the mean."""
 
     def plain(self) -> dict[str, Any]:
-        """For the JSON file."""
+        """Return the group as a dict for the JSON file."""
         return asdict(self)
 
     def data(self, vocabulary: int, seed: int = 0) -> list[DBRecordData]:
-        """The group as the trainer gets it: a chain per trajectory, behavior logprobs near the policy's."""
+        """Return the group's training data: a chain per trajectory, behavior logprobs near the policy's."""
         rng = np.random.default_rng(seed)
         prompt = rng.integers(0, vocabulary, self.prompt)
         return [self._trajectory(rng, prompt, vocabulary, index) for index in range(self.trajectories)]
@@ -85,7 +85,7 @@ class Group:
 
 
 def load_model(name: str) -> Any:
-    """A model in float32 and training mode: a shape of ``SHAPES``, or a folder."""
+    """Return a float32 model in training mode, from a shape of ``SHAPES`` or from a folder."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 

@@ -1,0 +1,95 @@
+"""Time two variants in alternation, compare them, and print the results beside their targets."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+_WIDTH = 150
+
+Timed = Callable[[], Awaitable[float]]
+"""Run one round of work and return its cost: seconds, or seconds per item."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A measurement, its baseline and their ratio. ``more`` is False where a lower ratio is better.
+
+    A row without a target is only for information. A row without a baseline has no ratio.
+    """
+
+    what: str
+    ours: str
+    baseline: str
+    ratio: float | None
+    target: float | None = None
+    more: bool = True
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether the ratio meets its target; None without a ratio or a target."""
+        if self.target is None or self.ratio is None:
+            return None
+        return self.ratio >= self.target if self.more else self.ratio <= self.target
+
+    def plain(self) -> dict[str, Any]:
+        """Return the row as a dict for the JSON file."""
+        return {**asdict(self), "passed": self.passed}
+
+
+def print_rows(what: str, rows: list[Row]) -> None:
+    """Print the rows as a table on stdout. Its title names the benchmark, the time and the machine."""
+    where = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[1]:.1f}"
+    title = f"{what}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {where}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("measured", "ours", "baseline", "ratio", "target", ""):
+        table.add_column(name, justify="left" if name in ("measured", "") else "right")
+    verdicts = {True: "pass", False: "FAIL", None: ""}
+    for row in rows:
+        limit = "–" if row.target is None else f"{'≥' if row.more else '≤'} {row.target:g}"
+        reached = "–" if row.ratio is None else f"{row.ratio:.3g}"
+        table.add_row(row.what, row.ours, row.baseline, reached, limit, verdicts[row.passed])
+    Console(width=_WIDTH, markup=False, highlight=False).print(table)
+
+
+async def alternate(ours: Timed, baseline: Timed, rounds: int) -> tuple[list[float], list[float]]:
+    """Run both ``rounds`` times and return their costs. Each round swaps the order; one warm-up round before
+    them is not counted.
+    """
+    costs: tuple[list[float], list[float]] = ([], [])
+    for number in range(rounds + 1):
+        pair = [(ours, costs[0]), (baseline, costs[1])]
+        for run, kept in pair if number % 2 else reversed(pair):
+            cost = await run()
+            if number:
+                kept.append(cost)
+    return costs
+
+
+def median_ratio(ours: list[float], baseline: list[float]) -> float:
+    """Return the median over the rounds of ours ÷ baseline."""
+    return statistics.median(mine / other for mine, other in zip(ours, baseline, strict=True))
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Return the value below which ``share`` of the values lie."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+@contextmanager
+def stopwatch() -> Iterator[Callable[[], float]]:
+    """Yield a function that returns the seconds since the block began."""
+    began = time.perf_counter()
+    yield lambda: time.perf_counter() - began
