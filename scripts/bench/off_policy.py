@@ -1,12 +1,12 @@
-"""Show what off-policy corrections do: train a tiny policy on data of old weights, and plot its reward.
+"""Compare off-policy corrections: train a tiny policy on stale data and plot its reward.
 
     OMP_NUM_THREADS=1 python scripts/bench/off_policy.py [--steps N] [--seeds N] [--processes N] [--plot FILE]
 
-A two-layer model from random weights learns to count on from a digit, modulo six. Every step samples 8
-prompts × 8 trajectories from the weights of `staleness` optimizer steps ago and trains them once through the
-trainer's own step (PolicyTrainer.train: packing, loss, corrections, AdamW). The reward is the share of right
-tokens; it is measured on the newest weights, with other samples. The same seed gives the same numbers on the
-same machine. Prints a table in Markdown and writes the plot, and nothing else.
+A two-layer model with random weights learns to continue counting from a digit, modulo six. Every step samples
+8 prompts × 8 trajectories from the weights of `staleness` optimizer steps ago. It trains them once with the
+step of the trainer (PolicyTrainer.train: packing, loss, corrections, AdamW). The reward is the share of
+correct tokens, measured on fresh samples of the newest weights. The same seed gives the same numbers on the
+same machine. Prints a Markdown table and writes the plot.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "seq_mask": {"old_logprobs": "recompute", "importance_correction": "seq_mask"},
     "clip": {"old_logprobs": "behavior"},
 }
-"""Flags of each variant; ``clip`` corrects nothing, but clips the ratio to the policy that sampled."""
+"""Flags of each variant. ``clip`` applies no correction; it clips the ratio to the sampling policy."""
 
 COLORS = {"none": "#777777", "tis": "#1b6ca8", "icepop": "#2a9d5c", "seq_mask": "#b35c1e", "clip": "#8e44ad"}
 MEASURED = {
@@ -61,22 +61,22 @@ MEASURED = {
     "clipped_fraction": "clipped",
     "masked_fraction": "masked",
 }
-"""Metrics of a step, and what the table calls their means over all steps."""
+"""Metrics of a step and their column names. The table shows their means over all steps."""
 LAST = 4
-"""Evaluations that the final reward averages."""
+"""Number of evaluations in the final reward."""
 PLOT = Path("docs/images/off_policy.png")
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training: rewards of the weights at ``EVALUATED_EVERY`` steps, and the means of its metrics."""
+    """One training run: its rewards, every ``EVALUATED_EVERY`` steps, and the means of its metrics."""
 
     rewards: list[float]
     metrics: dict[str, float]
 
 
 def build_model(seed: int) -> Qwen3ForCausalLM:
-    """Return two layers with random weights."""
+    """Return a two-layer model with random weights."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=DIGITS + 1, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
@@ -87,7 +87,7 @@ def build_model(seed: int) -> Qwen3ForCausalLM:
 
 
 def build_trainer(model: Qwen3ForCausalLM, variant: str) -> PolicyTrainer:
-    """Return what trains ``model`` with the flags of ``variant``."""
+    """Return a trainer of ``model`` with the flags of ``variant``."""
     config = OptimConfig(learning_rate=LEARNING_RATE, max_grad_norm=1.0)
     optimizer = build_optimizer(model, config)
     return PolicyTrainer(
@@ -105,7 +105,7 @@ def build_trainer(model: Qwen3ForCausalLM, variant: str) -> PolicyTrainer:
 
 @torch.no_grad()
 def sample(model: Qwen3ForCausalLM, prompts: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return sampled tokens int64[B, ANSWER] and their logprobs float32[B, ANSWER] behind int64[B, P]."""
+    """Sample answers to prompts int64[B, P]: tokens int64[B, ANSWER] and logprobs float32[B, ANSWER]."""
     model.eval()
     tokens, logprobs = prompts, []
     for _ in range(ANSWER):
@@ -119,19 +119,19 @@ def sample(model: Qwen3ForCausalLM, prompts: Tensor, generator: torch.Generator)
 
 
 def draw_prompts(count: int, generator: torch.Generator) -> Tensor:
-    """Return int64[count, 2]: a start and a digit each."""
+    """Return prompts int64[count, 2]: a start token and a digit."""
     digits = torch.randint(DIGITS, (count, 1), generator=generator)
     return torch.cat([torch.full((count, 1), START), digits], 1)
 
 
 def score(prompts: Tensor, answers: Tensor) -> Tensor:
-    """Return float32[B], the share of right tokens."""
+    """Return the share of correct tokens, float32[B]."""
     right = (prompts[:, -1:] + torch.arange(1, ANSWER + 1)) % DIGITS
     return (answers == right).float().mean(1)
 
 
 def step_data(model: Qwen3ForCausalLM, version: int, generator: torch.Generator) -> list[DBRecordData]:
-    """Sample a step's groups from ``model``, the weights after ``version`` steps."""
+    """Sample one step's groups from ``model``, whose weights have ``version``."""
     prompts = draw_prompts(GROUPS, generator).repeat_interleave(GROUP_SIZE, 0)
     answers, logprobs = sample(model, prompts, generator)
     scores = score(prompts, answers).tolist()
@@ -164,7 +164,7 @@ def _data(
 
 
 def train(variant: str, staleness: int, seed: int, steps: int) -> Run:
-    """Train for ``steps`` on data that are ``staleness`` optimizer steps old, or as old as there are."""
+    """Train for ``steps`` on data that are ``staleness`` optimizer steps old (less in the first steps)."""
     model = build_model(seed)
     trainer = build_trainer(model, variant)
     sampler = copy.deepcopy(model)
@@ -177,7 +177,9 @@ def train(variant: str, staleness: int, seed: int, steps: int) -> Run:
         sampler.load_state_dict(weights)
         result = trainer.train(step_data(sampler, version, generator), {version: step - version})
         if not result.is_finite:
-            raise FloatingPointError(f"{variant}, staleness {staleness}, seed {seed}: step {step}")
+            raise FloatingPointError(
+                f"{variant}, staleness {staleness}, seed {seed}: step {step} is not finite"
+            )
         found.append(result.metrics)
         if (step + 1) % EVALUATED_EVERY == 0:
             prompts = draw_prompts(HELD_OUT, held_out)
@@ -192,7 +194,7 @@ def _train_one(arguments: tuple[str, int, int, int]) -> Run:
 
 
 def train_all(steps: int, seeds: int, processes: int) -> dict[tuple[str, int], list[Run]]:
-    """Train each variant at each staleness with each seed: a list of the seeds' runs."""
+    """Train every variant at every staleness with every seed. Return the runs of all seeds by case."""
     cases = [(variant, staleness) for staleness in STALENESS for variant in VARIANTS]
     jobs = [(*case, seed, steps) for case in cases for seed in range(seeds)]
     if processes == 1:
@@ -209,7 +211,7 @@ def last_reward(run: Run) -> float:
 
 
 def print_table(results: Mapping[tuple[str, int], Sequence[Run]]) -> None:
-    """Print a Markdown table: a row for each staleness and variant, means over the seeds."""
+    """Print a Markdown table: one row per staleness and variant, means over the seeds."""
     measured = " | ".join(MEASURED.values())
     print(f"| staleness | correction | final reward | lowest–highest seed | {measured} |")
     print("|---" * (4 + len(MEASURED)) + "|")
@@ -221,7 +223,7 @@ def print_table(results: Mapping[tuple[str, int], Sequence[Run]]) -> None:
 
 
 def plot(results: Mapping[tuple[str, int], Sequence[Run]], out: Path) -> None:
-    """Draw the reward over the steps, a panel for each staleness; faint lines are single seeds."""
+    """Plot the reward over the steps, one panel per staleness. Faint lines are single seeds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -252,13 +254,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=80, help="optimizer steps of a run (default: 80)")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each variant (default: 3)")
-    parser.add_argument("--processes", type=int, default=1, help="runs at the same time (default: 1)")
-    parser.add_argument("--plot", type=Path, default=PLOT, help=f"default: {PLOT}")
+    parser.add_argument("--steps", type=int, default=80, help="optimizer steps per run (default: 80)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs per variant and staleness (default: 3)")
+    parser.add_argument("--processes", type=int, default=1, help="concurrent runs (default: 1)")
+    parser.add_argument(
+        "--plot", type=Path, default=PLOT, help=f"write the plot to this file (default: {PLOT})"
+    )
     arguments = parser.parse_args()
     if arguments.steps < LAST * EVALUATED_EVERY:
-        parser.error(f"--steps {arguments.steps}: give {LAST * EVALUATED_EVERY} or more")
+        parser.error(f"--steps {arguments.steps} is too small: give at least {LAST * EVALUATED_EVERY}")
     results = train_all(arguments.steps, arguments.seeds, arguments.processes)
     print_table(results)
     plot(results, arguments.plot)

@@ -1,17 +1,18 @@
-"""Measure what --task_selection pass_rate saves: abandoned trajectories, and steps to a reward.
+"""Measure what --task_selection pass_rate saves: abandoned trajectories and steps to a reward.
 
     python scripts/bench/selection.py [--tasks tiny|mixed] [--steps 30] [--seeds 0 1 2] [--json FILE]
     python scripts/bench/selection.py --simulate
 
-One process samples, trains and evaluates in turn: the model of ``agentrl quickstart --tiny``, its tasks, its
-groups, its learning rate, and groups chosen by the code that admission runs (``store.selection.choose``). A
-step trains the first groups with spread; those that are left wait for the next. The reward is measured on
-questions of no task, sampled at temperature 1: that of training is a mean of the chosen tasks. ``mixed`` adds
-subtractions and products, which the model has not been warmed up for.
+One process alternates between sampling, training and evaluation. It uses the model, tasks, groups and
+learning rate of ``agentrl quickstart --tiny``, and chooses groups with the code of admission
+(``store.selection.choose``). A step trains the first groups whose scores differ; the remaining groups wait
+for the next step. The reward is measured on held-out questions at temperature 1, because the training reward
+depends on which tasks were chosen. ``mixed`` adds subtractions and products; the model's warm-up covers only
+sums.
 
-``--simulate`` draws scores from numbers alone: 400 tasks whose eases have a given deviation, some of them
-impossible, and a policy whose pass rate of the mean task grows from 0.30 to 0.95 over 40 groups, as that of
-the quickstart does, until 56 groups are trained.
+``--simulate`` needs no model. It draws scores for 400 tasks whose eases have a given standard deviation; some
+are impossible. The policy's pass rate on the mean task grows from 0.30 to 0.95 over 40 groups, as in the
+quickstart. It stops after 56 trained groups.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ MICRO_BATCH = 64
 
 @dataclass
 class Trajectory:
-    """One conversation as ids; ``generated`` marks those that the policy sampled."""
+    """One conversation as token ids. ``generated`` marks the tokens that the policy sampled."""
 
     ids: list[int] = field(default_factory=list)
     generated: list[bool] = field(default_factory=list)
@@ -75,13 +76,13 @@ class Trajectory:
 
 @dataclass
 class Group:
-    """A group with spread that waits to be trained."""
+    """A group whose scores differ, waiting to be trained."""
 
     trajectories: list[Trajectory]
 
 
 class Policy:
-    """The model in training, which samples too."""
+    """The model: it samples and is trained."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         torch.manual_seed(seed)
@@ -92,7 +93,7 @@ class Policy:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
 
     def sample(self, questions: Sequence[str]) -> list[Trajectory]:
-        """One trajectory a question, all at once, without its score."""
+        """Sample one trajectory per question in one batch, with its score."""
         conversations = [
             Conversation(self.renderer, [{"role": "user", "content": QUESTION.format(q)}], CALCULATOR_TOOLS)
             for q in questions
@@ -117,7 +118,7 @@ class Policy:
         return trajectories
 
     def train(self, groups: Sequence[Group]) -> None:
-        """One step of policy gradient, with the token mean over the whole step."""
+        """Take one policy-gradient step, with the token mean over the whole step."""
         batch = [one for group in groups for one in group.trajectories]
         tokens = sum(sum(one.generated[1:]) for one in batch)
         for start in range(0, len(batch), MICRO_BATCH):
@@ -164,7 +165,7 @@ class Policy:
 
 
 class Tasks:
-    """The tasks of every epoch, begun as admission begins them; in memory."""
+    """The tasks of every epoch, in memory. Groups begin as in admission."""
 
     def __init__(self, questions: Sequence[str], selection: str, seed: int) -> None:
         self.questions = questions
@@ -172,15 +173,15 @@ class Tasks:
         self._orders = self._epochs(seed)
         self._ordered: list[Option] = []
         self._known: dict[str, Option] = {}
-        """Copies that may be begun early, by task."""
+        """Copies for later epochs that may begin early, by task."""
         self._begun: set[str] = set()
         self._recent: list[Trials] = []
         self._first: list[Trials] = []
-        """Of groups of tasks that were sampled for the first time."""
+        """Trials of tasks that were sampled for the first time."""
         self._count = 0
 
     def begin(self, capacity: int) -> list[tuple[Option, Begin]]:
-        """The next groups."""
+        """Choose up to ``capacity`` next groups."""
         ability = estimate_ability(self._recent[-RECENT_GROUPS:])
         estimate = Estimate(ability, tuple(self._first[-RECENT_GROUPS:]))
         while len(self._ordered) < capacity:
@@ -197,7 +198,7 @@ class Tasks:
         return [(c.option, Begin(number=0, by=c.by, ability=ability, ease=c.option.ease)) for c in chosen]
 
     def finalize(self, option: Option, begun: Begin, summary: dict[str, Any]) -> None:
-        """Learn from a group."""
+        """Update the estimates from a finished group."""
         trials = Trials(GENERATIONS, summary["pass_rate"] * GENERATIONS, begun.ease)
         self._recent.append(trials)
         if option.epoch == 0:
@@ -221,35 +222,35 @@ class Tasks:
 
 @dataclass
 class Run:
-    """What one arm did with one seed."""
+    """Results of one selection with one seed."""
 
     selection: str
     seed: int
     sampled: int = 0
     abandoned: int = 0
     early: int = 0
-    """Groups that were copies begun early."""
+    """Groups that began early, by pass rate."""
     seconds: float = 0.0
-    """CPU seconds of sampling and training; evaluation is not counted."""
+    """CPU seconds of sampling and training, without evaluation."""
     shares: list[float] = field(default_factory=list)
-    """Of trajectories abandoned, by step."""
+    """Share of abandoned trajectories, by step."""
     rewards: list[float] = field(default_factory=list)
-    """On the held-out questions, before the first step and after each."""
+    """Reward on held-out questions, before the first step and after each step."""
 
     @property
     def share(self) -> float:
-        """Of all trajectories."""
+        """Share of abandoned trajectories."""
         return self.abandoned / self.sampled
 
     @property
     def reached(self) -> int | None:
-        """The first step after which the mean of three evaluations is at ``TARGET``; None: never."""
+        """First step at which the mean of three evaluations reaches ``TARGET``, or None."""
         means = [fmean(self.rewards[i - 2 : i + 1]) for i in range(2, len(self.rewards))]
         return next((step for step, mean in enumerate(means, start=2) if mean >= TARGET), None)
 
 
 def measure(folder: Path, questions: Sequence[str], held_out: Sequence[str], run: Run, steps: int) -> None:
-    """Train one arm."""
+    """Train with one selection and one seed, and record the results in ``run``."""
     policy, tasks = Policy(folder, run.seed), Tasks(questions, run.selection, run.seed)
     waiting: list[Group] = []
     run.rewards.append(score(policy, held_out))
@@ -270,7 +271,7 @@ def measure(folder: Path, questions: Sequence[str], held_out: Sequence[str], run
 
 
 def sample_groups(policy: Policy, tasks: Tasks, run: Run, count: int) -> list[Group]:
-    """Sample ``count`` groups; those that are worth training."""
+    """Sample ``count`` groups and return those whose scores differ."""
     begun = tasks.begin(count)
     questions = [tasks.questions[int(option.task_id)] for option, _ in begun for _ in range(GENERATIONS)]
     trajectories = policy.sample(questions)
@@ -296,14 +297,14 @@ def sample_groups(policy: Policy, tasks: Tasks, run: Run, count: int) -> list[Gr
 
 
 def score(policy: Policy, questions: Sequence[str]) -> float:
-    """Mean reward, by random numbers that training does not see."""
+    """Return the mean reward, without changing the random state of training."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return fmean(one.score for one in policy.sample(questions))
 
 
 def questions_of(kind: str) -> tuple[list[str], list[str]]:
-    """Training questions of the quickstart, or of three operators; and others, none of them the same."""
+    """Return training questions (quickstart, or three operators) and different held-out questions."""
     make = (
         tiny_expressions if kind == "tiny" else lambda seed: expressions(seed, smallest=50, operators="+-*")
     )
@@ -314,9 +315,9 @@ def questions_of(kind: str) -> tuple[list[str], list[str]]:
 
 
 def simulate(selection: str, deviation: float, impossible: float, seed: int) -> tuple[int, int]:
-    """Return how many groups were sampled, and how many of them agree.
+    """Return the number of sampled groups, and of groups whose scores are all equal.
 
-    ``deviation`` is that of the tasks' eases; a share of the tasks is ``impossible``.
+    ``deviation`` is the standard deviation of the tasks' eases, ``impossible`` the share of impossible tasks.
     """
     rng = random.Random(seed)
     eases = [-LIMIT if rng.random() < impossible else rng.gauss(0, deviation) for _ in range(400)]
@@ -338,26 +339,26 @@ def simulate(selection: str, deviation: float, impossible: float, seed: int) -> 
 
 
 def show_simulation(seeds: int = 20) -> None:
-    """Print the mean over seeds for tasks from alike to very unlike."""
+    """Print means over the seeds, for tasks from equally hard to very different."""
     for deviation, impossible in ((0.0, 0.0), (0.5, 0.0), (1.0, 0.0), (1.5, 0.0), (1.0, 0.5)):
         for selection in (ORDER, PASS_RATE):
             runs = [simulate(selection, deviation, impossible, seed) for seed in range(seeds)]
             sampled, agreed = (fmean(values) for values in zip(*runs, strict=True))
             print(
                 f"deviation {deviation}, impossible {impossible}, {selection}: {sampled:.0f} groups,"
-                f" {agreed / sampled:.2f} agree"
+                f" {agreed / sampled:.2f} without spread"
             )
 
 
 def main() -> None:
-    """Measure both arms with every seed, in turn, and print them."""
+    """Measure both selections with every seed and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", type=Path, help="default: the model of quickstart --tiny, made if needed")
-    parser.add_argument("--tasks", choices=("tiny", "mixed"), default="tiny")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--simulate", action="store_true")
+    parser.add_argument("--model", type=Path, help="model folder (default: that of quickstart --tiny)")
+    parser.add_argument("--tasks", choices=("tiny", "mixed"), default="tiny", help="default: tiny")
+    parser.add_argument("--steps", type=int, default=30, help="steps per run (default: 30)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
+    parser.add_argument("--json", type=Path, help="write the runs to this file too")
+    parser.add_argument("--simulate", action="store_true", help="draw scores without a model")
     options = parser.parse_args()
     if options.simulate:
         show_simulation()
@@ -377,7 +378,7 @@ def main() -> None:
 
 
 def show(runs: Sequence[Run], steps: int) -> None:
-    """One row a run."""
+    """Print a table with one row per run."""
     table = Table(title=f"--task_selection, {steps} steps of {GROUPS_PER_STEP} groups of {GENERATIONS}")
     columns = ("selection", "seed", "sampled", "abandoned", "share", "last third", "begun early", "CPU s",
                f"steps to {TARGET}", "last reward")  # fmt: skip
