@@ -1,4 +1,4 @@
-"""Trains the stored run in ``run/`` and compares every step with ``losses.json``, bit for bit.
+"""Train the stored run in ``run/`` and compare every step with ``losses.json``, bit for bit.
 
     .venv/bin/python tests/unmoved/train_dump.py             # compare
     .venv/bin/python tests/unmoved/train_dump.py --write     # write losses.json

@@ -1,4 +1,4 @@
-"""Describes the flags: ``--help``, and docs/flags.md (``python -m agentrl.config.describe`` prints it)."""
+"""Describe the flags: ``--help``, and docs/flags.md (``python -m agentrl.config.describe`` prints it)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collects the settings that the processes of a run must agree on, and a process's resolved configuration."""
+"""Collect the settings that the processes of a run must agree on, and a process's resolved configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Declares flags as dataclass fields, with a help text, a range and a unit, and checks their values."""
+"""Declare flags as dataclass fields, with a help text, a range and a unit, and check their values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parses flags and a YAML file into configuration dataclasses."""
+"""Parse flags and a YAML file into configuration dataclasses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks flags against each other at start."""
+"""Check flags against each other at start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computes the loss of a micro-batch: per token, with corrections and bonuses, and reduced over the step."""
+"""Compute the loss of a micro-batch: per token, with corrections and bonuses, and reduced over the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Corrects the mismatch between engine and trainer, and bounds the staleness of tokens."""
+"""Correct the mismatch between engine and trainer, and bound the staleness of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Declares losses with ``@loss`` and finds them by name; imports no torch itself."""
+"""Declare losses with ``@loss`` and find them by name; import no torch itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a run from a notebook or a script: a synchronous ``Store`` with trajectories, steps and tasks.
+"""Read a run from a notebook or a script: a synchronous ``Store`` with trajectories, steps and tasks.
 
 ``agentrl.store.client.Store`` is the asynchronous store of the processes; it also writes.
 """

@@ -1,4 +1,4 @@
-"""Stores the settings and the configuration that a run began with, and compares later processes with them."""
+"""Store the settings and the configuration that a run began with, and compare later processes with them."""
 
 from __future__ import annotations
 

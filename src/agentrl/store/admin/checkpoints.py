@@ -1,4 +1,4 @@
-"""Reads which optimizer steps the checkpoints in a run's output folder contain."""
+"""Read which optimizer steps the checkpoints in a run's output folder contain."""
 
 from __future__ import annotations
 

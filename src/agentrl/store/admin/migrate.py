@@ -1,4 +1,4 @@
-"""Checks the schema version of a run at every opening, and migrates older runs."""
+"""Check the schema version of a run at every opening, and migrate older runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes a group back and decides it anew, in one transaction: what rescoring and reopening have in common."""
+"""Take a group back and decide it anew, in one transaction: what rescoring and reopening have in common."""
 
 from __future__ import annotations
 

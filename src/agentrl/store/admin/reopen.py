@@ -1,4 +1,4 @@
-"""Reopens slots that failed for good, with all their attempts, and groups that could not be finalized."""
+"""Reopen slots that failed for good, with all their attempts, and groups that could not be finalized."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes new scores of Records, and decides their groups anew while nothing of them is trained."""
+"""Write new scores of Records, and decide their groups anew while nothing of them is trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deletes model calls and training data that nothing needs any more, and keeps the audit trail."""
+"""Delete model calls and training data that nothing needs any more, and keep the audit trail."""
 
 from __future__ import annotations
 

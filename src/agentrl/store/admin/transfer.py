@@ -1,4 +1,4 @@
-"""Copies a run into a folder, as of one moment, and from a folder into an empty database."""
+"""Copy a run into a folder, as of one moment, and from a folder into an empty database."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds, starts, identifies and stops a mongod daemon. It does not initiate the replica set."""
+"""Find, start, identify and stop a mongod daemon. It does not initiate the replica set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a run for people: rows of the audit views, whole trajectories, and the state of the run."""
+"""Read a run for people: rows of the audit views, whole trajectories, and the state of the run."""
 
 from __future__ import annotations
 

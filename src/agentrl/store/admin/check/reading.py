@@ -1,4 +1,4 @@
-"""Reads a run page by page, each page in one snapshot, so that a check sees consistent documents."""
+"""Read a run page by page, each page in one snapshot, so that a check sees consistent documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks a whole run: every section once, then every suspected violation a second time."""
+"""Check a whole run: every section once, then every suspected violation a second time."""
 
 from __future__ import annotations
 
