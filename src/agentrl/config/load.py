@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import difflib
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, NoneType
@@ -226,11 +225,6 @@ def _unknown(what: str, name: str, known: Sequence[str]) -> ConfigError:
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]}?" if nearest else "see --help for the known ones"
     return ConfigError(f"unknown {what} {name}", hint=hint)
-
-
-def argv_or_system(argv: Sequence[str] | None) -> list[str]:
-    """Return ``argv``, or the arguments of this process for None."""
-    return list(sys.argv[1:] if argv is None else argv)
 
 
 class CommandParser(argparse.ArgumentParser):
