@@ -82,14 +82,14 @@ sys.exit(main(["train", *sys.argv[1:]]))
 """
 PAUSED_BEFORE_A_FOLDER_APPEARS = """
 import os, signal, sys
-from agentrl.weights import folder
-replace, left = folder._replace, [4]
+from agentrl import atomic_folder
+replace, left = atomic_folder._replace, [4]
 def pause_and_replace(temporary, target):
     left[0] -= 1
     if left[0] == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     replace(temporary, target)
-folder._replace = pause_and_replace
+atomic_folder._replace = pause_and_replace
 from agentrl.cli.main import main
 sys.exit(main(["train", *sys.argv[1:]]))
 """
