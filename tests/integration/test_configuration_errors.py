@@ -17,7 +17,7 @@ from tiny_policy import write_tiny_policy
 from agentrl.config.schema import AgentConfig, GroupConfig, RunConfig, SamplingConfig
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.errors import ConfigError
-from agentrl.rollout.probe import probe
+from agentrl.rollout.preflight import probe
 from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool
 

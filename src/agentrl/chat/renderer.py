@@ -54,7 +54,7 @@ class ChatRenderer:
             ) from error
 
     @property
-    def facts(self) -> dict[str, str]:
+    def agreed_settings(self) -> dict[str, str]:
         """Return what all samplers of a run must have in common."""
         return {"chat_template": f"sha256 {self._template_hash}"}
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from agentrl.config.schema import GroupConfig
-from agentrl.data.prefix_tree import build_tree
+from agentrl.data.trajectory_tree import build_tree
 from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan
 from agentrl.documents.packing import pack_floats, pack_ids, unpack_floats
 from agentrl.documents.record import Record

@@ -8,7 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.config.facts import Facts, model_facts, package_versions, per_process_flags, public_flags
+from agentrl.config.agreed_settings import (
+    AgreedSettings,
+    model_settings,
+    package_versions,
+    per_process_flags,
+    public_flags,
+)
 from agentrl.config.load import Configs
 from agentrl.config.schema import TaskConfig
 from agentrl.observe.redact import redact
@@ -21,22 +27,26 @@ logger = logging.getLogger(__name__)
 
 
 async def begin_run(
-    store: Store, configs: Configs, role: str, facts: Facts, resolved: Mapping[str, Any] | None = None
+    store: Store,
+    configs: Configs,
+    role: str,
+    agreed: AgreedSettings,
+    resolved: Mapping[str, Any] | None = None,
 ) -> None:
-    """Store ``facts`` as the run's settings, or raise ConfigError if they contradict the stored ones.
+    """Store ``agreed`` as the run's settings, or raise ConfigError if they contradict the stored ones.
 
     Call it before anything is claimed, loaded or trained. The first process of a role also stores its
-    resolved configuration: its flags except secret ones, with the values of ``facts`` and ``resolved`` for
+    resolved configuration: its flags except secret ones, with the values of ``agreed`` and ``resolved`` for
     flags that were not given, and the versions of packages. A later process logs a warning for each flag
     that differs although data stay right.
     """
-    for concern, values in facts.items():
+    for concern, values in agreed.items():
         await store.settings.begin(concern, values, role)
-    if "tasks" not in facts and "num_generations" in configs.given:
+    if "tasks" not in agreed and "num_generations" in configs.given:
         given = configs[TaskConfig].num_generations
         await store.settings.check("tasks", {"num_generations": given})
     flags = public_flags(configs)
-    for values in (*facts.values(), dict(resolved or {})):
+    for values in (*agreed.values(), dict(resolved or {})):
         flags |= {name: value for name, value in values.items() if name in flags}
     differing = await store.settings.join(
         role,
@@ -53,6 +63,6 @@ async def begin_model(store: Store, folder: str | Path | None, role: str) -> Non
     """Store the shape and the tokenizer of the run's model; ConfigError if the run has another model."""
     if folder is None:
         return
-    facts = await asyncio.to_thread(model_facts, Path(folder))
-    if facts:
-        await store.settings.begin("model", facts, role)
+    agreed = await asyncio.to_thread(model_settings, Path(folder))
+    if agreed:
+        await store.settings.begin("model", agreed, role)

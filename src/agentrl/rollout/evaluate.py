@@ -26,7 +26,7 @@ from agentrl.config.schema import (
 from agentrl.errors import EngineError
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.load_tasks import load_tasks
-from agentrl.rollout.probe import probe
+from agentrl.rollout.preflight import probe
 from agentrl.rollout.sampler import Sampler
 from agentrl.rollout.setup import (
     live_engines,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.config.facts import sampler_facts
+from agentrl.config.agreed_settings import sampler_settings
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     GroupConfig,
@@ -18,7 +18,7 @@ from agentrl.registry import paths_among
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.load_tasks import load_tasks
-from agentrl.rollout.probe import probe, require_groups
+from agentrl.rollout.preflight import probe, require_groups
 from agentrl.rollout.sampler import Sampler
 from agentrl.rollout.setup import open_worker, require_extensions, sampler_config, stop_on_signals
 from agentrl.store.client import Store, open_store
@@ -48,7 +48,7 @@ async def sample(configs: Configs) -> None:
             async with open_worker(store, configs, stop=stop) as (worker, router):
                 await probe(store, worker.tools, sampling, TRAIN_SPLIT, groups)
                 await store.imports.add(paths_among({groups.group_filter or "", groups.advantage}))
-                await store.settings.begin("chat", worker.renderer.facts, "sample")
+                await store.settings.begin("chat", worker.renderer.agreed_settings, "sample")
                 finalizer = GroupFinalizer(store, groups, split=TRAIN_SPLIT, seed=run.seed)
                 admission = Admission(sampling, configs[TrainConfig])
                 sampler = Sampler(
@@ -64,7 +64,7 @@ async def sample(configs: Configs) -> None:
 async def _join_run(store: Store, configs: Configs) -> None:
     """Begin the run or check its settings, load ``--train_file``, reopen failed slots if asked to."""
     run, tasks = configs[RunConfig], configs[TaskConfig]
-    await begin_run(store, configs, "sample", sampler_facts(configs))
+    await begin_run(store, configs, "sample", sampler_settings(configs))
     await begin_model(store, configs[ModelConfig].model_name_or_path, "sample")
     if tasks.train_file is not None:
         await load_tasks(

@@ -15,8 +15,8 @@ from pymongo.errors import PyMongoError
 from agentrl.documents.status import DataStatus, TaskStatus
 from agentrl.errors import StoreUnavailableError
 from agentrl.store.connection import Connection, Json
-from agentrl.store.host_feed import HostFeed, Notify
 from agentrl.store.names import DATA, STEP, TASK, VERSION
+from agentrl.store.shared_change_stream import HostFeed, Notify
 
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 2.0

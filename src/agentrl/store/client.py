@@ -16,11 +16,11 @@ from agentrl.config.run import SYSTEM_DATABASES
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store.admin.migrate import check_version, open_schema
+from agentrl.store.allowed_imports import Imports
 from agentrl.store.changes import Changes
 from agentrl.store.claims import Claims
 from agentrl.store.connection import Connection
 from agentrl.store.embedded.server import EmbeddedMongo
-from agentrl.store.imports import Imports
 from agentrl.store.model_calls import ModelCalls
 from agentrl.store.names import TASK
 from agentrl.store.policy_versions import PolicyVersions

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.atomic_folder import remove_leftovers
-from agentrl.config.facts import trainer_facts
+from agentrl.config.agreed_settings import trainer_settings
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AdapterConfig,
@@ -185,9 +185,9 @@ async def _join(configs: Configs) -> Store:
     """Open the run's store; ConfigError if these flags contradict those that the run was begun with."""
     store = await open_store(configs[RunConfig])
     try:
-        facts = trainer_facts(configs, LossSettings.of(configs[LossConfig]))
+        settings = trainer_settings(configs, LossSettings.of(configs[LossConfig]))
         resolved = {"dtype": _dtype(configs[ModelConfig]), "output_dir": configs[RunConfig].output}
-        await begin_run(store, configs, "train", facts, resolved)
+        await begin_run(store, configs, "train", settings, resolved)
         await begin_model(store, configs[ModelConfig].model_name_or_path, "train")
     except BaseException:
         await store.close()

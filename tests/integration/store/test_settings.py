@@ -9,7 +9,7 @@ from db_command import agentrl_db
 from rich.console import Console
 from small_run import add_task, claim
 
-from agentrl.config.facts import sampler_facts, trainer_facts
+from agentrl.config.agreed_settings import sampler_settings, trainer_settings
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import LossConfig, RunConfig
 from agentrl.errors import ConfigError
@@ -29,9 +29,9 @@ def flags(*words: str) -> Configs:
 async def join(store: Store, role: str, *words: str) -> None:
     configs = flags(*words)
     facts = (
-        sampler_facts(configs)
+        sampler_settings(configs)
         if role == "sample"
-        else trainer_facts(configs, LossSettings.of(configs[LossConfig]))
+        else trainer_settings(configs, LossSettings.of(configs[LossConfig]))
     )
     await begin_run(store, configs, role, facts)
 

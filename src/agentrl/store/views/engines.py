@@ -5,7 +5,7 @@ from __future__ import annotations
 from agentrl.documents.status import ServiceStatus, VersionStatus
 from agentrl.store.connection import Json
 from agentrl.store.names import MODEL_CALL, RECORD, VERSION
-from agentrl.store.views.stages import NEWEST_VERSION, as_is, join, ratio, seconds
+from agentrl.store.views.aggregation import NEWEST_VERSION, as_is, join, ratio, seconds
 
 _RECENT = 1000
 """The newest trajectories; an engine's speed is measured on their model calls."""

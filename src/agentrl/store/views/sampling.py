@@ -5,7 +5,7 @@ from __future__ import annotations
 from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.store.connection import Json
 from agentrl.store.names import DATA, MODEL_CALL, TASK
-from agentrl.store.views.stages import NEWEST_FIRST, age, as_is, first, join, oldest_step, ratio, seconds
+from agentrl.store.views.aggregation import NEWEST_FIRST, age, as_is, first, join, oldest_step, ratio, seconds
 
 _DATA_FIELDS = as_is("status", "problem", "trained_at_steps", "tokens", "trainable_tokens", "spans.version")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from agentrl.documents.status import DataStatus, SlotStatus, TaskStatus
 from agentrl.store.connection import Json
 from agentrl.store.names import DATA, RECORD
-from agentrl.store.views.stages import (
+from agentrl.store.views.aggregation import (
     LAST_STEP,
     NEWEST_VERSION,
     age,

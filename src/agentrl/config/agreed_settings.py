@@ -24,7 +24,7 @@ from agentrl.config.schema import (
 )
 from agentrl.documents.sampling import SamplingParams
 
-Facts = dict[str, dict[str, Any]]
+AgreedSettings = dict[str, dict[str, Any]]
 """Concern → setting → value."""
 
 _PACKAGES = ("agentrl", "torch", "transformers", "accelerate", "peft", "tokenizers", "pymongo", "mcp")
@@ -35,7 +35,7 @@ _ARCHITECTURE = (
 )  # fmt: skip
 
 
-def sampler_facts(configs: Configs) -> Facts:
+def sampler_settings(configs: Configs) -> AgreedSettings:
     """Return the settings of sampling: group size, order, prompts, and how groups become advantages."""
     agent = configs[AgentConfig]
     sampled = SamplingParams.from_json(configs[SamplingConfig].preferred_sampling_params)
@@ -52,7 +52,7 @@ def sampler_facts(configs: Configs) -> Facts:
     }
 
 
-def trainer_facts(configs: Configs, loss: LossConfig) -> Facts:
+def trainer_settings(configs: Configs, loss: LossConfig) -> AgreedSettings:
     """Return the settings of training: the loss, with its defaults filled in, and the adapters."""
     return {
         "loss": {
@@ -63,17 +63,17 @@ def trainer_facts(configs: Configs, loss: LossConfig) -> Facts:
     }
 
 
-def model_facts(folder: Path) -> dict[str, Any]:
+def model_settings(folder: Path) -> dict[str, Any]:
     """Return the shape of a model and the hash of its tokenizer, as far as the folder has them."""
-    facts: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     try:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        facts = {name: content[name] for name in _ARCHITECTURE if content.get(name) is not None}
+        settings = {name: content[name] for name in _ARCHITECTURE if content.get(name) is not None}
         tokenizer = (folder / "tokenizer.json").read_bytes()
-        facts["tokenizer"] = f"sha256 {hashlib.sha256(tokenizer).hexdigest()[:16]}"
+        settings["tokenizer"] = f"sha256 {hashlib.sha256(tokenizer).hexdigest()[:16]}"
     except (OSError, ValueError, AttributeError):
-        return facts
-    return facts
+        return settings
+    return settings
 
 
 def public_flags(configs: Configs) -> dict[str, Any]:

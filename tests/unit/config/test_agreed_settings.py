@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from agentrl.config.facts import trainer_facts
+from agentrl.config.agreed_settings import trainer_settings
 from agentrl.config.load import parse
 from agentrl.config.schema import LossConfig
 from agentrl.errors import ConfigError
@@ -16,7 +16,7 @@ from agentrl.losses.settings import LossSettings
 
 def loss_facts(*flags: str) -> dict[str, object]:
     configs = parse(flags, command="agentrl train", description="", shown=[])
-    return trainer_facts(configs, LossSettings.of(configs[LossConfig]))["loss"]
+    return trainer_settings(configs, LossSettings.of(configs[LossConfig]))["loss"]
 
 
 def test_a_value_given_and_the_same_by_default_agree() -> None:
@@ -32,5 +32,6 @@ def test_a_loss_that_cannot_act_has_no_facts() -> None:
 
 
 def test_settings_are_resolved_without_torch() -> None:
-    code = "import sys, agentrl.config.facts, agentrl.config.validate; sys.exit('torch' in sys.modules)"
+    modules = "agentrl.config.agreed_settings, agentrl.config.validate"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
