@@ -38,9 +38,10 @@ def test_a_child_returns_its_exit_code_and_writes_its_log(tmp_path: Path) -> Non
 
 
 def test_a_child_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
+    before = set(psutil.Process().children())
     with pytest.raises(subprocess.TimeoutExpired):
         run_child(python("import time; time.sleep(60)"), log=None, env=dict(os.environ), seconds=0.2)
-    assert psutil.Process().children() == []
+    assert set(psutil.Process().children()) <= before
 
 
 @pytest.mark.parametrize("is_guarded", [False, True])
