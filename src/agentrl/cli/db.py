@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentrl.cli.db_regroup import add_reopen, add_rescore
 from agentrl.config.load import CommandParser
 from agentrl.config.schema import ClaimConfig, RunConfig
 from agentrl.documents.run import SETTINGS
@@ -16,8 +17,6 @@ from agentrl.errors import ConfigError
 if TYPE_CHECKING:
     from agentrl.store.admin.archive import Manifest
     from agentrl.store.admin.check.reading import CheckOptions
-
-KINDS = ("engine", "tool", "scorer", "timeout", "trajectory", "lease", "internal", "group")
 
 
 def main(argv: list[str]) -> int:
@@ -56,7 +55,7 @@ def parser() -> CommandParser:
     subparsers = outer.add_subparsers(
         dest="subcommand", metavar="SUBCOMMAND", required=True, parser_class=_DatabaseParser
     )
-    for register in (_check, _copy, _prune, _rescore, _reopen, _users, _migrate, _accept):
+    for register in (_check, _copy, _prune, add_rescore, add_reopen, _users, _migrate, _accept):
         register(subparsers)
     return outer
 
@@ -225,100 +224,6 @@ async def prune(run: RunConfig, arguments: argparse.Namespace) -> int:
         f"{said}: {pruned.calls:,} model calls, {pruned.data:,} training documents and {pruned.files:,} files"
         f" of {pruned.trajectories:,} trajectories, {pruned.bytes:,} bytes"
     )
-    return 0
-
-
-def _rescore(subparsers: Any) -> None:
-    parser = subparsers.add_parser("rescore", help="score stored trajectories again from their final answers")
-    parser.add_argument("--scorer", help="a name or a path module:function (default: each task's own)")
-    parser.add_argument("--split", help="only this split (default: all)")
-    parser.add_argument("--status", action="append", choices=("scored", "ready", "abandoned"), default=[],
-                        help="only Records in this state; may be repeated")  # fmt: skip
-    parser.add_argument("--task", action="append", default=[], help="only this Task's; may be repeated")
-    parser.add_argument("--record", action="append", default=[], help="only this Record; may be repeated")
-    parser.add_argument("--concurrency", type=int, default=16, help="scorings at a time (%(default)s)")
-    parser.add_argument("--scorer_timeout_seconds", type=float, default=120.0, help="(%(default)s)")
-    parser.add_argument(
-        "--agent_config_path", default="assets/agent_config.yml", help="the judge's endpoints"
-    )
-    parser.add_argument(
-        "--allowed_modules", default="", help="modules, separated by commas, that rules may name a filter of"
-    )
-    parser.add_argument("--dry_run", action="store_true", help="score and compare, write nothing")
-    parser.set_defaults(handler=rescore)
-
-
-async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
-    """Score, write and print a table; return 1 if some Records could not be scored."""
-    from agentrl.data.rescore import RescoreOptions, rescore_run
-    from agentrl.documents.status import RecordStatus
-    from agentrl.observe.terminal import fixed, stdout_console, table
-    from agentrl.registry import allow_imports
-    from agentrl.scoring.scorers import SCORERS
-    from agentrl.store.admin.rescore import SCORED
-    from agentrl.store.client import open_existing
-
-    allow_imports(name.strip() for name in arguments.allowed_modules.split(",") if name.strip())
-    allow_imports({arguments.scorer} if arguments.scorer else {})
-    if arguments.scorer is not None:
-        SCORERS.get(arguments.scorer)
-    options = RescoreOptions(
-        scorer=arguments.scorer,
-        split=arguments.split,
-        statuses=[RecordStatus(status) for status in arguments.status] or SCORED,
-        tasks=arguments.task,
-        records=arguments.record,
-        concurrency=arguments.concurrency,
-        scorer_timeout_seconds=arguments.scorer_timeout_seconds,
-        agent_config_path=arguments.agent_config_path,
-        dry_run=arguments.dry_run,
-    )
-    async with await open_existing(run) as store:
-        allow_imports(await store.imports.paths())
-        report = await rescore_run(store, options)
-    rows = [
-        [name, len(split.old), fixed(split.old_mean), fixed(split.new_mean), split.changed,
-         split.decided_again, sum(split.kept.values())]
-        for name, split in sorted(report.splits.items())
-    ]  # fmt: skip
-    columns = ["split", "Records", "old mean", "new mean", "scores changed", "groups decided again",
-               "groups left"]  # fmt: skip
-    title = "Rescored, nothing written" if options.dry_run else "Rescored"
-    stdout_console().print(table(title, columns, rows))
-    for line in report.remarks():
-        print(line)
-    return 1 if report.errors else 0
-
-
-def _reopen(subparsers: Any) -> None:
-    parser = subparsers.add_parser("reopen", help="open slots that failed for good, with all their attempts")
-    parser.add_argument(
-        "--failure_kind", "--failure-kind", action="append", choices=KINDS, default=[],
-        help="only slots whose last attempt failed like this; 'group': groups that could not be finalized;"
-        " may be repeated (default: any)",
-    )  # fmt: skip
-    parser.add_argument("--split", help="only this split (default: all)")
-    parser.add_argument("--dry_run", action="store_true", help="say what would be opened, open nothing")
-    parser.set_defaults(handler=reopen)
-
-
-async def reopen(run: RunConfig, arguments: argparse.Namespace) -> int:
-    """Open the slots and print how many."""
-    from agentrl.store.admin.reopen import Reopening
-    from agentrl.store.client import open_existing
-
-    async with await open_existing(run) as store:
-        done = await Reopening(store.connection).reopen(
-            arguments.failure_kind, split=arguments.split, dry_run=arguments.dry_run
-        )
-    said = "would be reopened" if arguments.dry_run else "reopened"
-    print(f"{said}: {done.slots} slots of {done.groups} groups, {done.finalized} of which had been finalized")
-    if done.given_up:
-        print(f"{said}: {done.given_up} groups that could not be finalized; they are tried again")
-    if done.data:
-        print(f"{done.data} training documents of these groups are deleted; they are made again from all")
-    for why, groups in done.left.items():
-        print(f"left as they are: {groups} groups ({why})")
     return 0
 
 

@@ -118,7 +118,7 @@ class LossConfig(Flags):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """``loss_args``, parsed. Raises ConfigError for text that is no JSON object."""
+        """``loss_args``, parsed. Raises ConfigError unless it is a JSON object."""
         try:
             values = json.loads(self.loss_args)
         except ValueError as error:

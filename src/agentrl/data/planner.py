@@ -17,7 +17,7 @@ from agentrl.errors import ConfigError, ForestError
 PrefixMerging = Literal["off", "trajectory", "group"]
 
 CPU_FILL = 1024
-"""Tokens of a micro-batch above which a CPU is no faster: the activations leave its cache."""
+"""Largest micro-batch that is efficient on a CPU, in tokens; larger activations leave its cache."""
 
 
 def build_micro_batches(

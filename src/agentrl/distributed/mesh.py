@@ -97,7 +97,7 @@ class DeviceMeshes:
     devices: DeviceMesh
     """With all ``DIMENSIONS``."""
     dense: DeviceMesh
-    """``pp``, ``dp_replicate``, ``shard`` (``Layout.shard``), ``tp``: for parameters that are no experts."""
+    """``pp``, ``dp_replicate``, ``shard`` (``Layout.shard``), ``tp``: for parameters outside the experts."""
     sparse: DeviceMesh
     """``pp``, ``dp_replicate``, ``shard`` (without ``ep``), ``ep``, ``tp``: for experts."""
 

@@ -60,7 +60,7 @@ class RunSettings(Root):
     """The command and the host that wrote them."""
     at: datetime
     given: tuple[str, ...] = ()
-    """Flags alone: names of those that were given, on the command line or in a file."""
+    """The names of the given flags, on the command line or in a file; only for flags."""
     packages: dict[str, str] | None = None
     """Flags alone: package → version."""
 

@@ -48,7 +48,7 @@ class Loss:
         return _FLAGS & self.parameters.keys()
 
     def bind(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of the parameters that are no flags: ``arguments``, else their defaults.
+        """Return the values of the parameters that are not flags: ``arguments``, else their defaults.
 
         Raises ConfigError for an argument that the function does not have, one that is a flag, one of another
         type than its default, and for a parameter without a value.

@@ -34,7 +34,7 @@ def token_logprobs(
     hidden [N, H] with gradient; parent int64[T], the position whose logits predict each target; target_ids
     int64[T]; temperature above 0, one number or float32[T] (keep a tensor on the CPU: checking it then does
     not wait for the accelerator). Returns logprobs float32[T], with gradient to hidden, weight and bias, and
-    entropy float32[T], with gradient if ``entropy_gradient``. Logits are float32 whatever the dtype of the
+    entropy float32[T], with gradient if ``entropy_gradient``. Logits are float32 for every dtype of the
     weights and of an autocast.
 
     Projects only the T positions, [chunk_size, vocab_chunk_size] logits at a time with a running log-sum-exp

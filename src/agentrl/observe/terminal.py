@@ -26,7 +26,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2
 def clean(value: object) -> str:
     """Return ``value`` as text without escape sequences, control and bidirectional-override characters.
 
-    Use it for whatever a model, a tool or a task file wrote.
+    Use it for all text from a model, a tool or a task file.
     """
     text = str(value).replace("\r\n", "\n")
     return _CONTROL.sub("", _ESCAPE_SEQUENCES.sub("", text))

@@ -59,7 +59,7 @@ async def summarize(rollout: Rollout) -> list[Message] | None:
 def without_tools(messages: list[Message]) -> list[Message]:
     """Return ``messages`` without tool results and without the latest assistant messages.
 
-    Of n messages that are no tool results, the last min(15, n − 10) are dropped as well, but system and user
+    Of n messages other than tool results, the last min(15, n − 10) are dropped as well, but system and user
     messages among them are kept.
     """
     left = [message for message in messages if message["role"] != "tool"]

@@ -76,7 +76,7 @@ class Sampler:
         config: SamplerConfig,
         groups_allowed: Callable[[], Awaitable[GroupLimit | int | None]],
     ) -> None:
-        """``groups_allowed`` returns how many groups may be open now; None is no limit."""
+        """``groups_allowed`` returns how many groups may be open now; None: no limit."""
         self._store = store
         self._worker = worker
         self._config = config

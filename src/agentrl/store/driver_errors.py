@@ -71,7 +71,7 @@ def encoding_error(doing: str, error: Exception) -> StoreError:
 def uri_error(error: Exception) -> StoreError:
     """Return the StoreError for a connection string that the driver cannot parse."""
     return StoreError(
-        f"--db_connection_string is no MongoDB URI: {error}",
+        f"--db_connection_string is not a MongoDB URI: {error}",
         hint="write mongodb://USER:PASSWORD@HOST:PORT/?replicaSet=NAME, user and password percent-encoded",
     )
 

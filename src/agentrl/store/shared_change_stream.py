@@ -1,6 +1,6 @@
 """Share one change stream among the processes of a machine: a leader reads it and serves a Unix socket.
 
-Every write to a MongoDB server wakes every change stream, whatever its filter. The cost of a write grows with
+Every write to a MongoDB server wakes every change stream, despite its filter. The cost of a write grows with
 the number of streams, so a machine opens one per set of collections instead of one per process.
 """
 

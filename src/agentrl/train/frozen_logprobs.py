@@ -84,8 +84,8 @@ def build_reference(
 ) -> Reference | None:
     """Return the reference that ``--kl_coef`` above 0 needs: ``--reference_model`` or the run's base model.
 
-    A policy with an adapter contains its base model. Raises ModelError for a folder that is no model, or for
-    a model with another vocabulary.
+    A policy with an adapter contains its base model. Raises ModelError for a folder that is not a model,
+    or for a model with another vocabulary.
     """
     if loss.kl_coef == 0:
         return None

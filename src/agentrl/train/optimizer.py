@@ -135,7 +135,7 @@ class OffloadedAdamW(torch.optim.AdamW):
 def freeze(model: nn.Module, pattern: str | None) -> int:
     """Stop training parameters whose names ``pattern`` matches anywhere; return how many numbers they hold.
 
-    A tied parameter matches by either of its names. Raises ConfigError for a pattern that is no regular
+    A tied parameter matches by either of its names. Raises ConfigError for a pattern that is not a regular
     expression, that matches nothing, or that leaves nothing to train.
     """
     if pattern is None:
@@ -144,7 +144,7 @@ def freeze(model: nn.Module, pattern: str | None) -> int:
         matches = re.compile(pattern).search
     except re.error as error:
         raise ConfigError(
-            f"--freeze {pattern!r} is no regular expression: {error}", hint="correct the expression"
+            f"--freeze {pattern!r} is not a regular expression: {error}", hint="correct the expression"
         ) from error
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found = {name: model.get_parameter(name) for name in names if matches(name)}

@@ -75,7 +75,7 @@ async def test_an_unreachable_server_is_an_error_within_the_timeout() -> None:
 
 
 async def test_a_bad_uri_is_an_error() -> None:
-    with pytest.raises(StoreError, match="no MongoDB URI"):
+    with pytest.raises(StoreError, match="not a MongoDB URI"):
         await open_store(RunConfig(db_connection_string="postgres://x"))
 
 

@@ -74,7 +74,7 @@ def test_frozen_parameters_are_counted_and_left_out_of_the_optimizer() -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "says"),
-    [("layers", "finds none of the model's 4"), ("(", "no regular expression"), (".", "nothing to train")],
+    [("layers", "finds none of the model's 4"), ("(", "not a regular expression"), (".", "nothing to train")],
 )
 def test_wrong_patterns_are_told(pattern: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
