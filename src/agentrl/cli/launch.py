@@ -49,6 +49,9 @@ class Plan:
     tool_server: Sequence[str] | None
 
 
+_COMMANDS = ("train", "eval")
+
+
 def main(argv: list[str]) -> int:
     """Prepare the model and the database, then run the processes until the main one ends."""
     try:
@@ -59,7 +62,12 @@ def main(argv: list[str]) -> int:
 
 
 def _launch(argv: list[str]) -> int:
-    command, variables = argv[0], os.environ
+    command, variables = (argv or [""])[0], os.environ
+    if command not in _COMMANDS:
+        raise ConfigError(
+            f"unknown command {command!r}; choose one of {', '.join(_COMMANDS)}",
+            hint="scripts/grpo.sh, minirl.sh and eval.sh start this module",
+        )
     flags = [*_flags_of_variables(variables), *argv[1:]]
     configs = parse(flags, command=f"agentrl {command}", description="", shown=())
     run = configs[RunConfig]

@@ -42,7 +42,7 @@ class RescoreOptions:
 
 @dataclass(slots=True, kw_only=True)
 class SplitReport:
-    """The old and the new scores of one split's Records, and what became of their groups."""
+    """The old and new scores of one split's Records, and counts of groups decided again and kept."""
 
     old: list[float] = field(default_factory=list)
     new: list[float] = field(default_factory=list)

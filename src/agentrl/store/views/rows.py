@@ -20,7 +20,7 @@ from agentrl.documents.status import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryRow(Root):
-    """One row of ``audit_trajectories``: one attempt at a trajectory, and what became of it in training."""
+    """One row of ``audit_trajectories``: one attempt at a trajectory, and its training."""
 
     id: str
     split: str
