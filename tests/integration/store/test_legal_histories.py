@@ -49,7 +49,7 @@ async def empty(store: Store) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 @given(
-    rng=st.randoms(use_true_random=False),
+    seed=st.integers(0, 2**32 - 1),
     rules=st.builds(
         GroupConfig, balance_sample=st.booleans(), drop_zero_advantage=st.booleans(),
         min_score_spread=st.sampled_from([0.0, 0.1]), reserve_context_error_count=st.sampled_from([-1, 0]),
@@ -57,11 +57,13 @@ async def empty(store: Store) -> None:
     operations=st.integers(10, 120),
 )  # fmt: skip
 async def test_every_legal_history_is_clean(
-    store: Store, rng: random.Random, rules: GroupConfig, operations: int
+    store: Store, seed: int, rules: GroupConfig, operations: int
 ) -> None:
     await empty(store)
     with TemporaryDirectory() as weights, mock.patch.object(step_chunks, "CHUNK", 1):
-        history = History(store, Path(weights), rng, rules)
+        # Not a Random of Hypothesis: what a history may do next depends on MongoDB's clock too,
+        # and Hypothesis refuses draws that differ between two runs of one example.
+        history = History(store, Path(weights), random.Random(seed), rules)
         await history.load()
         await history.go_on(operations)
         assert await violations(store, history) == []
