@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from agentrl.observe.trackers import tracker
     from agentrl.rollout.agents import agent
     from agentrl.rollout.context import context_manager
+    from agentrl.rollout.model_call import Turn
     from agentrl.rollout.outcome import Outcome
-    from agentrl.rollout.rollout import Rollout, Turn
+    from agentrl.rollout.rollout import Rollout
     from agentrl.scoring.advantages import advantage
     from agentrl.scoring.group_filters import ScoredGroup, group_filter
     from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
@@ -54,7 +55,7 @@ _MODULES = {
     "TokenBatch": "losses.batch",
     "TokenLosses": "losses.batch",
     "ToolCall": "chat.parsers.base",
-    "Turn": "rollout.rollout",
+    "Turn": "rollout.model_call",
     "advantage": "scoring.advantages",
     "agent": "rollout.agents",
     "context_manager": "rollout.context",

@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable
 
 from agentrl.documents.status import StopReason
 from agentrl.registry import Registry
-from agentrl.rollout.rollout import Outcome, Rollout
+from agentrl.rollout.outcome import Outcome
+from agentrl.rollout.rollout import Rollout
 
 Agent = Callable[[Rollout], Awaitable[Outcome]]
 

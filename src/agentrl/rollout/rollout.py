@@ -4,88 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from agentrl.chat.conversation import Conversation
-from agentrl.chat.parsers import ParsedMessage, ToolCall, ToolCallParser, typed_call, validate_call
+from agentrl.chat.parsers import ParsedMessage, ToolCall, ToolCallParser
 from agentrl.chat.renderer import ChatRenderer, Message
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, strip_tool_results
-from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.sanitize_bson import replace_surrogates, sanitize_bson
-from agentrl.documents.status import CallStatus
+from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.documents.task import Claim
-from agentrl.errors import ToolServerError, TrajectoryError
-from agentrl.inference.client import Generation
-from agentrl.rollout.outcome import Outcome as Outcome
+from agentrl.errors import TrajectoryError
+from agentrl.rollout.model_call import Engine, PendingCall, Turn
 from agentrl.rollout.outcome import checked_messages
+from agentrl.rollout.tool_calls import Tools, run_tool_calls
 from agentrl.scoring.answers import extract_answer
-from agentrl.tools.base import Schema, ToolResult
+from agentrl.tools.base import Schema
 from agentrl.user_code import contain, contain_call
-
-
-class Engine(Protocol):
-    """Access to an inference engine: ``EngineRouter.session``."""
-
-    async def generate(self, input_ids: Sequence[int], params: SamplingParams) -> Generation:
-        """Sample a continuation of ``input_ids``."""
-        ...
-
-
-class Tools(Protocol):
-    """The tools of one trajectory: ``TrajectoryTools``."""
-
-    async def schemas(self, servers: Sequence[str] | None = None) -> list[Schema]:
-        """Return OpenAI function schemas."""
-        ...
-
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Run one tool."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One parsed model call. ``times_seen`` counts its text in the trajectory, this call included."""
-
-    text: str
-    content: str
-    tool_calls: tuple[ToolCall, ...]
-    error: str | None
-    answer: str | None
-    finish_reason: str
-    times_seen: int
-
-
-@dataclass(slots=True, kw_only=True)
-class _Pending:
-    """A model call that is not stored yet: its tools may still run."""
-
-    parent: str | None
-    messages: tuple[Message, ...]
-    tools: tuple[Schema, ...] | None
-    context_ids: list[int]
-    params: SamplingParams
-    generation: Generation
-    response: dict[str, Any]
-    error: str | None = None
-    repeated: bool = False
-    executions: list[ToolExecution] = field(default_factory=list)
-    tool_seconds: float = 0.0
-
-    @property
-    def status(self) -> CallStatus:
-        if self.error is not None:
-            return CallStatus.FORMAT_ERROR
-        if self.repeated:
-            return CallStatus.REPEAT_ERROR
-        if any(execution.error for execution in self.executions):
-            return CallStatus.TOOL_FAILED
-        return CallStatus.COMPLETED
-
 
 ContextManager = Callable[["Rollout"], Awaitable[list[Message] | None]]
 """Returns the messages that a new context starts with, or None to end the trajectory."""
@@ -138,7 +74,7 @@ class Rollout:
         self._write = write
         self._texts: Counter[str] = Counter()
         self._parent: str | None = None
-        self._pending: _Pending | None = None
+        self._pending: PendingCall | None = None
         self._conversation = Conversation(renderer, _first_messages(self), self.schemas)
 
     @property
@@ -178,7 +114,9 @@ class Rollout:
         message = self._message(text, parsed)
         conversation.append_generation(generation.output_ids, message)
         self._texts[text] += 1
-        self._pending = _Pending(
+        self._pending = PendingCall(
+            record=self._record_id,
+            index=self.turns,
             parent=self._parent,
             messages=new_messages,
             tools=None if self._parent else tuple(self.schemas),
@@ -209,18 +147,13 @@ class Rollout:
         if pending is None:
             return []
         started = time.monotonic()
-        ids = [call["id"] for call in pending.response.get("tool_calls", ())]
-        for call, call_id in zip(turn.tool_calls, ids, strict=True):
-            typed = typed_call(call, self.schemas)
-            problem = validate_call(typed, self.schemas)
-            if problem is None:
-                text = await self._run(typed, pending)
-            else:
-                text = self._refuse(problem, pending)
-            self.append_messages([_tool_message(text, call.name, call_id)])
-        if turn.error is not None:
-            self.append_messages([_tool_message(self._refuse(turn.error, pending), None, None)])
-        pending.tool_seconds = time.monotonic() - started
+        before = len(pending.executions)
+        try:
+            messages = await run_tool_calls(turn, pending, self._tools, self.schemas)
+        finally:
+            self.tool_calls += len(pending.executions) - before
+            pending.tool_seconds = time.monotonic() - started
+        self.append_messages(messages)
         return list(pending.executions)
 
     def append_messages(self, messages: Sequence[Message]) -> None:
@@ -244,31 +177,8 @@ class Rollout:
         """Store the last model call, unless it is stored."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            call = self._document(pending)
-            await self._write(call)
-            self._parent = call.id
-
-    async def _run(self, call: ToolCall, pending: _Pending) -> str:
-        self.tool_calls += 1
-        result = await contain(
-            lambda: self._tools.call(call.name, call.arguments), f"tool {call.name}", ToolServerError
-        )
-        text = str(replace_surrogates(result.text))
-        pending.executions.append(
-            ToolExecution(
-                name=call.name,
-                arguments=sanitize_bson(call.arguments),
-                result=text,
-                error=result.error,
-                seconds=result.seconds,
-                server=result.server,
-            )
-        )
-        return pending.executions[-1].text
-
-    def _refuse(self, problem: str, pending: _Pending) -> str:
-        pending.error = pending.error or problem
-        return f"Error: {problem}"
+            await self._write(pending.document())
+            self._parent = pending.id
 
     def _message(self, text: str, parsed: ParsedMessage) -> Message:
         message: Message = {"role": "assistant", "content": text if parsed.error else parsed.content}
@@ -282,34 +192,6 @@ class Rollout:
                 for place, call in enumerate(parsed.tool_calls)
             ]
         return message
-
-    def _document(self, pending: _Pending) -> DispatchedSamplingTask:
-        generation = pending.generation
-        return DispatchedSamplingTask(
-            id=f"{self._record_id}/{self.turns - 1}",
-            record=self._record_id,
-            index=self.turns - 1,
-            parent=pending.parent,
-            status=pending.status,
-            messages=tuple(sanitize_bson(message) for message in pending.messages),
-            response=sanitize_bson(pending.response),
-            tool_executions=tuple(pending.executions),
-            tools=None if pending.tools is None else tuple(map(sanitize_bson, pending.tools)),
-            error=pending.error,
-            finish_reason=generation.finish_reason,
-            versions=generation.versions,
-            prompt_tokens=generation.prompt_tokens,
-            generated_tokens=len(generation.output_ids),
-            cached_tokens=generation.cached_tokens,
-            engine=generation.engine_url,
-            sampling_params=sanitize_bson(pending.params.to_request()),
-            generate_seconds=generation.seconds,
-            tool_seconds=pending.tool_seconds,
-            context_ids=pack_ids(pending.context_ids),
-            output_ids=pack_ids(generation.output_ids),
-            logprobs=pack_floats(generation.logprobs),
-            logprobs_of=generation.logprobs_of,
-        )
 
 
 def _cleaned(parsed: ParsedMessage) -> ParsedMessage:
@@ -326,12 +208,3 @@ def _first_messages(rollout: Rollout) -> list[Message]:
     )
     first: list[Message] = [{"role": "system", "content": system}] if system else []
     return [*first, {"role": "user", "content": rollout.question}]
-
-
-def _tool_message(text: str, name: str | None, call_id: str | None) -> Message:
-    message: Message = {"role": "tool", "content": text}
-    if name is not None:
-        message["name"] = name
-    if call_id is not None:
-        message["tool_call_id"] = call_id
-    return message

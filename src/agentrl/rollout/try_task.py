@@ -30,7 +30,9 @@ from agentrl.observe.audit.record import render_trajectory
 from agentrl.observe.terminal import stdout_console
 from agentrl.rollout.agents import AGENTS
 from agentrl.rollout.context import CONTEXT_MANAGERS
-from agentrl.rollout.rollout import Engine, Outcome, Rollout
+from agentrl.rollout.model_call import Engine
+from agentrl.rollout.outcome import Outcome
+from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.setup import allow_configured_imports, live_engines, open_renderer, sampling_params
 from agentrl.rollout.worker import run_agent, score_trajectory
 from agentrl.scoring.agent_config import load_section

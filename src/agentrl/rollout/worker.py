@@ -31,8 +31,10 @@ from agentrl.errors import (
 from agentrl.registry import allow_imports, is_importable
 from agentrl.rollout.agents import AGENTS, Agent
 from agentrl.rollout.context import CONTEXT_MANAGERS
-from agentrl.rollout.outcome import checked_outcome, failure_text
-from agentrl.rollout.rollout import Engine, Outcome, Rollout, Tools
+from agentrl.rollout.model_call import Engine
+from agentrl.rollout.outcome import Outcome, checked_outcome, failure_text
+from agentrl.rollout.rollout import Rollout
+from agentrl.rollout.tool_calls import Tools
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.scorers import SCORERS, ScorerContext, ScoreResult, run_scorer
 from agentrl.tools.base import Schema

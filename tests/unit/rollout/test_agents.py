@@ -17,7 +17,8 @@ from agentrl.documents.task import Claim, Task
 from agentrl.errors import ConfigError, ToolServerError
 from agentrl.rollout.agents import AGENTS
 from agentrl.rollout.context import CONTEXT_MANAGERS, SUMMARY_HEADING, without_tools
-from agentrl.rollout.rollout import Outcome, Rollout
+from agentrl.rollout.outcome import Outcome
+from agentrl.rollout.rollout import Rollout
 
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 FAIL = '<tool_call>{"name": "fail", "arguments": {}}</tool_call>'
