@@ -12,7 +12,8 @@ AgentRLError
 ├── ForestError                 training data are not a token forest
 ├── PublishError                weights could not be written or do not match their checksums
 ├── TrainingError               no data came in time, or the loss is not finite
-└── FailureError                ends one trajectory; ``kind`` says what failed
+└── FailureError                ends one attempt at a trajectory; ``kind`` says what failed. With ``outage``
+    │                           it ends none: it names what is down, and the call is repeated later
     ├── EngineError             the inference engine failed
     ├── ToolServerError         a tool server cannot be reached (a tool may return errors)
     ├── ScorerError             the scorer raised
@@ -22,7 +23,53 @@ AgentRLError
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import ClassVar
+
+
+class DependencyKind(StrEnum):
+    """A kind of service that trajectories need and do not own."""
+
+    ENGINE = "engine"
+    TOOL = "tool"
+    JUDGE = "judge"
+    DATABASE = "database"
+
+
+@dataclass(frozen=True, slots=True)
+class Dependency:
+    """One service that trajectories need: the engines, a tool server, a judge model, the database.
+
+    ``name`` is the tool server's name as in a task's ``tools``, or the judge's model; the engines of a run
+    and its database have none.
+    """
+
+    kind: DependencyKind
+    name: str = ""
+
+    def __str__(self) -> str:
+        return _PHRASES[self.kind].format(self.name)
+
+
+_PHRASES = {
+    DependencyKind.ENGINE: "the engines",
+    DependencyKind.TOOL: "tool server {}",
+    DependencyKind.JUDGE: "judge {}",
+    DependencyKind.DATABASE: "the database",
+}
+ENGINES = Dependency(DependencyKind.ENGINE)
+DATABASE = Dependency(DependencyKind.DATABASE)
+
+
+def tool_server(name: str) -> Dependency:
+    """Return the dependency on one tool server."""
+    return Dependency(DependencyKind.TOOL, name)
+
+
+def judge(model: str) -> Dependency:
+    """Return the dependency on one judge model."""
+    return Dependency(DependencyKind.JUDGE, model)
 
 
 class AgentRLError(Exception):
@@ -90,9 +137,27 @@ class TrainingError(AgentRLError):
 
 
 class FailureError(AgentRLError):
-    """Ends one trajectory attempt; ``kind`` becomes ``Record.failure.kind``."""
+    """Ends one trajectory attempt; ``kind`` becomes ``Record.failure.kind``.
+
+    An error with ``outage`` belongs to no trajectory: the dependency is down, refuses everybody or answers
+    nonsense (a connection refused, a time-out, a 5xx, a 429, a login page instead of JSON). No attempt is
+    used up: the call is repeated when the dependency is back. Raise it only if the call may be repeated.
+    ``retry_after`` is the time in seconds for which the dependency asked, as in the header ``Retry-After``.
+    """
 
     kind: ClassVar[str] = "internal"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        outage: Dependency | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.outage = outage
+        self.retry_after = retry_after
 
 
 class EngineError(FailureError):

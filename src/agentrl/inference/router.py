@@ -16,7 +16,7 @@ from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
-from agentrl.errors import EngineError
+from agentrl.errors import ENGINES, EngineError
 from agentrl.inference.client import EngineRefusedError, FinishReason, Generation
 from agentrl.inference.engines.clients import engine_client
 from agentrl.store.retry import log_store_errors
@@ -184,6 +184,7 @@ class EngineRouter:
             raise EngineError(
                 f"{why}: no new token for {self._wait_seconds:g} s (--engine_wait_seconds)",
                 hint="start an engine: agentrl serve --run_name … --model_name_or_path …",
+                outage=ENGINES,
             )
         if now - self._logged_at >= _LOG_SECONDS:
             self._logged_at = now

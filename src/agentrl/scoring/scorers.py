@@ -75,7 +75,12 @@ async def run_scorer(name: str, context: ScorerContext, timeout: float) -> Score
     except (ConfigError, ScorerError):
         raise
     except FailureError as error:
-        raise ScorerError(f"scorer {name}: {error.message}", hint=error.hint) from error
+        raise ScorerError(
+            f"scorer {name}: {error.message}",
+            hint=error.hint,
+            outage=error.outage,
+            retry_after=error.retry_after,
+        ) from error
 
 
 def _checked(name: str, result: float | ScoreResult) -> ScoreResult:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
-from agentrl.errors import ToolServerError
+from agentrl.errors import ToolServerError, tool_server
 from agentrl.tools.base import Schema, function_schema, schema_name, timeout_text
 from agentrl.tools.config import HttpSpec, StdioSpec
 from agentrl.tools.redact import redact_address, redact_secrets
@@ -67,7 +67,8 @@ class McpServer:
         except ConnectionError as lost:
             await self._drop(connection)
             raise ToolServerError(
-                f"tool server {self.name} was lost twice while it ran {tool}: {self._redact(lost)}"
+                f"tool server {self.name} was lost twice while it ran {tool}: {self._redact(lost)}",
+                outage=tool_server(self.name),
             ) from lost
 
     async def close(self) -> None:
@@ -116,6 +117,7 @@ class McpServer:
             raise ToolServerError(
                 f"tool server {self.name} ({redact_address(self._spec)}) cannot be reached: {problem}",
                 hint="start it, or correct its entry in --mcp_servers_file or --mcp_manager_url",
+                outage=tool_server(self.name),
             )
 
     def _redact(self, error: ConnectionError) -> str:
