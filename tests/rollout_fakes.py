@@ -16,6 +16,7 @@ from agentrl.tools.base import Schema, ToolResult, function_schema
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "</s>"]
 END, END_OF_TEXT = 257, 258
+CUT = "✂"
 
 PLAIN = """\
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}
@@ -40,7 +41,10 @@ def renderer_of(template: str = PLAIN) -> ChatRenderer:
 
 
 class ScriptedEngine:
-    """Says what the script says, in order; an exception in it is raised, a callable sees the prompt."""
+    """Says what the script says, in order; an exception in it is raised, a callable sees the prompt.
+
+    A line that ends in ``CUT`` is cut there by the length limit.
+    """
 
     def __init__(self, renderer: ChatRenderer, *script: str | BaseException | Callable[[str], str]) -> None:
         self.renderer = renderer
@@ -56,13 +60,14 @@ class ScriptedEngine:
         if isinstance(line, BaseException):
             raise line
         text = line if isinstance(line, str) else line(self.renderer.decode(input_ids))
-        ids = [*self.renderer.encode(text), END]
+        is_cut = text.endswith(CUT)
+        ids = [*self.renderer.encode(text.removesuffix(CUT)), *([] if is_cut else [END])]
         self.outputs.append(ids)
         return Generation(
             output_ids=tuple(ids),
             logprobs=tuple(-0.5 for _ in ids),
             versions=(VersionSpan(version=self.version, start=0, end=len(ids)),),
-            finish_reason="stop",
+            finish_reason="length" if is_cut else "stop",
             prompt_tokens=len(input_ids),
             cached_tokens=0,
             seconds=0.01,

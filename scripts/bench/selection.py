@@ -151,7 +151,7 @@ class Policy:
         return ids[: ends[0] + 1] if ends else ids
 
     def _results(self, text: str) -> list[dict[str, Any]]:
-        parsed = self.parser.parse(text)
+        parsed = self.parser.parse(text, ())
         if not parsed.tool_calls:
             return [{"role": "user", "content": "?"}]
         results = []

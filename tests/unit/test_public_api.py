@@ -85,7 +85,7 @@ class OwnClass:
 
 @tool_call_parser("own_parser")
 class OwnParser:
-    def parse(self, text: str) -> ParsedMessage:
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedMessage:
         return ParsedMessage(text, (ToolCall("more", {"by": 2}),))
 
 

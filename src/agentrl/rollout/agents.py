@@ -23,12 +23,15 @@ def agent(*names: str) -> Callable[[Agent], Agent]:
 async def react(rollout: Rollout) -> Outcome:
     """Alternate model calls and tool calls until an answer or a limit (ReAct, arXiv 2210.03629).
 
-    A model call without an answer and without a tool call is followed by another model call.
+    A model call without an answer and without a tool call is followed by another model call. One that was
+    cut at its length limit ends the trajectory, whatever its text looks like.
     """
     while rollout.turns < rollout.max_turns:
         if rollout.context_is_full and not await rollout.reset_context():
             return Outcome(StopReason.LENGTH_LIMIT)
         turn = await rollout.generate()
+        if turn.is_cut:
+            return Outcome(StopReason.LENGTH_LIMIT)
         if turn.answer is not None:
             return Outcome(StopReason.ANSWERED, turn.answer)
         limit = rollout.config.repetition_early_stop_times
@@ -46,6 +49,8 @@ async def single_turn(rollout: Rollout) -> Outcome:
     if rollout.context_is_full:
         return Outcome(StopReason.LENGTH_LIMIT)
     turn = await rollout.generate()
+    if turn.is_cut:
+        return Outcome(StopReason.LENGTH_LIMIT)
     if turn.answer is None:
         return Outcome(StopReason.TURNS_LIMIT)
     return Outcome(StopReason.ANSWERED, turn.answer)

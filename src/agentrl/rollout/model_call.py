@@ -27,15 +27,24 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One parsed model call. ``times_seen`` counts its text in the trajectory, this call included."""
+    """One parsed model call. ``times_seen`` counts its text in the trajectory, this call included.
+
+    A turn that was cut (``finish_reason`` ``length``) has neither an answer nor tool calls.
+    """
 
     text: str
     content: str
+    reasoning: str
     tool_calls: tuple[ToolCall, ...]
     error: str | None
     answer: str | None
     finish_reason: str
     times_seen: int
+
+    @property
+    def is_cut(self) -> bool:
+        """Return whether the length limit of the model call ended the turn."""
+        return self.finish_reason == "length"
 
 
 @dataclass(slots=True, kw_only=True)

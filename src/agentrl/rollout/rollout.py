@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from agentrl.chat.conversation import Conversation
-from agentrl.chat.parsers import ParsedMessage, ToolCall, ToolCallParser
+from agentrl.chat.parsers import ParsedMessage, ToolCall, ToolCallParser, opens_thought, parse_text
 from agentrl.chat.renderer import ChatRenderer, Message
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, strip_tool_results
@@ -25,6 +26,10 @@ from agentrl.user_code import contain, contain_call
 
 ContextManager = Callable[["Rollout"], Awaitable[list[Message] | None]]
 """Returns the messages that a new context starts with, or None to end the trajectory."""
+
+
+_PROMPT_END = 16
+"""Tokens at the end of a prompt that tell whether it opens a thought."""
 
 
 class Rollout:
@@ -108,10 +113,16 @@ class Rollout:
         params = self._params.replace(**changes).seeded(*self._seed, self.turns)
         generation = await self._engine.generate(conversation.prompt_ids(), params)
         text = self._renderer.decode(generation.output_ids)
+        opened = opens_thought(self._renderer.decode(context_ids[-_PROMPT_END:]))
         parsed = contain_call(
-            lambda: _cleaned(self._parser.parse(text)), "the tool-call parser", TrajectoryError
+            lambda: _cleaned(parse_text(self._parser, text, self.schemas, opened=opened)),
+            "the tool-call parser",
+            TrajectoryError,
         )
-        message = self._message(text, parsed)
+        is_cut = generation.finish_reason == "length"
+        if is_cut:
+            parsed = replace(parsed, tool_calls=(), error=None)
+        message = self._message(parsed)
         conversation.append_generation(generation.output_ids, message)
         self._texts[text] += 1
         self._pending = PendingCall(
@@ -130,9 +141,10 @@ class Rollout:
         return Turn(
             text=text,
             content=parsed.content,
+            reasoning=parsed.reasoning,
             tool_calls=parsed.tool_calls,
             error=parsed.error,
-            answer=extract_answer(text, self.task.answer_schema),
+            answer=None if is_cut else extract_answer(parsed.content, self.task.answer_schema),
             finish_reason=generation.finish_reason,
             times_seen=self._texts[text],
         )
@@ -180,8 +192,10 @@ class Rollout:
             await self._write(pending.document())
             self._parent = pending.id
 
-    def _message(self, text: str, parsed: ParsedMessage) -> Message:
-        message: Message = {"role": "assistant", "content": text if parsed.error else parsed.content}
+    def _message(self, parsed: ParsedMessage) -> Message:
+        message: Message = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
         if parsed.tool_calls:
             message["tool_calls"] = [
                 {
@@ -196,10 +210,10 @@ class Rollout:
 
 def _cleaned(parsed: ParsedMessage) -> ParsedMessage:
     calls = tuple(
-        ToolCall(replace_surrogates(call.name), replace_surrogates(call.arguments), call.typed)
+        ToolCall(replace_surrogates(call.name), replace_surrogates(call.arguments))
         for call in parsed.tool_calls
     )
-    return ParsedMessage(parsed.content, calls, replace_surrogates(parsed.error))
+    return replace(parsed, tool_calls=calls, error=replace_surrogates(parsed.error))
 
 
 def _first_messages(rollout: Rollout) -> list[Message]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from agentrl.chat.parsers import ToolCall, typed_call, validate_call
+from agentrl.chat.parsers import ToolCall, validate_call
 from agentrl.chat.renderer import Message
 from agentrl.documents.model_call import ToolExecution
 from agentrl.documents.sanitize_bson import replace_surrogates, sanitize_bson
@@ -38,10 +38,9 @@ async def run_tool_calls(
     ids = [call["id"] for call in pending.response.get("tool_calls", ())]
     messages = []
     for call, call_id in zip(turn.tool_calls, ids, strict=True):
-        typed = typed_call(call, schemas)
-        problem = validate_call(typed, schemas)
+        problem = validate_call(call, schemas)
         if problem is None:
-            pending.executions.append(await _execute(typed, tools))
+            pending.executions.append(await _execute(call, tools))
             text = pending.executions[-1].text
         else:
             text = pending.refuse(problem)

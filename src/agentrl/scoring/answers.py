@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
+from agentrl.chat.parsers import split_reasoning
 from agentrl.errors import ConfigError
 
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
-_END_OF_THOUGHT = "</think>"
 
 
 def check_schema(schema: str) -> None:
@@ -20,13 +20,13 @@ def check_schema(schema: str) -> None:
 
 
 def extract_answer(text: str, schema: str) -> str | None:
-    """Return the last marked answer after the last ``</think>``, stripped; None without one.
+    """Return the last marked answer outside of ``<think>…</think>``, stripped; None without one.
 
     ``boxed`` is the last ``\\boxed{…}``, else the last ``\\fbox{…}``, with nested braces. Any other word X is
     the last ``<X>…</X>``.
     """
     check_schema(schema)
-    spoken = text.rpartition(_END_OF_THOUGHT)[2]
+    spoken = split_reasoning(text).rest
     if schema == "boxed":
         found = _last_braced(spoken, "\\boxed")
         return found if found is not None else _last_braced(spoken, "\\fbox")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.chat.parsers import PARSERS, ToolCall, get_parser, typed_call, validate_call
+from agentrl.chat.parsers import PARSERS, ToolCall, get_parser, parse_text, validate_call
+from agentrl.chat.parsers.arguments import convert_arguments
 from agentrl.errors import ConfigError
 
 ADD = {
@@ -35,26 +36,28 @@ GOOD = {
 
 @pytest.mark.parametrize("name", GOOD)
 def test_one_call_behind_text(name: str) -> None:
-    parsed = get_parser(name).parse("<think>I call <tool_call></think>Let me see. " + GOOD[name])
+    text = "<think>I call <tool_call></think>Let me see. " + GOOD[name]
+    parsed = parse_text(get_parser(name), text, [ADD])
     assert parsed.error is None
-    (call,) = (typed_call(call, [ADD]) for call in parsed.tool_calls)
+    (call,) = parsed.tool_calls
     assert (call.name, call.arguments) == ("add", {"a": 1, "b": 2})
-    assert parsed.content == "<think>I call <tool_call></think>Let me see."
+    assert (parsed.reasoning, parsed.content) == ("I call <tool_call>", "Let me see.")
     assert validate_call(call, [ADD]) is None
 
 
 @pytest.mark.parametrize("name", PARSERS.names())
 def test_plain_text_is_content(name: str) -> None:
-    parsed = get_parser(name).parse("  The answer is 3.  ")
+    parsed = get_parser(name).parse("  The answer is 3.  ", [ADD])
     assert (parsed.content, parsed.tool_calls, parsed.error) == ("The answer is 3.", (), None)
 
 
 @pytest.mark.parametrize("name", PARSERS.names())
+@settings(deadline=None)
 @given(text=st.text(alphabet=st.sampled_from('<tool_call>/{}[]"name:,|python_tag\n ;=()1')))
 def test_any_text_is_read_without_raising(name: str, text: str) -> None:
     for opening in ("", "<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<|tool_call_start|>"):
-        get_parser(name).parse(opening + text)
-        get_parser(name).parse(opening + text + "</tool_call><|tool_call_end|>")
+        get_parser(name).parse(opening + text, [ADD])
+        get_parser(name).parse(opening + text + "</tool_call><|tool_call_end|>", [ADD])
 
 
 @pytest.mark.parametrize(
@@ -86,14 +89,16 @@ def test_any_text_is_read_without_raising(name: str, text: str) -> None:
     ],
 )
 def test_a_malformed_call_is_named(name: str, text: str, problem: str) -> None:
-    parsed = get_parser(name).parse(text)
+    parsed = get_parser(name).parse(text, [ADD])
     assert parsed.error is not None
     assert problem in parsed.error
 
 
 def test_several_calls_keep_their_order_and_a_bad_one_is_told() -> None:
     parsed = get_parser("hermes").parse(
-        '<tool_call>{"name": "a"}</tool_call>\n<tool_call>x</tool_call>\n<tool_call>{"name": "b"}</tool_call>'
+        '<tool_call>{"name": "a"}</tool_call>\n<tool_call>x</tool_call>\n'
+        '<tool_call>{"name": "b"}</tool_call>',
+        [ADD],
     )
     assert [call.name for call in parsed.tool_calls] == ["a", "b"]
     assert parsed.error is not None
@@ -102,13 +107,14 @@ def test_several_calls_keep_their_order_and_a_bad_one_is_told() -> None:
 def test_llama_calls_are_joined_by_semicolons() -> None:
     parsed = get_parser("llama").parse(
         '{"name": "a", "parameters": {}};'
-        ' {"type": "function", "function": {"name": "b", "arguments": {"x": 1}}}'
+        ' {"type": "function", "function": {"name": "b", "arguments": {"x": 1}}}',
+        [ADD],
     )
     assert parsed.tool_calls == (ToolCall("a", {}), ToolCall("b", {"x": 1}))
 
 
 def test_mistral_names_stand_before_arguments_in_its_later_form() -> None:
-    parsed = get_parser("mistral").parse('Well.[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]sub{"b": 2}')
+    parsed = get_parser("mistral").parse('Well.[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]sub{"b": 2}', [ADD])
     assert parsed.tool_calls == (ToolCall("add", {"a": 1}), ToolCall("sub", {"b": 2}))
     assert parsed.content == "Well."
 
@@ -116,14 +122,15 @@ def test_mistral_names_stand_before_arguments_in_its_later_form() -> None:
 def test_code_is_taken_as_it_stands() -> None:
     parsed = get_parser("hermes").parse(
         '<tool_call>{"name": "execute_code", "arguments": {"timeout": 3}}\n'
-        '<code>\nprint("</a>\\n")\n</code></tool_call>'
+        '<code>\nprint("</a>\\n")\n</code></tool_call>',
+        [ADD],
     )
     assert parsed.tool_calls == (ToolCall("execute_code", {"timeout": 3, "code": 'print("</a>\\n")'}),)
 
 
 def test_code_tags_inside_json_are_text() -> None:
     parsed = get_parser("hermes").parse(
-        '<tool_call>{"name": "write", "arguments": {"html": "<code>x</code>"}}</tool_call>'
+        '<tool_call>{"name": "write", "arguments": {"html": "<code>x</code>"}}</tool_call>', [ADD]
     )
     assert parsed.tool_calls == (ToolCall("write", {"html": "<code>x</code>"}),)
 
@@ -156,10 +163,8 @@ def test_no_tools_are_offered() -> None:
 
 
 def test_untyped_values_take_the_schema_type_and_text_stays_text() -> None:
-    call = typed_call(ToolCall("add", {"a": "1", "b": "two", "note": "3"}, typed=False), [ADD])
-    assert call.arguments == {"a": 1, "b": "two", "note": "3"}
-    typed = ToolCall("add", {"a": "1"})
-    assert typed_call(typed, [ADD]) is typed
+    texts = {"a": "1", "b": "two", "note": "3"}
+    assert convert_arguments("add", texts, [ADD]) == {"a": 1, "b": "two", "note": "3"}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rollout_fakes import FakeTools, ScriptedEngine, renderer_of
+from rollout_fakes import CUT, PLAIN, FakeTools, ScriptedEngine, renderer_of
 
 from agentrl.chat.parsers import get_parser
 from agentrl.config.schema import AgentConfig
@@ -272,3 +272,32 @@ async def test_json_that_no_encoder_takes_does_not_end_the_trajectory() -> None:
     assert execution.result == str(huge + 1)
     assert execution.arguments == {"a": str(huge), "b": 1, "\ufffd": "?"}
     assert trajectory.calls[0].response["tool_calls"][0]["function"]["arguments"]["a"] == str(huge)
+
+
+@pytest.mark.parametrize("agent", ["react", "single_turn"])
+@pytest.mark.parametrize("said", [ANSWER, ADD, "<think>" + ANSWER, "<tool_call>{"])
+async def test_a_turn_cut_at_its_length_limit_ends_the_trajectory(said: str, agent: str) -> None:
+    trajectory = Trajectory(said + CUT)
+    assert await trajectory.run(agent) == Outcome(StopReason.LENGTH_LIMIT)
+    assert trajectory.tools.calls == []
+    (call,) = trajectory.calls
+    assert (call.finish_reason, call.status) == ("length", CallStatus.COMPLETED)
+
+
+@pytest.mark.parametrize("said", ["<think>I guess " + ANSWER, "<think>I try " + ADD, "a <think>" + ANSWER])
+async def test_nothing_in_an_open_thought_is_an_answer_or_a_call(said: str) -> None:
+    trajectory = Trajectory(said, "<think>x</think>" + ANSWER)
+    assert await trajectory.run() == Outcome(StopReason.ANSWERED, "3")
+    assert trajectory.tools.calls == []
+    first, second = trajectory.calls
+    assert first.response["reasoning_content"] == said.partition("<think>")[2]
+    assert "<" not in first.response["content"]
+    assert second.response["reasoning_content"] == "x"
+
+
+async def test_a_thought_that_the_prompt_opens_is_reasoning() -> None:
+    trajectory = Trajectory(ANSWER, "no </think>" + ADD, ANSWER + "</think>" + ANSWER.replace("3", "4"))
+    trajectory.engine.renderer = renderer_of(PLAIN.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}"))
+    assert await trajectory.run() == Outcome(StopReason.ANSWERED, "4")
+    assert [call.response["content"] for call in trajectory.calls] == ["", "", "So it is <answer>4</answer>"]
+    assert [name for name, _ in trajectory.tools.calls] == ["add"]

@@ -1,16 +1,22 @@
-"""Parse the tool calls in a model's text: one file per format, chosen by ``--tool_call_parser``."""
+"""Parse reasoning and tool calls in a model's text: one file per format, chosen by ``--tool_call_parser``."""
 
-from agentrl.chat.parsers.base import ParsedMessage, ToolCall, ToolCallParser
+from agentrl.chat.parsers.base import ParsedMessage, ToolCall, ToolCallParser, Tools
+from agentrl.chat.parsers.reasoning import ReasoningTags, opens_thought, parse_text, split_reasoning, tags_in
 from agentrl.chat.parsers.registry import PARSERS, get_parser, tool_call_parser
-from agentrl.chat.parsers.validate import typed_call, validate_call
+from agentrl.chat.parsers.validate import validate_call
 
 __all__ = [
     "PARSERS",
     "ParsedMessage",
+    "ReasoningTags",
     "ToolCall",
     "ToolCallParser",
+    "Tools",
     "get_parser",
+    "opens_thought",
+    "parse_text",
+    "split_reasoning",
+    "tags_in",
     "tool_call_parser",
-    "typed_call",
     "validate_call",
 ]

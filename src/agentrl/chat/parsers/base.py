@@ -3,53 +3,52 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 SHOWN = 120
 """Longest quotation of the model's text in an error message, in characters."""
 
-END_OF_THOUGHT = "</think>"
+Tools = Sequence[Mapping[str, Any]]
+"""The function schemas of the tools offered, as in an OpenAI request."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One tool call as the model wrote it. ``typed`` is False if the format writes all values as text."""
+    """One tool call as the model wrote it."""
 
     name: str
     arguments: dict[str, Any]
-    typed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedMessage:
-    """``content`` is the text without its tool calls; ``error`` says what is wrong with the first bad one."""
+    """An assistant's turn in its parts.
+
+    ``content`` is the text without reasoning and tool calls; ``error`` says what is wrong with the first
+    malformed call. ``reasoning`` holds all thoughts; nothing in it is an answer or a call.
+    """
 
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     error: str | None = None
+    reasoning: str = ""
 
 
 class ToolCallParser(Protocol):
     """Parses the tool calls in an assistant's text. Reports malformed calls; never raises for them."""
 
-    def parse(self, text: str) -> ParsedMessage:
-        """Return the message and its tool calls, in order."""
+    def parse(self, text: str, tools: Tools) -> ParsedMessage:
+        """Return the message and its tool calls, in order.
+
+        ``text`` holds no reasoning. ``tools`` give the types of arguments that the format writes as text.
+        """
         ...
 
 
 class CallSyntaxError(ValueError):
     """A tool call cannot be parsed; the model reads the error's text."""
-
-
-def split_thought(text: str) -> tuple[str, str]:
-    """Split after the last ``</think>``: ``(thought, rest)``. Tool calls inside a thought do not count."""
-    at = text.rfind(END_OF_THOUGHT)
-    if at < 0:
-        return "", text
-    cut = at + len(END_OF_THOUGHT)
-    return text[:cut], text[cut:]
 
 
 def shown(text: str) -> str:

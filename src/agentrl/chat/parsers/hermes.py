@@ -8,10 +8,10 @@ from agentrl.chat.parsers.base import (
     CallSyntaxError,
     ParsedMessage,
     ToolCall,
+    Tools,
     call_of,
     load_json,
     shown,
-    split_thought,
 )
 from agentrl.chat.parsers.registry import tool_call_parser
 
@@ -24,21 +24,20 @@ _CODE = re.compile(r"<code>\n?(.*?)\n?</code>", re.DOTALL)
 
 @tool_call_parser("hermes")
 class HermesParser:
-    """Tool calls between ``<tool_call>`` tags, anywhere after the thought."""
+    """Tool calls between ``<tool_call>`` tags, anywhere."""
 
-    def parse(self, text: str) -> ParsedMessage:
+    def parse(self, text: str, tools: Tools) -> ParsedMessage:
         """Parse every tagged block; an unclosed tag is an error."""
-        thought, rest = split_thought(text)
-        outside, blocks, error = tagged_blocks(rest)
+        outside, blocks, error = tagged_blocks(text)
         calls: list[ToolCall] = []
         for block in blocks:
             try:
-                calls.append(self.read_block(block))
+                calls.append(self.read_block(block, tools))
             except CallSyntaxError as problem:
                 error = error or str(problem)
-        return ParsedMessage((thought + outside).strip(), tuple(calls), error)
+        return ParsedMessage(outside.strip(), tuple(calls), error)
 
-    def read_block(self, block: str) -> ToolCall:
+    def read_block(self, block: str, tools: Tools) -> ToolCall:
         """Return the tool call inside one pair of tags. Raises CallSyntaxError."""
         code = _CODE.search(block)
         if code is None:

@@ -9,9 +9,9 @@ from agentrl.chat.parsers.base import (
     CallSyntaxError,
     ParsedMessage,
     ToolCall,
+    Tools,
     call_of,
     shown,
-    split_thought,
 )
 from agentrl.chat.parsers.registry import tool_call_parser
 
@@ -22,16 +22,15 @@ PYTHON_TAG = "<|python_tag|>"
 class LlamaParser:
     """JSON tool calls that are the whole message, or everything after the python tag."""
 
-    def parse(self, text: str) -> ParsedMessage:
+    def parse(self, text: str, tools: Tools) -> ParsedMessage:
         """Parse a message. Text without the tag that does not start with ``{"name"`` is plain content."""
-        thought, rest = split_thought(text)
-        content, tag, body = rest.partition(PYTHON_TAG)
+        content, tag, body = text.partition(PYTHON_TAG)
         if not tag:
-            if not _looks_like_call(rest):
+            if not _looks_like_call(text):
                 return ParsedMessage(text.strip())
-            content, body = "", rest
+            content, body = "", text
         calls, error = _read_calls(body.strip())
-        return ParsedMessage((thought + content).strip(), tuple(calls), error)
+        return ParsedMessage(content.strip(), tuple(calls), error)
 
 
 def _looks_like_call(text: str) -> bool:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import re
 
-from agentrl.chat.parsers.base import CallSyntaxError, ParsedMessage, ToolCall, shown, split_thought
+from agentrl.chat.parsers.base import CallSyntaxError, ParsedMessage, ToolCall, Tools, shown
 from agentrl.chat.parsers.registry import tool_call_parser
 
 START, END = "<|tool_call_start|>", "<|tool_call_end|>"
-THOUGHT_START, THOUGHT_END = "<|thought_start|>", "<|thought_end|>"
 
 _FENCE = re.compile(r"^```(?:python)?\s*\n?(.*?)\n?```$", re.DOTALL)
 
@@ -18,12 +17,11 @@ _FENCE = re.compile(r"^```(?:python)?\s*\n?(.*?)\n?```$", re.DOTALL)
 class MiniCPMParser:
     """Tool calls as Python expression statements with keyword arguments; values are literals."""
 
-    def parse(self, text: str) -> ParsedMessage:
-        """Parse a message. Text outside the block is content, without the thought tags."""
-        thought, rest = split_thought(text)
-        before, start, after = rest.partition(START)
+    def parse(self, text: str, tools: Tools) -> ParsedMessage:
+        """Parse a message. Text outside the block is content."""
+        before, start, after = text.partition(START)
         block, end, behind = after.partition(END)
-        content = (thought + before + behind).replace(THOUGHT_START, "").replace(THOUGHT_END, "").strip()
+        content = (before + behind).strip()
         if not start:
             return ParsedMessage(content)
         if not end:

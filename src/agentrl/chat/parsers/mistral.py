@@ -6,11 +6,11 @@ from agentrl.chat.parsers.base import (
     CallSyntaxError,
     ParsedMessage,
     ToolCall,
+    Tools,
     arguments_of,
     call_of,
     load_json,
     shown,
-    split_thought,
 )
 from agentrl.chat.parsers.registry import tool_call_parser
 
@@ -21,10 +21,9 @@ MARK, ARGS = "[TOOL_CALLS]", "[ARGS]"
 class MistralParser:
     """Tool calls in the old and the new format, recognized in each part after the marker."""
 
-    def parse(self, text: str) -> ParsedMessage:
+    def parse(self, text: str, tools: Tools) -> ParsedMessage:
         """Parse a message. Text before the first marker is content."""
-        thought, rest = split_thought(text)
-        content, *parts = rest.split(MARK)
+        content, *parts = text.split(MARK)
         calls: list[ToolCall] = []
         error = None
         for part in parts:
@@ -32,7 +31,7 @@ class MistralParser:
                 calls.extend(_read_part(part.strip()))
             except CallSyntaxError as problem:
                 error = error or str(problem)
-        return ParsedMessage((thought + content).strip(), tuple(calls), error)
+        return ParsedMessage(content.strip(), tuple(calls), error)
 
 
 def _read_part(part: str) -> list[ToolCall]:

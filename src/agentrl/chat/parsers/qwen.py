@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from agentrl.chat.parsers.base import CallSyntaxError, ToolCall, shown
+from agentrl.chat.parsers.arguments import convert_arguments
+from agentrl.chat.parsers.base import CallSyntaxError, ToolCall, Tools, shown
 from agentrl.chat.parsers.hermes import HermesParser
 from agentrl.chat.parsers.registry import tool_call_parser
 
@@ -16,8 +17,8 @@ _PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
 class QwenCoderParser(HermesParser):
     """``<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>``."""
 
-    def read_block(self, block: str) -> ToolCall:
-        """Return the tool call of one block. Values are text; ``typed_call`` converts them by the schema."""
+    def read_block(self, block: str, tools: Tools) -> ToolCall:
+        """Return the tool call of one block. Values are text, converted by the schema."""
         function = _FUNCTION.fullmatch(block)
         if function is None:
             raise CallSyntaxError(
@@ -29,19 +30,19 @@ class QwenCoderParser(HermesParser):
         left = _PARAMETER.sub("", body).strip()
         if left:
             raise CallSyntaxError(f"{name}: text outside <parameter=KEY>…</parameter>: {shown(left)}")
-        arguments = {key.strip(): _unframed(value) for key, value in _PARAMETER.findall(body)}
-        return ToolCall(name, arguments, typed=False)
+        texts = {key.strip(): _unframed(value) for key, value in _PARAMETER.findall(body)}
+        return ToolCall(name, convert_arguments(name, texts, tools))
 
 
 @tool_call_parser("qwen", "qwen25")
 class QwenParser(HermesParser):
     """Qwen2.5 and Qwen3 write JSON; a block that starts with ``<function=`` is in Qwen3-Coder's format."""
 
-    def read_block(self, block: str) -> ToolCall:
+    def read_block(self, block: str, tools: Tools) -> ToolCall:
         """Return the tool call of one block, in either format."""
         if block.lstrip().startswith("<function="):
-            return QwenCoderParser.read_block(QwenCoderParser(), block)
-        return super().read_block(block)
+            return QwenCoderParser.read_block(QwenCoderParser(), block, tools)
+        return super().read_block(block, tools)
 
 
 def _unframed(value: str) -> str:

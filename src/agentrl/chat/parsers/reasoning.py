@@ -1,0 +1,126 @@
+"""Split a model's text into reasoning and the rest, and parse the rest: nothing in a thought is a call."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from agentrl.chat.parsers.base import ParsedMessage, ToolCallParser, Tools
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningTags:
+    """The texts around a thought."""
+
+    open: str
+    close: str
+
+
+THINK = ReasoningTags("<think>", "</think>")
+
+REASONING_TAGS = (
+    THINK,
+    ReasoningTags("[THINK]", "[/THINK]"),
+    ReasoningTags("<seed:think>", "</seed:think>"),
+    ReasoningTags("<|START_THINKING|>", "<|END_THINKING|>"),
+    ReasoningTags("<|thought_start|>", "<|thought_end|>"),
+    ReasoningTags("◁think▷", "◁/think▷"),
+    ReasoningTags("<|inner_prefix|>", "<|inner_suffix|>"),
+    ReasoningTags("[unused16]", "[unused17]"),
+)
+"""How model families mark thoughts. ``THINK`` is by far the most common, so it is first."""
+
+_CALLS = (
+    ("<tool_call>", "</tool_call>"),
+    ("<tool_calls>", "</tool_calls>"),
+    ("<|tool_call_start|>", "<|tool_call_end|>"),
+    ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    ("<seed:tool_call>", "</seed:tool_call>"),
+    ("<minimax:tool_call>", "</minimax:tool_call>"),
+    ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+    ("<function=", "</function>"),
+    ("[TOOL_CALLS]", ""),
+    ("<|python_tag|>", ""),
+)
+"""Where a tool call begins and ends: an opening tag inside one is an argument, not a thought."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitText:
+    """``reasoning`` joins all thoughts; ``is_open`` tells that the last one is not closed."""
+
+    reasoning: str
+    rest: str
+    is_open: bool = False
+
+
+def tags_in(template: str) -> ReasoningTags:
+    """Return the reasoning tags that a chat template mentions; ``THINK`` if none."""
+    found = (tags for tags in REASONING_TAGS if tags.open in template or tags.close in template)
+    return next(found, THINK)
+
+
+def opens_thought(prompt: str, tags: ReasoningTags = THINK) -> bool:
+    """Return whether a rendered prompt ends inside a thought, as templates of thinking models write it."""
+    return prompt.rstrip().endswith(tags.open)
+
+
+def split_reasoning(text: str, tags: ReasoningTags = THINK, *, opened: bool = False) -> SplitText:
+    """Split ``text`` into its thoughts and the rest. ``opened``: the prompt opened the first thought.
+
+    A thought that is not closed reaches to the end. A closing tag that comes first ends a thought that
+    began before the text. A tag inside a tool call is an argument.
+    """
+    thoughts: list[str] = []
+    spoken: list[str] = []
+    first_open, first_close = text.find(tags.open), text.find(tags.close)
+    inside = opened or (first_close >= 0 and not 0 <= first_open < first_close)
+    if inside:
+        text = text.lstrip().removeprefix(tags.open) if text.lstrip().startswith(tags.open) else text
+    while True:
+        if inside:
+            thought, close, text = text.partition(tags.close)
+            thoughts.append(thought.strip())
+            if not close:
+                return SplitText(_join(thoughts), "".join(spoken), is_open=True)
+            inside = False
+        else:
+            at = _opening(text, tags)
+            if at < 0:
+                return SplitText(_join(thoughts), "".join(spoken) + text)
+            spoken.append(text[:at])
+            text, inside = text[at + len(tags.open) :], True
+
+
+def parse_text(
+    parser: ToolCallParser, text: str, tools: Tools, tags: ReasoningTags = THINK, *, opened: bool = False
+) -> ParsedMessage:
+    """Return the parts of an assistant's ``text``: reasoning by ``tags``, the rest by ``parser``.
+
+    With a malformed call ``content`` is all text outside of thoughts, so that the call stays readable.
+    """
+    split = split_reasoning(text, tags, opened=opened)
+    parsed = parser.parse(split.rest, tools)
+    return replace(
+        parsed,
+        content=split.rest.strip() if parsed.error else parsed.content,
+        reasoning=_join([split.reasoning, parsed.reasoning]),
+    )
+
+
+def _opening(text: str, tags: ReasoningTags) -> int:
+    """Return where the next thought opens outside tool calls; -1 without one."""
+    for match in re.finditer(re.escape(tags.open), text):
+        if not any(_is_inside(text[: match.start()], start, end) for start, end in _CALLS):
+            return match.start()
+    return -1
+
+
+def _is_inside(before: str, start: str, end: str) -> bool:
+    opening = before.rfind(start)
+    return opening >= 0 and (not end or before.find(end, opening) < 0)
+
+
+def _join(thoughts: list[str]) -> str:
+    return "\n\n".join(thought for thought in thoughts if thought)
