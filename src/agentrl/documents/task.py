@@ -77,6 +77,8 @@ class Task(Root):
     answer_schema: str = "answer"
     agent_name: str | None = None
     system_prompt: str | None = None
+    messages: tuple[dict[str, Any], ...] = ()
+    """Chat messages between the system prompt and the question, such as worked examples; never trained."""
     query_prompt: str | None = None
     tools: tuple[str, ...] | None = None
     max_turns: int | None = None
@@ -104,7 +106,7 @@ class Task(Root):
 
 CONTENT: Final = (
     "query", "answer", "aug_answers", "scorer", "answer_schema", "agent_name", "system_prompt",
-    "query_prompt", "tools", "max_turns", "meta",
+    "messages", "query_prompt", "tools", "max_turns", "meta",
 )  # fmt: skip
 """The fields that come from the task file; a run sets the other fields."""
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import overload
 
+from agentrl.documents.bad_task import BadTaskError
 from agentrl.documents.task import Task
-from agentrl.documents.task_json import BadTaskError, make_task, nearest_field, parse
+from agentrl.documents.task_json import make_task, nearest_field, parse
 from agentrl.documents.task_source import TaskSource
 from agentrl.errors import TaskFileError
 

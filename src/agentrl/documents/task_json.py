@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from agentrl.documents.bad_task import BadTaskError, kind_of
 from agentrl.documents.task import Slot, Task, task_key
+from agentrl.documents.task_messages import Chat, read_examples, read_prompt
 
 MAX_LINE_BYTES = 16 * 2**20
 """Longest JSON text of one task."""
@@ -26,10 +28,6 @@ _ELEMENT_BYTES = 16
 """Upper bound of the bytes of a number or a list key in a document."""
 
 _ID = ("id", "task_id")
-
-
-class BadTaskError(ValueError):
-    """A task of the file cannot be loaded; the message is the reason."""
 
 
 class _Unstorable:
@@ -147,7 +145,7 @@ _ANSWER = ("a", "Final answer", "Final Answer", "Final sample answer", "answer",
 _RAW_ANSWER = ("expected_answer", "answer")
 _OTHER = (
     "aug_answers", "scorer", "answer_schema", "agent_name", "system_prompt", "query_prompt", "tools",
-    "max_turns", "meta", "messages", "raw",
+    "max_turns", "meta", "messages", "prompt", "raw", "reward_model", "extra_info",
 )  # fmt: skip
 _KNOWN = frozenset((*_ID, *_QUERY, *_ANSWER, *_OTHER))
 _LONG_ENOUGH = 4
@@ -167,11 +165,11 @@ def nearest_field(name: str) -> str | None:
 def make_task(item: Any, split: str, epoch: int, num_generations: int) -> Task:
     """Return the Task of one JSON value, with ``order`` 0. Raises BadTaskError."""
     if not isinstance(item, dict):
-        raise BadTaskError(f"a task is a JSON object, and this is {_kind(item)}")
+        raise BadTaskError(f"a task is a JSON object, and this is {kind_of(item)}")
     check_bson_limits(item)
     rest = dict(item)
     task_id = _take_id(rest)
-    query = _take_query(rest)
+    query, chat = _take_question(rest)
     answer = _take_answer(rest)
     return Task(
         id=task_key(split, epoch, task_id),
@@ -185,7 +183,8 @@ def make_task(item: Any, split: str, epoch: int, num_generations: int) -> Task:
         scorer=_take_word(rest, "scorer") or "agentcpm",
         answer_schema=_take_word(rest, "answer_schema") or "answer",
         agent_name=_take_word(rest, "agent_name"),
-        system_prompt=_take(rest, "system_prompt", str),
+        system_prompt=_take_system_prompt(rest, chat),
+        messages=chat.messages,
         query_prompt=_take_query_prompt(rest),
         tools=_take_tools(rest),
         max_turns=_take_max_turns(rest),
@@ -200,29 +199,56 @@ def _take_id(rest: dict[str, Any]) -> str:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, (str, int)):
-            raise BadTaskError(f"{name} is {_kind(value)}, and it is text or a whole number")
+            raise BadTaskError(f"{name} is {kind_of(value)}, and it is text or a whole number")
         if not str(value).strip():
             raise BadTaskError(f"{name} is empty")
         return str(value)
-    raise BadTaskError("id is missing (task_id is read too)")
+    index = _inside(rest, "extra_info", "index")
+    if isinstance(index, (int, str)) and not isinstance(index, bool):
+        source = rest.get("data_source")
+        return f"{source}/{index}" if isinstance(source, str) else str(index)
+    raise BadTaskError("id is missing (task_id and verl's extra_info.index are read too)")
 
 
-def _take_query(rest: dict[str, Any]) -> str:
+def _take_question(rest: dict[str, Any]) -> tuple[str, Chat]:
+    """Return the question and the chat in front of it."""
+    query = _take_query(rest)
+    if query is not None:
+        return query, _checked(read_examples("messages", rest.pop("messages", None) or [], query))
+    for name in ("messages", "prompt"):
+        if rest.get(name) and isinstance(rest[name], list):
+            question, chat = read_prompt(name, rest[name])
+            if rest[name][-1].get("role") == "user":
+                del rest[name]  # all of it is in the task
+            return question, _checked(chat)
+    text = _first_user_message(_inside(rest, "raw", "messages"))
+    if text:
+        return text, Chat()
+    raise BadTaskError("query is missing")
+
+
+def _checked(chat: Chat) -> Chat:
+    """Return the chat if a document can hold the arguments that were JSON text. Raises BadTaskError."""
+    check_bson_limits({"messages": list(chat.messages)})
+    return chat
+
+
+def _take_query(rest: dict[str, Any]) -> str | None:
     for name in _QUERY:
         value = rest.pop(name, None)
         if value is None:
             continue
         if not isinstance(value, str):
-            raise BadTaskError(f"{name} is {_kind(value)}, and it is text")
+            raise BadTaskError(f"{name} is {kind_of(value)}, and it is text")
         if not value.strip():
             raise BadTaskError(f"{name} is empty")
         return value
-    raw = rest.get("raw")
-    for holder in (rest, raw if isinstance(raw, dict) else {}):
-        text = _first_user_message(holder.get("messages"))
-        if text:
-            return text
-    raise BadTaskError("query is missing")
+    return None
+
+
+def _inside(rest: dict[str, Any], holder: str, name: str) -> Any:
+    value = rest.get(holder)
+    return value.get(name) if isinstance(value, dict) else None
 
 
 def _first_user_message(messages: Any) -> str | None:
@@ -237,16 +263,22 @@ def _take_answer(rest: dict[str, Any]) -> Any:
     for name in _ANSWER:
         if rest.get(name) is not None:
             return rest.pop(name)
-    raw = rest.get("raw")
-    if isinstance(raw, dict):
-        return next((raw[name] for name in _RAW_ANSWER if raw.get(name) is not None), None)
-    return None
+    raw = (_inside(rest, "raw", name) for name in _RAW_ANSWER)
+    found = next((value for value in raw if value is not None), None)
+    return _inside(rest, "reward_model", "ground_truth") if found is None else found
+
+
+def _take_system_prompt(rest: dict[str, Any], chat: Chat) -> str | None:
+    value: str | None = _take(rest, "system_prompt", str)
+    if value is not None and chat.system is not None:
+        raise BadTaskError("system_prompt and a system message in the messages: give one of them")
+    return chat.system if value is None else value
 
 
 def _take(rest: dict[str, Any], name: str, kind: type) -> Any:
     value = rest.pop(name, None)
     if value is not None and not isinstance(value, kind):
-        raise BadTaskError(f"{name} is {_kind(value)}, and it is {_kind(kind())}")
+        raise BadTaskError(f"{name} is {kind_of(value)}, and it is {kind_of(kind())}")
     return value
 
 
@@ -278,7 +310,7 @@ def _take_max_turns(rest: dict[str, Any]) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int):
-        raise BadTaskError(f"max_turns is {_kind(value)}, and it is a whole number")
+        raise BadTaskError(f"max_turns is {kind_of(value)}, and it is a whole number")
     if value < 1:
         raise BadTaskError(f"max_turns is {value}, and it is at least 1")
     return value
@@ -289,10 +321,3 @@ def _meta(rest: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(meta, dict):
         return dict(rest)
     return {**meta, **{name: value for name, value in rest.items() if name != "meta"}}
-
-
-def _kind(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else "true or false"
-    kinds = {str: "text", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return kinds.get(type(value), type(value).__name__)

@@ -4,8 +4,8 @@
 
 ``tiny.jsonl`` teaches a model with random weights the form of a tool call and the copying of numbers.
 ``tiny_mixed.jsonl`` adds mistakes, so that reinforcement learning has something to improve.
-``calculator.jsonl`` answers questions such as those of ``assets/tasks/calculator_train.jsonl``, with their
-system prompt. Every call writes the same bytes.
+``calculator.jsonl`` answers questions such as those of ``assets/tasks/calculator_train.jsonl``, behind
+the same examples. Every call writes the same bytes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from agentrl.quickstart.servers.arithmetic import evaluate
 from agentrl.quickstart.tasks import (
     CALCULATOR_TOOLS,
     QUESTION,
+    conversation,
     expressions,
     tiny_expressions,
     worked_examples,
@@ -64,15 +65,7 @@ def _messages(rng: random.Random, expression: str, kind: str) -> list[dict[str, 
     question = {"role": "user", "content": QUESTION.format(expression)}
     if kind == "guess":
         return [question, _answer(_wrong(rng, evaluate(expression)))]
-    written = _wrong_call(rng, expression) if kind == "wrong call" else expression
-    result = evaluate(written)
-    call = {"name": "calculate", "arguments": {"expression": written}}
-    return [
-        question,
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
-        {"role": "tool", "content": result},
-        _answer(result),
-    ]
+    return conversation(expression, _wrong_call(rng, expression) if kind == "wrong call" else None)
 
 
 def _answer(value: str) -> dict[str, Any]:
@@ -100,15 +93,7 @@ def main(argv: list[str]) -> int:
 
 
 def _calculator(expression: str) -> Conversation:
-    call = {"name": "calculate", "arguments": {"expression": expression}}
-    value = evaluate(expression)
-    messages = [
-        {"role": "system", "content": worked_examples()},
-        {"role": "user", "content": QUESTION.format(expression)},
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
-        {"role": "tool", "content": value},
-        {"role": "assistant", "content": f"<answer>{value}</answer>"},
-    ]
+    messages = [*worked_examples(), *conversation(expression)]
     return {"messages": messages, "tools": CALCULATOR_TOOLS}
 
 

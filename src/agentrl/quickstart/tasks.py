@@ -3,8 +3,8 @@
     python -m agentrl.quickstart.tasks
 
 Each task is arithmetic with numbers of two digits and needs one call of the calculator and one answer.
-SmolLM2-135M cannot solve it alone. It imitates a conversation better than it follows an instruction, so its
-system prompt ends with two worked examples, written as ChatML turns. Every call writes the same bytes.
+SmolLM2-135M cannot solve it alone. It imitates a conversation better than it follows an instruction, so two
+worked examples, as chat messages, precede its question. Every call writes the same bytes.
 """
 
 from __future__ import annotations
@@ -57,30 +57,37 @@ def tiny_expressions(seed: int) -> Iterator[str]:
     return expressions(seed, smallest=50, operators="+")
 
 
+def tool_call(expression: str) -> dict[str, Any]:
+    """Return a call of the calculator as it stands in an assistant message."""
+    function = {"name": "calculate", "arguments": {"expression": expression}}
+    return {"type": "function", "function": function}
+
+
 def call_text(expression: str) -> str:
     """Return a call of the calculator in the Hermes format, as the chat template writes it."""
     return f'<tool_call>{{"name": "calculate", "arguments": {{"expression": "{expression}"}}}}</tool_call>'
 
 
-def worked_examples() -> str:
-    """Return the system prompt of the 135M model: an instruction, then each example as ChatML turns.
+def conversation(asked: str, called: str | None = None) -> list[dict[str, Any]]:
+    """Return a question, a call of the calculator with ``called`` (default: ``asked``), and its answer."""
+    expression = called or asked
+    result = evaluate(expression)
+    return [
+        {"role": "user", "content": QUESTION.format(asked)},
+        {"role": "assistant", "content": "", "tool_calls": [tool_call(expression)]},
+        {"role": "tool", "content": result},
+        {"role": "assistant", "content": f"<answer>{result}</answer>"},
+    ]
 
-    The last turn stays open, because the chat template closes the system message.
-    """
-    turns = ["Use the tool."]
-    for expression in EXAMPLES:
-        value = evaluate(expression)
-        turns += [
-            f"<|im_start|>user\n{QUESTION.format(expression)}",
-            f"<|im_start|>assistant\n{call_text(expression)}",
-            f"<|im_start|>tool\n{value}",
-            f"<|im_start|>assistant\n<answer>{value}</answer>",
-        ]
-    return "<|im_end|>\n".join(turns)
+
+def worked_examples() -> list[dict[str, Any]]:
+    """Return the messages in front of every question to the 135M model: an instruction, then examples."""
+    examples = [message for expression in EXAMPLES for message in conversation(expression)]
+    return [{"role": "system", "content": "Use the tool."}, *examples]
 
 
 def make_tasks(
-    name: str, count: int, candidates: Iterator[str], *, system_prompt: str | None, without: set[str]
+    name: str, count: int, candidates: Iterator[str], *, messages: list[dict[str, Any]], without: set[str]
 ) -> list[str]:
     """Return ``count`` different tasks as JSON lines; skip expressions in ``without``, and add to it."""
     lines: list[str] = []
@@ -100,8 +107,8 @@ def make_tasks(
             "tools": ["calculator"],
             "max_turns": 2,
         }
-        if system_prompt is not None:
-            task["system_prompt"] = system_prompt
+        if messages:
+            task["messages"] = messages
         lines.append(json.dumps(task))
     return lines
 
@@ -109,10 +116,10 @@ def make_tasks(
 def task_files() -> dict[str, list[str]]:
     """Return {file name: its lines}; training and evaluation tasks have different questions."""
     asked: set[str] = set()
-    prompt = worked_examples()
-    train = make_tasks("calc", 400, expressions(1), system_prompt=prompt, without=asked)
-    held_out = make_tasks("eval", 64, expressions(2), system_prompt=prompt, without=asked)
-    tiny = make_tasks("tiny", 512, tiny_expressions(3), system_prompt=None, without=set())
+    examples = worked_examples()
+    train = make_tasks("calc", 400, expressions(1), messages=examples, without=asked)
+    held_out = make_tasks("eval", 64, expressions(2), messages=examples, without=asked)
+    tiny = make_tasks("tiny", 512, tiny_expressions(3), messages=[], without=set())
     return {
         "calculator_train.jsonl": train,
         "calculator_eval.jsonl": held_out,

@@ -89,7 +89,7 @@ class Rollout:
 
     @property
     def question(self) -> str:
-        """Return the first user message of the trajectory."""
+        """Return the user message that asks the question."""
         template = self.task.query_prompt or self.config.query_prompt or "{query}"
         return template.replace("{query}", self.task.query)
 
@@ -221,4 +221,4 @@ def _first_messages(rollout: Rollout) -> list[Message]:
         rollout.config.system_prompt if rollout.task.system_prompt is None else rollout.task.system_prompt
     )
     first: list[Message] = [{"role": "system", "content": system}] if system else []
-    return [*first, {"role": "user", "content": rollout.question}]
+    return [*first, *rollout.task.messages, {"role": "user", "content": rollout.question}]

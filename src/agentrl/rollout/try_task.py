@@ -14,13 +14,14 @@ from agentrl.chat.parsers import get_parser
 from agentrl.chat.renderer import ChatRenderer
 from agentrl.config.load import Configs
 from agentrl.config.schema import AgentConfig, EngineConfig, ModelConfig, RunConfig, SamplingConfig
+from agentrl.documents.bad_task import BadTaskError
 from agentrl.documents.base import now
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Failure, Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim, Task, task_key
-from agentrl.documents.task_json import BadTaskError, make_task, parse
+from agentrl.documents.task_json import make_task, parse
 from agentrl.documents.task_source import TaskSource
 from agentrl.errors import ConfigError, FailureError, TaskFileError, TrajectoryError
 from agentrl.inference.client import Generation

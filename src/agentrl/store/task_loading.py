@@ -203,7 +203,8 @@ def _differences(stored: Mapping[str, Any], task: Task) -> Iterator[str]:
     """Yield a description of each field that differs: stored → new."""
     for name in CONTENT:
         old, new = stored.get(name), plain(getattr(task, name))
-        if old != new:
+        is_newer = name not in stored and not new  # the run was begun before the field was there
+        if old != new and not is_newer:
             yield f"{name} {_excerpt(old)} → {_excerpt(new)}"
     slots = len(stored.get("slots", ()))
     if slots != len(task.slots):

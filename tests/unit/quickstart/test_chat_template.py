@@ -60,7 +60,7 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
         {"role": "assistant", "content": " <answer>3</answer>"},
     ],
     "worked examples": [
-        {"role": "system", "content": worked_examples()},
+        *worked_examples(),
         {"role": "user", "content": "What is 19 + 74?"},
         {"role": "assistant", "content": call_text("19 + 74")},
         {"role": "tool", "content": "93"},

@@ -47,9 +47,8 @@ def test_training_and_evaluation_ask_different_questions() -> None:
 
 
 def test_the_worked_examples_call_the_tool_that_the_parser_reads() -> None:
-    call = tasks.call_text("5 * 7")
-    assert call in tasks.worked_examples()
-    parsed = get_parser("hermes").parse(call, ())
+    parsed = get_parser("hermes").parse(tasks.call_text("5 * 7"), ())
+    assert tasks.worked_examples()[2]["tool_calls"] == [tasks.tool_call("5 * 7")]
     assert parsed.error is None
     assert [(found.name, found.arguments) for found in parsed.tool_calls] == [
         ("calculate", {"expression": "5 * 7"})

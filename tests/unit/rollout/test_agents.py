@@ -8,12 +8,15 @@ import pytest
 from rollout_fakes import CUT, PLAIN, FakeTools, ScriptedEngine, renderer_of
 
 from agentrl.chat.parsers import get_parser
-from agentrl.config.schema import AgentConfig
+from agentrl.config.schema import AgentConfig, GroupConfig
+from agentrl.data.convert import to_training_data
 from agentrl.documents.model_call import DispatchedSamplingTask, full_messages
 from agentrl.documents.packing import unpack_ids
+from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import CallStatus, StopReason
 from agentrl.documents.task import Claim, Task
+from agentrl.documents.task_json import make_task
 from agentrl.errors import ConfigError, ToolServerError
 from agentrl.rollout.agents import AGENTS
 from agentrl.rollout.context import CONTEXT_MANAGERS, SUMMARY_HEADING, without_tools
@@ -62,6 +65,18 @@ class Trajectory:
     @property
     def statuses(self) -> list[CallStatus]:
         return [call.status for call in self.calls]
+
+
+def trained(trajectory: Trajectory) -> list[list[int]]:
+    """Return the ids of every trained span that the trajectory is converted to."""
+    record = Record(
+        id="train/0/t/0/1", task=trajectory.task.id, traj_id=0, attempt=1, split="train", epoch=0, query="q",
+        score=1.0, turns=len(trajectory.calls),
+    )  # fmt: skip
+    data = to_training_data(trajectory.task, record, trajectory.calls, 0.5, GroupConfig())
+    assert data is not None
+    ids = unpack_ids(data.input_ids).tolist()
+    return [ids[span.start : span.end] for span in data.spans]
 
 
 async def test_an_attempt_has_seeds_of_its_own_and_the_same_ones_again() -> None:
@@ -226,6 +241,25 @@ async def test_prompts_come_from_the_task_or_the_flags() -> None:
     assert (await trajectory.run()).final_answer == "3"
     assert [m["content"] for m in trajectory.calls[0].messages] == ["T", "1+2?!"]
     assert trajectory.calls[0].tools == ()
+
+
+async def test_few_shot_messages_precede_the_question_and_are_never_trained() -> None:
+    shots = [
+        {"role": "user", "content": "0+1?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": 0, "b": 1}}]},
+        {"role": "tool", "content": "1"},
+        {"role": "assistant", "content": "<answer>1</answer>"},
+    ]
+    row = {"id": "t", "query": "1+2?", "messages": [{"role": "system", "content": "S"}, *shots]}
+    task = make_task(row, "train", 0, 1)
+    trajectory = Trajectory(
+        ADD, ANSWER, task={"messages": task.messages, "system_prompt": task.system_prompt}
+    )
+    assert (await trajectory.run()).final_answer == "3"
+    roles = [message["role"] for message in trajectory.calls[0].messages]
+    assert roles == ["system", "user", "assistant", "tool", "assistant", "user"]
+    assert "<answer>1</answer>" in trajectory.engine.renderer.decode(trajectory.engine.prompts[0])
+    assert trained(trajectory) == trajectory.engine.outputs
 
 
 async def test_single_turn() -> None:

@@ -1,0 +1,178 @@
+"""Read the chat messages of a task: few-shot messages, and the ``prompt`` lists of verl and ChatLearn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.documents.bad_task import BadTaskError, kind_of
+
+Message = dict[str, Any]
+
+ROLES = ("system", "user", "assistant", "tool")
+_KEYS: Mapping[str, frozenset[str]] = {
+    "system": frozenset({"role", "content"}),
+    "user": frozenset({"role", "content", "name"}),
+    "assistant": frozenset({"role", "content", "name", "tool_calls", "reasoning_content"}),
+    "tool": frozenset({"role", "content", "name", "tool_call_id"}),
+}
+_SHOWN = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """The messages in front of a question, and the system prompt if they begin with one."""
+
+    system: str | None = None
+    messages: tuple[Message, ...] = ()
+
+
+def read_examples(field: str, value: Any, question: str) -> Chat:
+    """Return the messages in front of ``question``, without the question if it is the last of them.
+
+    A system message may come first. Every tool call has a result. Arguments written as JSON text become
+    objects, and missing ids of calls are filled in. Raises BadTaskError, which names the message.
+    """
+    messages = _messages(field, value)
+    if messages and messages[-1]["role"] == "user" and messages.pop()["content"] != question:
+        raise BadTaskError(f"{field} ends with a user message that is not the query: leave one of them out")
+    return _chat(field, messages)
+
+
+def read_prompt(field: str, value: Any) -> tuple[str, Chat]:
+    """Return the question of a prompt, its last message, and the messages in front of it.
+
+    A list that does not end with a user message is a whole conversation: its first user message is the
+    question, and nothing after it is read. Raises BadTaskError.
+    """
+    messages = _messages(field, value)
+    roles = [message["role"] for message in messages]
+    if "user" not in roles:
+        raise BadTaskError(f"{field} has no user message, and the question is one")
+    last = len(roles) - 1 if roles[-1] == "user" else roles.index("user")
+    question: str = messages[last]["content"]
+    if not question.strip():
+        raise BadTaskError(f"{field}[{last}]: the question is empty")
+    return question, _chat(field, messages[:last])
+
+
+def _chat(field: str, messages: list[Message]) -> Chat:
+    system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
+    first = 0 if system is None else 1
+    return Chat(system, tuple(_link_tool_calls(field, messages[first:], first)))
+
+
+def _messages(field: str, value: Any) -> list[Message]:
+    if not isinstance(value, list):
+        raise BadTaskError(f"{field} is {kind_of(value)}, and it is a list of chat messages")
+    return [_message(f"{field}[{index}]", item) for index, item in enumerate(value)]
+
+
+def _message(where: str, item: Any) -> Message:
+    if not isinstance(item, dict):
+        raise BadTaskError(f"{where} is {kind_of(item)}, and a message is an object with a role")
+    role = item.get("role")
+    if role not in ROLES:
+        raise BadTaskError(f"{where}: the role is {_excerpt(role)}; choose one of {', '.join(ROLES)}")
+    message = {key: value for key, value in item.items() if value is not None}
+    unknown = sorted(set(message) - _KEYS[role])
+    if unknown:
+        raise BadTaskError(f"{where}: a message of role {role} has no {_excerpt(unknown[0])}")
+    for key in sorted(_KEYS[role] - {"content", "tool_calls"}):
+        if not isinstance(message.get(key, ""), str):
+            raise BadTaskError(f"{where}: {key} is {kind_of(message[key])}, and it is text")
+    if message.get("content") is None and not message.get("tool_calls"):
+        raise BadTaskError(f"{where}: content is missing")
+    return {**message, "content": _text(where, message.get("content", ""))}
+
+
+def _text(where: str, content: Any) -> str:
+    """Return the text of a message; a list of text parts is joined."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    if not parts or not all(_is_text_part(part) for part in parts):
+        raise BadTaskError(f"{where}: content is {kind_of(content)}, and it is text or a list of text parts")
+    return "".join(part["text"] for part in parts)
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _link_tool_calls(field: str, messages: list[Message], first: int) -> list[Message]:
+    """Return the messages with one id for each call and its result; ``first`` is the index of the first."""
+    linked: list[Message] = []
+    open_calls: dict[str, str] = {}
+    for index, message in enumerate(messages, first):
+        where = f"{field}[{index}]"
+        if message["role"] == "system":
+            raise BadTaskError(f"{where}: a system message comes first or not at all")
+        if message["role"] == "tool":
+            linked.append(_result(where, message, open_calls))
+            continue
+        _require_results(where, open_calls)
+        if "tool_calls" in message:
+            calls = _calls(where, message["tool_calls"], index)
+            open_calls = {call["id"]: call["function"]["name"] for call in calls}
+            message = {**message, "tool_calls": calls}
+        linked.append(message)
+    _require_results(f"the end of {field}", open_calls)
+    return linked
+
+
+def _require_results(where: str, open_calls: Mapping[str, str]) -> None:
+    if open_calls:
+        raise BadTaskError(f"{where}: the call of {next(iter(open_calls.values()))} before it has no result")
+
+
+def _result(where: str, message: Message, open_calls: dict[str, str]) -> Message:
+    call_id = message.get("tool_call_id") or next(iter(open_calls), None)
+    if call_id not in open_calls:
+        raise BadTaskError(f"{where}: no call before it waits for a result" + (
+            f" with the id {_excerpt(call_id)}" if call_id else ""
+        ))  # fmt: skip
+    return {**message, "name": open_calls.pop(call_id), "tool_call_id": call_id}
+
+
+def _calls(where: str, value: Any, index: int) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise BadTaskError(f"{where}: tool_calls is {kind_of(value)}, and it is a list of calls")
+    calls = [
+        _call(f"{where}.tool_calls[{place}]", item, f"shot{index % 1000:03d}{place % 100:02d}")
+        for place, item in enumerate(value)
+    ]
+    if len({call["id"] for call in calls}) < len(calls):
+        raise BadTaskError(f"{where}: two tool calls have one id")
+    return calls
+
+
+def _call(where: str, item: Any, default_id: str) -> dict[str, Any]:
+    """Return a call in OpenAI's form; ``{"name", "arguments"}`` without the form is read too."""
+    function = item.get("function", item) if isinstance(item, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(item, dict) or not isinstance(function, dict) or not isinstance(name, str) or not name:
+        raise BadTaskError(f'{where}: a call is {{"function": {{"name": …, "arguments": {{…}}}}}}')
+    call_id = item.get("id") or default_id
+    if not isinstance(call_id, str):
+        raise BadTaskError(f"{where}: id is {kind_of(call_id)}, and it is text")
+    arguments = _arguments(where, function.get("arguments"))
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _arguments(where: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise BadTaskError(f"{where}: arguments are not JSON: {_excerpt(value)}") from error
+    if not isinstance(value, (dict, type(None))):
+        raise BadTaskError(f"{where}: arguments are {kind_of(value)}, and they are an object")
+    return value or {}
+
+
+def _excerpt(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
