@@ -12,7 +12,7 @@ from agentrl.chat.renderer import ChatRenderer
 from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.inference.client import Generation
-from agentrl.tools.base import Schema, ToolResult, function_schema
+from agentrl.tools.base import Schema, ToolResult, Trajectory, function_schema
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "</s>"]
 END, END_OF_TEXT = 257, 258
@@ -87,7 +87,7 @@ class FakeTools:
         self.raised: Exception | None = None
         self.calls: list[tuple[str, dict[str, Any]]] = []
 
-    async def schemas(self, servers: Sequence[str] | None = None) -> list[Schema]:
+    def list(self, servers: Sequence[str] | None = None) -> Sequence[Schema]:
         """The two tools, or none where the task wants none."""
         number = {"type": "integer"}
         parameters = {"type": "object", "properties": {"a": number, "b": number}, "required": ["a", "b"]}
@@ -95,9 +95,9 @@ class FakeTools:
         return schemas if servers is None or servers else []
 
     @asynccontextmanager
-    async def trajectory(self) -> AsyncIterator[FakeTools]:
-        """As a pool: itself for every trajectory."""
-        yield self
+    async def session(self, trajectory: Trajectory) -> AsyncIterator[FakeSession]:
+        """The tools that the task of a trajectory names."""
+        yield FakeSession(self, trajectory.servers)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Run one."""
@@ -107,3 +107,19 @@ class FakeTools:
         if name == "fail":
             return ToolResult(text="it broke", error=True, seconds=0.0, server="fake")
         return ToolResult(text=str(arguments["a"] + arguments["b"]), error=False, seconds=0.0, server="fake")
+
+
+class FakeSession:
+    """The tools of one trajectory."""
+
+    def __init__(self, tools: FakeTools, servers: Sequence[str] | None) -> None:
+        self.tools = tools
+        self.servers = servers
+
+    async def list(self) -> Sequence[Schema]:
+        """The tools that the task wants."""
+        return self.tools.list(self.servers)
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Run one."""
+        return await self.tools.call(name, arguments)

@@ -14,7 +14,7 @@ from rollout_fakes import FakeTools
 from test_sampling import Setting, task
 from tiny_policy import write_tiny_policy
 
-from agentrl.config.schema import AgentConfig, GroupConfig, RunConfig, SamplingConfig
+from agentrl.config.schema import GroupConfig, RunConfig, SamplingConfig, ToolConfig
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.errors import ConfigError
 from agentrl.rollout.preflight import probe
@@ -49,7 +49,7 @@ async def test_what_tasks_name_is_tried(
     monkeypatch.syspath_prepend(tmp_path)
     await store.tasks.load([task("good"), task("bad", **fields)])
     sampling = SamplingConfig(agent_config_path=str(tmp_path / "none.yml"))
-    async with ToolPool(AgentConfig()) as tools:
+    async with ToolPool(ToolConfig()) as tools:
         with pytest.raises(ConfigError) as caught:
             await probe(store, tools, sampling, "train", GroupConfig())
     assert message in str(caught.value)

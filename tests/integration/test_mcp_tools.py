@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from open_tools import open_tools
 
-from agentrl.config.schema import AgentConfig
+from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerError
 from agentrl.tools import mcp
-from agentrl.tools.base import schema_name
+from agentrl.tools.base import Trajectory, schema_name
 from agentrl.tools.pool import ToolPool
 
 pytestmark = pytest.mark.integration
@@ -30,10 +31,10 @@ def stdio_entry(*more: str) -> dict[str, object]:
     return {"command": "python", "args": [SERVER, "stdio", *more]}
 
 
-def config_of(tmp_path: Path, servers: dict[str, object], **flags: object) -> AgentConfig:
+def config_of(tmp_path: Path, servers: dict[str, object], **flags: object) -> ToolConfig:
     path = tmp_path / "servers.yml"
     path.write_text(yaml.safe_dump({"servers": servers}))
-    return AgentConfig(mcp_servers_file=str(path), **flags)
+    return ToolConfig(mcp_servers_file=str(path), **flags)
 
 
 def start_http(port: int) -> subprocess.Popen[bytes]:
@@ -65,8 +66,8 @@ def http_server() -> Iterator[tuple[str, int, list[subprocess.Popen[bytes]]]]:
 
 async def test_stdio_server_answers_and_its_errors_are_results(tmp_path: Path) -> None:
     config = config_of(tmp_path, {"demo": stdio_entry()}, max_tool_result_chars=100)
-    async with ToolPool(config) as pool:
-        names = [schema_name(schema) for schema in await pool.schemas()]
+    async with open_tools(config) as pool:
+        names = [schema_name(schema) for schema in await pool.list()]
         assert names == sorted(names)
         assert "add" in names
         good = await pool.call("add", {"a": 2, "b": 3})
@@ -82,7 +83,7 @@ async def test_stdio_server_answers_and_its_errors_are_results(tmp_path: Path) -
 
 async def test_a_slow_call_is_stopped_and_the_server_stays(tmp_path: Path) -> None:
     config = config_of(tmp_path, {"demo": stdio_entry()}, tool_timeout_seconds=0.5)
-    async with ToolPool(config) as pool:
+    async with open_tools(config) as pool:
         before = await pool.call("pid", {})
         slow = await pool.call("wait", {"seconds": 30})
         assert slow.error
@@ -91,7 +92,7 @@ async def test_a_slow_call_is_stopped_and_the_server_stays(tmp_path: Path) -> No
 
 
 async def test_many_calls_at_once_share_one_connection(tmp_path: Path) -> None:
-    async with ToolPool(config_of(tmp_path, {"demo": stdio_entry()})) as pool:
+    async with open_tools(config_of(tmp_path, {"demo": stdio_entry()})) as pool:
         results = await asyncio.gather(*(pool.call("add", {"a": i, "b": i}) for i in range(32)))
         assert [result.text for result in results] == [str(2 * i) for i in range(32)]
         pids = await asyncio.gather(*(pool.call("pid", {}) for _ in range(4)))
@@ -99,7 +100,7 @@ async def test_many_calls_at_once_share_one_connection(tmp_path: Path) -> None:
 
 
 async def test_a_killed_stdio_server_is_started_again(tmp_path: Path) -> None:
-    async with ToolPool(config_of(tmp_path, {"demo": stdio_entry()})) as pool:
+    async with open_tools(config_of(tmp_path, {"demo": stdio_entry()})) as pool:
         before = int((await pool.call("pid", {})).text)
         os.kill(before, signal.SIGKILL)
         after = int((await pool.call("pid", {})).text)
@@ -107,7 +108,7 @@ async def test_a_killed_stdio_server_is_started_again(tmp_path: Path) -> None:
 
 
 async def test_a_server_that_dies_of_a_call_is_a_failure(tmp_path: Path) -> None:
-    async with ToolPool(config_of(tmp_path, {"demo": stdio_entry()})) as pool:
+    async with open_tools(config_of(tmp_path, {"demo": stdio_entry()})) as pool:
         with pytest.raises(ToolServerError, match="lost twice while it ran die"):
             await pool.call("die", {})
         assert (await pool.call("add", {"a": 1, "b": 1})).text == "2"
@@ -119,7 +120,7 @@ async def test_http_server_killed_midway_is_connected_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     url, port, processes = http_server
-    async with ToolPool(config_of(tmp_path, {"web": {"url": url}})) as pool:
+    async with open_tools(config_of(tmp_path, {"web": {"url": url}})) as pool:
         assert (await pool.call("add", {"a": 1, "b": 2})).text == "3"
         processes[0].kill()
         processes[0].wait(10)
@@ -136,17 +137,19 @@ async def test_tools_of_one_name_on_two_servers_are_prefixed(
     tmp_path: Path, http_server: tuple[str, int, list[subprocess.Popen[bytes]]]
 ) -> None:
     servers = {"local": stdio_entry("lookup"), "web": {"url": http_server[0]}}
-    async with ToolPool(config_of(tmp_path, servers)) as pool:
-        names = [schema_name(schema) for schema in await pool.schemas()]
+    async with open_tools(config_of(tmp_path, servers)) as pool:
+        names = [schema_name(schema) for schema in await pool.list()]
         assert "lookup" in names
         assert {"local.add", "web.add"} <= set(names)
         assert "add" not in names
         assert (await pool.call("web.add", {"a": 1, "b": 1})).server == "web"
-        one = [schema_name(schema) for schema in await pool.schemas(["web"])]
-        assert all(name.startswith("web.") for name in one)
-        assert await pool.schemas([]) == []
+    async with ToolPool(config_of(tmp_path, servers)) as all_servers:
+        async with all_servers.session(Trajectory(id="t", servers=("web",))) as tools:
+            assert all(schema_name(schema).startswith("web.") for schema in await tools.list())
+        async with all_servers.session(Trajectory(id="t", servers=())) as tools:
+            assert await tools.list() == []
         with pytest.raises(ToolServerError, match="no tool server nowhere"):
-            await pool.schemas(["nowhere"])
+            all_servers.list(["nowhere"])
 
 
 async def test_unreachable_servers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,9 +164,7 @@ async def test_unreachable_servers_are_named(tmp_path: Path, monkeypatch: pytest
 
 
 async def test_closing_ends_the_stdio_server(tmp_path: Path) -> None:
-    pool = ToolPool(config_of(tmp_path, {"demo": stdio_entry()}))
-    await pool.open()
-    child = int((await pool.call("pid", {})).text)
-    await pool.close()
+    async with open_tools(config_of(tmp_path, {"demo": stdio_entry()})) as tools:
+        child = int((await tools.call("pid", {})).text)
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)

@@ -20,7 +20,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from agentrl.config.load import Configs, parse
-from agentrl.config.schema import AgentConfig, EngineConfig, ModelConfig, RunConfig, SamplingConfig
+from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig, SamplingConfig, ToolConfig
 from agentrl.errors import AgentRLError
 from agentrl.inference.engines.commands import engine_venv, has_gpu, install_hint
 from agentrl.observe.redact import redact
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
         command="agentrl doctor",
         description="Checks this machine, and names the command that fixes each fault. With the flags of your"
         " run it also checks the database, the model, the tool servers and the engine.",
-        shown=[RunConfig, ModelConfig, EngineConfig, AgentConfig],
+        shown=[RunConfig, ModelConfig, EngineConfig, ToolConfig],
     )
     checks = [*machine_checks(configs[RunConfig], configs[EngineConfig]), *asyncio.run(_run_checks(configs))]
     stdout_console().print(render(checks))
@@ -72,7 +72,7 @@ async def _run_checks(configs: Configs) -> list[Check]:
         await check_database(configs[RunConfig]),
         *model_checks(configs[ModelConfig]),
         check_agent_config(configs[SamplingConfig]),
-        await check_tools(configs[AgentConfig]),
+        await check_tools(configs[ToolConfig]),
     ]
 
 
@@ -307,7 +307,7 @@ def check_agent_config(config: SamplingConfig) -> Check:
     return Check(name, "ok", f"{path}: {', '.join(endpoint.model for endpoint in section.models)}")
 
 
-async def check_tools(config: AgentConfig) -> Check:
+async def check_tools(config: ToolConfig) -> Check:
     """Connect to the configured tool servers and list their tools."""
     from agentrl.tools.pool import ToolPool
 
@@ -316,7 +316,7 @@ async def check_tools(config: AgentConfig) -> Check:
         return Check(name, "ok", "not checked: give --mcp_servers_file, --mcp_manager_url or --tools")
     try:
         async with asyncio.timeout(_TOOLS_SECONDS), ToolPool(config) as pool:
-            schemas = await pool.schemas(None)
+            schemas = pool.list()
             return Check(name, "ok", f"{', '.join(pool.servers)}: {len(schemas)} tools")
     except TimeoutError:
         hint = "start the servers' commands by hand to see their errors"

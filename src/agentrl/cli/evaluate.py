@@ -12,6 +12,7 @@ from agentrl.config.schema import (
     RunConfig,
     SamplingConfig,
     TaskConfig,
+    ToolConfig,
     flag,
 )
 from agentrl.errors import ConfigError
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> int:
         command="agentrl eval",
         description="Samples --eval_file at one policy version, --num_generations trajectories per task (1 by"
         " default), and prints mean score, pass rate, pass@k and failures.",
-        shown=[RunConfig, ModelConfig, TaskConfig, SamplingConfig, AgentConfig],
+        shown=[RunConfig, ModelConfig, TaskConfig, SamplingConfig, AgentConfig, ToolConfig],
         extra=[EvalConfig],
     )
     if configs[TaskConfig].eval_file is None:

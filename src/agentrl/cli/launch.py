@@ -18,7 +18,7 @@ from pathlib import Path
 
 from agentrl.cli.main import run as run_command
 from agentrl.config.load import Configs, parse
-from agentrl.config.schema import AgentConfig, ModelConfig, RunConfig, TaskConfig
+from agentrl.config.schema import ModelConfig, RunConfig, TaskConfig, ToolConfig
 from agentrl.documents.task_file import read_tasks
 from agentrl.errors import ConfigError
 from agentrl.processes import thread_limits
@@ -155,9 +155,9 @@ def _default_servers(configs: Configs, *, is_demo: bool) -> list[ServerSpec] | N
     It is used by the demo, and if the tasks name tools and no other servers are configured. Raises
     ConfigError if the tasks name a server that the file does not configure, and TaskFileError.
     """
-    agent, tasks = configs[AgentConfig], configs[TaskConfig]
+    tools, tasks = configs[ToolConfig], configs[TaskConfig]
     path = tasks.eval_file or tasks.train_file
-    if agent.mcp_servers_file or agent.mcp_manager_url or path is None:
+    if tools.mcp_servers_file or tools.mcp_manager_url or path is None:
         return None
     read = read_tasks(path, shuffle=False, skip_bad_lines=tasks.skip_bad_lines)
     named = {tool for task in read.tasks for tool in task.tools or ()}

@@ -13,6 +13,7 @@ from agentrl.config.schema import (
     RunConfig,
     SamplingConfig,
     TaskConfig,
+    ToolConfig,
 )
 from agentrl.config.validate import require_trainable
 
@@ -23,7 +24,16 @@ def main(argv: list[str]) -> int:
         argv,
         command="agentrl sample",
         description="Claims tasks of the run, runs and scores their trajectories, finalizes groups.",
-        shown=[RunConfig, ModelConfig, TaskConfig, SamplingConfig, AgentConfig, ClaimConfig, GroupConfig],
+        shown=[
+            RunConfig,
+            ModelConfig,
+            TaskConfig,
+            SamplingConfig,
+            AgentConfig,
+            ToolConfig,
+            ClaimConfig,
+            GroupConfig,
+        ],
         validate=require_trainable,
     )
     from agentrl.observe.logging import setup

@@ -83,7 +83,7 @@ class ClaimConfig(Flags):
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig(Flags):
-    """One trajectory: its agent, turns, context and tools."""
+    """One trajectory: its agent, turns and context."""
 
     section = "agent"
 
@@ -121,20 +121,6 @@ class AgentConfig(Flags):
     )
     tool_call_parser: str = flag(
         "hermes", "how tool calls are written: hermes, qwen, llama, minicpm, …, or your own as module:name"
-    )
-    tools: str = flag(
-        "", "Python tools, comma-separated: module:name of functions or classes, or registered names"
-    )
-    mcp_manager_url: str | None = flag(None, "URL of an MCP manager (…/mcpapi) or a streamable-HTTP server")
-    mcp_server_name: str = flag("all", "server to use behind --mcp_manager_url")
-    mcp_servers_file: str | None = flag(None, "YAML file of MCP servers by name (command or url)")
-    mcp_auth_token_env: str = flag("MCP_AUTH_TOKEN", "environment variable with the MCP bearer token")
-    tool_timeout_seconds: float = flag(60.0, "timeout of one tool call", within="(0, inf)", unit="seconds")
-    max_tool_result_chars: int = flag(
-        32768,
-        "a longer tool result is cut, with a notice to the model",
-        within="[1, inf)",
-        unit="characters",
     )
     trajectory_timeout_seconds: float = flag(
         3600.0, "timeout of one trajectory", within="(0, inf)", unit="seconds"

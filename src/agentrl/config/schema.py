@@ -10,6 +10,7 @@ from agentrl.config.fields import flag
 from agentrl.config.loss import LossConfig
 from agentrl.config.run import EngineConfig, ModelConfig, RunConfig
 from agentrl.config.sampling import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig, TaskConfig
+from agentrl.config.tools import ToolConfig
 from agentrl.config.training import (
     AdapterConfig,
     IgnoredConfig,
@@ -22,12 +23,12 @@ from agentrl.config.training import (
 __all__ = [
     "GROUPS", "AdapterConfig", "AgentConfig", "ClaimConfig", "EngineConfig", "GroupConfig", "IgnoredConfig",
     "LossConfig", "MemoryConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "RunConfig",
-    "SamplingConfig", "TaskConfig", "TrainConfig", "flag", "sections",
+    "SamplingConfig", "TaskConfig", "ToolConfig", "TrainConfig", "flag", "sections",
 ]  # fmt: skip
 
 GROUPS: tuple[type, ...] = (
-    RunConfig, ModelConfig, TaskConfig, ClaimConfig, AgentConfig, SamplingConfig, GroupConfig, LossConfig,
-    OptimConfig, AdapterConfig, MemoryConfig, TrainConfig, EngineConfig, IgnoredConfig,
+    RunConfig, ModelConfig, TaskConfig, ClaimConfig, AgentConfig, ToolConfig, SamplingConfig, GroupConfig,
+    LossConfig, OptimConfig, AdapterConfig, MemoryConfig, TrainConfig, EngineConfig, IgnoredConfig,
 )  # fmt: skip
 """All groups. A run has one set of flags: every process accepts all of them and reads those it needs."""
 

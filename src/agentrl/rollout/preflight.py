@@ -59,7 +59,7 @@ async def probe(
         _try(problems, task, lambda name=name: SCORERS.get(name))  # type: ignore[misc]
     for schema, task in named.answer_schemas.items():
         _try(problems, task, lambda schema=schema: check_schema(schema))  # type: ignore[misc]
-    await _try_tools(problems, tools, named)
+    _try_tools(problems, tools, named)
     if groups is not None and (own := groups.group_filter) is not None:
         _try(problems, None, lambda: GROUP_FILTERS.get(own))
     if groups is not None and named.smallest_group is not None:
@@ -84,10 +84,10 @@ def _try(problems: list[str], task: str | None, check: Callable[[], object]) -> 
     return found if isinstance(found, AgentSection) else None
 
 
-async def _try_tools(problems: list[str], tools: ToolSource, named: TaskReferences) -> None:
+def _try_tools(problems: list[str], tools: ToolSource, named: TaskReferences) -> None:
     for servers, task in named.tools.items():
         try:
-            await tools.schemas(servers)
+            tools.list(servers)
         except ToolServerError as error:
             problems.append(_problem(error, task))
 

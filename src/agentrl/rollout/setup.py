@@ -22,6 +22,7 @@ from agentrl.config.schema import (
     RunConfig,
     SamplingConfig,
     TaskConfig,
+    ToolConfig,
 )
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.serving import InferenceService
@@ -102,7 +103,7 @@ async def allow_configured_imports(store: Store, configs: Configs) -> None:
     """Restrict imports to the modules that this process's flags and the run's Imports document name."""
     agent, groups = configs[AgentConfig], configs[GroupConfig]
     own = {agent.agent_name, agent.new_context, agent.tool_call_parser, groups.advantage}
-    own.update(name.strip() for name in agent.tools.split(","))
+    own.update(name.strip() for name in configs[ToolConfig].tools.split(","))
     if groups.group_filter is not None:
         own.add(groups.group_filter)
     allow_imports(configs[TaskConfig].allowed_names | own)
@@ -155,7 +156,7 @@ async def open_worker(
         tokens=renderer,
     )
     try:
-        async with ToolPool(agent) as tools:
+        async with ToolPool(configs[ToolConfig]) as tools:
             yield (
                 Worker(
                     store=store,

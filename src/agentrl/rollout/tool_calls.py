@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,10 +17,10 @@ from agentrl.user_code import contain
 
 
 class Tools(Protocol):
-    """The tools of one trajectory: ``TrajectoryTools``."""
+    """The tools of one trajectory: ``ToolSession``."""
 
-    async def schemas(self, servers: Sequence[str] | None = None) -> list[Schema]:
-        """Return OpenAI function schemas."""
+    async def list(self) -> Sequence[Schema]:
+        """Return the function schemas of the tools offered now."""
         ...
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
@@ -30,20 +31,24 @@ class Tools(Protocol):
 async def run_tool_calls(
     turn: Turn, pending: PendingCall, tools: Tools, schemas: Sequence[Schema]
 ) -> list[Message]:
-    """Run the tool calls of ``turn`` in order; record them in ``pending``; return one message per call.
+    """Run the tool calls of ``turn`` in parallel; record them in ``pending``, and return one message per
+    call, both in the order of the calls.
 
     A malformed tool call is not run: its message says what is wrong. An error that a tool reports is a
-    result. Raises ToolServerError if a server is lost.
+    result. Raises ToolServerError if a server is lost; the other calls of the turn are recorded.
     """
     ids = [call["id"] for call in pending.response.get("tool_calls", ())]
+    problems = [validate_call(call, schemas) for call in turn.tool_calls]
+    valid = [call for call, problem in zip(turn.tool_calls, problems, strict=True) if problem is None]
+    results = await asyncio.gather(*(_execute(call, tools) for call in valid), return_exceptions=True)
+    pending.executions += [result for result in results if isinstance(result, ToolExecution)]
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    texts = iter(pending.executions[len(pending.executions) - len(valid) :])
     messages = []
-    for call, call_id in zip(turn.tool_calls, ids, strict=True):
-        problem = validate_call(call, schemas)
-        if problem is None:
-            pending.executions.append(await _execute(call, tools))
-            text = pending.executions[-1].text
-        else:
-            text = pending.refuse(problem)
+    for call, call_id, problem in zip(turn.tool_calls, ids, problems, strict=True):
+        text = next(texts).text if problem is None else pending.refuse(problem)
         messages.append(_tool_message(text, call.name, call_id))
     if turn.error is not None:
         messages.append(_tool_message(pending.refuse(turn.error), None, None))

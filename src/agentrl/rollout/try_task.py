@@ -13,7 +13,14 @@ from typing import Protocol
 from agentrl.chat.parsers import get_parser
 from agentrl.chat.renderer import ChatRenderer
 from agentrl.config.load import Configs
-from agentrl.config.schema import AgentConfig, EngineConfig, ModelConfig, RunConfig, SamplingConfig
+from agentrl.config.schema import (
+    AgentConfig,
+    EngineConfig,
+    ModelConfig,
+    RunConfig,
+    SamplingConfig,
+    ToolConfig,
+)
 from agentrl.documents.bad_task import BadTaskError
 from agentrl.documents.base import now
 from agentrl.documents.model_call import DispatchedSamplingTask
@@ -42,7 +49,9 @@ from agentrl.scoring.judge import JUDGES
 from agentrl.scoring.scorers import SCORERS, ScoreResult
 from agentrl.store.client import Store, open_existing
 from agentrl.store.views.read import WholeTrajectory
-from agentrl.tools.pool import ToolPool, TrajectoryTools
+from agentrl.tools.base import Trajectory
+from agentrl.tools.pool import ToolPool
+from agentrl.tools.session import ToolSession
 
 _ID = "try"
 
@@ -55,7 +64,7 @@ class _Trial:
     claim: Claim
     engine: Engine
     renderer: ChatRenderer
-    tools: TrajectoryTools
+    tools: ToolSession
     calls: list[DispatchedSamplingTask]
     outcome: Outcome | None = None
     result: ScoreResult | None = None
@@ -80,7 +89,7 @@ class _Trial:
             renderer=self.renderer,
             engine=self.engine,
             tools=self.tools,
-            schemas=await self.tools.schemas(self.claim.task.tools),
+            schemas=await self.tools.list(),
             parser=get_parser(agent.tool_call_parser),
             params=sampling_params(self.configs[SamplingConfig], self.renderer),
             seed=self.configs[RunConfig].seed,
@@ -109,13 +118,14 @@ async def try_task(configs: Configs, wanted: str, *, line: int | None, engine_ur
         task = await _task(wanted, line, store)
         _require_usable(configs, task)
         renderer = await open_renderer(store, configs[ModelConfig])
-        pool = await stack.enter_async_context(ToolPool(configs[AgentConfig]))
+        pool = await stack.enter_async_context(ToolPool(configs[ToolConfig]))
+        claim = Claim(task=task, traj_id=0, attempt=0, owner=_ID)
         trial = _Trial(
             configs=configs,
-            claim=Claim(task=task, traj_id=0, attempt=0, owner=_ID),
+            claim=claim,
             engine=await stack.enter_async_context(_engine(configs, store, engine_url, renderer)),
             renderer=renderer,
-            tools=await stack.enter_async_context(pool.trajectory()),
+            tools=await stack.enter_async_context(pool.session(Trajectory.of(claim))),
             calls=[],
         )
         try:

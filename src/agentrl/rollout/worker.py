@@ -37,7 +37,7 @@ from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.tool_calls import Tools
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.scorers import SCORERS, ScorerContext, ScoreResult, run_scorer
-from agentrl.tools.base import Schema
+from agentrl.tools.base import Schema, Trajectory
 from agentrl.user_code import contain, contain_call
 
 if TYPE_CHECKING:
@@ -63,12 +63,12 @@ class Router(Protocol):
 class ToolSource(Protocol):
     """The tool servers of this process: ``ToolPool``."""
 
-    async def schemas(self, servers: Sequence[str] | None = None) -> list[Schema]:
-        """OpenAI function schemas."""
+    def list(self, servers: Sequence[str] | None = None) -> Sequence[Schema]:
+        """Return the function schemas of ``servers``. Raises ToolServerError for an unknown server."""
         ...
 
-    def trajectory(self) -> AbstractAsyncContextManager[Tools]:
-        """The tools of one trajectory."""
+    def session(self, trajectory: Trajectory) -> AbstractAsyncContextManager[Tools]:
+        """Return the tools of one trajectory."""
         ...
 
 
@@ -133,10 +133,13 @@ class Worker:
         contain_call(lambda: SCORERS.get(claim.task.scorer), f"scorer {claim.task.scorer}", ScorerError)
         check_schema(claim.task.answer_schema)
         await self._advance(claim, RecordStatus.RUNNING)
-        schemas = await contain(lambda: self.tools.schemas(claim.task.tools), "tools", ToolServerError)
         writer = _CallWriter(self.store, claim)
 
-        async with self.tools.trajectory() as tools, self.router.session(claim.record_id) as engine:
+        async with (
+            self.tools.session(Trajectory.of(claim)) as tools,
+            self.router.session(claim.record_id) as engine,
+        ):
+            schemas = await contain(tools.list, "tools", ToolServerError)
             rollout = Rollout(
                 claim,
                 self.agent,

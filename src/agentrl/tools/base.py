@@ -1,44 +1,94 @@
-"""The interface of a tool server, independent of its protocol."""
+"""The interfaces of tools, independent of any protocol: a server, and its session with one trajectory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from agentrl.documents.task import Claim
 
 Schema = dict[str, Any]
 """An OpenAI function schema: ``{"type": "function", "function": {name, description, parameters}}``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """What tools may know of a trajectory. ``id`` is its Record's id; MCP servers receive it in ``_meta``."""
+
+    id: str
+    servers: tuple[str, ...] | None = None
+    """The servers whose tools are offered: the task's ``tools``. None: all."""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    """The task's ``meta``."""
+
+    @classmethod
+    def of(cls, claim: Claim) -> Trajectory:
+        """Return the trajectory of a claim."""
+        return cls(id=claim.record_id, servers=claim.task.tools, meta=claim.task.meta)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """A server's answer to one call. ``error``: the call failed; the model reads the text, nothing fails."""
+
+    text: str
+    error: bool = False
+    reward: float | None = None
+    """The reward that the tool itself gives to the call, if it gives one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """The result of a tool call. ``error``: the tool reported an error; the model reads it, nothing fails."""
+    """The result of a tool call, as the trajectory records it."""
 
     text: str
     error: bool
     seconds: float
     server: str
+    reward: float | None = None
+
+
+class ServerSession(Protocol):
+    """One server's session with one trajectory. Each method raises ToolServerError if the server is lost."""
+
+    async def open(self) -> None:
+        """Prepare the trajectory's state: the setup hook. Called once, before any other method."""
+        ...
+
+    async def list(self) -> Sequence[Schema]:
+        """Return the schemas of its tools, sorted by name."""
+        ...
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Reply:
+        """Call one tool. Calls of one session may run in parallel."""
+        ...
+
+    async def close(self) -> None:
+        """Release the trajectory's state: the teardown hook. Idempotent; its errors are logged."""
+        ...
 
 
 class ToolServer(Protocol):
-    """One tool server. ``call`` and ``schemas`` raise ToolServerError if it cannot be reached."""
+    """One configured tool server of this process."""
 
     name: str
 
     async def open(self) -> None:
-        """Connect."""
+        """Connect. Raises ToolServerError if the server cannot be reached."""
         ...
 
-    async def schemas(self) -> list[Schema]:
-        """Return the schemas of its tools, sorted by name."""
+    @property
+    def schemas(self) -> Sequence[Schema]:
+        """Return the schemas of its tools as it last listed them, sorted by name."""
         ...
 
-    async def call(self, tool: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
-        """Return ``(text, is an error)``. A call that takes too long is an error whose text says so."""
+    def session(self, trajectory: Trajectory) -> ServerSession:
+        """Return a session for one trajectory; its caller opens and closes it."""
         ...
 
     async def close(self) -> None:
-        """Disconnect; abandon running calls."""
+        """Disconnect; abandon running calls. Idempotent."""
         ...
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from agentrl.config.schema import AgentConfig
+from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError
 
 _STDIO_KEYS = frozenset({"command", "args", "env", "cwd"})
@@ -53,7 +53,7 @@ class ManagerSpec:
 ServerSpec = StdioSpec | HttpSpec | ManagerSpec
 
 
-def configured_servers(config: AgentConfig) -> list[ServerSpec]:
+def configured_servers(config: ToolConfig) -> list[ServerSpec]:
     """Return every server that the flags name; there may be none."""
     specs: list[ServerSpec] = []
     if config.mcp_servers_file is not None:
@@ -108,7 +108,7 @@ def _spec(name: str, entry: Any, where: str) -> ServerSpec:
     return HttpSpec(name=name, url=_text(entry["url"], f"{where}.url"), headers=headers)
 
 
-def _manager(config: AgentConfig, url: str) -> ServerSpec:
+def _manager(config: ToolConfig, url: str) -> ServerSpec:
     token = os.environ.get(config.mcp_auth_token_env)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     url = url.rstrip("/")

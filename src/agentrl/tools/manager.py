@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
 
 from agentrl.errors import ToolServerError
-from agentrl.tools.base import Schema, function_schema, schema_name, timeout_text
+from agentrl.tools.base import Reply, Schema, Trajectory, function_schema, schema_name, timeout_text
 from agentrl.tools.config import ManagerSpec
 from agentrl.tools.redact import redact_address, redact_secrets
 
@@ -73,52 +73,71 @@ class ManagerClient:
 
 
 class ManagedServer:
-    """One server of a manager. All servers use the manager's HTTP client."""
+    """One server of a manager. All servers use the manager's HTTP client; it keeps no trajectory's state."""
 
     def __init__(self, name: str, manager: ManagerClient, *, call_timeout: float) -> None:
         """``call_timeout`` bounds one tool call, in seconds."""
         self.name = name
+        self.schemas: list[Schema] = []
         self._manager = manager
         self._call_timeout = call_timeout
-        self._schemas: list[Schema] | None = None
 
     async def open(self) -> None:
-        """List the tools."""
-        await self.schemas()
+        """List the tools: ``GET /server/NAME/tools``."""
+        answer = await self._manager.get(f"/server/{self.name}/tools")
+        functions = [tool.get("function", tool) for tool in answer.get("tools", [])]
+        self.schemas = sorted(
+            (
+                function_schema(item["name"], item.get("description"), item.get("parameters"))
+                for item in functions
+            ),
+            key=schema_name,
+        )
 
-    async def schemas(self) -> list[Schema]:
-        """Return the tools from ``GET /server/NAME/tools``, cached."""
-        if self._schemas is None:
-            answer = await self._manager.get(f"/server/{self.name}/tools")
-            functions = [tool.get("function", tool) for tool in answer.get("tools", [])]
-            self._schemas = sorted(
-                (
-                    function_schema(item["name"], item.get("description"), item.get("parameters"))
-                    for item in functions
-                ),
-                key=schema_name,
-            )
-        return self._schemas
+    def session(self, trajectory: Trajectory) -> ManagedSession:
+        """Return a session that calls the server's tools."""
+        return ManagedSession(self)
 
-    async def call(self, tool: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Reply:
         """Call ``POST /tool/NAME.TOOL``; an error in the response is the tool's."""
         try:
             response = await self._manager.post(
                 f"/tool/{self.name}.{tool}", dict(arguments), self._call_timeout
             )
         except httpx.ReadTimeout:
-            return timeout_text(tool, self._call_timeout), True
+            return Reply(text=timeout_text(tool, self._call_timeout), error=True)
         answer = self._manager.json(response)
         failed = response.status_code >= 400 or answer.get("status_code", 200) >= 400
         if response.status_code >= 500 and "detail" not in answer:
             raise self._manager.error(f"answered {response.status_code}")
         content = answer.get("content", answer.get("detail", ""))
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-        return text, failed or answer.get("status") == "error"
+        return Reply(text=text, error=failed or answer.get("status") == "error")
 
     async def close(self) -> None:
         """Close the manager's HTTP client. Idempotent."""
         await self._manager.close()
+
+
+class ManagedSession:
+    """The calls of one trajectory to a managed server."""
+
+    def __init__(self, server: ManagedServer) -> None:
+        self._server = server
+
+    async def open(self) -> None:
+        """Do nothing: the manager keeps no state of a trajectory."""
+
+    async def list(self) -> Sequence[Schema]:
+        """Return the server's schemas, sorted by name."""
+        return self._server.schemas
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Reply:
+        """Call one tool."""
+        return await self._server.call(tool, arguments)
+
+    async def close(self) -> None:
+        """Do nothing: the manager keeps no state of a trajectory."""
 
 
 async def managed_servers(spec: ManagerSpec, *, call_timeout: float) -> list[ManagedServer]:

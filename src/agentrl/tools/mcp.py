@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ToolServerError, tool_server
-from agentrl.tools.base import Schema, function_schema, schema_name, timeout_text
+from agentrl.tools.base import Reply, Schema, Trajectory, function_schema, schema_name, timeout_text
 from agentrl.tools.config import HttpSpec, StdioSpec
 from agentrl.tools.redact import redact_address, redact_secrets
 
@@ -45,15 +45,20 @@ class McpServer:
 
     async def open(self) -> None:
         """Connect and list the tools. Raises ToolServerError if the server cannot be reached."""
-        await self._live()
+        await self.live()
 
-    async def schemas(self) -> list[Schema]:
-        """Return the tools of the current connection, sorted by name."""
-        return (await self._live()).schemas
+    @property
+    def schemas(self) -> Sequence[Schema]:
+        """Return the tools of the last connection, sorted by name."""
+        return [] if self._connection is None else self._connection.schemas
 
-    async def call(self, tool: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
-        """Return ``(text, is an error)``. Raises ToolServerError if the server stays lost."""
-        connection = await self._live()
+    def session(self, trajectory: Trajectory) -> McpSession:
+        """Return the calls of one trajectory."""
+        return McpSession(self)
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Reply:
+        """Call one tool. Raises ToolServerError if the server stays lost."""
+        connection = await self.live()
         try:
             return await self._request(connection, tool, arguments)
         except ConnectionError as lost:
@@ -61,7 +66,7 @@ class McpServer:
                 "tool server lost; connecting again", extra={"server": self.name, "why": self._redact(lost)}
             )
             await self._drop(connection)
-        connection = await self._live()
+        connection = await self.live()
         try:
             return await self._request(connection, tool, arguments)
         except ConnectionError as lost:
@@ -76,9 +81,7 @@ class McpServer:
         if self._connection is not None:
             await self._drop(self._connection)
 
-    async def _request(
-        self, connection: _Connection, tool: str, arguments: Mapping[str, Any]
-    ) -> tuple[str, bool]:
+    async def _request(self, connection: _Connection, tool: str, arguments: Mapping[str, Any]) -> Reply:
         from mcp import MCPError
 
         try:
@@ -90,15 +93,15 @@ class McpServer:
             if error.code == _CLOSED:
                 raise ConnectionError(str(error)) from error
             if error.code == _TIMED_OUT:
-                return timeout_text(tool, self._call_timeout), True
-            return str(error), True
+                return Reply(text=timeout_text(tool, self._call_timeout), error=True)
+            return Reply(text=str(error), error=True)
         except TimeoutError as error:
             raise ConnectionError("it stopped answering") from error
         except (OSError, RuntimeError, ExceptionGroup) as error:
             raise ConnectionError(_reasons(error)) from error
-        return _text_of(result), bool(result.is_error)
+        return Reply(text=_text_of(result), error=bool(result.is_error))
 
-    async def _live(self) -> _Connection:
+    async def live(self) -> _Connection:
         """Return the current connection, or open a new one."""
         async with self._connecting:
             if self._connection is not None and self._connection.alive:
@@ -128,6 +131,27 @@ class McpServer:
             if self._connection is connection:
                 self._connection = None
         await connection.close()
+
+
+class McpSession:
+    """The calls of one trajectory to a shared server."""
+
+    def __init__(self, server: McpServer) -> None:
+        self._server = server
+
+    async def open(self) -> None:
+        """Do nothing: the server is shared."""
+
+    async def list(self) -> Sequence[Schema]:
+        """Return the tools of the current connection, sorted by name."""
+        return (await self._server.live()).schemas
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Reply:
+        """Call one tool."""
+        return await self._server.call(tool, arguments)
+
+    async def close(self) -> None:
+        """Do nothing: the server is shared."""
 
 
 class _Connection:

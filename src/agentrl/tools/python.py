@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from agentrl.errors import AgentRLError, FailureError, ToolServerError
 from agentrl.registry import Registry
-from agentrl.tools.base import Schema, function_schema, schema_name, timeout_text
+from agentrl.tools.base import Reply, Schema, Trajectory, function_schema, schema_name, timeout_text
 from agentrl.user_code import contain
 
 logger = logging.getLogger(__name__)
@@ -64,39 +64,62 @@ def tool(*names: str) -> Callable[[F], F]:
 
 
 class PythonTools:
-    """A Toolset as a tool server. It keeps the instance of a class for one trajectory."""
+    """A Toolset as a tool server. Each session of a class has an instance of its own."""
 
     def __init__(self, name: str, toolset: Toolset, *, call_timeout: float) -> None:
         """``call_timeout`` bounds one tool call, in seconds."""
         self.name = name
         self._toolset = toolset
         self._call_timeout = call_timeout
-        self._instance: Any = None
 
-    def for_trajectory(self) -> PythonTools:
-        """Return the same tools with state of their own."""
-        return PythonTools(self.name, self._toolset, call_timeout=self._call_timeout)
+    @property
+    def schemas(self) -> Sequence[Schema]:
+        """Return the function schemas, sorted by name."""
+        return self._toolset.schemas
+
+    async def open(self) -> None:
+        """Do nothing: Python tools run in this process."""
+
+    def session(self, trajectory: Trajectory) -> PythonSession:
+        """Return the tools with state of their own."""
+        return PythonSession(self.name, self._toolset, call_timeout=self._call_timeout)
+
+    async def close(self) -> None:
+        """Do nothing: each session closes its instance."""
+
+
+class PythonSession:
+    """The tools of a Toolset for one trajectory. The instance of a class is made at the first call."""
+
+    def __init__(self, name: str, toolset: Toolset, *, call_timeout: float) -> None:
+        """``call_timeout`` bounds one tool call, in seconds."""
+        self._name = name
+        self._toolset = toolset
+        self._call_timeout = call_timeout
+        self._instance: Any = None
 
     async def open(self) -> None:
         """Do nothing: an instance is made at the first call."""
 
-    async def schemas(self) -> list[Schema]:
+    async def list(self) -> Sequence[Schema]:
         """Return the function schemas, sorted by name."""
-        return list(self._toolset.schemas)
+        return self._toolset.schemas
 
-    async def call(self, tool: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
-        """Return ``(text, is an error)``. An exception and a timeout are errors; a thread then goes on.
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Reply:
+        """Call a tool. An exception and a timeout are errors in the reply; a thread then goes on.
 
         Raises ToolServerError if the class cannot be instantiated, and any FailureError of the tool.
         """
         try:
             async with asyncio.timeout(self._call_timeout):
                 function = await self._function(tool)
-                return await contain(lambda: _run(function, arguments), f"tool {tool}", _ToolError), False
+                return Reply(
+                    text=await contain(lambda: _run(function, arguments), f"tool {tool}", _ToolError)
+                )
         except TimeoutError:
-            return timeout_text(tool, self._call_timeout), True
+            return Reply(text=timeout_text(tool, self._call_timeout), error=True)
         except _ToolError as error:
-            return error.message, True
+            return Reply(text=error.message, error=True)
 
     async def close(self) -> None:
         """Call ``close`` of the instance, if there is one; its errors are logged."""
@@ -106,16 +129,16 @@ class PythonTools:
             return
         try:
             async with asyncio.timeout(self._call_timeout):
-                await contain(lambda: _await_or_thread(close), f"close of tool {self.name}", _ToolError)
+                await contain(lambda: _await_or_thread(close), f"close of tool {self._name}", _ToolError)
         except (TimeoutError, AgentRLError) as error:
-            logger.warning("a tool cannot be closed", extra={"tool": self.name, "why": str(error)})
+            logger.warning("a tool cannot be closed", extra={"tool": self._name, "why": str(error)})
 
     async def _function(self, tool: str) -> Callable[..., Any]:
         target = self._toolset.target
         if not inspect.isclass(target):
             return target
         if self._instance is None:
-            what = f"the class of tool {self.name}"
+            what = f"the class of tool {self._name}"
             self._instance = await contain(lambda: asyncio.to_thread(target), what, ToolServerError)
         function: Callable[..., Any] = getattr(self._instance, tool)
         return function

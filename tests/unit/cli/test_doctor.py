@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 
 from agentrl.cli import doctor
 from agentrl.cli.doctor import Check
-from agentrl.config.schema import AgentConfig, EngineConfig, ModelConfig, RunConfig, SamplingConfig
+from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig, SamplingConfig, ToolConfig
 from agentrl.errors import StoreError
 
 
@@ -167,8 +167,8 @@ async def test_tool_servers_that_do_not_start_fail(tmp_path: Path) -> None:
     file.write_text(
         f"servers:\n  broken:\n    command: {sys.executable}\n    args: ['-c', 'raise SystemExit(3)']\n"
     )
-    assert (await doctor.check_tools(AgentConfig(mcp_servers_file=str(file)))).state == "fail"
-    assert (await doctor.check_tools(AgentConfig())).state == "ok"
+    assert (await doctor.check_tools(ToolConfig(mcp_servers_file=str(file)))).state == "fail"
+    assert (await doctor.check_tools(ToolConfig())).state == "ok"
 
 
 @pytest.mark.parametrize(("uri", "state"), [(None, "fail"), ("mongodb://h", "ok")])

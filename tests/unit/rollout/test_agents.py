@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rollout_fakes import CUT, PLAIN, FakeTools, ScriptedEngine, renderer_of
+from rollout_fakes import CUT, PLAIN, FakeSession, FakeTools, ScriptedEngine, renderer_of
 
 from agentrl.chat.parsers import get_parser
 from agentrl.config.schema import AgentConfig, GroupConfig
@@ -50,8 +50,8 @@ class Trajectory:
             self.config,
             renderer=self.engine.renderer,
             engine=self.engine,
-            tools=self.tools,
-            schemas=await self.tools.schemas(self.task.tools),
+            tools=FakeSession(self.tools, self.task.tools),
+            schemas=self.tools.list(self.task.tools),
             parser=get_parser(self.config.tool_call_parser),
             params=SamplingParams(),
             seed=7,

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from agentrl.config.schema import AgentConfig
+from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerError
-from agentrl.tools.base import schema_name
+from agentrl.tools.base import Trajectory, schema_name
 from agentrl.tools.pool import ToolPool
+
+ANY = Trajectory(id="train/0/t/0")
 
 TOOLS = {
     "math": [{"type": "function", "function": {"name": "mul", "description": "d", "parameters": {"a": 1}}}],
@@ -72,20 +74,20 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Manager]:
 
 def pool_of(manager: Manager, **flags: Any) -> ToolPool:
     url = f"http://127.0.0.1:{manager.server_address[1]}/mcpapi"
-    return ToolPool(AgentConfig(mcp_manager_url=url, **flags))
+    return ToolPool(ToolConfig(mcp_manager_url=url, **flags))
 
 
 async def test_tools_of_all_servers(manager: Manager) -> None:
-    async with pool_of(manager) as pool:
+    async with pool_of(manager) as pool, pool.session(ANY) as tools:
         assert pool.servers == ("math", "text")
-        assert [schema_name(s) for s in await pool.schemas()] == ["math.mul", "text.mul", "upper"]
-        result = await pool.call("math.mul", {"é": 2})
+        assert [schema_name(s) for s in pool.list()] == ["math.mul", "text.mul", "upper"]
+        result = await tools.call("math.mul", {"é": 2})
         assert (result.text, result.error, result.server) == ('{"é": 2}', False, "math")
 
 
 async def test_one_server_is_picked(manager: Manager) -> None:
     async with pool_of(manager, mcp_server_name="math") as pool:
-        assert [schema_name(s) for s in await pool.schemas()] == ["mul"]
+        assert [schema_name(s) for s in pool.list()] == ["mul"]
     with pytest.raises(ToolServerError, match="has no server 'mash'"):
         await pool_of(manager, mcp_server_name="mash").open()
 
@@ -100,14 +102,14 @@ async def test_one_server_is_picked(manager: Manager) -> None:
 )
 async def test_an_error_is_the_tools_own(manager: Manager, answer: tuple[Any, ...]) -> None:
     manager.answers["/mcpapi/tool/text.upper"] = answer
-    async with pool_of(manager) as pool:
-        result = await pool.call("upper", {})
+    async with pool_of(manager) as pool, pool.session(ANY) as tools:
+        result = await tools.call("upper", {})
         assert (result.text, result.error) == ("bad input", True)
 
 
 async def test_a_slow_call_is_given_up(manager: Manager) -> None:
-    async with pool_of(manager, tool_timeout_seconds=0.2) as pool:
-        result = await pool.call("upper", {"wait": 1})
+    async with pool_of(manager, tool_timeout_seconds=0.2) as pool, pool.session(ANY) as tools:
+        result = await tools.call("upper", {"wait": 1})
         assert (result.text, result.error) == ("upper was stopped: it did not answer within 0.2 s", True)
 
 
@@ -115,9 +117,9 @@ async def test_a_broken_or_absent_manager_is_a_failure(
     manager: Manager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager.answers["/mcpapi/tool/text.upper"] = ({}, 502)
-    async with pool_of(manager) as pool:
+    async with pool_of(manager) as pool, pool.session(ANY) as tools:
         with pytest.raises(ToolServerError, match="answered 502"):
-            await pool.call("upper", {})
+            await tools.call("upper", {})
     monkeypatch.setenv("MCP_AUTH_TOKEN", "wrong")
     with pytest.raises(ToolServerError, match="answered 401 to /servers"):
         await pool_of(manager).open()

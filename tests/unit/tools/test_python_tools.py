@@ -8,13 +8,17 @@ from contextvars import copy_context
 from typing import Annotated, Any
 
 import pytest
+from open_tools import open_tools
 from pydantic import Field
 
-from agentrl.config.schema import AgentConfig
+from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError, ScorerError, ToolServerError
 from agentrl.registry import allow_imports
+from agentrl.tools.base import Trajectory
 from agentrl.tools.pool import ToolPool
 from agentrl.tools.python import TOOLS, Toolset, tool
+
+ANY = Trajectory(id="train/0/t/0")
 
 
 @tool("adder")
@@ -70,8 +74,8 @@ class Broken:
         return ""
 
 
-def names(*own: str) -> AgentConfig:
-    return AgentConfig(tools=",".join(own), tool_timeout_seconds=0.2)
+def names(*own: str) -> ToolConfig:
+    return ToolConfig(tools=",".join(own), tool_timeout_seconds=0.2)
 
 
 def path(name: str) -> str:
@@ -79,9 +83,9 @@ def path(name: str) -> str:
 
 
 async def test_a_function_is_a_tool_with_a_schema_from_its_hints() -> None:
-    async with ToolPool(names("adder")) as pool:
+    async with ToolPool(names("adder")) as pool, pool.session(ANY) as tools:
         assert pool.servers == ("adder",)
-        (schema,) = await pool.schemas()
+        (schema,) = await tools.list()
         assert schema["function"] == {
             "name": "add",
             "description": "Return a + b.",
@@ -95,15 +99,15 @@ async def test_a_function_is_a_tool_with_a_schema_from_its_hints() -> None:
                 "required": ["a"],
             },
         }
-        result = await pool.call("add", {"a": 1})
+        result = await tools.call("add", {"a": 1})
         assert (result.text, result.error, result.server) == ("3.0", False, "adder")
 
 
 async def test_each_trajectory_has_an_instance_of_a_class() -> None:
     Notes.closed.clear()
     async with ToolPool(names(path("Notes"))) as pool:
-        assert [schema["function"]["name"] for schema in await pool.schemas(["Notes"])] == ["read", "write"]
-        async with pool.trajectory() as first, pool.trajectory() as second, pool.trajectory():
+        assert [schema["function"]["name"] for schema in pool.list(["Notes"])] == ["read", "write"]
+        async with pool.session(ANY) as first, pool.session(ANY) as second, pool.session(ANY):
             assert (await first.call("write", {"line": "one"})).text == ""
             assert (await first.call("read", {})).text == '{"lines":["one"]}'
             assert (await second.call("read", {})).text == '{"lines":[]}'
@@ -119,23 +123,22 @@ async def test_each_trajectory_has_an_instance_of_a_class() -> None:
     ],
 )
 async def test_what_a_tool_raises_is_a_result_that_the_model_reads(how: str, text: str) -> None:
-    async with ToolPool(names(path("fails"))) as pool:
-        result = await pool.call("fails", {"how": how})
+    async with open_tools(names(path("fails"))) as tools:
+        result = await tools.call("fails", {"how": how})
         assert (result.text, result.error) == (text, True)
 
 
 async def test_a_failure_of_the_tools_own_services_ends_the_trajectory() -> None:
-    async with ToolPool(names(path("fails"), path("Broken"))) as pool:
+    async with open_tools(names(path("fails"), path("Broken"))) as tools:
         with pytest.raises(ScorerError, match="the judge is away"):
-            await pool.call("fails", {"how": "server"})
-        async with pool.trajectory() as tools:
-            with pytest.raises(ToolServerError, match="the class of tool Broken raised OSError: no display"):
-                await tools.call("look", {})
+            await tools.call("fails", {"how": "server"})
+        with pytest.raises(ToolServerError, match="the class of tool Broken raised OSError: no display"):
+            await tools.call("look", {})
 
 
 async def test_cancelling_a_trajectory_cancels_its_call() -> None:
-    async with ToolPool(names(path("fails"))) as pool:
-        call = asyncio.create_task(pool.call("fails", {"how": "slow"}))
+    async with open_tools(names(path("fails"))) as tools:
+        call = asyncio.create_task(tools.call("fails", {"how": "slow"}))
         await asyncio.sleep(0.05)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.config.schema import AgentConfig
+from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerError
 from agentrl.tools import mcp
 from agentrl.tools.config import HttpSpec, ManagerSpec, StdioSpec
@@ -51,8 +51,8 @@ async def test_a_server_that_cannot_be_reached_is_named_without_its_tokens(
     for entry in (f"{{command: /no/such, args: [--token, {SECRET}]}}", f"{{url: '{address}?t={SECRET}'}}"):
         file.write_text(f"servers:\n  gone: {entry}\n")
         with pytest.raises(ToolServerError, match=r"tool server gone \(.*cannot be reached") as failed:
-            await ToolPool(AgentConfig(mcp_servers_file=str(file))).open()
+            await ToolPool(ToolConfig(mcp_servers_file=str(file))).open()
         assert SECRET not in str(failed.value)
     with pytest.raises(ToolServerError, match="cannot be reached") as failed:
-        await ToolPool(AgentConfig(mcp_manager_url=f"{address}/mcpapi")).open()
+        await ToolPool(ToolConfig(mcp_manager_url=f"{address}/mcpapi")).open()
     assert SECRET not in str(failed.value)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.config.schema import AgentConfig
+from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError
 from agentrl.tools.config import HttpSpec, ManagerSpec, StdioSpec, configured_servers, load_servers
 
@@ -58,10 +58,10 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_manager_urls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MCP_AUTH_TOKEN", "secret")
     headers = {"Authorization": "Bearer secret"}
-    manager = AgentConfig(mcp_manager_url="http://h:8000/mcpapi/")
+    manager = ToolConfig(mcp_manager_url="http://h:8000/mcpapi/")
     assert configured_servers(manager) == [
         ManagerSpec(url="http://h:8000/mcpapi", server="all", headers=headers)
     ]
-    plain = AgentConfig(mcp_manager_url="http://h/mcp", mcp_server_name="search")
+    plain = ToolConfig(mcp_manager_url="http://h/mcp", mcp_server_name="search")
     assert configured_servers(plain) == [HttpSpec(name="search", url="http://h/mcp", headers=headers)]
-    assert configured_servers(AgentConfig()) == []
+    assert configured_servers(ToolConfig()) == []

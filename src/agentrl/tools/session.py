@@ -1,0 +1,97 @@
+"""The tools of one trajectory: list them, call them by name, and release their state at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from agentrl.errors import ToolServerError
+from agentrl.tools.base import Schema, ServerSession, ToolResult, schema_name
+from agentrl.tools.names import ToolNames
+
+
+class ToolSession:
+    """One trajectory's sessions with its servers, as one: ``async with pool.session(trajectory)``."""
+
+    def __init__(
+        self,
+        sessions: Mapping[str, ServerSession],
+        names: ToolNames,
+        *,
+        max_chars: int,
+        max_parallel: int,
+    ) -> None:
+        """``sessions`` are the trajectory's, by server. A result longer than ``max_chars`` is cut, and
+        ``max_parallel`` calls run at a time."""
+        self._sessions = sessions
+        self._names = names
+        self._max_chars = max_chars
+        self._slots = asyncio.Semaphore(max_parallel)
+
+    async def __aenter__(self) -> Self:
+        opening = [asyncio.ensure_future(session.open()) for session in self._sessions.values()]
+        try:
+            await asyncio.gather(*opening)
+        except BaseException:
+            for task in opening:
+                task.cancel()
+            await asyncio.gather(*opening, return_exceptions=True)
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def list(self) -> Sequence[Schema]:
+        """Return the function schemas of the tools offered now, sorted by name."""
+        offered = [
+            self._names.renamed(server, schema)
+            for server, session in self._sessions.items()
+            for schema in await session.list()
+        ]
+        return sorted(offered, key=schema_name)
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Call one tool by the name that ``list`` gives it.
+
+        The tool's error and its timeout are results. Raises ToolServerError for a lost server.
+        """
+        target = await self._target(name)
+        if target is None:
+            raise ToolServerError(f"no tool server offers {name!r}")
+        server, tool = target
+        async with self._slots:
+            start = time.monotonic()
+            reply = await self._sessions[server].call(tool, arguments)
+            seconds = time.monotonic() - start
+        return ToolResult(
+            text=_cut(reply.text, self._max_chars),
+            error=reply.error,
+            seconds=seconds,
+            server=server,
+            reward=reply.reward,
+        )
+
+    async def close(self) -> None:
+        """Close every session: their teardown hooks. Idempotent."""
+        await asyncio.gather(*(session.close() for session in self._sessions.values()))
+
+    async def _target(self, name: str) -> tuple[str, str] | None:
+        for server, session in self._sessions.items():
+            for schema in await session.list():
+                tool = schema_name(schema)
+                if self._names.offered(server, tool) == name:
+                    return server, tool
+        return None
+
+
+def _cut(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    return f"{text[:limit]}\n[cut: {len(text) - limit} more characters]"
