@@ -1,0 +1,194 @@
+"""Supervise one program: start it, read its output, watch its limits, kill all that it started.
+
+A sampler starts this as a process of its own, writes a job to its standard input and reads one JSON object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from agentrl.tools.sandbox import linux, namespaces
+from agentrl.tools.sandbox.plain import PlainRun, descendants
+from agentrl.tools.sandbox.program import Job, Streams
+
+_POLL_SECONDS: Final = 0.05
+_CHUNK: Final = 65536
+
+
+class _Run(Protocol):
+    """A program that was started."""
+
+    pid: int
+    """The process from which all others of the program descend."""
+
+    @property
+    def waits_on(self) -> int:
+        """Return the descriptor that becomes readable at the end."""
+        ...
+
+    def over_files(self) -> bool:
+        """Return whether the program's files exceed their limits."""
+        ...
+
+    def end(self) -> dict[str, Any]:
+        """Kill all that runs; return ``{"status", "kept"}`` or ``{"error"}``."""
+        ...
+
+
+@dataclass
+class Capture:
+    """The output of the program on one pipe, up to a limit."""
+
+    descriptor: int
+    limit: int
+    text: bytearray = field(default_factory=bytearray)
+    closed: bool = False
+
+    def read(self) -> bool:
+        """Read what is there; return False if the limit is exceeded."""
+        while not self.closed:
+            try:
+                chunk = os.read(self.descriptor, _CHUNK)
+            except BlockingIOError:
+                return True
+            self.closed = not chunk
+            self.text += chunk
+            if len(self.text) > self.limit:
+                del self.text[self.limit :]
+                return False
+        return True
+
+
+def main() -> None:
+    """Run the job on standard input; write its result to standard output."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGTERM)
+    linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
+    linux.prctl(linux.PR_SET_DUMPABLE, 1)
+    job = Job(**json.loads(sys.stdin.buffer.read()))
+    try:
+        result = supervise(job)
+    except OSError as error:
+        result = {"error": str(error)}
+    sys.stdout.write(json.dumps(result))
+    sys.stdout.flush()
+
+
+def supervise(job: Job) -> dict[str, Any]:
+    """Run the program to its end and return what ``Execution`` holds. Raises OSError if it cannot start."""
+    limits = job.limits
+    out_read, out_write = os.pipe()
+    error_read, error_write = os.pipe()
+    streams = Streams(stdin=_input(job.stdin), stdout=out_write, stderr=error_write)
+    captures = [Capture(pipe, int(limits["output_bytes"])) for pipe in (out_read, error_read)]
+    for capture in captures:
+        os.set_blocking(capture.descriptor, False)
+    started = time.monotonic()
+    run: _Run = _NamespaceRun(job, streams) if job.namespaces else PlainRun(job, streams)
+    ended: dict[str, Any] = {}
+    try:
+        for descriptor in (streams.stdin, streams.stdout, streams.stderr):
+            os.close(descriptor)
+        exceeded, peak = _watch(run, captures, started, job)
+    finally:
+        ended = run.end()
+    if "error" in ended and exceeded is None:
+        return {"error": ended["error"]}
+    for capture in captures:
+        if not capture.read():
+            exceeded = exceeded or "output"
+    if ended.get("status") == -signal.SIGXCPU:
+        exceeded = exceeded or "time"
+    return {
+        "stdout": captures[0].text.decode("utf-8", "replace"),
+        "stderr": captures[1].text.decode("utf-8", "replace"),
+        "exit_code": ended.get("status", -int(signal.SIGKILL)),
+        "exceeded": exceeded,
+        "seconds": time.monotonic() - started,
+        "memory_mb": peak / (1 << 20),
+        "kept": exceeded is None and bool(ended.get("kept", False)),
+    }
+
+
+class _NamespaceRun:
+    """The program in namespaces; its first process reports on a pipe."""
+
+    def __init__(self, job: Job, streams: Streams) -> None:
+        self._read, write = os.pipe()
+        before = os.path.join(job.directory, "files.tar")
+        after = os.path.join(job.directory, "files.new")
+        files = namespaces.Files(
+            before=os.open(before, os.O_RDONLY) if job.keep_files and os.path.exists(before) else None,
+            after=os.open(after, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) if job.keep_files else None,
+        )
+        self.pid = namespaces.start(job, streams, files, write)
+        os.close(write)
+
+    @property
+    def waits_on(self) -> int:
+        """Return the descriptor that becomes readable at the end."""
+        return self._read
+
+    def over_files(self) -> bool:
+        """Return False: the directory is a file system of limited size."""
+        return False
+
+    def end(self) -> dict[str, Any]:
+        """Kill what runs and return the report."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        report = b""
+        while chunk := os.read(self._read, _CHUNK):
+            report += chunk
+        answer: dict[str, Any] = json.loads(report.partition(b"\n")[0]) if report else {}
+        return answer
+
+
+def _watch(run: _Run, captures: list[Capture], started: float, job: Job) -> tuple[str | None, int]:
+    """Wait for the end of the program or of its limits; return the limit exceeded and the largest memory."""
+    deadline = started + float(job.limits["seconds"])
+    memory, peak = job.mebibytes << 20, 0
+    while True:
+        open_pipes = [capture.descriptor for capture in captures if not capture.closed]
+        wait = min(_POLL_SECONDS, max(0.0, deadline - time.monotonic()))
+        readable, _, _ = select.select([run.waits_on, *open_pipes], [], [], wait)
+        for capture in captures:
+            if not capture.read():
+                return "output", peak
+        if run.waits_on in readable:
+            return None, peak
+        peak = max(peak, sum(map(_memory, descendants(run.pid))))
+        if peak > memory:
+            return "memory", peak
+        if run.over_files():
+            return "files", peak
+        if time.monotonic() >= deadline:
+            return "time", peak
+
+
+def _memory(pid: int) -> int:
+    """Return the anonymous and shared memory of a process, in bytes."""
+    pages = 0
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
+        for line in status:
+            if line.startswith(("RssAnon:", "RssShmem:")):
+                pages += int(line.split()[1])
+    return pages << 10
+
+
+def _input(text: str) -> int:
+    """Return a descriptor to read ``text`` from."""
+    descriptor = os.memfd_create("stdin")
+    with os.fdopen(os.dup(descriptor), "wb") as target:
+        target.write(text.encode("utf-8", "surrogatepass"))
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor

@@ -1,0 +1,124 @@
+"""Call the Linux functions that Python's standard library lacks: namespaces, mounts, prctl.
+
+Only the standard library is imported here: the launcher is a bare interpreter, started for each program.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Final
+
+CLONE_NEWNS: Final = 0x00020000
+CLONE_NEWCGROUP: Final = 0x02000000
+CLONE_NEWUTS: Final = 0x04000000
+CLONE_NEWIPC: Final = 0x08000000
+CLONE_NEWUSER: Final = 0x10000000
+CLONE_NEWPID: Final = 0x20000000
+CLONE_NEWNET: Final = 0x40000000
+
+MS_RDONLY: Final = 1
+MS_NOSUID: Final = 2
+MS_NODEV: Final = 4
+MS_NOEXEC: Final = 8
+MS_BIND: Final = 4096
+MS_REC: Final = 16384
+MS_PRIVATE: Final = 1 << 18
+MNT_DETACH: Final = 2
+
+PR_SET_PDEATHSIG: Final = 1
+PR_SET_DUMPABLE: Final = 4
+PR_SET_SECCOMP: Final = 22
+PR_CAPBSET_DROP: Final = 24
+PR_SET_CHILD_SUBREAPER: Final = 36
+PR_SET_NO_NEW_PRIVS: Final = 38
+PR_CAP_AMBIENT: Final = 47
+PR_CAP_AMBIENT_CLEAR_ALL: Final = 4
+
+_MOUNT_SETATTR: Final = 442
+_PIVOT_ROOT: Final = {"x86_64": 155, "aarch64": 41}
+_CAPABILITY_VERSION_3: Final = 0x20080522
+_AT_RECURSIVE: Final = 0x8000
+_AT_FDCWD: Final = -100
+_RDONLY_NOSUID_NODEV: Final = 1 | 2 | 4
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _MountAttr(ctypes.Structure):
+    _fields_ = (
+        ("attr_set", ctypes.c_uint64),
+        ("attr_clr", ctypes.c_uint64),
+        ("propagation", ctypes.c_uint64),
+        ("userns_fd", ctypes.c_uint64),
+    )
+
+
+def prctl(option: int, value: int = 0) -> None:
+    """Call prctl(2). Raises OSError."""
+    zero = ctypes.c_ulong(0)
+    _check(_libc.prctl(option, ctypes.c_ulong(value), zero, zero, zero), "prctl")
+
+
+def unshare(flags: int) -> None:
+    """Move this process into new namespaces. Raises OSError."""
+    _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
+    """Call mount(2). Raises OSError."""
+    done = _libc.mount(
+        source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()
+    )
+    _check(done, f"mount {kind or 'of ' + source} at {target}")
+
+
+def bind_read_only(source: str, target: str) -> None:
+    """Show ``source`` and all that is mounted below it at ``target``, read-only. Raises OSError."""
+    mount(source, target, flags=MS_BIND | MS_REC)
+    make_read_only(target, recursive=True)
+
+
+def make_read_only(target: str, *, recursive: bool) -> None:
+    """Make a mount read-only, without devices and set-uid programs (Linux 5.12 or later). Raises OSError."""
+    attributes = _MountAttr(attr_set=_RDONLY_NOSUID_NODEV)
+    done = _libc.syscall(
+        ctypes.c_long(_MOUNT_SETATTR),
+        ctypes.c_int(_AT_FDCWD),
+        target.encode(),
+        ctypes.c_uint(_AT_RECURSIVE if recursive else 0),
+        ctypes.byref(attributes),
+        ctypes.c_size_t(ctypes.sizeof(attributes)),
+    )
+    _check(done, f"mount_setattr of {target}")
+
+
+def pivot_root(new: str, old: str) -> None:
+    """Make ``new`` the root, and show the present root at ``old``. Raises OSError."""
+    number = _PIVOT_ROOT.get(os.uname().machine)
+    if number is None:
+        raise OSError(f"no system-call numbers of {os.uname().machine}")
+    _check(_libc.syscall(ctypes.c_long(number), new.encode(), old.encode()), "pivot_root")
+
+
+def detach(target: str) -> None:
+    """Unmount ``target`` and all below it. Raises OSError."""
+    _check(_libc.umount2(target.encode(), MNT_DETACH), f"umount of {target}")
+
+
+def drop_capabilities() -> None:
+    """Give up every capability, for this process and all that it starts. Raises OSError."""
+    for capability in range(64):
+        try:
+            prctl(PR_CAPBSET_DROP, capability)
+        except OSError:  # past the last one, or never held
+            continue
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    none = (ctypes.c_uint32 * 6)()
+    _check(_libc.capset(ctypes.byref(header), ctypes.byref(none)), "capset")
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")

@@ -1,0 +1,209 @@
+"""Run programs in the sandbox of this machine, each by a launcher process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from agentrl.errors import ConfigError, ToolServerError
+from agentrl.tools.sandbox.limits import Execution, Isolation, SandboxLimits
+
+logger = logging.getLogger(__name__)
+
+_SOURCE: Final = str(Path(__file__).resolve().parents[3])
+_START: Final = (
+    f"import sys; sys.path.insert(0, {_SOURCE!r}); from agentrl.tools.sandbox.launcher import main; main()"
+)
+_GRACE_SECONDS: Final = 20.0
+"""Time beyond a program's own limit for the launcher to start it, end it and keep its files."""
+
+_running: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+"""Bounds the programs that run at a time: their time limits are by the clock."""
+
+
+class LocalSandbox:
+    """A private directory on this machine, and programs that run in it one after the other."""
+
+    def __init__(
+        self,
+        limits: SandboxLimits,
+        *,
+        isolation: Isolation = "auto",
+        python: str | None = None,
+        visible: tuple[str, ...] = (),
+    ) -> None:
+        """``python`` is the interpreter, with its packages; by default this one without them.
+
+        ``visible`` are further folders that programs may read.
+        """
+        self._limits = limits
+        self._isolation = isolation
+        self._python, prefixes = _interpreter(python)
+        self._visible = (*prefixes, *(os.path.realpath(path) for path in visible))
+        self._folder: str | None = None
+        self._turn = asyncio.Lock()
+
+    async def run(self, code: str, stdin: str = "") -> Execution:
+        """Run a program to its end or its limits. Raises ToolServerError if the sandbox itself fails."""
+        async with self._turn, _slot():
+            namespaces = await self._uses_namespaces()
+            folder = self._directory()
+            answer = await _launch(self._job(code, stdin, folder, namespaces=namespaces), self._limits)
+            if answer.pop("kept"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.replace(os.path.join(folder, "files.new"), os.path.join(folder, "files.tar"))
+            return Execution(**answer)
+
+    async def close(self) -> None:
+        """Delete the directory. Idempotent."""
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def _directory(self) -> str:
+        if self._folder is None:
+            self._folder = tempfile.mkdtemp(prefix="agentrl-sandbox-")
+        return self._folder
+
+    async def _uses_namespaces(self) -> bool:
+        if self._isolation == "limits":
+            return False
+        problem = await asyncio.to_thread(_namespace_problem)
+        if problem is not None and self._isolation == "namespaces":
+            raise ToolServerError(
+                f"this machine allows no sandbox in namespaces: {problem}",
+                hint="allow user namespaces (sysctl user.max_user_namespaces), use isolation: docker, or"
+                " isolation: limits for programs that you trust",
+            )
+        return problem is None
+
+    def _job(self, code: str, stdin: str, folder: str, *, namespaces: bool) -> dict[str, Any]:
+        return {
+            "code": code,
+            "stdin": stdin,
+            "python": self._python,
+            "visible": self._visible,
+            "directory": folder,
+            "namespaces": namespaces,
+            "keep_files": True,
+            "limits": dataclasses.asdict(self._limits),
+        }
+
+
+def _slot() -> asyncio.Semaphore:
+    loop = asyncio.get_running_loop()
+    if loop not in _running:
+        _running[loop] = asyncio.Semaphore(max(2, os.cpu_count() or 1))
+    return _running[loop]
+
+
+async def _launch(job: Mapping[str, Any], limits: SandboxLimits) -> dict[str, Any]:
+    """Run one launcher; end it, and with it the program, on cancellation and after a hard time limit."""
+    launcher = await asyncio.create_subprocess_exec(
+        *_command(),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={"PATH": "/usr/bin:/bin"},
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(limits.seconds + _GRACE_SECONDS):
+            out, problem = await launcher.communicate(json.dumps(job).encode())
+    except TimeoutError as error:
+        raise ToolServerError(
+            "the sandbox did not end its program", hint="is this machine overloaded?"
+        ) from error
+    finally:
+        if launcher.returncode is None:
+            await _end(launcher)
+    return _answer(out, problem)
+
+
+async def _end(launcher: asyncio.subprocess.Process) -> None:
+    """Stop a launcher, which kills its program first; kill it if that takes too long."""
+    with contextlib.suppress(ProcessLookupError):
+        launcher.terminate()
+    try:
+        await asyncio.wait_for(launcher.wait(), _GRACE_SECONDS)
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            launcher.kill()
+
+
+def _answer(out: bytes, problem: bytes) -> dict[str, Any]:
+    try:
+        answer: dict[str, Any] = json.loads(out)
+    except ValueError as error:
+        raise ToolServerError(f"the sandbox failed: {problem.decode(errors='replace')[-500:]}") from error
+    if "error" in answer:
+        raise ToolServerError(
+            f"the sandbox cannot start a program: {answer['error']}",
+            hint="the interpreter must be readable by an unprivileged user",
+        )
+    return answer
+
+
+def _command() -> list[str]:
+    return [sys.executable, "-I", "-S", "-c", _START]
+
+
+@cache
+def _namespace_problem() -> str | None:
+    """Return why programs cannot run in namespaces here; None if they can. Logs the answer once."""
+    with tempfile.TemporaryDirectory(prefix="agentrl-sandbox-") as folder:
+        python, prefixes = _interpreter(None)
+        job = {
+            "code": "", "stdin": "", "python": python, "visible": prefixes, "directory": folder,
+            "namespaces": True, "keep_files": False, "limits": dataclasses.asdict(SandboxLimits()),
+        }  # fmt: skip
+        try:
+            done = subprocess.run(
+                _command(),
+                input=json.dumps(job).encode(),
+                capture_output=True,
+                env={"PATH": "/usr/bin:/bin"},
+                timeout=_GRACE_SECONDS,
+                check=False,
+            )
+            problem = None if _answer(done.stdout, done.stderr)["exit_code"] == 0 else done.stdout.decode()
+        except (OSError, subprocess.TimeoutExpired, ToolServerError) as error:
+            problem = str(error)
+    if problem is not None:
+        logger.warning(
+            "the sandbox has limits only: programs of the model can read what this user can read",
+            extra={"why": problem},
+        )
+    return problem
+
+
+@cache
+def _interpreter(path: str | None) -> tuple[str, tuple[str, ...]]:
+    """Return an interpreter and the folders that it needs. Raises ConfigError."""
+    if path is None:
+        executable = os.path.realpath(sys.executable)
+        return executable, (os.path.realpath(sys.base_prefix),)
+    report = "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix]))"
+    try:
+        done = subprocess.run(
+            [path, "-I", "-c", report], capture_output=True, timeout=_GRACE_SECONDS, check=True, text=True
+        )
+        prefixes = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise ConfigError(
+            f"python {path!r} of the sandbox does not run: {error}", hint="give the path of an interpreter"
+        ) from error
+    return os.path.abspath(path), tuple(dict.fromkeys(os.path.abspath(prefix) for prefix in prefixes))

@@ -1,0 +1,231 @@
+"""Run the program in namespaces of its own: no network, no other process, no file but those it needs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import tarfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+from agentrl.tools.sandbox import linux
+from agentrl.tools.sandbox.program import Job, Streams, become, write_main
+
+WORK: Final = "/work"
+_INSIDE_USER: Final = 1000
+_HOST_USER_OF_ROOT: Final = 65534
+_SYSTEM: Final = (
+    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache",
+    "/etc/localtime",
+)  # fmt: skip
+_DEVICES: Final = ("full", "null", "random", "urandom", "zero")
+_ALL: Final = (
+    linux.CLONE_NEWUSER
+    | linux.CLONE_NEWNS
+    | linux.CLONE_NEWPID
+    | linux.CLONE_NEWNET
+    | linux.CLONE_NEWIPC
+    | linux.CLONE_NEWUTS
+    | linux.CLONE_NEWCGROUP
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """Descriptors of the session's files: an archive of the directory before and after the program."""
+
+    before: int | None
+    after: int | None
+
+
+def start(job: Job, streams: Streams, files: Files, status: int) -> int:
+    """Start the program; return the process to kill in order to end all of it.
+
+    When the program ends, ``{"status": …}`` is written to ``status``, or ``{"error": …}`` if it cannot start.
+    """
+    ready_read, ready_write = os.pipe()
+    go_read, go_write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ready_read)
+        os.close(go_write)
+        guarded(status, lambda: _outer(job, streams, files, status, ready_write, go_read))
+    os.close(ready_write)
+    os.close(go_read)
+    if os.read(ready_read, 1) == b"1":
+        _map_users(child)
+        os.write(go_write, b"1")
+    os.close(ready_read)
+    os.close(go_write)
+    return child
+
+
+def _map_users(child: int) -> None:
+    """Map the user inside to the own user, or, for root, to one that owns nothing."""
+    root = os.geteuid() == 0
+    if not root:
+        _write(f"/proc/{child}/setgroups", "deny")
+    for kind, own in (("uid", os.geteuid()), ("gid", os.getegid())):
+        lines = f"0 {own} 1\n{_INSIDE_USER} {_HOST_USER_OF_ROOT} 1" if root else f"{_INSIDE_USER} {own} 1"
+        _write(f"/proc/{child}/{kind}_map", lines)
+
+
+def _outer(job: Job, streams: Streams, files: Files, status: int, ready: int, go: int) -> None:
+    """Create the namespaces, start their first process and wait for it."""
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+    linux.unshare(_ALL)
+    linux.prctl(linux.PR_SET_DUMPABLE, 1)
+    os.write(ready, b"1")
+    os.close(ready)
+    if os.read(go, 1) != b"1":
+        raise OSError("the users of the namespace cannot be mapped")
+    os.close(go)
+    first = os.fork()
+    if first == 0:
+        guarded(status, lambda: _init(job, streams, files, status))
+    os.waitpid(first, 0)
+    os._exit(0)
+
+
+def _init(job: Job, streams: Streams, files: Files, status: int) -> None:
+    """Be the first process of the namespaces: build the root, run the program, keep its files."""
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+    linux.prctl(linux.PR_SET_DUMPABLE, 0)
+    os.umask(0o022)
+    user = _INSIDE_USER if os.getuid() == 0 else None
+    _build_root(job, user)
+    program = os.fork()
+    if program == 0:
+        guarded(status, lambda: _program(job, streams, files, user))
+    for stream in (streams.stdin, streams.stdout, streams.stderr):
+        os.close(stream)
+    ended = None
+    while ended is None:
+        child, code = os.wait()
+        ended = code if child == program else None
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+    kept = files.after is None or _save(files.after, job)
+    os.write(status, _line({"status": os.waitstatus_to_exitcode(ended), "kept": kept}))
+    os._exit(0)
+
+
+def _program(job: Job, streams: Streams, files: Files, user: int | None) -> None:
+    if files.before is not None:
+        with os.fdopen(files.before, "rb") as source, tarfile.open(fileobj=source) as archive:
+            archive.extractall(WORK, filter="fully_trusted", numeric_owner=True)
+    write_main(job, WORK, user)
+    become(job, WORK, streams, user)
+
+
+def _build_root(job: Job, user: int | None) -> None:
+    """Replace the root by a small one in memory: what the program may read, and its directory."""
+    linux.mount("none", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
+    linux.mount("tmpfs", "/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,nr_inodes=1024,mode=755")
+    os.mkdir("/tmp/old")
+    os.mkdir("/tmp/new")
+    linux.pivot_root("/tmp", "/tmp/old")
+    os.chdir("/")
+    linux.mount("tmpfs", "/new", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,nr_inodes=1024,mode=755")
+    for path in dict.fromkeys((*_SYSTEM, *job.visible)):
+        _show(path)
+    _devices()
+    _texts()
+    os.mkdir("/new/proc")
+    with contextlib.suppress(OSError):  # a container may forbid it; programs rarely need it
+        linux.mount("proc", "/new/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
+    size = f"size={job.limits['disk_mb']}m,nr_inodes={job.limits['files']},mode=700"
+    for path in (WORK, "/tmp"):
+        os.mkdir(f"/new{path}")
+        linux.mount("tmpfs", f"/new{path}", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, size)
+        if user is not None:
+            os.chown(f"/new{path}", user, user)
+    os.symlink("/tmp", "/new/dev/shm")
+    os.mkdir("/new/.old")
+    linux.pivot_root("/new", "/new/.old")
+    os.chdir("/")
+    linux.detach("/.old")
+    os.rmdir("/.old")
+    linux.make_read_only("/", recursive=False)
+    with contextlib.suppress(OSError):
+        _write("/proc/sys/user/max_user_namespaces", "0")
+
+
+def _show(path: str) -> None:
+    """Show a folder or file of the host read-only; a link stays a link."""
+    source, target = f"/old{path}", f"/new{path}"
+    if os.path.lexists(target) or not os.path.lexists(source):
+        return
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.islink(source):
+        os.symlink(os.readlink(source), target)
+        return
+    if os.path.isdir(source):
+        os.mkdir(target)
+    else:
+        _write(target, "")
+    linux.bind_read_only(source, target)
+
+
+def _devices() -> None:
+    os.mkdir("/new/dev")
+    for name in _DEVICES:
+        _write(f"/new/dev/{name}", "")
+        linux.mount(f"/old/dev/{name}", f"/new/dev/{name}", flags=linux.MS_BIND)
+    for place, name in enumerate(("stdin", "stdout", "stderr")):
+        os.symlink(f"/proc/self/fd/{place}", f"/new/dev/{name}")
+    os.symlink("/proc/self/fd", "/new/dev/fd")
+
+
+def _texts() -> None:
+    os.makedirs("/new/etc", exist_ok=True)
+    user = _INSIDE_USER
+    _write("/new/etc/passwd", f"sandbox:x:{user}:{user}::{WORK}:/bin/sh\n")
+    _write("/new/etc/group", f"sandbox:x:{user}:\n")
+
+
+def _save(descriptor: int, job: Job) -> bool:
+    """Archive the program's directory; return False if it is too large or cannot be read."""
+    limit = int(job.limits["disk_mb"]) << 20
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * limit + (4 << 20), resource.RLIM_INFINITY))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with os.fdopen(descriptor, "wb") as target:
+            with tarfile.open(fileobj=target, mode="w", format=tarfile.GNU_FORMAT) as archive:
+                archive.add(WORK, arcname=".", filter=_plain)
+            target.flush()
+    except (OSError, ValueError, tarfile.TarError, RecursionError):
+        return False
+    return True
+
+
+def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    """Keep folders, files and links; drop pipes and sockets."""
+    return member if member.isdir() or member.isreg() or member.issym() or member.islnk() else None
+
+
+def guarded(status: int, steps: Callable[[], None]) -> NoReturn:
+    """Run the steps of a forked child, which never returns: report an error and exit."""
+    try:
+        steps()
+    except BaseException as error:  # noqa: BLE001  the child must not return into its parent's code
+        with contextlib.suppress(OSError):
+            os.write(status, _line({"error": f"{type(error).__name__}: {error}"}))
+    finally:
+        os._exit(1)
+
+
+def _line(report: dict[str, Any]) -> bytes:
+    return json.dumps(report).encode() + b"\n"
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as target:
+        target.write(text)

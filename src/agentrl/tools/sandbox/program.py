@@ -1,0 +1,125 @@
+"""Start the program itself: the last steps of a child process before it becomes the interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.tools.sandbox import linux, seccomp
+
+MAIN = "main.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One program to run, as the launcher reads it from its standard input."""
+
+    code: str
+    stdin: str
+    python: str
+    """The interpreter."""
+    visible: tuple[str, ...]
+    """Folders that the program may read."""
+    directory: str
+    """The private folder of the session on the host."""
+    namespaces: bool
+    keep_files: bool
+    """Keep the files of the program's directory for the next program of the session."""
+    limits: dict[str, Any]
+
+    @property
+    def mebibytes(self) -> int:
+        """Return the memory limit in MiB."""
+        return int(self.limits["memory_mb"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streams:
+    """The descriptors of the program."""
+
+    stdin: int
+    stdout: int
+    stderr: int
+
+
+def become(job: Job, directory: str, streams: Streams, user: int | None) -> None:
+    """Turn this process into the program. Raises OSError if that fails.
+
+    ``user`` is the user id to take, if there is one. The program inherits no variable, no capability and no
+    descriptor but its three streams: all others are closed on exec.
+    """
+    os.setsid()
+    for target, source in enumerate((streams.stdin, streams.stdout, streams.stderr)):
+        os.dup2(source, target)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file that grows too large is an OSError
+    os.chdir(directory)
+    os.umask(0o077)
+    if user is not None:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    _limit(job, user)
+    linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
+    if job.namespaces or user is not None:
+        linux.drop_capabilities()
+    seccomp.install(namespaces=job.namespaces)
+    environment = {
+        "HOME": directory, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1", "TMPDIR": directory, "USER": "sandbox",
+    }  # fmt: skip
+    os.execve(job.python, [job.python, "-s", os.path.join(directory, MAIN)], environment)
+
+
+def write_main(job: Job, directory: str, user: int | None) -> None:
+    """Write the program into its directory; what has that name is replaced, and a link is not followed."""
+    path = os.path.join(directory, MAIN)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "wb") as target:
+        target.write(job.code.encode("utf-8", "surrogatepass"))
+    if user is not None:
+        os.chown(path, user, user)
+
+
+def _limit(job: Job, user: int | None) -> None:
+    limits = job.limits
+    memory = job.mebibytes << 20
+    processes = int(limits["processes"])
+    if not job.namespaces and user is None:
+        processes += _processes_of_user()  # the limit counts all processes of the user there
+    bounds = {
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CPU: int(limits["cpu_seconds"]),
+        resource.RLIMIT_FSIZE: int(limits["disk_mb"]) << 20,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_NOFILE: int(limits["open_files"]),
+        resource.RLIMIT_NPROC: processes,
+        resource.RLIMIT_SIGPENDING: 256,
+    }
+    os.nice(5)
+    for kind, bound in bounds.items():
+        _, hard = resource.getrlimit(kind)
+        soft = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
+        margin = int(kind == resource.RLIMIT_CPU)  # a soft limit of its own makes the signal SIGXCPU
+        resource.setrlimit(kind, (soft, soft + margin if hard == resource.RLIM_INFINITY else soft))
+
+
+def _processes_of_user() -> int:
+    """Return the number of threads of this process's user."""
+    count = 0
+    for name in os.listdir("/proc"):
+        try:
+            if name.isdigit() and os.stat(f"/proc/{name}").st_uid == os.getuid():
+                count += len(os.listdir(f"/proc/{name}/task"))
+        except OSError:  # it has ended
+            continue
+    return count

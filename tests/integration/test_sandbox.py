@@ -1,0 +1,302 @@
+"""Run programs that attack the sandbox: each ends in a named state, and nothing of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import ToolServerError
+from agentrl.tools.sandbox.limits import SandboxLimits
+from agentrl.tools.sandbox.local import LocalSandbox, _namespace_problem
+
+pytestmark = pytest.mark.integration
+
+LIMITS = SandboxLimits(
+    seconds=4,
+    cpu_seconds=1,
+    memory_mb=128,
+    processes=16,
+    disk_mb=4,
+    files=64,
+    open_files=32,
+    output_bytes=4096,
+)
+SLEEP = "import time; time.sleep(60)"
+MARK = "agentrl-sandbox-left-behind"
+
+
+@pytest.fixture(params=["namespaces", "limits"])
+async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[LocalSandbox]:
+    """Return a sandbox of each kind; root's own interpreter may be unreadable for other users."""
+    if request.param == "namespaces" and (problem := await asyncio.to_thread(_namespace_problem)):
+        pytest.skip(f"no namespaces here: {problem}")
+    sandbox = LocalSandbox(LIMITS, isolation=request.param, python=_readable_python())
+    yield sandbox
+    await sandbox.close()
+    assert not _processes_with(MARK)
+
+
+def _readable_python() -> str | None:
+    """Return the system's interpreter for root, None for others."""
+    system = Path("/usr/bin/python3")
+    return str(system) if os.geteuid() == 0 and system.exists() else None
+
+
+def _size(folder: str) -> int:
+    return sum(path.stat().st_blocks * 512 for path in Path(folder).rglob("*"))
+
+
+def _exists(folder: str) -> bool:
+    return Path(folder).exists()
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    """Wait up to 20 s."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+def _processes_with(mark: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if mark.encode() in path.read_bytes():
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+async def test_a_program_gets_its_input_and_its_output_is_returned(sandbox: LocalSandbox) -> None:
+    done = await sandbox.run("import sys\nprint(sys.stdin.read() * 2)\nsys.stderr.write('é')", stdin="ab\n")
+    assert done.succeeded
+    assert (done.stdout, done.stderr) == ("ab\nab\n\n", "é")
+    failed = await sandbox.run("raise ValueError('no')")
+    assert failed.exit_code == 1
+    assert "line 1" in failed.stderr
+    assert "ValueError: no" in failed.stderr
+
+
+async def test_files_stay_for_the_next_program_and_end_with_the_sandbox(sandbox: LocalSandbox) -> None:
+    await sandbox.run(
+        "import os\nopen('a.py', 'w').write('x = 41')\nos.mkdir('d')\nos.mkfifo('p')\nos.chmod('d', 0)"
+    )
+    assert (await sandbox.run("import a\nprint(a.x + 1)")).stdout == "42\n"
+    folder = sandbox._directory()
+    await sandbox.close()
+    assert not _exists(folder)
+    assert (await sandbox.run("import os\nprint(sorted(os.listdir()))")).stdout == "['main.py']\n"
+
+
+async def test_an_infinite_loop_ends_at_its_cpu_time(sandbox: LocalSandbox) -> None:
+    assert (await sandbox.run("while True: pass")).exceeded == "time"
+
+
+async def test_a_sleeping_program_ends_at_its_time_by_the_clock() -> None:
+    sandbox = LocalSandbox(SandboxLimits(seconds=0.5))
+    done = await sandbox.run("import time\nprint('begun', flush=True)\ntime.sleep(60)")
+    assert (done.exceeded, done.stdout) == ("time", "begun\n")
+    await sandbox.close()
+
+
+async def test_a_memory_bomb_is_an_error_of_the_program(sandbox: LocalSandbox) -> None:
+    done = await sandbox.run("x = 'a' * (1 << 30)")
+    assert not done.succeeded
+    assert "MemoryError" in done.stderr
+
+
+async def test_the_memory_of_all_processes_is_bounded_together(sandbox: LocalSandbox) -> None:
+    program = (
+        "import os, time\n"
+        "for _ in range(6):\n"
+        "    if os.fork() == 0:\n"
+        "        x = bytearray(os.urandom(1 << 20)) * 60\n"
+        "        time.sleep(30)\n"
+        "time.sleep(30)"
+    )
+    assert (await sandbox.run(program)).exceeded == "memory"
+
+
+async def test_a_fork_bomb_meets_the_limit_of_processes(sandbox: LocalSandbox) -> None:
+    program = (
+        "import os, sys\n"
+        "n = 0\n"
+        "try:\n"
+        "    while True:\n"
+        "        if os.fork() == 0:\n"
+        "            import time; time.sleep(30)\n"
+        "        n += 1\n"
+        "except BlockingIOError:\n"
+        "    print(n < 17)"
+    )
+    assert (await sandbox.run(program)).stdout == "True\n"
+    bomb = await sandbox.run("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass")
+    assert bomb.exceeded == "time"
+
+
+async def test_endless_output_is_cut_and_ends_the_program(sandbox: LocalSandbox) -> None:
+    done = await sandbox.run("while True: print('y' * 1000)")
+    assert done.exceeded == "output"
+    assert len(done.stdout) == LIMITS.output_bytes
+
+
+async def test_a_flood_of_files_is_bounded(sandbox: LocalSandbox) -> None:
+    many = await sandbox.run("import time\nfor i in range(10_000): open(str(i), 'w').close()\ntime.sleep(5)")
+    assert many.exceeded == "files" or "OSError" in many.stderr
+    await sandbox.close()
+    large = await sandbox.run("open('large', 'wb').write(bytes(8 << 20))")
+    assert "OSError" in large.stderr
+    await sandbox.close()
+    parts = await sandbox.run(
+        "import time\nfor i in range(20): open(str(i), 'wb').write(bytes(1 << 20))\ntime.sleep(5)"
+    )
+    assert parts.exceeded == "files" or "OSError" in parts.stderr
+
+
+async def test_sparse_files_do_not_fill_the_disk_of_the_host(sandbox: LocalSandbox) -> None:
+    await sandbox.run("for i in range(50): open(str(i), 'wb').truncate(4 << 20)")
+    assert _size(sandbox._directory()) < 64 << 20
+
+
+async def test_the_environment_and_the_descriptors_of_the_sampler_are_not_inherited(
+    sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AGENTRL_SECRET", "swordfish")
+    secret = tmp_path / "secret"
+    secret.write_text("swordfish")
+    with secret.open() as held:
+        os.set_inheritable(held.fileno(), True)
+        program = (
+            "import os\n"
+            "print(open('/proc/self/environ').read(), dict(os.environ))\n"
+            "for pid in [p for p in os.listdir('/proc') if p.isdigit()]:\n"
+            "    for name in ('environ', 'cmdline', 'mem'):\n"
+            "        try: print(pid, name, open(f'/proc/{pid}/{name}').read(99999))\n"
+            "        except OSError: pass\n"
+            "for fd in range(3, 64):\n"
+            "    try: print(fd, os.read(fd, 100))\n"
+            "    except OSError as error: assert error.errno == 9\n"
+            "print('END')"
+        )
+        done = await sandbox.run(program)
+    assert "END" in done.stdout or done.exceeded == "output"
+    assert "swordfish" not in done.stdout
+
+
+async def test_no_socket_reaches_another_machine_or_process(sandbox: LocalSandbox) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        program = (
+            "import socket\n"
+            "for family, address in [(2, ('127.0.0.1', PORT)), (2, ('1.1.1.1', 53)),\n"
+            "                        (socket.AF_VSOCK, (2, 1)), (1, '/var/run/docker.sock')]:\n"
+            "    try:\n"
+            "        s = socket.socket(family)\n"
+            "        s.settimeout(1)\n"
+            "        s.connect(address)\n"
+            "        print('REACHED', address)\n"
+            "    except OSError as error: print(error.errno)\n"
+            "a, b = socket.socketpair()\n"
+            "a.send(b'within the program')"
+        )
+        done = await sandbox.run(program.replace("PORT", str(port)))
+    assert done.succeeded, done.stderr
+    assert "REACHED" not in done.stdout
+
+
+async def test_other_processes_of_the_user_cannot_be_killed(sandbox: LocalSandbox) -> None:
+    other = await asyncio.create_subprocess_exec(sys.executable, "-c", SLEEP)
+    try:
+        program = (
+            "import os, signal\n"
+            f"for pid in (os.getppid(), {other.pid}, {os.getpid()}, 1, -1):\n"
+            "    try: os.kill(pid, signal.SIGKILL if pid != -1 else 0)\n"
+            "    except OSError as error: print(type(error).__name__)\n"
+            "print('END')"
+        )
+        done = await sandbox.run(program)
+        assert "END" in done.stdout
+        assert other.returncode is None
+    finally:
+        other.kill()
+        await other.wait()
+
+
+async def test_links_out_of_the_directory_change_nothing_on_the_host(
+    sandbox: LocalSandbox, tmp_path: Path
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("intact")
+    program = (
+        "import os, shutil\n"
+        "os.unlink('main.py')\n"
+        f"os.symlink({str(victim)!r}, 'main.py')\n"
+        f"os.symlink({str(tmp_path)!r}, 'out')\n"
+        "os.symlink('/', 'root')\n"
+        f"for path in ('main.py', 'out/victim', {str(victim)!r}):\n"
+        "    try: open(path, 'w').write('changed')\n"
+        "    except OSError as error: print(error.errno)"
+    )
+    await sandbox.run(program)
+    again = await sandbox.run("print('replaced, not followed')")
+    await sandbox.close()
+    assert again.stdout == "replaced, not followed\n"
+    if os.geteuid() == 0 or sandbox._isolation == "namespaces":
+        assert victim.read_text() == "intact"
+    assert victim.exists()
+
+
+async def test_background_processes_end_with_the_program(sandbox: LocalSandbox) -> None:
+    program = (
+        "import os, subprocess, sys\n"
+        f"command = [sys.executable, '-c', {SLEEP!r}, {MARK!r}]\n"
+        "subprocess.Popen(command, start_new_session=True)\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    if os.fork() == 0:\n"
+        "        os.execv(sys.executable, command)\n"
+        "    os._exit(0)\n"
+        "print('gone')"
+    )
+    done = await sandbox.run(program)
+    assert done.stdout == "gone\n"
+    assert not _processes_with(MARK)
+
+
+async def test_namespaces_and_tracing_are_denied(sandbox: LocalSandbox) -> None:
+    program = (
+        "import ctypes, os\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        "for call in (lambda: libc.unshare(0x10000000), lambda: libc.ptrace(16, os.getppid(), 0, 0),\n"
+        "             lambda: libc.mount(b'none', b'/', 0, 0, 0), lambda: libc.memfd_create(b'm', 0)):\n"
+        "    print(call(), ctypes.get_errno())"
+    )
+    assert (await sandbox.run(program)).stdout == "-1 1\n" * 4
+
+
+async def test_a_cancelled_call_kills_its_program(sandbox: LocalSandbox) -> None:
+    program = f"import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60)', {MARK!r}])"
+    call = asyncio.create_task(sandbox.run(program))
+    await _until(lambda: bool(_processes_with(MARK)))
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await _until(lambda: not _processes_with(MARK))
+
+
+async def test_an_interpreter_that_cannot_start_is_named(tmp_path: Path) -> None:
+    sandbox = LocalSandbox(LIMITS)
+    sandbox._python = str(tmp_path / "none")
+    with pytest.raises(ToolServerError, match="cannot start a program"):
+        await sandbox.run("print(1)")
+    await sandbox.close()
