@@ -285,7 +285,8 @@ async def test_namespaces_and_tracing_are_denied(sandbox: LocalSandbox) -> None:
 
 
 async def test_a_cancelled_call_kills_its_program(sandbox: LocalSandbox) -> None:
-    program = f"import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60)', {MARK!r}])"
+    command = f"[sys.executable, '-c', {SLEEP!r}, {MARK!r}]"
+    program = f"import os, sys\nos.execv(sys.executable, {command})"
     call = asyncio.create_task(sandbox.run(program))
     await _until(lambda: bool(_processes_with(MARK)))
     call.cancel()

@@ -120,7 +120,8 @@ def _init(job: Job, streams: Streams, files: Files, status: int) -> None:
 def _program(job: Job, streams: Streams, files: Files, user: int | None) -> None:
     if files.before is not None:
         with os.fdopen(files.before, "rb") as source, tarfile.open(fileobj=source) as archive:
-            archive.extractall(WORK, filter="fully_trusted", numeric_owner=True)
+            archive.extraction_filter = lambda member, _: member
+            archive.extractall(WORK, numeric_owner=True)
     write_main(job, WORK, user)
     become(job, WORK, streams, user)
 

@@ -49,8 +49,8 @@ _NUMBERS: Final[dict[str, tuple[int, dict[str, int]]]] = {
 _DENIED: Final = (
     "add_key", "bpf", "fsopen", "init_module", "finit_module", "io_uring_setup", "kexec_load", "keyctl",
     "memfd_create", "memfd_secret", "mount", "move_mount", "open_by_handle_at", "open_tree",
-    "perf_event_open", "pidfd_getfd", "pivot_root", "process_vm_readv", "process_vm_writev", "ptrace", "quotactl",
-    "request_key", "setns", "shmget", "swapon", "umount2", "unshare", "userfaultfd",
+    "perf_event_open", "pidfd_getfd", "pivot_root", "process_vm_readv", "process_vm_writev", "ptrace",
+    "quotactl", "request_key", "setns", "shmget", "swapon", "umount2", "unshare", "userfaultfd",
 )  # fmt: skip
 
 _SIGNALS: Final = ("kill", "tkill", "pidfd_open", "pidfd_send_signal", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
