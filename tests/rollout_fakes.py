@@ -81,9 +81,10 @@ class ScriptedEngine:
 
 
 class FakeTools:
-    """``add`` adds; ``fail`` answers with an error; ``raised`` is raised by any call."""
+    """``add`` adds, or answers ``text``; ``fail`` answers with an error; ``raised`` is raised by any call."""
 
     def __init__(self) -> None:
+        self.text: str | None = None
         self.raised: Exception | None = None
         self.calls: list[tuple[str, dict[str, Any]]] = []
 
@@ -106,7 +107,8 @@ class FakeTools:
         self.calls.append((name, dict(arguments)))
         if name == "fail":
             return ToolResult(text="it broke", error=True, seconds=0.0, server="fake")
-        return ToolResult(text=str(arguments["a"] + arguments["b"]), error=False, seconds=0.0, server="fake")
+        text = self.text or str(arguments["a"] + arguments["b"])
+        return ToolResult(text=text, error=False, seconds=0.0, server="fake")
 
 
 class FakeSession:

@@ -184,6 +184,10 @@ class TrajectoryError(FailureError):
     kind = "trajectory"
 
 
+class ContextFullError(TrajectoryError):
+    """No prompt fits into the context any more; the trajectory ends at its length limit."""
+
+
 class GroupError(FailureError):
     """A group filter or an advantage estimator raised, hung or returned a malformed result.
 

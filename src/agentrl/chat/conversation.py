@@ -64,6 +64,11 @@ class Conversation:
         self.messages.extend(dict(message) for message in messages)
         self._context = None
 
+    def replace_new_messages(self, messages: Sequence[Message]) -> None:
+        """Replace the messages since the last generation."""
+        self.messages[self._seen :] = [dict(message) for message in messages]
+        self._context = None
+
     def _render_context(self) -> list[int]:
         if self._seen == 0:
             text = self._renderer.render(self.messages, self.tools, add_generation_prompt=True)

@@ -108,7 +108,8 @@ class AgentConfig(Flags):
     new_context: str = flag(
         "disabled",
         "context manager, called when the context is full: disabled (ends the trajectory), discard_all_tools"
-        " (drops tool results), discard_all (starts from a summary), or your own as module:name",
+        " (drops tool results), discard_all (starts from a summary), summarize (a summary and the latest tool"
+        " calls), or your own as module:name",
     )
     repetition_early_stop_times: int = flag(
         -1,

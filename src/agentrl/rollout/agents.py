@@ -23,15 +23,20 @@ def agent(*names: str) -> Callable[[Agent], Agent]:
 async def react(rollout: Rollout) -> Outcome:
     """Alternate model calls and tool calls until an answer or a limit (ReAct, arXiv 2210.03629).
 
-    A model call without an answer and without a tool call is followed by another model call. One that was
-    cut at its length limit ends the trajectory, whatever its text looks like.
+    A model call without an answer and without a tool call is followed by another model call. A full context,
+    and a call that was cut at its length limit, whatever its text looks like, reset the context or end the
+    trajectory.
     """
     while rollout.turns < rollout.max_turns:
-        if rollout.context_is_full and not await rollout.reset_context():
-            return Outcome(StopReason.LENGTH_LIMIT)
+        if rollout.context_is_full:
+            if not await rollout.reset_context():
+                return Outcome(StopReason.LENGTH_LIMIT)
+            continue  # a summary is a turn too
         turn = await rollout.generate()
         if turn.is_cut:
-            return Outcome(StopReason.LENGTH_LIMIT)
+            if not await rollout.reset_context():
+                return Outcome(StopReason.LENGTH_LIMIT)
+            continue
         if turn.answer is not None:
             return Outcome(StopReason.ANSWERED, turn.answer)
         limit = rollout.config.repetition_early_stop_times

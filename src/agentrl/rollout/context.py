@@ -39,31 +39,57 @@ async def end_trajectory(rollout: Rollout) -> list[Message] | None:
 @context_manager("discard_all_tools")
 async def discard_tools(rollout: Rollout) -> list[Message] | None:
     """Return the context without tool results and, if many messages are left, without the latest ones."""
-    return without_tools(rollout.messages)
+    return without_tools(rollout.messages, fixed=len(rollout.first_messages))
 
 
 @context_manager("discard_all")
+async def discard_all(rollout: Rollout) -> list[Message] | None:
+    """Return the question and the policy's own summary of everything after it."""
+    return None if rollout.turns == 0 else await _summary(rollout)
+
+
+@context_manager("summarize")
 async def summarize(rollout: Rollout) -> list[Message] | None:
-    """Return the question and the policy's own summary of everything after it.
+    """Return the question, the policy's own summary, and the latest tool calls with their results.
+
+    The latest calls are left out if they do not fit.
+    """
+    if rollout.turns == 0:
+        return None
+    latest = latest_calls(rollout.messages)
+    summary = await _summary(rollout)
+    return [*summary, *latest] if rollout.would_fit([*summary, *latest]) else summary
+
+
+async def _summary(rollout: Rollout) -> list[Message]:
+    """Return the first messages, with the policy's summary behind the question.
 
     The summary is one more model call of the trajectory. It is sampled within ``--prompt_reserve_tokens``,
     and it is recorded and trained like every other call.
     """
     rollout.append_messages([{"role": "user", "content": SUMMARY_REQUEST}])
     turn = await rollout.generate()
-    summary = turn.text.rpartition("</think>")[2].strip()
-    system = [message for message in rollout.messages[:1] if message["role"] == "system"]
-    return [*system, {"role": "user", "content": f"{rollout.question}\n\n{SUMMARY_HEADING}\n{summary}"}]
+    *before, question = rollout.first_messages
+    summary = (turn.content or turn.text).strip()
+    return [*before, {**question, "content": f"{question['content']}\n\n{SUMMARY_HEADING}\n{summary}"}]
 
 
-def without_tools(messages: list[Message]) -> list[Message]:
+def latest_calls(messages: list[Message]) -> list[Message]:
+    """Return the last assistant message and the tool results that end ``messages``; empty if none do."""
+    start = len(messages)
+    while start and messages[start - 1]["role"] == "tool":
+        start -= 1
+    return messages[start - 1 :] if 0 < start < len(messages) else []
+
+
+def without_tools(messages: list[Message], fixed: int = 0) -> list[Message]:
     """Return ``messages`` without tool results and without the latest assistant messages.
 
     Of n messages other than tool results, the last min(15, n − 10) are dropped as well, but system and user
-    messages among them are kept.
+    messages among them are kept. So are the first ``fixed`` messages.
     """
-    left = [message for message in messages if message["role"] != "tool"]
-    boundary = len(left) - max(0, min(_LATEST, len(left) - _KEPT))
+    left = [message for place, message in enumerate(messages) if place < fixed or message["role"] != "tool"]
+    boundary = max(fixed, len(left) - max(0, min(_LATEST, len(left) - _KEPT)))
     return [
         message
         for place, message in enumerate(left)

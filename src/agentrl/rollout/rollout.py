@@ -16,7 +16,7 @@ from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, 
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.documents.task import Claim
-from agentrl.errors import TrajectoryError
+from agentrl.errors import ContextFullError, TrajectoryError
 from agentrl.rollout.model_call import Engine, PendingCall, Turn
 from agentrl.rollout.outcome import checked_messages
 from agentrl.rollout.tool_calls import Tools, run_tool_calls
@@ -80,12 +80,22 @@ class Rollout:
         self._texts: Counter[str] = Counter()
         self._parent: str | None = None
         self._pending: PendingCall | None = None
-        self._conversation = Conversation(renderer, _first_messages(self), self.schemas)
+        self._is_managing = False
+        self._conversation = Conversation(renderer, self.first_messages, self.schemas)
 
     @property
     def messages(self) -> list[Message]:
         """Return a copy of the messages of the current context."""
         return [dict(message) for message in self._conversation.messages]
+
+    @property
+    def first_messages(self) -> list[Message]:
+        """Return the messages of the first prompt: system prompt, few-shot messages, question."""
+        own = self.task.system_prompt
+        system = self.config.system_prompt if own is None else own
+        first: list[Message] = [{"role": "system", "content": system}] if system else []
+        shots = (dict(message) for message in self.task.messages)
+        return [*first, *shots, {"role": "user", "content": self.question}]
 
     @property
     def question(self) -> str:
@@ -101,10 +111,24 @@ class Rollout:
     @property
     def context_is_full(self) -> bool:
         """Return whether the next prompt uses some of ``prompt_reserve_tokens``."""
-        return self.prompt_tokens > self.config.max_prompt_tokens - self.config.prompt_reserve_tokens
+        return not self._fits(self.prompt_tokens)
+
+    def would_fit(self, messages: Sequence[Message]) -> bool:
+        """Return whether a new context that starts with ``messages`` is not full."""
+        return self._fits(len(Conversation(self._renderer, messages, self.schemas).prompt_ids()))
 
     async def generate(self, **changes: Any) -> Turn:
-        """Make one model call; ``changes`` are sampling parameters for this call only."""
+        """Make one model call; ``changes`` are sampling parameters for this call only.
+
+        A full context is reset before the call. Raises ContextFullError, which ends the trajectory at its
+        length limit, if no prompt fits.
+        """
+        if not await self._make_prompt_fit():
+            limit = self.config.max_prompt_tokens
+            raise ContextFullError(
+                f"the next prompt has {self.prompt_tokens:,} tokens, and --max_prompt_tokens is {limit:,}",
+                hint="raise it, or choose a context manager by --new_context",
+            )
         answered = self._pending.executions if self._pending else []
         await self.finish()
         conversation = self._conversation
@@ -173,15 +197,27 @@ class Rollout:
         self._conversation.append_messages(checked_messages(messages))
 
     async def reset_context(self) -> bool:
-        """Start a new prefix according to ``--new_context``; return False if the trajectory must end."""
+        """Start a new prefix according to ``--new_context``; return False if the trajectory must end.
+
+        Model calls are counted as repetitions within one context only.
+        """
         what = f"context manager {self.config.new_context}"
-        messages = await contain(lambda: self._manage_context(self), what, TrajectoryError)
+        if self._is_managing:
+            raise TrajectoryError(f"{what} resets the context itself", hint="return the new messages instead")
+        self._is_managing = True
+        try:
+            messages = await contain(lambda: self._manage_context(self), what, TrajectoryError)
+        except ContextFullError:
+            return False
+        finally:
+            self._is_managing = False
         if messages is None:
             return False
         first = checked_messages(messages)
         await self.finish()
         self._conversation = Conversation(self._renderer, first, self.schemas)
         self._parent = None
+        self._texts.clear()
         self.context_resets += 1
         return not self.context_is_full
 
@@ -191,6 +227,19 @@ class Rollout:
         if pending is not None:
             await self._write(pending.document())
             self._parent = pending.id
+
+    def _fits(self, tokens: int) -> bool:
+        return tokens <= self.config.max_prompt_tokens - self.config.prompt_reserve_tokens
+
+    async def _make_prompt_fit(self) -> bool:
+        """Manage a full context. A context manager's own calls may use the reserve, but not exceed it."""
+        if not self._is_managing:
+            return not self.context_is_full or await self.reset_context()
+        if self.prompt_tokens > self.config.max_prompt_tokens:
+            self._conversation.replace_new_messages(
+                list(map(_without_result, self._conversation.new_messages))
+            )
+        return self.prompt_tokens <= self.config.max_prompt_tokens
 
     def _message(self, parsed: ParsedMessage) -> Message:
         message: Message = {"role": "assistant", "content": parsed.content}
@@ -216,9 +265,8 @@ def _cleaned(parsed: ParsedMessage) -> ParsedMessage:
     return replace(parsed, tool_calls=calls, error=replace_surrogates(parsed.error))
 
 
-def _first_messages(rollout: Rollout) -> list[Message]:
-    system = (
-        rollout.config.system_prompt if rollout.task.system_prompt is None else rollout.task.system_prompt
-    )
-    first: list[Message] = [{"role": "system", "content": system}] if system else []
-    return [*first, *rollout.task.messages, {"role": "user", "content": rollout.question}]
+def _without_result(message: Message) -> Message:
+    if message.get("role") != "tool":
+        return message
+    length = len(message["content"])
+    return {**message, "content": f"[not shown: a result of {length:,} characters does not fit]"}

@@ -15,10 +15,11 @@ from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Failure
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.status import RecordStatus
+from agentrl.documents.status import RecordStatus, StopReason
 from agentrl.documents.task import Claim, Task
 from agentrl.errors import (
     ConfigError,
+    ContextFullError,
     FailureError,
     LeaseLostError,
     ScorerError,
@@ -242,8 +243,14 @@ class _CallWriter:
 
 
 async def run_agent(agent: Agent, name: str, rollout: Rollout) -> Outcome:
-    """Run an agent, contained, and validate its outcome. Raises FailureError or ConfigError."""
-    outcome = await contain(lambda: agent(rollout), f"agent {name}", FailureError)
+    """Run an agent, contained, and validate its outcome. Raises FailureError or ConfigError.
+
+    A ContextFullError of the agent is the outcome of a trajectory at its length limit.
+    """
+    try:
+        outcome = await contain(lambda: agent(rollout), f"agent {name}", FailureError)
+    except ContextFullError:
+        return Outcome(StopReason.LENGTH_LIMIT)
     return contain_call(
         lambda: checked_outcome(name, outcome), f"the outcome of agent {name}", TrajectoryError
     )

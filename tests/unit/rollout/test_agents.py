@@ -2,81 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from rollout_fakes import CUT, PLAIN, FakeSession, FakeTools, ScriptedEngine, renderer_of
+from rollout_fakes import CUT, PLAIN, renderer_of
+from trajectories import Trajectory, trained
 
-from agentrl.chat.parsers import get_parser
-from agentrl.config.schema import AgentConfig, GroupConfig
-from agentrl.data.convert import to_training_data
-from agentrl.documents.model_call import DispatchedSamplingTask, full_messages
+from agentrl.documents.model_call import full_messages
 from agentrl.documents.packing import unpack_ids
-from agentrl.documents.record import Record
-from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import CallStatus, StopReason
-from agentrl.documents.task import Claim, Task
 from agentrl.documents.task_json import make_task
 from agentrl.errors import ConfigError, ToolServerError
 from agentrl.rollout.agents import AGENTS
-from agentrl.rollout.context import CONTEXT_MANAGERS, SUMMARY_HEADING, without_tools
+from agentrl.rollout.context import SUMMARY_HEADING, without_tools
 from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.rollout import Rollout
 
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 FAIL = '<tool_call>{"name": "fail", "arguments": {}}</tool_call>'
 ANSWER = "So it is <answer>3</answer>"
-
-
-class Trajectory:
-    """One run of an agent and what it left behind."""
-
-    def __init__(self, *script: Any, task: dict[str, Any] | None = None, **flags: Any) -> None:
-        self.task = Task(
-            id="train/0/t", task_id="t", split="train", epoch=0, order=0, query="1+2?", **task or {}
-        )
-        self.engine = ScriptedEngine(renderer_of(), *script)
-        self.tools = FakeTools()
-        self.calls: list[DispatchedSamplingTask] = []
-        self.config = AgentConfig(**flags)
-        self.rollout: Rollout
-
-    async def run(self, agent: str = "react", attempt: int = 1) -> Outcome:
-        async def write(call: DispatchedSamplingTask) -> None:
-            self.calls.append(call)
-
-        self.rollout = Rollout(
-            Claim(task=self.task, traj_id=0, attempt=attempt, owner="o"),
-            self.config,
-            renderer=self.engine.renderer,
-            engine=self.engine,
-            tools=FakeSession(self.tools, self.task.tools),
-            schemas=self.tools.list(self.task.tools),
-            parser=get_parser(self.config.tool_call_parser),
-            params=SamplingParams(),
-            seed=7,
-            manage_context=CONTEXT_MANAGERS.get(self.config.new_context),
-            write=write,
-        )
-        outcome = await AGENTS.get(agent)(self.rollout)
-        await self.rollout.finish()
-        return outcome
-
-    @property
-    def statuses(self) -> list[CallStatus]:
-        return [call.status for call in self.calls]
-
-
-def trained(trajectory: Trajectory) -> list[list[int]]:
-    """Return the ids of every trained span that the trajectory is converted to."""
-    record = Record(
-        id="train/0/t/0/1", task=trajectory.task.id, traj_id=0, attempt=1, split="train", epoch=0, query="q",
-        score=1.0, turns=len(trajectory.calls),
-    )  # fmt: skip
-    data = to_training_data(trajectory.task, record, trajectory.calls, 0.5, GroupConfig())
-    assert data is not None
-    ids = unpack_ids(data.input_ids).tolist()
-    return [ids[span.start : span.end] for span in data.spans]
 
 
 async def test_an_attempt_has_seeds_of_its_own_and_the_same_ones_again() -> None:
@@ -197,7 +139,7 @@ async def test_repetition_may_reset_the_context() -> None:
     assert [call.parent is None for call in trajectory.calls] == [True, False, True]
 
 
-FULL = {"max_prompt_tokens": 260, "prompt_reserve_tokens": 100}
+FULL = {"max_prompt_tokens": 700, "prompt_reserve_tokens": 540}
 LONG = "I think of it at length. " * 4
 
 

@@ -1,0 +1,85 @@
+"""Run an agent on a scripted engine, and convert what it leaves behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollout_fakes import FakeSession, FakeTools, ScriptedEngine, renderer_of
+
+from agentrl.chat.parsers import get_parser
+from agentrl.config.schema import AgentConfig, GroupConfig
+from agentrl.data.convert import to_training_data
+from agentrl.documents.model_call import DispatchedSamplingTask
+from agentrl.documents.packing import unpack_ids
+from agentrl.documents.record import Record
+from agentrl.documents.sampling import SamplingParams
+from agentrl.documents.status import CallStatus
+from agentrl.documents.task import Claim, Task
+from agentrl.documents.training import DBRecordData
+from agentrl.rollout.agents import AGENTS, Agent
+from agentrl.rollout.context import CONTEXT_MANAGERS
+from agentrl.rollout.outcome import Outcome
+from agentrl.rollout.rollout import Rollout
+from agentrl.rollout.worker import run_agent
+
+
+class Trajectory:
+    """One run of an agent and what it left behind."""
+
+    def __init__(self, *script: Any, task: dict[str, Any] | None = None, **flags: Any) -> None:
+        self.task = Task(
+            id="train/0/t", task_id="t", split="train", epoch=0, order=0, query="1+2?", **task or {}
+        )
+        self.engine = ScriptedEngine(renderer_of(), *script)
+        self.tools = FakeTools()
+        self.calls: list[DispatchedSamplingTask] = []
+        self.config = AgentConfig(**flags)
+        self.manager = CONTEXT_MANAGERS.get(self.config.new_context)
+        self.rollout: Rollout
+
+    async def run(self, agent: str | Agent = "react", attempt: int = 1) -> Outcome:
+        """Run an agent, or the registered one of a name."""
+
+        async def write(call: DispatchedSamplingTask) -> None:
+            self.calls.append(call)
+
+        self.rollout = Rollout(
+            Claim(task=self.task, traj_id=0, attempt=attempt, owner="o"),
+            self.config,
+            renderer=self.engine.renderer,
+            engine=self.engine,
+            tools=FakeSession(self.tools, self.task.tools),
+            schemas=self.tools.list(self.task.tools),
+            parser=get_parser(self.config.tool_call_parser),
+            params=SamplingParams(),
+            seed=7,
+            manage_context=self.manager,
+            write=write,
+        )
+        name = agent if isinstance(agent, str) else agent.__name__
+        outcome = await run_agent(AGENTS.get(agent) if isinstance(agent, str) else agent, name, self.rollout)
+        await self.rollout.finish()
+        return outcome
+
+    @property
+    def statuses(self) -> list[CallStatus]:
+        """The status of each call."""
+        return [call.status for call in self.calls]
+
+
+def converted(trajectory: Trajectory) -> DBRecordData:
+    """Return the training data of the trajectory."""
+    record = Record(
+        id="train/0/t/0/1", task=trajectory.task.id, traj_id=0, attempt=1, split="train", epoch=0, query="q",
+        score=1.0, turns=len(trajectory.calls),
+    )  # fmt: skip
+    data = to_training_data(trajectory.task, record, trajectory.calls, 0.5, GroupConfig())
+    assert data is not None
+    return data
+
+
+def trained(trajectory: Trajectory) -> list[list[int]]:
+    """Return the ids of every trained span that the trajectory is converted to."""
+    data = converted(trajectory)
+    ids = unpack_ids(data.input_ids).tolist()
+    return [ids[span.start : span.end] for span in data.spans]
