@@ -296,7 +296,7 @@ def _check_chat_template(folder: Path, config: ModelConfig) -> Check:
 
 def check_agent_config(config: SamplingConfig) -> Check:
     """Check the endpoints of the judge, which only the scorer ``agentcpm`` needs."""
-    from agentrl.scoring.agent_config import load_section
+    from agentrl.llm.agent_config import load_section
 
     name, path = "agent config", config.agent_config_path
     try:

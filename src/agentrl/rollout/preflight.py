@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from agentrl.config.schema import GroupConfig, SamplingConfig
 from agentrl.errors import AgentRLError, ConfigError, ToolServerError
+from agentrl.llm.agent_config import AgentSection, ModelEndpoint, load_section
 from agentrl.rollout.agents import AGENTS
 from agentrl.rollout.worker import ToolSource
 from agentrl.scoring.advantages import ESTIMATORS
-from agentrl.scoring.agent_config import AgentSection, ModelEndpoint, load_section
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.group_filters import GROUP_FILTERS
 from agentrl.scoring.judge import JUDGES

@@ -34,6 +34,7 @@ from agentrl.errors import ConfigError, FailureError, TaskFileError, TrajectoryE
 from agentrl.inference.client import Generation
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.router import EngineRouter
+from agentrl.llm.agent_config import load_section
 from agentrl.observe.audit.record import render_trajectory
 from agentrl.observe.terminal import stdout_console
 from agentrl.rollout.agents import AGENTS
@@ -43,7 +44,6 @@ from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.setup import allow_configured_imports, live_engines, open_renderer, sampling_params
 from agentrl.rollout.worker import run_agent, score_trajectory
-from agentrl.scoring.agent_config import load_section
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.judge import JUDGES
 from agentrl.scoring.scorers import SCORERS, ScoreResult

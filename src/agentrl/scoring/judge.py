@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
-from agentrl.errors import ScorerError
-from agentrl.scoring.agent_config import AgentSection, ModelEndpoint, load_section
+from agentrl.errors import ScorerError, judge
+from agentrl.llm.agent_config import AgentSection, load_section
+from agentrl.llm.ask import Answer, NoAnswerError, ask
+from agentrl.llm.client import Messages
+from agentrl.llm.deadline import Deadline, current_deadline
+from agentrl.llm.untrusted import RULE, fenced
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
+from agentrl.scoring.shared_answers import SharedAnswers
 from agentrl.scoring.text_match import same
 
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 JUDGES = ("agentcpm", "asearcher")
-"""Names of this scorer. It needs the section ``scorer_agent`` of ``--agent_config_path``."""
+"""Names of the scorers that need the section ``scorer_agent`` of ``--agent_config_path``."""
 
 DEFAULT_TEMPLATE = """\
 Decide whether a predicted answer to a question means the same as the labeled answer.
@@ -27,20 +32,26 @@ The labeled answer is right, whatever you know yourself. Wording, format, units 
 further true details do not matter; a different fact, number or name does, and so does an answer that hedges \
 between several. Reply with one word: Correct or Incorrect."""
 
-_VERDICT = re.compile(r"\b(in)?correct\b", re.IGNORECASE)
+SECONDS = 120.0
+"""Time limit of a judgement outside ``run_scorer``."""
+
+_RESERVE = 0.05
+"""Fraction of the scorer's time that is kept to report which models failed, and how."""
+
+_LABEL = r"(?:final\s+)?(?:verdict|answer|judge?ment|decision|grade|result|conclusion)"
+_VERDICT = re.compile(rf"(?:{_LABEL}\s*(?:is\s*)?:?\s*)?(in)?correct", re.IGNORECASE)
+_MARKUP = " \t*_`\"'“”‘’.!"
 _FIELD = re.compile(r"\{(question|labeled_answer|pred_answer)\}")
 
-
-class NoVerdictError(Exception):
-    """One request to one model gave no verdict."""
+_verdicts: SharedAnswers[bool] = SharedAnswers()
 
 
-@scorer(*JUDGES)
+@scorer("agentcpm", "asearcher")
 async def agentcpm(context: ScorerContext) -> ScoreResult:
     """Return 1 if the judge finds the answer correct, else 0.
 
-    No answer scores 0 and an answer equal to an accepted one scores 1, both without a request. Each model of
-    the section ``scorer_agent`` gets ``max_retries`` requests. Raises ScorerError if none gives a verdict.
+    No answer scores 0 and an answer equal to an accepted one scores 1, both without a request. A question
+    with the same answer is judged once in a process. Raises ScorerError if no model gives a verdict.
     """
     if not context.accepted:
         raise ScorerError("the task has no answer to judge by")
@@ -49,69 +60,67 @@ async def agentcpm(context: ScorerContext) -> ScoreResult:
     if any(same(context.final_answer, answer) for answer in context.accepted):
         return ScoreResult(1.0, {"verdict": "equal"})
     section = load_section(context.agent_config_path, "scorer_agent")
-    prompt = judge_prompt(section, context)
-    problems = []
-    for endpoint in section.models:
-        try:
-            correct, reply = await _ask(endpoint, section, prompt)
-        except NoVerdictError as problem:
-            problems.append(f"{endpoint.model}: {problem}")
-            logger.warning(
-                "the judge brought no verdict", extra={"model": endpoint.model, "why": str(problem)}
-            )
-            continue
-        return ScoreResult(float(correct), {"judge": endpoint.model, "reply": reply})
-    raise ScorerError(
-        f"no judge gave a verdict: {'; '.join(problems)}", hint="see scorer_agent in the agent config"
-    )
-
-
-def judge_prompt(section: AgentSection, context: ScorerContext) -> str:
-    """Return the template with its three fields filled in; other braces stay unchanged."""
     template = str(section.settings.get("judge_prompt_template") or DEFAULT_TEMPLATE)
     values = {
         "question": context.query,
         "labeled_answer": " | ".join(context.accepted),
-        "pred_answer": context.final_answer or "",
+        "pred_answer": context.final_answer,
     }
-    return _FIELD.sub(lambda match: values[match.group(1)], template)
+    answer, is_new = await _verdicts.get(
+        (section.models, template, *values.values()),
+        lambda: ask_judge(section, judge_prompt(template, values), verdict_of),
+    )
+    return ScoreResult(float(answer.value), judged_details(answer, is_new=is_new))
+
+
+def judge_prompt(template: str, values: Mapping[str, str]) -> Messages:
+    """Return the template with its fields filled in, each as a block; other braces stay unchanged."""
+    blocks = fenced(values)
+    text = _FIELD.sub(lambda match: blocks[match.group(1)], template)
+    return [{"role": "system", "content": RULE}, {"role": "user", "content": text}]
 
 
 def verdict_of(reply: str) -> bool | None:
-    """Return whether the last "Correct" or "Incorrect" in a reply is "Correct"; None without one."""
-    found = list(_VERDICT.finditer(reply.rpartition("</think>")[2]))
-    return found[-1].group(1) is None if found else None
+    """Return whether a reply says "Correct"; None if it says neither that nor "Incorrect", or both.
+
+    The last line holds the verdict and nothing else, except for a label (``Verdict:``) and markup. No
+    earlier line may hold the other verdict. Text before ``</think>`` does not count.
+    """
+    lines = [line.replace("*", "").strip(_MARKUP) for line in reply.rpartition("</think>")[2].splitlines()]
+    found = [_VERDICT.fullmatch(line) for line in lines if line]
+    verdicts = {match.group(1) is None for match in found if match}
+    return verdicts.pop() if found and found[-1] and len(verdicts) == 1 else None
 
 
-async def _ask(endpoint: ModelEndpoint, section: AgentSection, prompt: str) -> tuple[bool, str]:
-    problem = "it was not asked (max_retries is 0)"
-    for attempt in range(section.max_retries):
-        if attempt:
-            await asyncio.sleep(section.retry_delay * section.backoff_factor ** (attempt - 1))
-        try:
-            reply = await _complete(endpoint, section.timeout, prompt)
-        except NoVerdictError as error:
-            problem = str(error)
-            continue
-        verdict = verdict_of(reply)
-        if verdict is not None:
-            return verdict, reply
-        problem = f"neither Correct nor Incorrect in: {reply[:200]!r}"
-    raise NoVerdictError(problem)
+async def ask_judge(section: AgentSection, messages: Messages, read: Callable[[str], T | None]) -> Answer[T]:
+    """Ask the judge models in order within the scorer's time. Raises ScorerError.
+
+    The error names an outage if every model is down.
+    """
+    limit = current_deadline()
+    seconds = SECONDS if limit is None else limit.left()
+    try:
+        return await ask(section, messages, read, Deadline(seconds * (1 - _RESERVE)))
+    except NoAnswerError as error:
+        names = ", ".join(endpoint.model for endpoint in section.models)
+        raise ScorerError(
+            f"no judge gave a verdict: {error}",
+            hint="see scorer_agent in the agent config",
+            outage=judge(names) if error.is_outage else None,
+            retry_after=error.retry_after,
+        ) from error
 
 
-async def _complete(endpoint: ModelEndpoint, timeout: float, prompt: str) -> str:
-    from openai import AsyncOpenAI, OpenAIError
-
-    async with AsyncOpenAI(
-        api_key=endpoint.api_key, base_url=endpoint.base_url, timeout=timeout, max_retries=0
-    ) as client:
-        try:
-            answer = await client.chat.completions.create(
-                model=endpoint.model, messages=[{"role": "user", "content": prompt}], temperature=0.0
-            )
-        except OpenAIError as error:
-            raise NoVerdictError(f"{type(error).__name__}: {error}") from error
-    if not answer.choices:
-        raise NoVerdictError("the reply has no choices")
-    return answer.choices[0].message.content or ""
+def judged_details(answer: Answer[Any], *, is_new: bool) -> dict[str, Any]:
+    """Return what a Record keeps of a judgement: model, reply, and what this score took."""
+    spent = answer.spent
+    details: dict[str, Any] = {"judge": answer.model, "reply": answer.reply, "cached": not is_new}
+    if is_new:
+        details |= {
+            "requests": spent.requests,
+            "prompt_tokens": spent.prompt_tokens,
+            "completion_tokens": spent.completion_tokens,
+            "cost": spent.cost,
+            "seconds": spent.seconds,
+        }
+    return details

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import numbers
 from collections.abc import Awaitable, Callable
@@ -11,6 +10,7 @@ from typing import Any
 
 from agentrl.documents.sanitize_bson import sanitize_bson
 from agentrl.errors import ConfigError, FailureError, ScorerError
+from agentrl.llm.deadline import Deadline
 from agentrl.registry import Registry
 from agentrl.user_code import contain, describe
 
@@ -60,6 +60,8 @@ def scorer(*names: str) -> Callable[[Scorer], Scorer]:
 async def run_scorer(name: str, context: ScorerContext, timeout: float) -> ScoreResult:
     """Score one trajectory within ``timeout`` seconds. Its details are sanitized and name the scorer.
 
+    Waiting for this process's own limits, such as a judge's ``max_concurrency``, does not count.
+
     Raises ScorerError for an exception in the scorer, a malformed result and a timeout, and ConfigError if
     the scorer cannot work in this process. Cancellation of the calling task passes through.
     """
@@ -68,7 +70,7 @@ async def run_scorer(name: str, context: ScorerContext, timeout: float) -> Score
         return _checked(name, await SCORERS.get(name)(context))
 
     try:
-        async with asyncio.timeout(timeout):
+        async with Deadline(timeout).enforced():
             return await contain(call, f"scorer {name}", ScorerError)
     except TimeoutError as error:
         raise ScorerError(f"scorer {name} took longer than {timeout:g} s") from error

@@ -1,0 +1,237 @@
+"""Send one chat request to one endpoint: a client per endpoint and event loop, every failure named."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from agentrl.llm.agent_config import ModelEndpoint
+from agentrl.llm.limits import Limits, Use
+
+if TYPE_CHECKING:
+    from openai import APIStatusError, AsyncOpenAI
+
+MAX_REPLY_BYTES = 4 * 2**20
+"""A longer HTTP body is refused."""
+
+_CHARS_PER_TOKEN = 4
+_REPLY_TOKENS = 256
+"""Assumed length of a reply that has not come yet."""
+_SHOWN = 200
+
+Messages = Sequence[Mapping[str, str]]
+
+
+class Problem(StrEnum):
+    """Why a request brought no text."""
+
+    UNREACHABLE = "unreachable"  # no connection, or it was closed before the reply was complete
+    TIMED_OUT = "timed out"
+    RATE_LIMITED = "rate limited"  # HTTP 429
+    LOGIN = "asks for a login"  # HTTP 401 or 403
+    SERVER_ERROR = "server error"  # HTTP 404, 408, 409 or 5xx
+    NOT_A_COMPLETION = "not a chat completion"  # HTML, broken JSON, no choices
+    REFUSED = "request refused"  # any other HTTP 4xx: this request only
+
+
+class LLMError(Exception):
+    """One request brought no text. ``is_outage``: the endpoint is at fault, not the request."""
+
+    def __init__(self, problem: Problem, text: str, retry_after: float | None = None) -> None:
+        super().__init__(f"{problem}: {text}" if text else problem.value)
+        self.problem = problem
+        self.retry_after = retry_after
+
+    @property
+    def is_outage(self) -> bool:
+        """Return whether another request would fail too."""
+        return self.problem is not Problem.REFUSED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """The reply to one request."""
+
+    model: str
+    text: str
+    prompt_tokens: int
+    completion_tokens: int
+    cost: float
+    seconds: float
+
+
+class EndpointClient:
+    """One endpoint in one event loop: its connections, which are kept alive, and its limits."""
+
+    def __init__(self, endpoint: ModelEndpoint) -> None:
+        from openai import AsyncOpenAI
+
+        self.endpoint = endpoint
+        self.limits = Limits(endpoint)
+        self._openai: AsyncOpenAI = AsyncOpenAI(
+            api_key=endpoint.api_key, base_url=endpoint.base_url, max_retries=0
+        )
+
+    async def complete(
+        self, messages: Messages, params: Mapping[str, Any], timeout: float, use: Use
+    ) -> Completion:
+        """Return the reply, within ``timeout`` seconds. Call it between ``limits.acquire`` and ``release``.
+
+        Raises LLMError. ``use`` gets the number of tokens that the request took.
+        """
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout):
+                body = await self._post(messages, params)
+        except TimeoutError as error:
+            raise LLMError(Problem.TIMED_OUT, f"no reply within {timeout:.3g} s") from error
+        text, prompt, completion = _read(body)
+        use.amount = prompt + completion or use.amount
+        end = self.endpoint
+        return Completion(
+            model=end.model,
+            text=text,
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            cost=(prompt * end.input_price + completion * end.output_price) / 1e6,
+            seconds=time.monotonic() - started,
+        )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._openai.close()
+
+    async def _post(self, messages: Messages, params: Mapping[str, Any]) -> bytes:
+        from openai import APIConnectionError, APIStatusError, OpenAIError
+
+        body = bytearray()
+        try:
+            request = self._openai.chat.completions.with_streaming_response.create(
+                model=self.endpoint.model,
+                messages=[dict(message) for message in messages],  # type: ignore[misc]
+                timeout=None,
+                extra_body=dict(params) or None,
+            )
+            async with request as response:
+                async for piece in response.iter_bytes():
+                    body += piece
+                    if len(body) > MAX_REPLY_BYTES:
+                        raise LLMError(
+                            Problem.NOT_A_COMPLETION, f"a reply of more than {MAX_REPLY_BYTES:,} bytes"
+                        )
+        except APIStatusError as error:
+            raise _status_error(error) from error
+        except APIConnectionError as error:
+            raise LLMError(Problem.UNREACHABLE, _cause(error)) from error
+        except OpenAIError as error:
+            raise LLMError(Problem.NOT_A_COMPLETION, _cause(error)) from error
+        except LLMError:
+            raise
+        except Exception as error:  # of the HTTP library, while it reads the body
+            raise LLMError(Problem.UNREACHABLE, _cause(error)) from error
+        return bytes(body)
+
+
+def estimated_tokens(messages: Messages) -> int:
+    """Return about how many tokens a request takes, with its reply."""
+    return sum(len(message["content"]) for message in messages) // _CHARS_PER_TOKEN + _REPLY_TOKENS
+
+
+class _Clients(dict[ModelEndpoint, EndpointClient]):
+    """The clients of one event loop."""
+
+    closing: AsyncGenerator[None]
+
+
+_of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, _Clients] = WeakKeyDictionary()
+
+
+async def endpoint_client(endpoint: ModelEndpoint) -> EndpointClient:
+    """Return the client of ``endpoint`` in the running event loop.
+
+    It is closed when the loop shuts down its asynchronous generators, as ``asyncio.run`` does at its end.
+    """
+    loop = asyncio.get_running_loop()
+    clients = _of_loop.get(loop)
+    if clients is None:
+        clients = _of_loop[loop] = _Clients()
+        clients.closing = _close_at_the_end(clients)
+        await anext(clients.closing)
+        await asyncio.to_thread(_import_openai)
+    if endpoint not in clients:
+        clients[endpoint] = EndpointClient(endpoint)
+    return clients[endpoint]
+
+
+def _import_openai() -> None:
+    """Import what a request needs: it takes more than a second, which the event loop must not wait for."""
+    import openai.resources.chat  # noqa: F401
+
+
+async def _close_at_the_end(clients: _Clients) -> AsyncGenerator[None]:
+    try:
+        yield
+    finally:
+        for client in clients.values():
+            await client.close()
+        clients.clear()
+
+
+def _read(body: bytes) -> tuple[str, int, int]:
+    """Return text, prompt tokens and completion tokens of a chat completion. Raises LLMError."""
+    try:
+        answer = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        shown = body[:_SHOWN].decode("utf-8", "replace")
+        what = "a web page (does the URL end in /v1?)" if "<" in shown[:20] else "no JSON"
+        raise LLMError(Problem.NOT_A_COMPLETION, f"{what}: {shown!r}") from error
+    try:
+        content = answer["choices"][0]["message"]["content"]
+    except (LookupError, TypeError) as error:
+        raise LLMError(Problem.NOT_A_COMPLETION, f"no choices: {str(answer)[:_SHOWN]!r}") from error
+    if content is not None and not isinstance(content, str):
+        raise LLMError(Problem.NOT_A_COMPLETION, f"a content that is not text: {str(content)[:_SHOWN]!r}")
+    usage = answer.get("usage")
+    counts = usage if isinstance(usage, dict) else {}
+    return content or "", _count(counts.get("prompt_tokens")), _count(counts.get("completion_tokens"))
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31 else 0
+
+
+def _status_error(error: APIStatusError) -> LLMError:
+    status = error.status_code
+    text = f"HTTP {status}: {str(error.message)[:_SHOWN]}"
+    if status == 429:
+        return LLMError(Problem.RATE_LIMITED, text, _retry_after(error.response.headers))
+    if status in (401, 403, 407):
+        return LLMError(Problem.LOGIN, text)
+    if status in (404, 408, 409) or status >= 500 or status < 400:
+        return LLMError(Problem.SERVER_ERROR, text, _retry_after(error.response.headers))
+    return LLMError(Problem.REFUSED, text)
+
+
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds of ``Retry-After``: a number, or a date; None without one."""
+    value = headers.get("retry-after", "").strip()
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except (ValueError, TypeError):
+        return None
+
+
+def _cause(error: BaseException) -> str:
+    cause = error.__cause__ or error
+    return f"{type(cause).__name__}: {str(cause)[:_SHOWN]}" if str(cause) else type(cause).__name__

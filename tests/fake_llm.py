@@ -1,0 +1,155 @@
+"""Serve chat completions over real HTTP, by script: right answers, and every way to misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+Request = dict[str, Any]
+
+HANG = "\0hang"
+CLOSE = "\0close"
+HALF = "\0half"
+HTML = "\0html"
+LOGIN = "\0login"
+NO_JSON = "\0no json"
+NO_CHOICES = "\0no choices"
+ENDLESS = "\0endless"
+
+_PAGE = b"<!DOCTYPE html><html><body><form>Log in</form></body></html>"
+
+
+@dataclass
+class FakeLLM:
+    """A server on loopback. ``replies`` scripts each model; the last reply repeats.
+
+    A reply is a text, an HTTP status, a function of the request, or one of the constants above. ``asked``
+    holds the requests in order.
+    """
+
+    url: str = ""
+    replies: dict[str, list[str | int | Callable[[Request], str]]] = field(default_factory=dict)
+    retry_after: str | None = None
+    error: str = "no"
+    """The message of an HTTP error."""
+    asked: list[Request] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    connections: int = 0
+    under_way: int = 0
+    most_under_way: int = 0
+    seconds: float = 0.0
+    """How long a reply takes."""
+
+    @property
+    def models(self) -> list[str]:
+        """Return the model of each request."""
+        return [request["model"] for request in self.asked]
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer the requests of one connection."""
+        self.connections += 1
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while await self._answer(reader, writer):
+                pass
+        writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in head[1:] if line)}
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        if head[0].startswith("GET /login"):
+            return await self._send(writer, 200, _PAGE, "text/html")
+        request = json.loads(body)
+        self.asked.append(request)
+        self.keys.append(headers.get("authorization", ""))
+        queue = self.replies[request["model"]]
+        reply = queue.pop(0) if len(queue) > 1 else queue[0]
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        try:
+            await asyncio.sleep(self.seconds)
+            return await self._reply(writer, reply(request) if callable(reply) else reply)
+        finally:
+            self.under_way -= 1
+
+    async def _reply(self, writer: asyncio.StreamWriter, reply: str | int) -> bool:
+        if isinstance(reply, int):
+            return await self._send(writer, reply, json.dumps({"error": {"message": self.error}}).encode())
+        if reply == HANG:
+            await asyncio.sleep(3600)
+        if reply in (CLOSE, HALF):
+            if reply == HALF:
+                writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{"choices": [')
+                await writer.drain()
+            return False
+        if reply == ENDLESS:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n")
+            while not writer.is_closing():
+                writer.write(b" " * 65536)
+                await writer.drain()
+            return False
+        if reply == LOGIN:
+            return await self._send(writer, 302, b"", location=f"{self.url}/../login")
+        if reply == HTML:
+            return await self._send(writer, 200, _PAGE, "text/html")
+        if reply == NO_JSON:
+            return await self._send(writer, 200, b'{"choices": [{"mess')
+        if reply == NO_CHOICES:
+            return await self._send(writer, 200, b'{"error": "overloaded"}')
+        return await self._send(writer, 200, completion(reply))
+
+    async def _send(
+        self, writer: asyncio.StreamWriter, status: int, body: bytes, kind: str = "application/json",
+        location: str | None = None,
+    ) -> bool:  # fmt: skip
+        lines = [f"HTTP/1.1 {status} X", f"Content-Type: {kind}", f"Content-Length: {len(body)}"]
+        if self.retry_after is not None and status >= 400:
+            lines.append(f"Retry-After: {self.retry_after}")
+        if location is not None:
+            lines.append(f"Location: {location}")
+        writer.write("\r\n".join([*lines, "", ""]).encode() + body)
+        await writer.drain()
+        return True
+
+
+def completion(text: str, prompt_tokens: int = 100, completion_tokens: int = 10) -> bytes:
+    """Return the body of a chat completion."""
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+    usage = {
+        "prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }  # fmt: skip
+    answer = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+    return json.dumps({**answer, "usage": usage}).encode()
+
+
+@contextlib.asynccontextmanager
+async def fake_llm() -> AsyncIterator[FakeLLM]:
+    """Run a server until the block ends."""
+    fake = FakeLLM()
+    connections: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        connections.add(task)
+        try:
+            await fake.serve(reader, writer)
+        except asyncio.CancelledError:
+            writer.close()
+        finally:
+            connections.discard(task)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+    try:
+        yield fake
+    finally:
+        server.close()
+        for task in list(connections):
+            task.cancel()
+        await asyncio.wait_for(asyncio.gather(*connections, return_exceptions=True), 10)

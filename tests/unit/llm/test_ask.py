@@ -1,0 +1,205 @@
+"""Test questions to several models over real HTTP: failover, limits, and servers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import fake_llm
+import pytest
+import pytest_asyncio
+
+from agentrl.llm import ask as ask_module
+from agentrl.llm.agent_config import AgentSection, ModelEndpoint
+from agentrl.llm.ask import Answer, NoAnswerError, ask, spending
+from agentrl.llm.deadline import Deadline
+from agentrl.llm.limits import Window
+
+QUESTION = [{"role": "user", "content": "?"}]
+
+
+@pytest_asyncio.fixture
+async def llm() -> AsyncIterator[fake_llm.FakeLLM]:
+    async with fake_llm.fake_llm() as server:
+        yield server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imported() -> None:
+    import openai.resources.chat  # noqa: F401  slow: its time must not count in a question's
+
+
+@pytest.fixture(autouse=True)
+def fresh_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ask_module, "_budgets", {})
+
+
+def section(
+    llm: fake_llm.FakeLLM, *models: str, limits: dict[str, Any] | None = None, **settings: Any
+) -> AgentSection:
+    endpoints = tuple(
+        ModelEndpoint(model=model, base_url=llm.url, api_key="k", **(limits or {})) for model in models
+    )
+    values = {"max_retries": 2, "retry_delay": 0.01, "timeout": 20.0, **settings}
+    return AgentSection(name="scorer_agent", models=endpoints, **values)
+
+
+def read(text: str) -> str | None:
+    return text if text.startswith("yes") else None
+
+
+async def put(section: AgentSection, seconds: float = 20.0) -> Answer[str]:
+    return await ask(section, QUESTION, read, Deadline(seconds))
+
+
+async def test_a_model_that_hangs_leaves_the_next_its_share_of_the_time(llm: fake_llm.FakeLLM) -> None:
+    llm.replies = {"a": [fake_llm.HANG], "b": ["yes"]}
+    answer = await put(section(llm, "a", "b", max_retries=3, timeout=60.0), seconds=0.6)
+    assert (answer.model, answer.reply) == ("b", "yes")
+    assert llm.models == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "problem", "is_outage", "requests"),
+    [
+        (fake_llm.HANG, "timed out: no reply within 0.2 s", True, 2),
+        (fake_llm.CLOSE, "unreachable: RemoteProtocolError", True, 2),
+        (fake_llm.HALF, "unreachable", True, 2),
+        (fake_llm.HTML, "not a chat completion: a web page", True, 2),
+        (fake_llm.LOGIN, "not a chat completion: a web page", True, 2),
+        (fake_llm.NO_JSON, "not a chat completion: no JSON", True, 2),
+        (fake_llm.NO_CHOICES, "not a chat completion: no choices", True, 2),
+        (fake_llm.ENDLESS, "a reply of more than 4,194,304 bytes", True, 2),
+        (401, "asks for a login: HTTP 401", True, 1),
+        (403, "asks for a login: HTTP 403", True, 1),
+        (429, "rate limited: HTTP 429", True, 2),
+        (500, "server error: HTTP 500", True, 2),
+        (404, "server error: HTTP 404", True, 2),
+        (400, "request refused: HTTP 400", False, 1),
+        ("neither", "cannot be read: 'neither'", False, 2),
+    ],
+)
+async def test_every_misbehaviour_has_a_name_and_the_next_model_answers(
+    llm: fake_llm.FakeLLM, reply: str | int, problem: str, is_outage: bool, requests: int
+) -> None:
+    llm.replies = {"a": [reply], "b": ["yes"]}
+    timeout = 0.2 if reply == fake_llm.HANG else 10.0
+    assert (await put(section(llm, "a", "b", timeout=timeout))).model == "b"
+    assert llm.models == ["a"] * requests + ["b"]
+    with pytest.raises(NoAnswerError, match=problem) as caught:
+        await put(section(llm, "a", timeout=timeout))
+    assert caught.value.is_outage is is_outage
+    assert str(caught.value).startswith("a: ")
+
+
+async def test_a_server_that_is_not_there_is_an_outage(llm: fake_llm.FakeLLM) -> None:
+    nowhere = ModelEndpoint(model="a", base_url="http://127.0.0.1:1/v1", api_key="k")
+    with pytest.raises(NoAnswerError, match="a: unreachable") as caught:
+        await put(AgentSection(name="scorer_agent", models=(nowhere,), retry_delay=0.01))
+    assert caught.value.is_outage
+
+
+async def test_retry_after_pauses_the_model_for_every_question(llm: fake_llm.FakeLLM) -> None:
+    llm.replies, llm.retry_after = {"a": [429, "yes"], "b": ["yes b"]}, "30"
+    both = section(llm, "a", "b")
+    assert (await put(both)).model == "b"
+    assert (await put(both)).model == "b"
+    assert llm.models == ["a", "b", "b"]  # the second question does not ask the paused model
+    with pytest.raises(NoAnswerError, match="left alone for") as caught:
+        await put(section(llm, "a"))
+    assert caught.value.is_outage
+
+
+async def test_a_short_retry_after_is_waited_for(llm: fake_llm.FakeLLM) -> None:
+    llm.replies, llm.retry_after = {"a": [429, "yes"]}, "0.2"
+    started = time.monotonic()
+    assert (await put(section(llm, "a"))).reply == "yes"
+    assert time.monotonic() - started >= 0.2
+
+
+async def test_retry_after_as_a_date_is_read(llm: fake_llm.FakeLLM) -> None:
+    llm.replies, llm.retry_after = {"a": [503]}, "Wed, 21 Oct 2099 07:28:00 GMT"
+    with pytest.raises(NoAnswerError) as caught:
+        await put(section(llm, "a"))
+    assert caught.value.retry_after is not None
+    assert caught.value.retry_after > 10**9
+
+
+async def test_connections_are_kept_alive(llm: fake_llm.FakeLLM) -> None:
+    llm.replies = {"a": ["yes"]}
+    for _ in range(5):
+        await put(section(llm, "a"))
+    assert (len(llm.asked), llm.connections) == (5, 1)
+
+
+async def test_concurrency_is_bounded_and_waiting_takes_no_time_of_the_question(
+    llm: fake_llm.FakeLLM,
+) -> None:
+    llm.replies, llm.seconds = {"a": ["yes"]}, 0.1
+    few = section(llm, "a", limits={"max_concurrency": 2})
+    answers = await asyncio.gather(*(put(few, seconds=0.5) for _ in range(20)))
+    assert len(answers) == 20
+    assert llm.most_under_way == 2
+
+
+async def test_requests_and_tokens_a_minute_are_bounded(
+    llm: fake_llm.FakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ask_module, "QUEUE_SECONDS", 0.1)
+    llm.replies = {"a": ["yes"], "b": ["yes"]}
+    two = section(llm, "a", limits={"requests_per_minute": 2}, max_retries=1)
+    await asyncio.gather(put(two), put(two))
+    with pytest.raises(NoAnswerError, match="own limits let no request pass") as caught:
+        await put(two)
+    assert caught.value.is_outage
+    tokens = section(llm, "b", limits={"tokens_per_minute": 300}, max_retries=1)
+    await put(tokens)  # estimated as 256 tokens, and 110 as the reply says
+    with pytest.raises(NoAnswerError, match="own limits"):
+        await put(tokens)
+    assert llm.models == ["a", "a", "b"]
+
+
+def test_a_window_never_holds_more_than_its_limit() -> None:
+    now = 0.0
+    window = Window(10, lambda: now)
+    assert window.wait_seconds(6) == 0
+    use = window.add(6)
+    assert window.wait_seconds(4) == 0
+    assert window.wait_seconds(5) == 60
+    use.amount = 2
+    assert window.wait_seconds(5) == 0
+    now = 20.0
+    window.add(8)
+    assert window.wait_seconds(2) == 40
+    assert window.wait_seconds(3) == 60
+    assert window.wait_seconds(999) == 60  # more than the limit: when the window is empty
+    now = 80.0
+    assert window.wait_seconds(999) == 0
+
+
+async def test_cost_is_counted_and_limited(llm: fake_llm.FakeLLM) -> None:
+    llm.replies = {"a": ["yes"]}
+    prices = {"input_price": 1000.0, "output_price": 5000.0}  # 100 prompt tokens and 10 of the reply
+    priced = section(llm, "a", limits=prices, cost_limit=0.2)
+    answer = await put(priced)
+    assert answer.spent.cost == pytest.approx(0.15)
+    assert (answer.spent.requests, answer.spent.prompt_tokens, answer.spent.completion_tokens) == (1, 100, 10)
+    await put(priced)
+    assert spending("scorer_agent").spent == pytest.approx(0.3)
+    with pytest.raises(NoAnswerError, match=r"has spent the cost_limit 0\.2 of scorer_agent") as caught:
+        await put(priced)
+    assert caught.value.is_outage
+    assert len(llm.asked) == 2
+
+
+async def test_a_deadline_stops_while_it_is_paused() -> None:
+    deadline = Deadline(0.05)
+    async with deadline.enforced():
+        with deadline.paused():
+            await asyncio.sleep(0.1)
+            assert deadline.left() > 0
+    with pytest.raises(TimeoutError):
+        async with Deadline(0.02).enforced():
+            await asyncio.sleep(5)
