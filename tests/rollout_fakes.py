@@ -8,7 +8,10 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from agentrl.chat.renderer import ChatRenderer
+from agentrl.chat.control_tokens import ControlTokens
+from agentrl.chat.parsers import get_parser
+from agentrl.chat.template import ChatTemplate
+from agentrl.chat.template_format import TemplateFormat
 from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.inference.client import Generation
@@ -35,9 +38,10 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def renderer_of(template: str = PLAIN) -> ChatRenderer:
-    """A renderer of the byte tokenizer."""
-    return ChatRenderer(byte_tokenizer(), template, eos_ids={END, END_OF_TEXT})
+def format_of(template: str = PLAIN, parser: str = "hermes") -> TemplateFormat:
+    """A template with the byte tokenizer."""
+    tokens = ControlTokens(byte_tokenizer(), template)
+    return TemplateFormat(ChatTemplate(template, {}), tokens, get_parser(parser), {END, END_OF_TEXT})
 
 
 class ScriptedEngine:
@@ -46,8 +50,10 @@ class ScriptedEngine:
     A line that ends in ``CUT`` is cut there by the length limit.
     """
 
-    def __init__(self, renderer: ChatRenderer, *script: str | BaseException | Callable[[str], str]) -> None:
-        self.renderer = renderer
+    def __init__(
+        self, chat_format: TemplateFormat, *script: str | BaseException | Callable[[str], str]
+    ) -> None:
+        self.chat_format = chat_format
         self.script = list(script)
         self.prompts: list[list[int]] = []
         self.outputs: list[list[int]] = []
@@ -59,9 +65,9 @@ class ScriptedEngine:
         line = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         if isinstance(line, BaseException):
             raise line
-        text = line if isinstance(line, str) else line(self.renderer.decode(input_ids))
+        text = line if isinstance(line, str) else line(self.chat_format.decode(input_ids))
         is_cut = text.endswith(CUT)
-        ids = [*self.renderer.encode(text.removesuffix(CUT)), *([] if is_cut else [END])]
+        ids = [*self.chat_format.tokens.encode(text.removesuffix(CUT)), *([] if is_cut else [END])]
         self.outputs.append(ids)
         return Generation(
             output_ids=tuple(ids),

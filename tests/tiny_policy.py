@@ -9,7 +9,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from agentrl.chat.renderer import ChatRenderer
+from agentrl.chat.control_tokens import ControlTokens
+from agentrl.chat.parsers import get_parser
+from agentrl.chat.template import ChatTemplate
+from agentrl.chat.template_format import TemplateFormat
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}{{ '\\n' }}{{ message['content'] }}"
@@ -37,10 +40,12 @@ def tiny_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def tiny_renderer(template: str = TEMPLATE) -> ChatRenderer:
-    """``tiny_tokenizer`` as the renderer of rollouts and fine-tuning."""
+def tiny_format(template: str = TEMPLATE) -> TemplateFormat:
+    """``tiny_tokenizer`` as the chat format of rollouts and fine-tuning."""
     tokenizer = tiny_tokenizer()
-    return ChatRenderer(tokenizer.backend_tokenizer, template, eos_ids={tokenizer.eos_token_id})
+    tokens = ControlTokens(tokenizer.backend_tokenizer, template)
+    stop_ids = {tokenizer.eos_token_id}
+    return TemplateFormat(ChatTemplate(template, {}), tokens, get_parser("hermes"), stop_ids)
 
 
 def write_tiny_policy(folder: Path, *, hidden_size: int = 32, template: str | None = TEMPLATE) -> Path:

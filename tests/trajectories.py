@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout_fakes import FakeSession, FakeTools, ScriptedEngine, renderer_of
+from rollout_fakes import FakeSession, FakeTools, ScriptedEngine, format_of
 
-from agentrl.chat.parsers import get_parser
 from agentrl.config.schema import AgentConfig, GroupConfig
 from agentrl.data.convert import to_training_data
 from agentrl.documents.model_call import DispatchedSamplingTask
@@ -30,7 +29,7 @@ class Trajectory:
         self.task = Task(
             id="train/0/t", task_id="t", split="train", epoch=0, order=0, query="1+2?", **task or {}
         )
-        self.engine = ScriptedEngine(renderer_of(), *script)
+        self.engine = ScriptedEngine(format_of(), *script)
         self.tools = FakeTools()
         self.calls: list[DispatchedSamplingTask] = []
         self.config = AgentConfig(**flags)
@@ -46,11 +45,10 @@ class Trajectory:
         self.rollout = Rollout(
             Claim(task=self.task, traj_id=0, attempt=attempt, owner="o"),
             self.config,
-            renderer=self.engine.renderer,
+            chat_format=self.engine.chat_format,
             engine=self.engine,
             tools=FakeSession(self.tools, self.task.tools),
             schemas=self.tools.list(self.task.tools),
-            parser=get_parser(self.config.tool_call_parser),
             params=SamplingParams(),
             seed=7,
             manage_context=self.manager,

@@ -35,9 +35,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from agentrl.chat.conversation import Conversation
+from agentrl.chat.open_format import open_chat_format
 from agentrl.chat.parsers import get_parser
-from agentrl.chat.renderer import ChatRenderer
-from agentrl.config.schema import GroupConfig
+from agentrl.config.schema import GroupConfig, ModelConfig
 from agentrl.documents.record import Record
 from agentrl.documents.task import Begin
 from agentrl.quickstart.servers.arithmetic import ArithmeticTextError, evaluate
@@ -86,16 +86,18 @@ class Policy:
 
     def __init__(self, folder: Path, seed: int) -> None:
         torch.manual_seed(seed)
-        self.renderer = ChatRenderer.open(folder)
+        self.chat_format = open_chat_format(folder, ModelConfig())
         self.parser = get_parser("hermes")
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.stops = sorted(self.renderer.eos_ids)
+        self.stops = sorted(self.chat_format.stop_ids)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
 
     def sample(self, questions: Sequence[str]) -> list[Trajectory]:
         """Sample one trajectory per question in one batch, with its score."""
         conversations = [
-            Conversation(self.renderer, [{"role": "user", "content": QUESTION.format(q)}], CALCULATOR_TOOLS)
+            Conversation(
+                self.chat_format, [{"role": "user", "content": QUESTION.format(q)}], CALCULATOR_TOOLS
+            )
             for q in questions
         ]
         trajectories = [Trajectory() for _ in questions]
@@ -107,7 +109,7 @@ class Policy:
                 one, context = trajectories[i], conversations[i].context_ids()
                 one.ids += [*context, *output]
                 one.generated += [False] * len(context) + [True] * len(output)
-                text = self.renderer.decode(output)
+                text = self.chat_format.decode(output)
                 answer = extract_answer(text, "answer")
                 one.score = float(answer == evaluate(questions[i]))
                 if answer is None:
@@ -147,7 +149,7 @@ class Policy:
         return [self._cut(row[longest:].tolist()) for row in out]
 
     def _cut(self, ids: list[int]) -> list[int]:
-        ends = [place for place, token in enumerate(ids) if token in self.renderer.eos_ids]
+        ends = [place for place, token in enumerate(ids) if token in self.chat_format.stop_ids]
         return ids[: ends[0] + 1] if ends else ids
 
     def _results(self, text: str) -> list[dict[str, Any]]:

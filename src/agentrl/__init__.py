@@ -14,9 +14,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from agentrl.chat.chat_format import Message
     from agentrl.chat.parsers.base import ParsedMessage, ToolCall
     from agentrl.chat.parsers.registry import tool_call_parser
-    from agentrl.chat.renderer import Message
     from agentrl.documents.status import StopReason
     from agentrl.losses.batch import TokenBatch, TokenLosses
     from agentrl.losses.registry import loss
@@ -43,7 +43,7 @@ __all__ = [
 
 _MODULES = {
     "LossSettings": "losses.settings",
-    "Message": "chat.renderer",
+    "Message": "chat.chat_format",
     "Outcome": "rollout.outcome",
     "ParsedMessage": "chat.parsers.base",
     "Rollout": "rollout.rollout",

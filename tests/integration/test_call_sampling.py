@@ -15,8 +15,7 @@ from rollout_fakes import FakeTools
 from tiny_policy import write_tiny_policy
 from transformers import Qwen3ForCausalLM
 
-from agentrl.chat.parsers import get_parser
-from agentrl.chat.renderer import ChatRenderer
+from agentrl.chat.open_format import open_chat_format
 from agentrl.config.schema import AgentConfig, EngineConfig, GroupConfig, ModelConfig
 from agentrl.data.finalize_group import GroupRules
 from agentrl.data.planner import build_micro_batches
@@ -115,11 +114,10 @@ async def sample(
         rollout = Rollout(
             Claim(task=TASK, traj_id=traj_id, attempt=1, owner="o"),
             AgentConfig(),
-            renderer=ChatRenderer.open(str(served.folder), None),
+            chat_format=open_chat_format(served.folder, ModelConfig()),
             engine=engine,
             tools=FakeTools(),
             schemas=[],
-            parser=get_parser("hermes"),
             params=SamplingParams(max_new_tokens=24),
             seed=7,
             manage_context=CONTEXT_MANAGERS.get("disabled"),

@@ -8,15 +8,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from rollout_fakes import FakeTools, ScriptedEngine, renderer_of
+from rollout_fakes import FakeTools, ScriptedEngine, format_of
 
-from agentrl.chat.parsers import get_parser
 from agentrl.config.load import parse
 from agentrl.config.schema import (
     AgentConfig,
     ClaimConfig,
     GroupConfig,
-    ModelConfig,
     SamplingConfig,
 )
 from agentrl.documents.record import Record
@@ -31,7 +29,7 @@ from agentrl.rollout.evaluate import collect, served_version
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.housekeeping import EpochPlan
 from agentrl.rollout.sampler import Sampler, SamplerConfig
-from agentrl.rollout.setup import open_renderer
+from agentrl.rollout.setup import open_format
 from agentrl.rollout.worker import Worker
 from agentrl.store.admission import GroupLimit
 from agentrl.store.client import Store
@@ -75,7 +73,7 @@ class Setting:
         self, store: Store, *script: Any, split: str = "train", epochs: int = 1, **flags: Any
     ) -> None:
         self.store = store
-        self.engine = ScriptedEngine(renderer_of(), *script)
+        self.engine = ScriptedEngine(format_of(), *script)
         self.tools = FakeTools()
         self.stop = asyncio.Event()
         claims = ClaimConfig(**{"retry_backoff_seconds": 0.01, **flags.pop("claims", {})})
@@ -83,8 +81,7 @@ class Setting:
             store=store,
             router=self.engine,
             tools=self.tools,
-            renderer=self.engine.renderer,
-            parser=get_parser("hermes"),
+            chat_format=self.engine.chat_format,
             params=SamplingParams(),
             seed=7,
             agent=AgentConfig(**flags),
@@ -365,7 +362,7 @@ async def test_without_a_model_or_an_engine_the_commands_say_so(store: Store) ->
         command="agentrl eval", description="", shown=[],
     )  # fmt: skip
     with pytest.raises(ModelError, match="no model is named"):
-        await open_renderer(store, configs[ModelConfig])
+        await open_format(store, configs)
     with pytest.raises(EngineError, match=r"no live engine serves policy version 4 after 0\.2 s"):
         await served_version(store, configs, 4)
 

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from agentrl.chat.renderer import ChatRenderer, Message
+from agentrl.chat.chat_format import ChatFormat, Message, TokenizedConversation
 from agentrl.errors import TaskFileError, TrajectoryError
 
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys under which files hold a message's reasoning; templates read one of the first two."""
 
 
-@dataclass(frozen=True)
-class TokenizedConversation:
-    """``input_ids`` int64[n]; ``is_trainable`` bool[n] marks the tokens of assistant messages."""
-
-    input_ids: NDArray[np.int64]
-    is_trainable: NDArray[np.bool_]
-
-
-def read_conversations(path: Path, renderer: ChatRenderer) -> list[TokenizedConversation]:
+def read_conversations(path: Path, chat_format: ChatFormat) -> list[TokenizedConversation]:
     """Render the ``messages`` (and ``tools``) of every line.
 
     Raises TaskFileError with file, line and reason: not JSON, no messages, no assistant message, or a
@@ -36,7 +24,7 @@ def read_conversations(path: Path, renderer: ChatRenderer) -> list[TokenizedConv
     for number, line in _lines(path):
         try:
             item = json.loads(line)
-            conversations.append(_tokenize(renderer, _messages(item), item.get("tools")))
+            conversations.append(chat_format.tokenize(_messages(item), item.get("tools")))
         except (ValueError, TrajectoryError) as error:
             raise TaskFileError(
                 f"{path}:{number}: {error}", hint='a line is {"messages": [{"role": …, "content": …}, …]}'
@@ -68,36 +56,3 @@ def _with_reasoning(message: Message) -> Message:
     if reasoning is None:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
-
-
-def _tokenize(
-    renderer: ChatRenderer, messages: Sequence[Message], tools: list[Any] | None
-) -> TokenizedConversation:
-    if renderer.marks_assistant:
-        ids, mask = renderer.encode_marked(*renderer.render_marked(messages, tools))
-    else:
-        ids, mask = _mask_by_prefixes(renderer, messages, tools)
-    return TokenizedConversation(np.asarray(ids, np.int64), np.asarray(mask, np.bool_))
-
-
-def _mask_by_prefixes(
-    renderer: ChatRenderer, messages: Sequence[Message], tools: list[Any] | None
-) -> tuple[list[int], list[bool]]:
-    """Mark what each assistant message adds to the prompt before it, up to its last closing token."""
-    whole = renderer.encode(renderer.render(messages, tools, add_generation_prompt=False))
-    mask = [False] * len(whole)
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        prompt = renderer.encode(renderer.render(messages[:index], tools, add_generation_prompt=True))
-        spoken = renderer.encode(renderer.render(messages[: index + 1], tools, add_generation_prompt=False))
-        if whole[: len(spoken)] != spoken or spoken[: len(prompt)] != prompt:
-            raise ValueError(
-                f"the chat template does not render messages up to {index} as a prefix of the conversation"
-            )
-        start, end = len(prompt), len(spoken)
-        closings = [place for place in range(start, end) if spoken[place] in renderer.eos_ids]
-        if closings:
-            end = closings[-1] + 1
-        mask[start:end] = [True] * (end - start)
-    return whole, mask

@@ -120,8 +120,10 @@ class AgentConfig(Flags):
     enable_repetition_compress: bool = flag(
         False, "on repetition, reset the context instead of ending the trajectory"
     )
-    tool_call_parser: str = flag(
-        "hermes", "how tool calls are written: hermes, qwen, llama, minicpm, …, or your own as module:name"
+    tool_call_parser: str | None = flag(
+        None,
+        "how tool calls are written: hermes, qwen, llama, minicpm, …, or your own as module:name (default: as"
+        " the chat format knows it; hermes for a template)",
     )
     trajectory_timeout_seconds: float = flag(
         3600.0, "timeout of one trajectory", within="(0, inf)", unit="seconds"

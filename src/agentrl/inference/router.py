@@ -42,9 +42,12 @@ class Client(Protocol):
 
 
 class Tokens(Protocol):
-    """The part of a renderer with which the router detects the end of a generation."""
+    """The part of a chat format with which the router detects the end of a generation."""
 
-    eos_ids: frozenset[int]
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Return the ids that end a generation."""
+        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``."""
@@ -256,7 +259,7 @@ def _stops(done: Sequence[int], params: SamplingParams, tokens: Tokens | None) -
     any position, because a generation ends at the first one.
     """
     extra = params.extra
-    own = tokens.eos_ids if tokens is not None else frozenset()
+    own = tokens.stop_ids if tokens is not None else frozenset()
     if not extra.get("ignore_eos") and done[-1] in own.union(params.stop_token_ids):
         return True
     patterns = [*map(re.escape, _strings(extra.get("stop"))), *_strings(extra.get("stop_regex"))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from agentrl.chat.renderer import Message
+from agentrl.chat.chat_format import Message
 from agentrl.registry import Registry
 from agentrl.rollout.rollout import ContextManager, Rollout
 

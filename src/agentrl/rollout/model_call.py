@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from agentrl.chat.chat_format import Message
 from agentrl.chat.parsers import ToolCall
-from agentrl.chat.renderer import Message
 from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.sampling import SamplingParams

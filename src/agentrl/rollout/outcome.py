@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 
-from agentrl.chat.renderer import Message
+from agentrl.chat.chat_format import Message
 from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.documents.status import StopReason
 from agentrl.errors import AgentRLError, TrajectoryError

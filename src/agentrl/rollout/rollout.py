@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.conversation import Conversation
-from agentrl.chat.parsers import ParsedMessage, ToolCall, ToolCallParser, opens_thought, parse_text
-from agentrl.chat.renderer import ChatRenderer, Message
+from agentrl.chat.parsers import ParsedMessage, ToolCall
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, strip_tool_results
 from agentrl.documents.sampling import SamplingParams
@@ -28,10 +28,6 @@ ContextManager = Callable[["Rollout"], Awaitable[list[Message] | None]]
 """Returns the messages that a new context starts with, or None to end the trajectory."""
 
 
-_PROMPT_END = 16
-"""Tokens at the end of a prompt that tell whether it opens a thought."""
-
-
 class Rollout:
     """One trajectory as its agent sees it.
 
@@ -45,11 +41,10 @@ class Rollout:
         claim: Claim,
         config: AgentConfig,
         *,
-        renderer: ChatRenderer,
+        chat_format: ChatFormat,
         engine: Engine,
         tools: Tools,
         schemas: Sequence[Schema],
-        parser: ToolCallParser,
         params: SamplingParams,
         seed: int,
         manage_context: ContextManager,
@@ -69,10 +64,9 @@ class Rollout:
         self.tool_calls = 0
         self.context_resets = 0
         self._record_id = claim.record_id
-        self._renderer = renderer
+        self._chat_format = chat_format
         self._engine = engine
         self._tools = tools
-        self._parser = parser
         self._params = params
         self._seed = (seed, claim.task.id, claim.traj_id, claim.attempt)
         self._manage_context = manage_context
@@ -81,7 +75,7 @@ class Rollout:
         self._parent: str | None = None
         self._pending: PendingCall | None = None
         self._is_managing = False
-        self._conversation = Conversation(renderer, self.first_messages, self.schemas)
+        self._conversation = Conversation(chat_format, self.first_messages, self.schemas)
 
     @property
     def messages(self) -> list[Message]:
@@ -115,7 +109,7 @@ class Rollout:
 
     def would_fit(self, messages: Sequence[Message]) -> bool:
         """Return whether a new context that starts with ``messages`` is not full."""
-        return self._fits(len(Conversation(self._renderer, messages, self.schemas).prompt_ids()))
+        return self._fits(len(Conversation(self._chat_format, messages, self.schemas).prompt_ids()))
 
     async def generate(self, **changes: Any) -> Turn:
         """Make one model call; ``changes`` are sampling parameters for this call only.
@@ -133,13 +127,14 @@ class Rollout:
         await self.finish()
         conversation = self._conversation
         context_ids = conversation.context_ids()
+        if conversation.starts_branch:
+            self._parent, answered = None, []
         new_messages = strip_tool_results(conversation.new_messages, answered)
         params = self._params.replace(**changes).seeded(*self._seed, self.turns)
         generation = await self._engine.generate(conversation.prompt_ids(), params)
-        text = self._renderer.decode(generation.output_ids)
-        opened = opens_thought(self._renderer.decode(context_ids[-_PROMPT_END:]))
+        text = self._chat_format.decode(generation.output_ids)
         parsed = contain_call(
-            lambda: _cleaned(parse_text(self._parser, text, self.schemas, opened=opened)),
+            lambda: _cleaned(conversation.parse(generation.output_ids)),
             "the tool-call parser",
             TrajectoryError,
         )
@@ -215,7 +210,7 @@ class Rollout:
             return False
         first = checked_messages(messages)
         await self.finish()
-        self._conversation = Conversation(self._renderer, first, self.schemas)
+        self._conversation = Conversation(self._chat_format, first, self.schemas)
         self._parent = None
         self._texts.clear()
         self.context_resets += 1

@@ -48,7 +48,7 @@ async def sample(configs: Configs) -> None:
             async with open_worker(store, configs, stop=stop) as (worker, router):
                 await probe(store, worker.tools, sampling, TRAIN_SPLIT, groups)
                 await store.imports.add(paths_among({groups.group_filter or "", groups.advantage}))
-                await store.settings.begin("chat", worker.renderer.agreed_settings, "sample")
+                await store.settings.begin("chat", worker.chat_format.agreed_settings, "sample")
                 finalizer = GroupFinalizer(store, groups, split=TRAIN_SPLIT, seed=run.seed)
                 admission = Admission(sampling, configs[TrainConfig])
                 sampler = Sampler(

@@ -1,4 +1,4 @@
-"""Assemble a worker and a sampler from flags: renderer, sampling parameters, engines, tools, signals."""
+"""Assemble a worker and a sampler from flags: chat format, sampling parameters, engines, tools, signals."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from agentrl.chat.parsers import PARSERS, get_parser
-from agentrl.chat.renderer import ChatRenderer
+from agentrl.chat.chat_format import ChatFormat
+from agentrl.chat.open_format import open_chat_format
+from agentrl.chat.parsers import PARSERS
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AgentConfig,
@@ -59,8 +60,9 @@ def stop_on_signals() -> asyncio.Event:
     return stop
 
 
-async def open_renderer(store: Store | None, model: ModelConfig) -> ChatRenderer:
-    """Open the renderer of ``--model_name_or_path``, or of the newest published weights."""
+async def open_format(store: Store | None, configs: Configs) -> ChatFormat:
+    """Open the chat format of ``--model_name_or_path``, or of the newest published weights."""
+    model = configs[ModelConfig]
     folder = model.model_name_or_path
     if folder is None and store is not None:
         version = await store.policy_versions.latest()
@@ -69,13 +71,14 @@ async def open_renderer(store: Store | None, model: ModelConfig) -> ChatRenderer
         raise ModelError(
             "no model is named, and the run has published none", hint="give --model_name_or_path FOLDER"
         )
-    return await asyncio.to_thread(ChatRenderer.open, folder, model.chat_template)
+    parser = configs[AgentConfig].tool_call_parser
+    return await asyncio.to_thread(open_chat_format, folder, model, parser)
 
 
-def sampling_params(sampling: SamplingConfig, renderer: ChatRenderer) -> SamplingParams:
+def sampling_params(sampling: SamplingConfig, chat_format: ChatFormat) -> SamplingParams:
     """Return ``--preferred_sampling_params`` with the token limit and the model's stop tokens."""
     params = SamplingParams.from_json(sampling.preferred_sampling_params)
-    stops = params.stop_token_ids or tuple(sorted(renderer.eos_ids))
+    stops = params.stop_token_ids or tuple(sorted(chat_format.stop_ids))
     return params.replace(max_new_tokens=sampling.max_new_tokens, stop_token_ids=stops)
 
 
@@ -95,17 +98,17 @@ def require_extensions(configs: Configs) -> None:
     agent = configs[AgentConfig]
     AGENTS.get(agent.agent_name)
     CONTEXT_MANAGERS.get(agent.new_context)
-    PARSERS.get(agent.tool_call_parser)
+    if agent.tool_call_parser is not None:
+        PARSERS.get(agent.tool_call_parser)
     ESTIMATORS.get(configs[GroupConfig].advantage)
 
 
 async def allow_configured_imports(store: Store, configs: Configs) -> None:
     """Restrict imports to the modules that this process's flags and the run's Imports document name."""
     agent, groups = configs[AgentConfig], configs[GroupConfig]
-    own = {agent.agent_name, agent.new_context, agent.tool_call_parser, groups.advantage}
+    own = {agent.agent_name, agent.new_context, groups.advantage}
     own.update(name.strip() for name in configs[ToolConfig].tools.split(","))
-    if groups.group_filter is not None:
-        own.add(groups.group_filter)
+    own.update(name for name in (agent.tool_call_parser, groups.group_filter) if name is not None)
     allow_imports(configs[TaskConfig].allowed_names | own)
     allow_imports(await store.imports.paths())
 
@@ -146,14 +149,13 @@ async def open_worker(
     """
     agent, sampling, engine = configs[AgentConfig], configs[SamplingConfig], configs[EngineConfig]
     await allow_configured_imports(store, configs)
-    parser = get_parser(agent.tool_call_parser)
-    renderer = await open_renderer(store, configs[ModelConfig])
-    params = sampling_params(sampling, renderer)
+    chat_format = await open_format(store, configs)
+    params = sampling_params(sampling, chat_format)
     router = EngineRouter(
         lambda: live_engines(store, engine, version),
         request_timeout=sampling.engine_timeout_seconds,
         wait_seconds=sampling.engine_wait_seconds,
-        tokens=renderer,
+        tokens=chat_format,
     )
     try:
         async with ToolPool(configs[ToolConfig]) as tools:
@@ -162,8 +164,7 @@ async def open_worker(
                     store=store,
                     router=router,
                     tools=tools,
-                    renderer=renderer,
-                    parser=parser,
+                    chat_format=chat_format,
                     params=params,
                     seed=configs[RunConfig].seed,
                     agent=agent,

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from agentrl.chat.chat_format import Message
 from agentrl.chat.parsers import ToolCall, validate_call
-from agentrl.chat.renderer import Message
 from agentrl.documents.model_call import ToolExecution
 from agentrl.documents.sanitize_bson import replace_surrogates, sanitize_bson
 from agentrl.errors import ToolServerError

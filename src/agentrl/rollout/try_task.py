@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from agentrl.chat.parsers import get_parser
-from agentrl.chat.renderer import ChatRenderer
+from agentrl.chat.chat_format import ChatFormat
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AgentConfig,
@@ -42,7 +41,7 @@ from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.model_call import Engine
 from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.rollout import Rollout
-from agentrl.rollout.setup import allow_configured_imports, live_engines, open_renderer, sampling_params
+from agentrl.rollout.setup import allow_configured_imports, live_engines, open_format, sampling_params
 from agentrl.rollout.worker import run_agent, score_trajectory
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.judge import JUDGES
@@ -63,7 +62,7 @@ class _Trial:
     configs: Configs
     claim: Claim
     engine: Engine
-    renderer: ChatRenderer
+    chat_format: ChatFormat
     tools: ToolSession
     calls: list[DispatchedSamplingTask]
     outcome: Outcome | None = None
@@ -86,12 +85,11 @@ class _Trial:
         rollout = Rollout(
             self.claim,
             agent,
-            renderer=self.renderer,
+            chat_format=self.chat_format,
             engine=self.engine,
             tools=self.tools,
             schemas=await self.tools.list(),
-            parser=get_parser(agent.tool_call_parser),
-            params=sampling_params(self.configs[SamplingConfig], self.renderer),
+            params=sampling_params(self.configs[SamplingConfig], self.chat_format),
             seed=self.configs[RunConfig].seed,
             manage_context=CONTEXT_MANAGERS.get(agent.new_context),
             write=self._keep,
@@ -117,14 +115,14 @@ async def try_task(configs: Configs, wanted: str, *, line: int | None, engine_ur
         store = await _store(stack, configs, wanted, engine_url)
         task = await _task(wanted, line, store)
         _require_usable(configs, task)
-        renderer = await open_renderer(store, configs[ModelConfig])
+        chat_format = await open_format(store, configs)
         pool = await stack.enter_async_context(ToolPool(configs[ToolConfig]))
         claim = Claim(task=task, traj_id=0, attempt=0, owner=_ID)
         trial = _Trial(
             configs=configs,
             claim=claim,
-            engine=await stack.enter_async_context(_engine(configs, store, engine_url, renderer)),
-            renderer=renderer,
+            engine=await stack.enter_async_context(_engine(configs, store, engine_url, chat_format)),
+            chat_format=chat_format,
             tools=await stack.enter_async_context(pool.session(Trajectory.of(claim))),
             calls=[],
         )
@@ -223,7 +221,7 @@ class _Direct:
 
 @asynccontextmanager
 async def _engine(
-    configs: Configs, store: Store | None, url: str | None, renderer: ChatRenderer
+    configs: Configs, store: Store | None, url: str | None, chat_format: ChatFormat
 ) -> AsyncIterator[Engine]:
     """Open the engine at ``--engine_url``, or a live engine of the run."""
     sampling, engine = configs[SamplingConfig], configs[EngineConfig]
@@ -237,7 +235,7 @@ async def _engine(
         lambda: live_engines(store, engine),
         request_timeout=sampling.engine_timeout_seconds,
         wait_seconds=sampling.engine_wait_seconds,
-        tokens=renderer,
+        tokens=chat_format,
     )
     try:
         async with router.session(_ID) as session:

@@ -9,8 +9,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from agentrl.chat.parsers import ToolCallParser
-from agentrl.chat.renderer import ChatRenderer
+from agentrl.chat.chat_format import ChatFormat
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Failure
@@ -80,8 +79,7 @@ class Worker:
     store: Store
     router: Router
     tools: ToolSource
-    renderer: ChatRenderer
-    parser: ToolCallParser
+    chat_format: ChatFormat
     params: SamplingParams
     seed: int
     """Seed of the run; the sampling seed of each model call is derived from it."""
@@ -144,11 +142,10 @@ class Worker:
             rollout = Rollout(
                 claim,
                 self.agent,
-                renderer=self.renderer,
+                chat_format=self.chat_format,
                 engine=engine,
                 tools=tools,
                 schemas=schemas,
-                parser=self.parser,
                 params=self.params,
                 seed=self.seed,
                 manage_context=CONTEXT_MANAGERS.get(self.agent.new_context),

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from agentrl.chat.renderer import ChatRenderer
+from agentrl.chat.open_format import open_chat_format
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AdapterConfig,
@@ -147,8 +147,7 @@ def _read(configs: Configs) -> list[DBRecordData]:
     if settings.sft_from_records is not None:
         source = replace(run, run_name=settings.sft_from_records)
         return asyncio.run(from_records(source, settings.sft_split, settings.sft_min_score, base))
-    renderer = ChatRenderer.open(base, model.chat_template)
-    return from_conversations(Path(str(configs[TaskConfig].train_file)), renderer)
+    return from_conversations(Path(str(configs[TaskConfig].train_file)), open_chat_format(base, model))
 
 
 def _token_budget(data: Sequence[DBRecordData], max_tokens: int) -> int:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agentrl.chat.conversation_file import TokenizedConversation, read_conversations
-from agentrl.chat.renderer import ChatRenderer
+from agentrl.chat.chat_format import ChatFormat, TokenizedConversation
+from agentrl.chat.conversation_file import read_conversations
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.convert import to_training_data
 from agentrl.documents.packing import pack_floats, pack_ids
@@ -29,11 +29,11 @@ _TOKENIZER = "tokenizer.json"
 _ADVANTAGE = 1.0
 
 
-def from_conversations(path: Path, renderer: ChatRenderer) -> list[DBRecordData]:
+def from_conversations(path: Path, chat_format: ChatFormat) -> list[DBRecordData]:
     """Return each conversation of a JSONL file as a chain; TaskFileError names a line that is invalid."""
     return [
         _one_chain(f"{path.name}:{number}", conversation)
-        for number, conversation in enumerate(read_conversations(path, renderer), 1)
+        for number, conversation in enumerate(read_conversations(path, chat_format), 1)
     ]
 
 

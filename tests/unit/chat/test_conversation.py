@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_fakes import END, END_OF_TEXT, byte_tokenizer, renderer_of
+from rollout_fakes import END, END_OF_TEXT, byte_tokenizer, format_of
 
 from agentrl.chat.conversation import Conversation
-from agentrl.chat.renderer import ChatRenderer
+from agentrl.chat.open_format import open_chat_format
+from agentrl.chat.template_format import TemplateFormat
+from agentrl.config.schema import ModelConfig
 from agentrl.errors import ModelError, TrajectoryError
 
 PLAIN = """\
@@ -53,13 +55,13 @@ TEMPLATES = {
 }
 
 
-def start(template: str) -> tuple[ChatRenderer, Conversation]:
-    renderer = renderer_of(template)
-    return renderer, Conversation(renderer, [{"role": "user", "content": "1+1?"}])
+def start(template: str) -> tuple[TemplateFormat, Conversation]:
+    chat_format = format_of(template)
+    return chat_format, Conversation(chat_format, [{"role": "user", "content": "1+1?"}])
 
 
-def written(renderer: ChatRenderer, ids: Sequence[int]) -> str:
-    return str(renderer._tokenizer.decode(list(ids), skip_special_tokens=False))
+def written(chat_format: TemplateFormat, ids: Sequence[int]) -> str:
+    return chat_format.tokens.decode(list(ids))
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
@@ -76,12 +78,12 @@ def written(renderer: ChatRenderer, ids: Sequence[int]) -> str:
     )
 )
 def test_a_prompt_extends_the_one_before(template: str, turns: list[Any]) -> None:
-    renderer, conversation = start(template)
+    chat_format, conversation = start(template)
     call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
     for body, closing, result in turns:
         before = conversation.prompt_ids()
         generated = [*body, *closing]
-        message = {"role": "assistant", "content": renderer.decode(generated), "tool_calls": [call]}
+        message = {"role": "assistant", "content": chat_format.decode(generated), "tool_calls": [call]}
         conversation.append_generation(generated, message)
         conversation.append_messages([{"role": "tool", "content": result}])
         after = conversation.prompt_ids()
@@ -91,38 +93,38 @@ def test_a_prompt_extends_the_one_before(template: str, turns: list[Any]) -> Non
         assert after == [*before, *generated, *context]
         assert (context[0] == END) is not bool(closing)
         opening = [] if closing else [END]
-        assert written(renderer, context[len(opening) :]).startswith("\n<|im_start|>tool\n" + result)
+        assert written(chat_format, context[len(opening) :]).startswith("\n<|im_start|>tool\n" + result)
 
 
 def test_without_rewriting_the_prompt_is_the_rendering() -> None:
-    renderer, conversation = start(PLAIN)
+    chat_format, conversation = start(PLAIN)
     message = {"role": "assistant", "content": "let me"}
-    conversation.append_generation(renderer.encode("let me<|im_end|>"), message)
+    conversation.append_generation(chat_format.tokens.encode("let me<|im_end|>"), message)
     conversation.append_messages([{"role": "tool", "content": "2"}, {"role": "user", "content": "go on"}])
-    whole = renderer.render(conversation.messages, None, add_generation_prompt=True)
-    assert conversation.prompt_ids() == renderer.encode(whole)
+    whole = chat_format.template.render(conversation.messages, None, add_generation_prompt=True)
+    assert conversation.prompt_ids() == chat_format.tokens.encode(whole)
 
 
 def test_a_turn_may_follow_a_turn() -> None:
-    renderer, conversation = start(PLAIN)
-    conversation.append_generation(renderer.encode("hm"), {"role": "assistant", "content": "hm"})
-    assert written(renderer, conversation.context_ids()) == "<|im_end|>\n<|im_start|>assistant\n"
+    chat_format, conversation = start(PLAIN)
+    conversation.append_generation(chat_format.tokens.encode("hm"), {"role": "assistant", "content": "hm"})
+    assert written(chat_format, conversation.context_ids()) == "<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_thoughts_stay_in_the_prompt_although_the_template_drops_them() -> None:
-    renderer, conversation = start(DROPS_THOUGHTS)
-    generated = renderer.encode("<think>two</think>I ask<|im_end|>")
+    chat_format, conversation = start(DROPS_THOUGHTS)
+    generated = chat_format.tokens.encode("<think>two</think>I ask<|im_end|>")
     conversation.append_generation(generated, {"role": "assistant", "content": "<think>two</think>I ask"})
     conversation.append_messages([{"role": "tool", "content": "2"}])
     assert "<think>two</think>I ask<|im_end|>\n<|im_start|>tool\n2" in written(
-        renderer, conversation.prompt_ids()
+        chat_format, conversation.prompt_ids()
     )
 
 
 def test_new_messages_are_those_since_the_last_generation() -> None:
-    renderer, conversation = start(PLAIN)
+    chat_format, conversation = start(PLAIN)
     assert [m["content"] for m in conversation.new_messages] == ["1+1?"]
-    conversation.append_generation(renderer.encode("2"), {"role": "assistant", "content": "2"})
+    conversation.append_generation(chat_format.tokens.encode("2"), {"role": "assistant", "content": "2"})
     assert conversation.new_messages == ()
     conversation.append_messages([{"role": "user", "content": "and?"}])
     assert [m["content"] for m in conversation.new_messages] == ["and?"]
@@ -144,39 +146,39 @@ def test_a_template_that_refuses_or_repeats_is_a_trajectory_error() -> None:
 
 
 def test_tools_reach_the_template() -> None:
-    renderer = renderer_of(
+    chat_format = format_of(
         "{% for t in tools %}{{ t | tojson }}{% endfor %}{% generation %}g{% endgeneration %}"
     )
     tool = {"type": "function", "function": {"name": "é<b>"}}
-    conversation = Conversation(renderer, [{"role": "user", "content": "q"}], [tool])
-    assert written(renderer, conversation.prompt_ids()).startswith(
+    conversation = Conversation(chat_format, [{"role": "user", "content": "q"}], [tool])
+    assert written(chat_format, conversation.prompt_ids()).startswith(
         '{"type": "function", "function": {"name": "é<b>"}}g'
     )
 
 
 def test_decoding_drops_what_closes_the_turn_and_nothing_else() -> None:
-    renderer = renderer_of(PLAIN)
-    ids = renderer.encode("a<|im_start|>b<|im_end|><|endoftext|>")
-    assert renderer.decode(ids) == "a<|im_start|>b"
+    chat_format = format_of(PLAIN)
+    ids = chat_format.tokens.encode("a<|im_start|>b<|im_end|><|endoftext|>")
+    assert chat_format.decode(ids) == "a<|im_start|>b"
 
 
 def test_a_folder_without_tokenizer_or_template_says_what_mends_it(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="is not a folder"):
-        ChatRenderer.open(tmp_path / "none")
+        open_chat_format(tmp_path / "none", ModelConfig())
     with pytest.raises(ModelError, match=r"no tokenizer.json"):
-        ChatRenderer.open(tmp_path)
+        open_chat_format(tmp_path, ModelConfig())
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ModelError, match="no chat template") as caught:
-        ChatRenderer.open(tmp_path)
+        open_chat_format(tmp_path, ModelConfig())
     assert caught.value.hint is not None
     assert "--chat_template FILE" in caught.value.hint
     broken = tmp_path / "broken.jinja"
     broken.write_text("{% for %}")
     with pytest.raises(ModelError, match="not valid Jinja"):
-        ChatRenderer.open(tmp_path, broken)
+        open_chat_format(tmp_path, ModelConfig(chat_template=str(broken)))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="is not a tokenizer"):
-        ChatRenderer.open(tmp_path, broken)
+        open_chat_format(tmp_path, ModelConfig(chat_template=str(broken)))
 
 
 def test_a_folder_gives_template_special_tokens_and_stops(tmp_path: Path) -> None:
@@ -186,12 +188,12 @@ def test_a_folder_gives_template_special_tokens_and_stops(tmp_path: Path) -> Non
         ' {"name": "tool_use", "template": "{{ eos_token }}"}]}'
     )
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [258]}')
-    renderer = ChatRenderer.open(tmp_path)
-    assert renderer.eos_ids == {END, END_OF_TEXT}
-    assert renderer.render([], None, add_generation_prompt=True) == "<|im_end|>"
+    chat_format = open_chat_format(tmp_path, ModelConfig())
+    assert chat_format.stop_ids == {END, END_OF_TEXT}
+    assert chat_format.template.render([], None, add_generation_prompt=True) == "<|im_end|>"
 
 
-def test_the_renderer_agrees_with_transformers(tmp_path: Path) -> None:
+def test_the_template_agrees_with_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
@@ -212,7 +214,7 @@ def test_the_renderer_agrees_with_transformers(tmp_path: Path) -> None:
     theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
         messages, tools=[tool], add_generation_prompt=True, tokenize=True, return_dict=False
     )
-    assert Conversation(ChatRenderer.open(tmp_path), messages, [tool]).prompt_ids() == theirs
+    assert Conversation(open_chat_format(tmp_path, ModelConfig()), messages, [tool]).prompt_ids() == theirs
 
 
 def test_a_sampler_needs_no_torch() -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_policy import MARKED_TEMPLATE, TEMPLATE, tiny_renderer, tiny_tokenizer
+from tiny_policy import MARKED_TEMPLATE, TEMPLATE, tiny_format, tiny_tokenizer
 
 from agentrl.chat.conversation_file import read_conversations
 from agentrl.errors import TaskFileError
@@ -28,7 +28,7 @@ def write(path: Path, *lines: object) -> Path:
 def test_what_the_assistant_says_is_trained_with_its_end(tmp_path: Path, template: str) -> None:
     tokenizer = tiny_tokenizer(template)
     [conversation] = read_conversations(
-        write(tmp_path / "c.jsonl", {"messages": MESSAGES}), tiny_renderer(template)
+        write(tmp_path / "c.jsonl", {"messages": MESSAGES}), tiny_format(template)
     )
     trained = conversation.input_ids[conversation.is_trainable].tolist()
     assert tokenizer.decode(trained) == "call<|im_end|>four<|im_end|>"
@@ -40,13 +40,13 @@ def test_ids_and_mask_are_those_of_transformers(tmp_path: Path) -> None:
     said = "Grüße, 你好 👋\n\n"
     messages = [*MESSAGES, {"role": "user", "content": said}, {"role": "assistant", "content": said}]
     path = write(tmp_path / "c.jsonl", {"messages": messages})
-    [conversation] = read_conversations(path, tiny_renderer(MARKED_TEMPLATE))
+    [conversation] = read_conversations(path, tiny_format(MARKED_TEMPLATE))
     expected = tiny_tokenizer(MARKED_TEMPLATE).apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
     assert conversation.input_ids.tolist() == expected["input_ids"]
     assert conversation.is_trainable.astype(int).tolist() == expected["assistant_masks"]
-    [by_prefixes] = read_conversations(path, tiny_renderer())
+    [by_prefixes] = read_conversations(path, tiny_format())
     assert by_prefixes.input_ids.tolist() == expected["input_ids"]
     assert by_prefixes.is_trainable.tolist() == conversation.is_trainable.tolist()
 
@@ -54,15 +54,15 @@ def test_ids_and_mask_are_those_of_transformers(tmp_path: Path) -> None:
 def test_an_empty_assistant_block_marks_nothing(tmp_path: Path) -> None:
     template = "{% generation %}{% endgeneration %}" + MARKED_TEMPLATE
     path = write(tmp_path / "c.jsonl", {"messages": MESSAGES})
-    [marked] = read_conversations(path, tiny_renderer(MARKED_TEMPLATE))
-    [conversation] = read_conversations(path, tiny_renderer(template))
+    [marked] = read_conversations(path, tiny_format(MARKED_TEMPLATE))
+    [conversation] = read_conversations(path, tiny_format(template))
     assert conversation.is_trainable.tolist() == marked.is_trainable.tolist()
 
 
 def test_a_template_that_refuses_a_conversation_names_the_line(tmp_path: Path) -> None:
     path = write(tmp_path / "c.jsonl", {"messages": MESSAGES})
     with pytest.raises(TaskFileError, match=r"c\.jsonl:1: .*no tools here"):
-        read_conversations(path, tiny_renderer("{{ raise_exception('no tools here') }}"))
+        read_conversations(path, tiny_format("{{ raise_exception('no tools here') }}"))
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
@@ -71,9 +71,9 @@ def test_reasoning_has_one_name_in_templates(tmp_path: Path, key: str) -> None:
         "{{ message['content'] }}", "{{ message.reasoning_content }}{{ message.content }}"
     )
     messages = [{"role": "assistant", "content": "four", key: "two and two"}]
-    renderer = tiny_renderer(template)
-    [conversation] = read_conversations(write(tmp_path / "c.jsonl", {"messages": messages}), renderer)
-    assert "two and twofour" in renderer.decode(conversation.input_ids.tolist())
+    chat_format = tiny_format(template)
+    [conversation] = read_conversations(write(tmp_path / "c.jsonl", {"messages": messages}), chat_format)
+    assert "two and twofour" in chat_format.decode(conversation.input_ids.tolist())
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_reasoning_has_one_name_in_templates(tmp_path: Path, key: str) -> None:
 def test_a_bad_line_is_named(tmp_path: Path, line: object, says: str) -> None:
     path = write(tmp_path / "c.jsonl", {"messages": MESSAGES}, line)
     with pytest.raises(TaskFileError, match=says) as caught:
-        read_conversations(path, tiny_renderer())
+        read_conversations(path, tiny_format())
     assert "c.jsonl:2" in str(caught.value)
 
 
@@ -97,11 +97,11 @@ def test_a_template_that_rewrites_what_was_said_is_refused(tmp_path: Path) -> No
     rewriting = "{% for m in messages %}{{ m['role'] if loop.last else 'x' }}{{ m['content'] }}{% endfor %}"
     path = write(tmp_path / "c.jsonl", {"messages": MESSAGES})
     with pytest.raises(TaskFileError, match="as a prefix"):
-        read_conversations(path, tiny_renderer(rewriting))
+        read_conversations(path, tiny_format(rewriting))
 
 
 def test_a_file_that_is_missing_or_empty_is_named(tmp_path: Path) -> None:
     with pytest.raises(TaskFileError, match="cannot be read"):
-        read_conversations(tmp_path / "none.jsonl", tiny_renderer())
+        read_conversations(tmp_path / "none.jsonl", tiny_format())
     with pytest.raises(TaskFileError, match="holds no conversation"):
-        read_conversations(write(tmp_path / "c.jsonl", ""), tiny_renderer())
+        read_conversations(write(tmp_path / "c.jsonl", ""), tiny_format())

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
-from rollout_fakes import END, END_OF_TEXT, renderer_of
+from rollout_fakes import END, END_OF_TEXT, format_of
 
-from agentrl.chat.renderer import ChatRenderer
+from agentrl.chat.chat_format import ChatFormat
 from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.serving import InferenceService
@@ -86,7 +86,7 @@ class Fleet:
         self.engines[name] = Scripted(service.url, self.scripts.get(name, ()))
         return self.engines[name]
 
-    def router(self, tokens: ChatRenderer | None = None, **options: float) -> EngineRouter:
+    def router(self, tokens: ChatFormat | None = None, **options: float) -> EngineRouter:
         settings = {"wait_seconds": 5.0, "max_age": 0.0, "backoff": 0.001, "suspect_seconds": 60.0, **options}
         return EngineRouter(self.live, client=self.client, tokens=tokens, **settings)  # type: ignore[arg-type]
 
@@ -144,7 +144,7 @@ async def test_an_abort_at_the_last_token_is_a_length_stop() -> None:
         assert (await session.generate([1], PARAMS)).finish_reason == "length"
 
 
-TEXT = renderer_of().encode("no more\n")
+TEXT = format_of().tokens.encode("no more\n")
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ async def test_an_abort_behind_a_stop_is_a_stop(
     ids: Sequence[int], params: SamplingParams, ended: bool
 ) -> None:
     fleet = Fleet(service("a"), scripts={"a": [part("http://a", ids, "abort"), part("http://a", [], "stop")]})
-    async with fleet.router(renderer_of()).session("t") as session:
+    async with fleet.router(format_of()).session("t") as session:
         whole = await session.generate([1], params)
     assert (list(whole.output_ids), whole.finish_reason) == (list(ids), "stop")
     assert len(fleet.engines["a"].calls) == (1 if ended else 2)
@@ -191,7 +191,7 @@ async def test_parts_of_two_distributions_have_logprobs_of_other(second: str, jo
 
 async def test_a_part_without_tokens_does_not_end_where_the_prompt_did() -> None:
     fleet = Fleet(service("a"), scripts={"a": [part("http://a", [], "abort")]})
-    async with fleet.router(renderer_of()).session("t") as session:
+    async with fleet.router(format_of()).session("t") as session:
         assert (await session.generate([1, END], PARAMS)).output_ids == (7,)
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from agentrl.chat.renderer import ChatRenderer
+from agentrl.chat.open_format import open_chat_format
+from agentrl.chat.template_format import TemplateFormat
+from agentrl.config.schema import ModelConfig
 from agentrl.quickstart.smollm import MODEL_FOLDER
 from agentrl.quickstart.tasks import CALCULATOR_TOOLS, call_text, worked_examples
 from agentrl.quickstart.tiny import build_tiny_model
@@ -30,6 +32,12 @@ def folder(request: pytest.FixtureRequest, tiny_folder: Path) -> Path:
     if not (smollm / "chat_template.jinja").is_file():
         pytest.skip(f"{smollm} is not there: the quickstart makes it")
     return smollm
+
+
+def opened(folder: Path) -> TemplateFormat:
+    chat_format = open_chat_format(folder, ModelConfig())
+    assert isinstance(chat_format, TemplateFormat)
+    return chat_format
 
 
 def call(expression: Any, name: str = "calculate") -> dict[str, Any]:
@@ -74,12 +82,14 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 def test_a_prefix_renders_as_a_token_prefix(
     folder: Path, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
 ) -> None:
-    renderer = ChatRenderer.open(folder)
-    whole = renderer.encode(renderer.render(messages, tools, add_generation_prompt=False))
+    chat_format = opened(folder)
+    whole = chat_format.tokens.encode(
+        chat_format.template.render(messages, tools, add_generation_prompt=False)
+    )
     for end in range(1, len(messages) + 1):
         speaks_next = end < len(messages) and messages[end]["role"] == "assistant"
-        text = renderer.render(messages[:end], tools, add_generation_prompt=speaks_next)
-        part = renderer.encode(text)
+        text = chat_format.template.render(messages[:end], tools, add_generation_prompt=speaks_next)
+        part = chat_format.tokens.encode(text)
         assert whole[: len(part)] == part, f"after {end} messages"
 
 
@@ -89,24 +99,31 @@ def test_generation_marks_cover_the_assistants_tokens(folder: Path, messages: li
     rendered = tokenizer.apply_chat_template(
         messages, tools=CALCULATOR_TOOLS, return_dict=True, return_assistant_tokens_mask=True
     )
-    renderer = ChatRenderer.open(folder)
+    chat_format = opened(folder)
     expected = [0] * len(rendered["input_ids"])
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            before = renderer.render(messages[:index], CALCULATOR_TOOLS, add_generation_prompt=True)
-            after = renderer.render(messages[: index + 1], CALCULATOR_TOOLS, add_generation_prompt=False)
-            start, end = len(renderer.encode(before)), len(renderer.encode(after.removesuffix("\n")))
+            before = chat_format.template.render(
+                messages[:index], CALCULATOR_TOOLS, add_generation_prompt=True
+            )
+            after = chat_format.template.render(
+                messages[: index + 1], CALCULATOR_TOOLS, add_generation_prompt=False
+            )
+            start, end = (
+                len(chat_format.tokens.encode(before)),
+                len(chat_format.tokens.encode(after.removesuffix("\n"))),
+            )
             expected[start:end] = [1] * (end - start)
     assert rendered["assistant_masks"] == expected
 
 
 def test_both_readers_of_the_template_agree(folder: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    renderer = ChatRenderer.open(folder)
+    chat_format = opened(folder)
     for messages in CONVERSATIONS.values():
-        text = renderer.render(messages, CALCULATOR_TOOLS, add_generation_prompt=False)
+        text = chat_format.template.render(messages, CALCULATOR_TOOLS, add_generation_prompt=False)
         assert tokenizer.apply_chat_template(messages, tools=CALCULATOR_TOOLS, tokenize=False) == text
-        assert tokenizer(text, add_special_tokens=False)["input_ids"] == renderer.encode(text)
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == chat_format.tokens.encode(text)
 
 
 def test_tools_are_listed_as_the_calls_that_invoke_them(tiny_folder: Path) -> None:
@@ -120,7 +137,7 @@ def test_tools_are_listed_as_the_calls_that_invoke_them(tiny_folder: Path) -> No
     }
     function = {"name": "weather", "description": " Says. ", "parameters": schema}
     tool = {"type": "function", "function": function}
-    text = ChatRenderer.open(tiny_folder).render(
+    text = opened(tiny_folder).template.render(
         [{"role": "user", "content": "Hi"}], [tool, *CALCULATOR_TOOLS], add_generation_prompt=True
     )
     assert text == (
@@ -135,15 +152,15 @@ def test_tools_are_listed_as_the_calls_that_invoke_them(tiny_folder: Path) -> No
 
 def test_calls_are_written_in_the_hermes_form(tiny_folder: Path) -> None:
     messages = CONVERSATIONS["one call"]
-    text = ChatRenderer.open(tiny_folder).render(messages, None, add_generation_prompt=False)
+    text = opened(tiny_folder).template.render(messages, None, add_generation_prompt=False)
     assert f"<|im_start|>assistant\n{call_text('37 * 48')}<|im_end|>\n" in text
 
 
 def test_digits_are_tokens_of_their_own(folder: Path) -> None:
-    renderer = ChatRenderer.open(folder)
-    assert len(renderer.encode("1776")) == 4
+    chat_format = opened(folder)
+    assert len(chat_format.tokens.encode("1776")) == 4
 
 
 def test_an_engine_stops_at_the_end_of_a_turn(folder: Path) -> None:
-    renderer = ChatRenderer.open(folder)
-    assert renderer.eos_texts() == ["<|im_end|>"]
+    chat_format = opened(folder)
+    assert [chat_format.tokens.token_text(token) for token in chat_format.stop_ids] == ["<|im_end|>"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rollout_fakes import CUT, PLAIN, renderer_of
+from rollout_fakes import CUT, PLAIN, format_of
 from trajectories import Trajectory, trained
 
 from agentrl.documents.model_call import full_messages
@@ -200,7 +200,7 @@ async def test_few_shot_messages_precede_the_question_and_are_never_trained() ->
     assert (await trajectory.run()).final_answer == "3"
     roles = [message["role"] for message in trajectory.calls[0].messages]
     assert roles == ["system", "user", "assistant", "tool", "assistant", "user"]
-    assert "<answer>1</answer>" in trajectory.engine.renderer.decode(trajectory.engine.prompts[0])
+    assert "<answer>1</answer>" in trajectory.engine.chat_format.decode(trajectory.engine.prompts[0])
     assert trained(trajectory) == trajectory.engine.outputs
 
 
@@ -273,7 +273,7 @@ async def test_nothing_in_an_open_thought_is_an_answer_or_a_call(said: str) -> N
 
 async def test_a_thought_that_the_prompt_opens_is_reasoning() -> None:
     trajectory = Trajectory(ANSWER, "no </think>" + ADD, ANSWER + "</think>" + ANSWER.replace("3", "4"))
-    trajectory.engine.renderer = renderer_of(PLAIN.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}"))
+    trajectory.engine.chat_format = format_of(PLAIN.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}"))
     assert await trajectory.run() == Outcome(StopReason.ANSWERED, "4")
     assert [call.response["content"] for call in trajectory.calls] == ["", "", "So it is <answer>4</answer>"]
     assert [name for name, _ in trajectory.tools.calls] == ["add"]

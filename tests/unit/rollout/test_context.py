@@ -6,7 +6,7 @@ import pytest
 from rollout_fakes import CUT
 from trajectories import Trajectory, converted, trained
 
-from agentrl.chat.renderer import Message
+from agentrl.chat.chat_format import Message
 from agentrl.documents.packing import unpack_ids
 from agentrl.documents.status import StopReason
 from agentrl.errors import TrajectoryError

@@ -1,0 +1,94 @@
+"""Define a chat format: how messages become token ids, and sampled ids a message, for one model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.chat.parsers import ParsedMessage
+
+Message = dict[str, Any]
+"""One chat message, as in an OpenAI request; ``reasoning_content`` holds an assistant's thought."""
+
+ToolSchemas = Sequence[Mapping[str, Any]]
+"""The function schemas of the tools offered, as in an OpenAI request."""
+
+ThinkingRetention = Literal["template", "all", "tool_cycle"]
+"""Which earlier thoughts stay in the context: as the template keeps them, all, those since the last user
+message."""
+
+
+@dataclass(frozen=True)
+class TokenizedConversation:
+    """``input_ids`` int64[n]; ``is_trainable`` bool[n] marks the tokens of assistant messages."""
+
+    input_ids: NDArray[np.int64]
+    is_trainable: NDArray[np.bool_]
+
+
+class ChatFormat(Protocol):
+    """Messages ⇄ token ids. Text inside messages never becomes a control token."""
+
+    @property
+    def name(self) -> str:
+        """Return the name for ``--chat_format``."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """Return one line: what the format is, and what happens to earlier thoughts."""
+        ...
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Return the ids at which an engine stops; each of them closes an assistant turn."""
+        ...
+
+    @property
+    def agreed_settings(self) -> dict[str, str]:
+        """Return what all samplers of a run must have in common."""
+        ...
+
+    def render(self, messages: Sequence[Message], tools: ToolSchemas | None) -> list[int]:
+        """Return the prompt of a conversation, up to where the assistant continues.
+
+        Raises TrajectoryError if the conversation cannot be rendered.
+        """
+        ...
+
+    def next_prompt(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        history: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: ToolSchemas | None,
+    ) -> list[int] | None:
+        """Return the ids between a generation and the next one: prompt, output, *these ids*, next output.
+
+        ``history`` ends with the message that ``output_ids`` were parsed into; ``new_messages`` follow it.
+        None: the next prompt does not continue this one, because earlier thoughts are dropped from it. It is
+        ``render`` of all messages then, a new branch of the token tree.
+        """
+        ...
+
+    def parse(
+        self, output_ids: Sequence[int], tools: ToolSchemas, prompt_ids: Sequence[int] = ()
+    ) -> ParsedMessage:
+        """Return the message that was generated after ``prompt_ids``; its ``error`` reports a bad call."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of generated ids with special tokens, without the ids that close the turn."""
+        ...
+
+    def tokenize(self, messages: Sequence[Message], tools: ToolSchemas | None) -> TokenizedConversation:
+        """Return a whole conversation and a mask of what the assistant says, for fine-tuning.
+
+        Raises ValueError or TrajectoryError for a conversation whose tokens cannot be attributed.
+        """
+        ...

@@ -1,0 +1,131 @@
+"""Read what a chat format needs from a Hugging Face folder: tokenizer, template, special tokens, stop ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from agentrl.errors import ModelError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatFiles:
+    """The files of a model that decide how it chats."""
+
+    tokenizer: Tokenizer
+    template: str | None
+    special_tokens: Mapping[str, str]
+    """``bos_token``, ``eos_token``, … by name."""
+    stop_ids: frozenset[int]
+    config: Mapping[str, Any]
+    """``config.json``; empty if there is none."""
+
+
+def read_chat_files(folder: str | Path, chat_template: str | Path | None = None) -> ChatFiles:
+    """Read a folder; ``chat_template`` is a file that replaces its template.
+
+    Raises ModelError for a folder without a tokenizer.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise ModelError(
+            f"{root} is not a folder", hint="give --model_name_or_path the folder of a Hugging Face model"
+        )
+    settings = _read_json(root / "tokenizer_config.json")
+    tokenizer = _read_tokenizer(root)
+    special = _special_tokens(root, settings)
+    return ChatFiles(
+        tokenizer=tokenizer,
+        template=_read_template(root, settings, chat_template),
+        special_tokens=special,
+        stop_ids=_stop_ids(root, tokenizer, special.get("eos_token")),
+        config=_read_json(root / "config.json"),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}", hint="copy the model's folder again") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _read_tokenizer(root: Path) -> Tokenizer:
+    """Read ``tokenizer.json``; convert an older format by transformers."""
+    path = root / "tokenizer.json"
+    if path.is_file():
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise ModelError(
+                f"{path} is not a tokenizer: {error}", hint="copy the model's folder again"
+            ) from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+    if not any((root / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
+        raise ModelError(
+            f"{root} has no tokenizer.json",
+            hint="copy tokenizer.json and tokenizer_config.json of the model into the folder",
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        converted = AutoTokenizer.from_pretrained(root, local_files_only=True)
+        return Tokenizer.from_str(converted.backend_tokenizer.to_str())
+    except (AttributeError, OSError, ValueError, ImportError) as error:
+        raise ModelError(
+            f"the tokenizer in {root} cannot be converted: {error}",
+            hint="save it once with AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
+        ) from error
+
+
+def _read_template(root: Path, settings: Mapping[str, Any], replacement: str | Path | None) -> str | None:
+    if replacement is not None:
+        return _read_text(Path(replacement), "--chat_template")
+    for name in ("chat_template.jinja", "chat_template.json"):
+        if (root / name).is_file():
+            text = _read_text(root / name, "the chat template")
+            return text if name.endswith(".jinja") else str(json.loads(text).get("chat_template", ""))
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {item.get("name"): item.get("template") for item in template}
+        template = named.get("tool_use") or named.get("default")
+    return template if isinstance(template, str) and template else None
+
+
+def _read_text(path: Path, what: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(
+            f"{what} {path} cannot be read: {error}", hint="give an existing text file"
+        ) from error
+
+
+def _special_tokens(root: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    values = {**_read_json(root / "special_tokens_map.json"), **settings}
+    found = {}
+    for name, value in values.items():
+        if name.endswith("_token"):
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                found[name] = text
+    return found
+
+
+def _stop_ids(root: Path, tokenizer: Tokenizer, eos_token: str | None) -> frozenset[int]:
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(root / name).get("eos_token_id")
+        ids.update(value if isinstance(value, list) else [value] if isinstance(value, int) else [])
+    named = tokenizer.token_to_id(eos_token) if eos_token else None
+    return frozenset(ids | ({named} if named is not None else set()))

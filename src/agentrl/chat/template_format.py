@@ -1,0 +1,181 @@
+"""The chat format of any model with a chat template: the template's text, and a parser of its tool calls.
+
+The ids between two generations are the difference of two renderings. Their history has a marker in place of
+the generated turn, so a template that rewrites history (drops thoughts, adds empty ones) changes no id.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from agentrl.chat.chat_format import Message, TokenizedConversation, ToolSchemas
+from agentrl.chat.control_tokens import ControlTokens
+from agentrl.chat.parsers import ParsedMessage, ToolCallParser, opens_thought, parse_text
+from agentrl.chat.parsers.reasoning import tags_in
+from agentrl.chat.template import ChatTemplate
+from agentrl.errors import TrajectoryError
+
+_PROMPT_END = 16
+"""Tokens at the end of a prompt in which a template may open a thought."""
+
+
+class TemplateFormat:
+    """A chat template with its tokenizer and a tool-call parser."""
+
+    name = "template"
+
+    def __init__(
+        self, template: ChatTemplate, tokens: ControlTokens, parser: ToolCallParser, stop_ids: Iterable[int]
+    ) -> None:
+        """``stop_ids`` close an assistant turn."""
+        self.template = template
+        self.tokens = tokens
+        self._parser = parser
+        self.stop_ids = frozenset(stop_ids)
+
+    @property
+    def description(self) -> str:
+        """Return one line about the format."""
+        return "the model's chat template, and a text parser of its tool calls"
+
+    @property
+    def agreed_settings(self) -> dict[str, str]:
+        """Return what all samplers of a run must have in common."""
+        return {"chat_template": f"sha256 {self.template.digest}"}
+
+    def render(self, messages: Sequence[Message], tools: ToolSchemas | None) -> list[int]:
+        """Return the prompt of a conversation, up to where the assistant continues."""
+        return self.tokens.encode(self._text(messages, tools, add_generation_prompt=True))
+
+    def next_prompt(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        history: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: ToolSchemas | None,
+    ) -> list[int] | None:
+        """Return the ids between a generation and the next one."""
+        text = self._text_after_generation(history, new_messages, tools)
+        ids = self.tokens.encode(text)
+        closed = bool(output_ids) and output_ids[-1] in self.stop_ids
+        return ids[1:] if closed and ids and ids[0] in self.stop_ids else ids
+
+    def parse(
+        self, output_ids: Sequence[int], tools: ToolSchemas, prompt_ids: Sequence[int] = ()
+    ) -> ParsedMessage:
+        """Return the message in generated ids."""
+        tags = tags_in(self.template.source)
+        opened = opens_thought(self.tokens.decode(prompt_ids[-_PROMPT_END:]), tags)
+        return parse_text(self._parser, self.decode(output_ids), tools, tags, opened=opened)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of generated ids with special tokens, without the ids that close the turn."""
+        end = len(ids)
+        while end and ids[end - 1] in self.stop_ids:
+            end -= 1
+        return self.tokens.decode(ids[:end])
+
+    def tokenize(self, messages: Sequence[Message], tools: ToolSchemas | None) -> TokenizedConversation:
+        """Return a whole conversation and a mask of what the assistant says.
+
+        Raises ValueError for a template that does not render the start of a conversation as a prefix of it.
+        """
+        if self.template.marks_assistant:
+            ids, mask = self._mask_by_marks(messages, tools)
+        else:
+            ids, mask = self._mask_by_prefixes(messages, tools)
+        return TokenizedConversation(np.asarray(ids, np.int64), np.asarray(mask, np.bool_))
+
+    def _text(
+        self, messages: Sequence[Message], tools: ToolSchemas | None, *, add_generation_prompt: bool
+    ) -> str:
+        return self.template.render(
+            self.tokens.protect(messages),
+            self.tokens.protect_tools(tools),
+            add_generation_prompt=add_generation_prompt,
+        )
+
+    def _text_after_generation(
+        self, history: Sequence[Message], new_messages: Sequence[Message], tools: ToolSchemas | None
+    ) -> str:
+        """Return the rendered text after the generated turn: its closing tokens to the generation prompt."""
+        marker = f"mark{uuid.uuid4().hex}"
+        added = self.tokens.protect(new_messages)
+        before = history[:-1]
+        try:
+            spoken = {"role": "assistant", "content": marker}
+            return self._text_after(marker, [*before, spoken, *added], tools)
+        except TrajectoryError:
+            if not any(message.get("role") == "tool" for message in new_messages):
+                raise
+            called = _marked_call(history[-1], marker)
+            return self._from_closing_token(self._text_after(marker, [*before, called, *added], tools))
+
+    def _text_after(self, marker: str, messages: Sequence[Message], tools: ToolSchemas | None) -> str:
+        text = self.template.render(messages, tools, add_generation_prompt=True)
+        if text.count(marker) != 1:
+            raise TrajectoryError(
+                f"the chat template renders an assistant message {text.count(marker)} times",
+                hint="give a template that renders each message once by --chat_template FILE",
+            )
+        return text[text.index(marker) + len(marker) :]
+
+    def _from_closing_token(self, text: str) -> str:
+        texts = (self.tokens.token_text(token) for token in self.stop_ids)
+        found = [place for place in (text.find(closing) for closing in texts if closing) if place >= 0]
+        if not found:
+            raise TrajectoryError(
+                "the chat template does not close an assistant turn with one of the model's stop tokens",
+                hint="give a template that does by --chat_template FILE",
+            )
+        return text[min(found) :]
+
+    def _mask_by_marks(
+        self, messages: Sequence[Message], tools: ToolSchemas | None
+    ) -> tuple[list[int], list[bool]]:
+        text, spans = self.template.render_marked(
+            self.tokens.protect(messages), self.tokens.protect_tools(tools)
+        )
+        ids, mask, left = [], [], list(reversed(spans))
+        for token, (start, end) in self.tokens.encode_with_offsets(text):
+            while left and left[-1][1] <= start:
+                left.pop()
+            ids.append(token)
+            mask.append(bool(left) and start < end and left[-1][0] <= start)
+        return ids, mask
+
+    def _mask_by_prefixes(
+        self, messages: Sequence[Message], tools: ToolSchemas | None
+    ) -> tuple[list[int], list[bool]]:
+        """Mark what each assistant message adds to the prompt before it, up to its last closing token."""
+        encode = self.tokens.encode
+        whole = encode(self._text(messages, tools, add_generation_prompt=False))
+        mask = [False] * len(whole)
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = encode(self._text(messages[:index], tools, add_generation_prompt=True))
+            spoken = encode(self._text(messages[: index + 1], tools, add_generation_prompt=False))
+            if whole[: len(spoken)] != spoken or spoken[: len(prompt)] != prompt:
+                raise ValueError(
+                    f"the chat template does not render messages up to {index} as a prefix of the"
+                    " conversation"
+                )
+            start, end = len(prompt), len(spoken)
+            closings = [place for place in range(start, end) if spoken[place] in self.stop_ids]
+            if closings:
+                end = closings[-1] + 1
+            mask[start:end] = [True] * (end - start)
+        return whole, mask
+
+
+def _marked_call(message: Message, marker: str) -> Message:
+    """Return the message with ``marker`` in its last call: some templates allow results only after calls."""
+    calls = message.get("tool_calls") or [{"id": "call00000", "function": {"name": "f"}}]
+    function = {"name": calls[-1]["function"]["name"], "arguments": {"x": marker}}
+    last = {"id": calls[-1].get("id"), "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [*calls[:-1], last]}
