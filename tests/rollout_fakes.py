@@ -14,7 +14,7 @@ from agentrl.chat.template import ChatTemplate
 from agentrl.chat.template_format import TemplateFormat
 from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.sampling import SamplingParams
-from agentrl.inference.client import Generation
+from agentrl.inference.generation import Generation
 from agentrl.tools.base import Schema, ToolResult, Trajectory, function_schema
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "</s>"]

@@ -24,10 +24,11 @@ from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim, Slot, Task
-from agentrl.inference.client import EngineClient, Generation
+from agentrl.inference.client import EngineClient
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
+from agentrl.inference.generation import Generation
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import load_policy
 from agentrl.rollout.context import CONTEXT_MANAGERS

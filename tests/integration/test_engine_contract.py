@@ -23,10 +23,11 @@ from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ConfigError, EngineError
-from agentrl.inference.client import EngineClient, EngineRefusedError, Generation
+from agentrl.inference.client import EngineClient
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
+from agentrl.inference.generation import EngineRefusedError, Generation
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -106,11 +107,11 @@ async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 60.0)
 
 
 async def idle(client: EngineClient) -> bool:
-    return await client.load() == 0
+    return (await client.load()).requests == 0
 
 
 async def busy(client: EngineClient) -> bool:
-    return await client.load() > 0
+    return (await client.load()).requests > 0
 
 
 async def running_long(client: EngineClient, seed: int, rid: str) -> "asyncio.Task[Generation]":

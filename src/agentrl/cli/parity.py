@@ -25,7 +25,8 @@ from agentrl.observe.parity import Difference, render
 from agentrl.observe.terminal import stdout_console
 
 if TYPE_CHECKING:
-    from agentrl.inference.client import EngineClient, Generation
+    from agentrl.inference.client import EngineClient
+    from agentrl.inference.generation import Generation
     from agentrl.model.load import Policy
 
 _GENERATE_SECONDS = 600.0

@@ -173,11 +173,15 @@ class SamplingConfig(Flags):
         False, "sample the groups of a step only after the previous step has been published"
     )
     engine_timeout_seconds: float = flag(
-        600.0, "timeout of one model call", within="(0, inf)", unit="seconds", per_process=True
+        120.0,
+        "longest time without a token of a model call; it then continues from its tokens on another engine",
+        within="(0, inf)",
+        unit="seconds",
+        per_process=True,
     )
     engine_wait_seconds: float = flag(
         300.0,
-        "how long a model call waits for an engine to appear or resume",
+        "how long a model call goes without a token, over all engines, before the engines count as down",
         within="(0, inf)",
         unit="seconds",
         per_process=True,
@@ -200,6 +204,15 @@ class SamplingConfig(Flags):
     resample_error_records: bool = flag(
         False, "reopen failed slots when the sampler starts", per_process=True
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.engine_timeout_seconds < self.engine_wait_seconds,
+            f"--engine_timeout_seconds {self.engine_timeout_seconds:g} leaves a silent engine no successor"
+            f" within --engine_wait_seconds {self.engine_wait_seconds:g}",
+            "make the time-out between tokens shorter than the wait for engines",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

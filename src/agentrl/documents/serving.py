@@ -47,6 +47,12 @@ class InferenceService(Root):
     status: ServiceStatus = ServiceStatus.STARTING
     policy_version: int | None = None
     running_requests: int = 0
+    running_tokens: int = 0
+    """Tokens of the running and queued requests; 0 for an engine that does not report them."""
+    context_length: int | None = None
+    """Largest number of tokens of a prompt and its continuation; None until the engine is ready."""
+    tokenizer: str | None = None
+    """Fingerprint of the tokenizer in the folder that the engine serves."""
     detail: str | None = None
     host: str
     pid: int

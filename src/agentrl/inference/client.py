@@ -9,51 +9,58 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import httpx
+import orjson
 
-from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.sampling import LogprobsOf, SamplingParams, logprobs_of
 from agentrl.errors import EngineError
+from agentrl.inference.encoded_ids import EncodedIds
+from agentrl.inference.generation import (
+    Chunk,
+    Collector,
+    EngineAnswerError,
+    EngineInterruptedError,
+    EngineRefusedError,
+    Generation,
+    malformed,
+    policy_version,
+    version_spans,
+)
+from agentrl.inference.http import CONTROL_SECONDS, EngineHttp
 
-FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["abort", "retract", "in_place"]
 
-_CONNECT_SECONDS = 10.0
-CONTROL_SECONDS = 30.0
 _EXCERPT = 300
-
-
-class EngineRefusedError(EngineError):
-    """The engine refused the request; a retry would fail too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """The result of one generation; the spans in ``versions`` cover ``output_ids`` without a gap."""
-
-    output_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[VersionSpan, ...]
-    finish_reason: FinishReason
-    prompt_tokens: int
-    cached_tokens: int
-    seconds: float
-    engine_url: str
-    logprobs_of: LogprobsOf = "policy"
+_ABORT_SECONDS = 5.0
+_ROUTING_KEY = "X-SMG-Routing-Key"
+"""Header by which ``sglang-router`` keeps the requests of one key at one engine (``--policy manual``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """The model that an engine serves; ``vocab_size`` is None if the engine does not report it."""
+    """The model that an engine serves.
+
+    ``vocab_size`` is None if the engine does not report it. ``context_length`` is the largest number of
+    tokens of a prompt and its continuation; None if unknown.
+    """
 
     model_path: str
     version: int
     vocab_size: int | None
+    context_length: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """The running and queued requests of an engine, and the tokens in them; 0 tokens if it reports none."""
+
+    requests: int
+    tokens: int = 0
 
 
 class EngineClient:
@@ -62,27 +69,23 @@ class EngineClient:
     def __init__(
         self,
         url: str,
-        timeout: float = 600.0,
+        timeout: float = 120.0,
         *,
         vocab_size: int | None = None,
         instance: str | None = None,
     ) -> None:
         """Create the client of the engine at ``url``.
 
-        ``timeout`` limits one generation, in seconds. With ``vocab_size`` None, the engine is asked for it.
-        With an ``instance``, prompts are sent only to a server that has this instance name.
+        ``timeout`` limits the time between two tokens of a generation, the time until the first one, and the
+        time of a weight update, in seconds. With ``vocab_size`` None, the engine is asked for it. With an
+        ``instance``, prompts are sent only to a server that has this instance name.
         """
-        self.url = url.rstrip("/")
+        self._http = EngineHttp(url)
+        self.url = self._http.url
         self._timeout = timeout
         self._vocab_size = vocab_size
         self._unverified = instance
         self._instance = instance
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
-            timeout=httpx.Timeout(CONTROL_SECONDS, connect=_CONNECT_SECONDS, read=timeout),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            trust_env=False,
-        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -94,48 +97,72 @@ class EngineClient:
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._http.aclose()
+        await self._http.close()
 
-    async def generate(self, input_ids: Sequence[int], params: SamplingParams, rid: str) -> Generation:
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        rid: str,
+        *,
+        encoded: EncodedIds | None = None,
+        routing_key: str | None = None,
+    ) -> Generation:
         """Sample a continuation of ``input_ids``.
 
         An id outside the vocabulary raises EngineRefusedError here, because it crashes SGLang. ``rid`` must
         not be a prefix of the id of another request, because SGLang aborts by prefix. Cancelling the call
-        aborts the request in the engine.
+        aborts the request in the engine. ``encoded`` keeps the JSON of the ids for the next prompt of the
+        same conversation.
+
+        Raises EngineInterruptedError, with the tokens received, if the stream ends early or is silent for
+        ``timeout`` seconds, and EngineError if the engine cannot be reached or its answer is malformed.
         """
         if self._unverified is not None:
             await self.check_instance(self._unverified)
             self._unverified = None
-        await self._check_ids(input_ids)
-        path, body = self._request(input_ids, params, rid)
+        collector = await self._collector(params)
+        encoded = EncodedIds() if encoded is None else encoded
+        ids_json = encoded.update(input_ids, collector.vocab_size)
+        path, body = self._request(ids_json, params, rid)
+        headers = {_ROUTING_KEY: routing_key} if routing_key else {}
         start = time.monotonic()
         try:
-            answer = await self._post(path, body, self._timeout)
-        except EngineError:
+            await self._collect(collector, path, body, headers)
+        except EngineError as error:
             self._unverified = self._instance  # the address may belong to another server by the next call
+            if isinstance(error, EngineRefusedError):
+                raise
+            await self._abort_quietly(rid)
             raise
         except asyncio.CancelledError:
             await asyncio.shield(self._abort_quietly(rid))
             raise
-        return self._generation(answer, params, time.monotonic() - start)
+        return collector.result(time.monotonic() - start)
 
     async def health(self) -> bool:
         """Return whether the engine takes requests; False while it is paused, starting or unreachable."""
         try:
-            response = await self._http.get("/health", timeout=CONTROL_SECONDS)
-        except httpx.HTTPError:
+            await self._http.respond("GET", "/health")
+        except EngineError:
             return False
-        return response.status_code == 200
+        return True
 
     async def model_info(self) -> ModelInfo:
-        """Return the served model and its policy version."""
-        info = await self._get("/model_info")
+        """Return the served model, its policy version and its context length."""
+        info, server = await asyncio.gather(self._get("/model_info"), self.server_info())
         path = str(info.get("model_path", ""))
         vocab_size = info.get("vocab_size")
         if vocab_size is None:
             vocab_size = await asyncio.to_thread(vocab_size_of, path)
-        version = self._version(info.get("weight_version", "default"))
-        return ModelInfo(model_path=path, version=version, vocab_size=vocab_size)
+        # SGLang refuses a prompt of max_req_input_len tokens, which is a little below its context.
+        length = server.get("max_req_input_len") or server.get("context_length")
+        return ModelInfo(
+            model_path=path,
+            version=policy_version(info.get("weight_version"), self.url),
+            vocab_size=vocab_size,
+            context_length=length if isinstance(length, int) else None,
+        )
 
     async def server_info(self) -> dict[str, Any]:
         """Return the engine's own description, unchanged."""
@@ -162,11 +189,13 @@ class EngineClient:
                 hint="end that server, or choose another --port",
             )
 
-    async def load(self) -> int:
-        """Return the number of running and queued requests."""
-        answer = await self._get("/v1/loads?include=core")
-        ranks = answer.get("loads", [])
-        return sum(rank.get("num_running_reqs", 0) + rank.get("num_waiting_reqs", 0) for rank in ranks)
+    async def load(self) -> EngineLoad:
+        """Return the running and queued requests and their tokens."""
+        ranks = (await self._get("/v1/loads?include=core")).get("loads", [])
+        return EngineLoad(
+            requests=sum(rank.get("num_running_reqs", 0) + rank.get("num_waiting_reqs", 0) for rank in ranks),
+            tokens=sum(rank.get("num_total_tokens", 0) for rank in ranks),
+        )
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating; new requests wait.
@@ -178,16 +207,15 @@ class EngineClient:
 
     async def resume(self) -> None:
         """Continue after ``pause``."""
-        await self._post("/continue_generation", {}, CONTROL_SECONDS)
+        await self._post("/continue_generation", {})
 
     async def flush_cache(self) -> None:
         """Drop every cached prefix. Raises EngineRefusedError while requests are running."""
-        await self._post("/flush_cache", {}, CONTROL_SECONDS)
+        await self._post("/flush_cache", {})
 
     async def abort(self, rid: str | None) -> None:
         """End request ``rid``, or all if it is None; they return their tokens, finish reason ``abort``."""
-        body = {"abort_all": True} if rid is None else {"rid": rid}
-        await self._post("/abort_request", body, CONTROL_SECONDS)
+        await self._post("/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
 
     async def update_weights(self, path: str, version: int, *, flush_cache: bool = True) -> None:
         """Load the weights in folder ``path`` as policy ``version``.
@@ -204,51 +232,9 @@ class EngineClient:
 
     async def set_version(self, version: int) -> None:
         """Set the policy version of the served weights."""
-        await self._post("/update_weight_version", {"new_version": str(version)}, CONTROL_SECONDS)
+        await self._post("/update_weight_version", {"new_version": str(version)})
 
-    def _request(
-        self, input_ids: Sequence[int], params: SamplingParams, rid: str
-    ) -> tuple[str, dict[str, Any]]:
-        """Return the path and the body of a generation request."""
-        return "/generate", {
-            "input_ids": list(input_ids),
-            "sampling_params": params.to_request(),
-            "return_logprob": True,
-            "rid": rid,
-        }
-
-    async def _get(self, path: str) -> dict[str, Any]:
-        return await self._call("GET", path, None, CONTROL_SECONDS)
-
-    async def _post(self, path: str, body: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-        return await self._call("POST", path, body, timeout)
-
-    async def _call(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float
-    ) -> dict[str, Any]:
-        return _object(await self._respond(method, path, body, timeout))
-
-    async def _respond(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float
-    ) -> httpx.Response:
-        limits = httpx.Timeout(CONTROL_SECONDS, connect=_CONNECT_SECONDS, read=timeout)
-        try:
-            response = await self._http.request(method, path, json=body, timeout=limits)
-        except httpx.TimeoutException as error:
-            raise EngineError(f"engine {self.url}{path} did not answer within {timeout:g} s") from error
-        except httpx.HTTPError as error:
-            raise EngineError(
-                f"engine {self.url}{path} cannot be reached: {type(error).__name__}: {error}",
-                hint="see the engine's log; `agentrl audit run` lists the live engines",
-            ) from error
-        if response.status_code != 200:
-            kind = EngineRefusedError if 400 <= response.status_code < 500 else EngineError
-            raise kind(f"engine {self.url}{path} answered {response.status_code}: {response.text[:_EXCERPT]}")
-        return response
-
-    async def _check_ids(self, input_ids: Sequence[int]) -> None:
-        if not input_ids:
-            raise EngineRefusedError("a generation needs at least one input id")
+    async def _collector(self, params: SamplingParams) -> Collector:
         if self._vocab_size is None:
             self._vocab_size = (await self.model_info()).vocab_size
         if self._vocab_size is None:
@@ -256,88 +242,105 @@ class EngineClient:
                 f"engine {self.url} reports no vocabulary size, and its model folder cannot be read here",
                 hint="pass vocab_size to the client",
             )
-        low, high = min(input_ids), max(input_ids)
-        if low < 0 or high >= self._vocab_size:
-            wrong = low if low < 0 else high
-            raise EngineRefusedError(f"token id {wrong} is outside the vocabulary of {self._vocab_size} ids")
+        return Collector(
+            url=self.url,
+            vocab_size=self._vocab_size,
+            max_new_tokens=params.max_new_tokens,
+            logprobs_of=self._logprobs_of(params),
+            version=await self._version_at_start(),
+        )
+
+    async def _collect(
+        self, collector: Collector, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> None:
+        """Read the stream to its end. Raises EngineInterruptedError if it ends before the generation."""
+        start = time.monotonic()
+        try:
+            async with aclosing(self._http.stream(path, body, self._timeout, headers)) as events:
+                async for event in events:
+                    if "error" in event:
+                        raise self._error(event["error"])
+                    collector.add(self._chunk(event, len(collector.ids)))
+            if not collector.is_finished:
+                raise EngineError(f"engine {self.url} ended a stream without a finish reason")
+        except (EngineRefusedError, EngineAnswerError):
+            raise
+        except EngineError as error:
+            partial = collector.partial(time.monotonic() - start)
+            raise EngineInterruptedError(error.message, partial, hint=error.hint) from error
+
+    def _chunk(self, event: Mapping[str, Any], have: int) -> Chunk:
+        """Return the chunk of an event after ``have`` tokens. Raises EngineAnswerError for another format."""
+        try:
+            return self._fields(event, have)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            excerpt = orjson.dumps(event)[:_EXCERPT].decode("utf-8", "replace")
+            raise malformed(self.url, f"in an unknown format ({error!r}): {excerpt}") from error
+
+    def _error(self, error: Any) -> EngineError:
+        """Return the error that an event of a stream reports, with the status that it would have had."""
+        details = error if isinstance(error, dict) else {"message": str(error)}
+        return self._failure(str(details.get("message")), details.get("code"))
+
+    def _failure(self, message: str, status: Any) -> EngineError:
+        text = f"engine {self.url} answered {status}: {message[:_EXCERPT]}"
+        if isinstance(status, int) and 400 <= status < 500:
+            return EngineRefusedError(text)
+        return EngineError(text)
+
+    def _request(self, ids_json: bytes, params: SamplingParams, rid: str) -> tuple[str, bytes]:
+        """Return the path and the body of a generation request."""
+        rest = {
+            "sampling_params": params.to_request(),
+            "return_logprob": True,
+            "stream": True,
+            "rid": rid,
+        }
+        return "/generate", b'{"input_ids":' + ids_json + b"," + orjson.dumps(rest)[1:]
+
+    def _fields(self, event: Mapping[str, Any], have: int) -> Chunk:
+        """Return the chunk of an event, whose ids are those that it adds or all so far."""
+        meta = event["meta_info"]
+        new = int(meta["completion_tokens"]) - have
+        reason = meta["finish_reason"] or {}
+        if reason.get("type") == "abort" and reason.get("status_code"):
+            raise self._failure(str(reason.get("message")), reason["status_code"])
+        rows = meta["output_token_logprobs"]
+        if len(event["output_ids"]) < new or len(rows) < new:
+            raise malformed(
+                self.url, f"{len(rows)} logprobs and {len(event['output_ids'])} ids for {new} tokens"
+            )
+        first = len(rows) - new
+        return Chunk(
+            ids=event["output_ids"][len(event["output_ids"]) - new :] if new > 0 else (),
+            logprobs=[float(row[0]) for row in rows[first:]] if new > 0 else (),
+            version=policy_version(meta.get("weight_version"), self.url),
+            spans=version_spans(meta.get("weight_versions"), self.url),
+            finish_reason=reason.get("type"),
+            prompt_tokens=int(meta["prompt_tokens"]),
+            cached_tokens=int(meta.get("cached_tokens") or 0),
+            logprobs_of=meta.get("logprobs_of"),
+        )
+
+    def _logprobs_of(self, params: SamplingParams) -> LogprobsOf:
+        return logprobs_of("sglang", params.to_request())
+
+    async def _version_at_start(self) -> int:
+        """Return the version of tokens whose event names none; here every event does."""
+        return 0
+
+    async def _get(self, path: str) -> dict[str, Any]:
+        return await self._http.call("GET", path)
+
+    async def _post(
+        self, path: str, body: Mapping[str, Any], timeout: float = CONTROL_SECONDS
+    ) -> dict[str, Any]:
+        return await self._http.call("POST", path, body, timeout)
 
     async def _abort_quietly(self, rid: str) -> None:
-        try:
-            await self.abort(rid)
-        except EngineError:
-            return  # the engine has ended, and the request with it
-
-    def _generation(self, answer: Mapping[str, Any], params: SamplingParams, seconds: float) -> Generation:
-        try:
-            fields = self._fields(answer, params)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            excerpt = json.dumps(answer)[:_EXCERPT]
-            raise EngineError(
-                f"engine {self.url} answered in an unknown format ({error!r}): {excerpt}"
-            ) from error
-        ids, logprobs = fields["output_ids"], fields["logprobs"]
-        if len(logprobs) != len(ids):
-            raise EngineError(f"engine {self.url} gave {len(logprobs)} logprobs for {len(ids)} tokens")
-        fields["versions"] = self._spans(fields["versions"], len(ids))
-        return Generation(**fields, seconds=seconds, engine_url=self.url)
-
-    def _fields(self, answer: Mapping[str, Any], params: SamplingParams) -> dict[str, Any]:
-        """Return the fields of a Generation from an answer; ``versions`` are the engine's own spans."""
-        meta = answer["meta_info"]
-        ids = tuple(int(item) for item in answer["output_ids"])
-        whole = {"version": meta.get("weight_version", "default"), "start": 0, "end": len(ids)}
-        return {
-            "output_ids": ids,
-            "logprobs": tuple(float(item[0]) for item in meta["output_token_logprobs"][: len(ids)]),
-            "versions": meta.get("weight_versions") or [whole],
-            "finish_reason": meta["finish_reason"]["type"],
-            "prompt_tokens": int(meta["prompt_tokens"]),
-            "cached_tokens": int(meta.get("cached_tokens") or 0),
-            "logprobs_of": meta.get("logprobs_of") or logprobs_of("sglang", params.to_request()),
-        }
-
-    def _spans(self, spans: Sequence[Mapping[str, Any]], count: int) -> tuple[VersionSpan, ...]:
-        """Return the engine's version spans, cut to ``count`` tokens; EngineError if they leave a gap."""
-        if count == 0:
-            return ()
-        found = tuple(
-            VersionSpan(
-                version=self._version(span["version"]), start=span["start"], end=min(span["end"], count)
-            )
-            for span in spans
-            if span["start"] < min(span["end"], count)
-        )
-        edges = [0, *(span.end for span in found)]
-        if [span.start for span in found] != edges[:-1] or edges[-1] != count:
-            raise EngineError(
-                f"engine {self.url} gave version spans that do not cover {count} tokens: {spans}"
-            )
-        return found
-
-    def _version(self, name: Any) -> int:
-        """Return the number of a weight version; SGLang names the initial weights ``default``, which is 0."""
-        if name in ("default", None):
-            return 0
-        try:
-            return int(name)
-        except (TypeError, ValueError) as error:
-            raise EngineError(
-                f"engine {self.url} reports weight version {name!r}, which is not a policy version",
-                hint="start it by `agentrl serve`",
-            ) from error
-
-
-def _object(response: httpx.Response) -> dict[str, Any]:
-    """Return the JSON object of a response; an empty dict for an empty or plain-text body."""
-    if "json" not in response.headers.get("content-type", ""):
-        return {}
-    try:
-        answer = response.json()
-    except ValueError as error:
-        raise EngineError(
-            f"engine {response.url} answered invalid JSON: {response.text[:_EXCERPT]}"
-        ) from error
-    return answer if isinstance(answer, dict) else {"value": answer}
+        with suppress(EngineError, TimeoutError):  # the engine has ended, and the request with it
+            async with asyncio.timeout(_ABORT_SECONDS):
+                await self.abort(rid)
 
 
 def instance_of(name: str) -> str | None:

@@ -12,12 +12,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.chat.fingerprint import tokenizer_fingerprint
 from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
 from agentrl.documents.serving import InferenceService, PolicyVersion
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError, EngineError, PublishError
-from agentrl.inference.client import EngineClient
+from agentrl.inference.client import EngineClient, EngineLoad
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port, require_free_port
@@ -91,7 +92,8 @@ class ServedEngine:
         self._folder = folder
         self._version = version
         self._status = ServiceStatus.STARTING
-        self._running = 0
+        self._load = EngineLoad(requests=0)
+        self._context_length: int | None = None
         self._detail: str | None = None
 
     async def run(self) -> None:
@@ -109,6 +111,7 @@ class ServedEngine:
             host=socket.gethostname(),
             pid=self._process.pid,
             instance=self._process.instance,
+            tokenizer=await asyncio.to_thread(tokenizer_fingerprint, self._folder),
         )
         await self._store.services.register(service)
         try:
@@ -117,6 +120,7 @@ class ServedEngine:
                 tasks.create_task(self._send_heartbeats())
                 await self._process.wait_ready(self._client, self._config.engine_start_seconds)
                 await self._client.set_version(self._version)
+                self._context_length = (await self._client.model_info()).context_length
                 self._status = ServiceStatus.READY
                 log.info("engine is ready at %s with version %d", self._client.url, self._version)
                 tasks.create_task(self._follow())
@@ -151,12 +155,14 @@ class ServedEngine:
         if self._status is not ServiceStatus.STARTING:
             with contextlib.suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(self._config.heartbeat_seconds):
-                    self._running = await self._client.load()
+                    self._load = await self._client.load()
         await self._store.services.beat(
             self._id,
             status=self._status,
             policy_version=self._version,
-            running_requests=self._running,
+            running_requests=self._load.requests,
+            running_tokens=self._load.tokens,
+            context_length=self._context_length,
             detail=self._detail,
         )
 

@@ -13,7 +13,7 @@ from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.sanitize_bson import sanitize_bson
 from agentrl.documents.status import CallStatus
-from agentrl.inference.client import Generation
+from agentrl.inference.generation import Generation
 from agentrl.tools.base import Schema
 
 

@@ -153,7 +153,7 @@ async def open_worker(
     params = sampling_params(sampling, chat_format)
     router = EngineRouter(
         lambda: live_engines(store, engine, version),
-        request_timeout=sampling.engine_timeout_seconds,
+        token_timeout=sampling.engine_timeout_seconds,
         wait_seconds=sampling.engine_wait_seconds,
         tokens=chat_format,
     )

@@ -30,8 +30,8 @@ from agentrl.documents.task import Claim, Task, task_key
 from agentrl.documents.task_json import make_task, parse
 from agentrl.documents.task_source import TaskSource
 from agentrl.errors import ConfigError, FailureError, TaskFileError, TrajectoryError
-from agentrl.inference.client import Generation
 from agentrl.inference.engines.clients import engine_client
+from agentrl.inference.generation import Generation
 from agentrl.inference.router import EngineRouter
 from agentrl.llm.agent_config import load_section
 from agentrl.observe.audit.record import render_trajectory
@@ -233,7 +233,7 @@ async def _engine(
         raise ConfigError("no engine is named", hint="give --engine_url, or --run_name of a run with engines")
     router = EngineRouter(
         lambda: live_engines(store, engine),
-        request_timeout=sampling.engine_timeout_seconds,
+        token_timeout=sampling.engine_timeout_seconds,
         wait_seconds=sampling.engine_wait_seconds,
         tokens=chat_format,
     )

@@ -77,13 +77,14 @@ class Services(Repository):
     @database_call
     async def beat(
         self, service_id: str, *, status: ServiceStatus, policy_version: int | None, running_requests: int,
-        detail: str | None = None,
+        running_tokens: int = 0, context_length: int | None = None, detail: str | None = None,
     ) -> None:  # fmt: skip
         """Send a heartbeat with the engine's state. Raises StoreError if the engine is not registered."""
         changes = {
             "$set": {
                 "status": status.value, "policy_version": policy_version,
-                "running_requests": running_requests, "detail": detail,
+                "running_requests": running_requests, "running_tokens": running_tokens,
+                "context_length": context_length, "detail": detail,
             },
             "$currentDate": {"heartbeat": True},
         }  # fmt: skip
@@ -110,7 +111,8 @@ class Services(Repository):
     async def stop(self, service_id: str) -> None:
         """Mark the engine as stopped."""
         await self._collection(SERVICE).update_one(
-            {"_id": service_id}, {"$set": {"status": ServiceStatus.STOPPED.value, "running_requests": 0}}
+            {"_id": service_id},
+            {"$set": {"status": ServiceStatus.STOPPED.value, "running_requests": 0, "running_tokens": 0}},
         )
 
     @database_call

@@ -13,7 +13,7 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import EngineError
-from agentrl.inference.client import EngineRefusedError, Generation
+from agentrl.inference.generation import EngineRefusedError, Generation
 from agentrl.inference.router import EngineRouter
 
 Answer = Generation | EngineError
@@ -54,7 +54,9 @@ class Scripted:
         self.calls: list[tuple[list[int], SamplingParams, str]] = []
         self.closed = False
 
-    async def generate(self, input_ids: Sequence[int], params: SamplingParams, rid: str) -> Generation:
+    async def generate(
+        self, input_ids: Sequence[int], params: SamplingParams, rid: str, **_: object
+    ) -> Generation:
         self.calls.append((list(input_ids), params, rid))
         answer = self.script.pop(0) if self.script else part(self.url, [7])
         if isinstance(answer, EngineError):

@@ -12,7 +12,8 @@ from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.documents.serving import InferenceService, PolicyVersion
 from agentrl.documents.status import ServiceStatus, VersionStatus
 from agentrl.errors import EngineError, PublishError, StoreError, StoreUnavailableError
-from agentrl.inference.client import EngineRefusedError
+from agentrl.inference.client import EngineLoad, ModelInfo
+from agentrl.inference.generation import EngineRefusedError
 from agentrl.inference.serve import ServedEngine, _starting_weights
 from agentrl.weights.manifest import write_manifest
 
@@ -78,8 +79,11 @@ class Client:
         self.calls: list[tuple[Any, ...]] = []
         self.refuses = False
 
-    async def load(self) -> int:
-        return 3
+    async def load(self) -> EngineLoad:
+        return EngineLoad(requests=3, tokens=700)
+
+    async def model_info(self) -> ModelInfo:
+        return ModelInfo(model_path="m", version=0, vocab_size=512, context_length=4096)
 
     async def pause(self, mode: str) -> None:
         self.calls.append(("pause", mode))
@@ -160,7 +164,8 @@ async def test_a_version_is_loaded_between_pause_and_resume(harness: Harness, tm
     await harness.engine.update(version)
     assert harness.client.calls == updates(version)
     assert harness.store.services.beats[-1] == {
-        "status": ServiceStatus.READY, "policy_version": 1, "running_requests": 3, "detail": None
+        "status": ServiceStatus.READY, "policy_version": 1, "running_requests": 3,
+        "running_tokens": 700, "context_length": None, "detail": None,
     }  # fmt: skip
 
 

@@ -6,20 +6,22 @@ import asyncio
 import json
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agentrl.documents.sampling import SamplingParams, logprobs_of
+import orjson
+
+from agentrl.documents.sampling import LogprobsOf, SamplingParams, logprobs_of
 from agentrl.inference.client import (
-    CONTROL_SECONDS,
     EngineClient,
-    EngineRefusedError,
+    EngineLoad,
     ModelInfo,
     PauseMode,
     instance_of,
     vocab_size_of,
 )
+from agentrl.inference.generation import Chunk, EngineRefusedError, policy_version, version_spans
 
 _FLUSH_TRIES, _FLUSH_SECONDS = 10, 0.2
 _REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} (\S+)$", re.MULTILINE)
@@ -30,7 +32,7 @@ _RENAMED = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
 def engine_client(
     engine: str,
     url: str,
-    timeout: float = 600.0,
+    timeout: float = 120.0,
     *,
     vocab_size: int | None = None,
     instance: str | None = None,
@@ -56,19 +58,21 @@ class VllmClient(EngineClient):
 
     async def model_info(self) -> ModelInfo:
         """Return the served model and its policy version; ``model_path`` is that of the server's start."""
-        path = str((await self._get("/v1/models"))["data"][0]["root"])
-        version = self._version((await self._get("/weight_info"))["weight_version"])
+        model = (await self._get("/v1/models"))["data"][0]
+        path = str(model["root"])
+        version = await self._version_at_start()
         vocab_size = await asyncio.to_thread(vocab_size_of, path)
-        return ModelInfo(model_path=path, version=version, vocab_size=vocab_size)
+        length = model.get("max_model_len")
+        return ModelInfo(model_path=path, version=version, vocab_size=vocab_size, context_length=length)
 
     async def server_info(self) -> dict[str, Any]:
         """Return vLLM's own description, with ``model_path`` added."""
         return {**await super().server_info(), "model_path": (await self.model_info()).model_path}
 
-    async def load(self) -> int:
+    async def load(self) -> EngineLoad:
         """Return the running and queued requests, from the metrics: ``/load`` also counts aborted ones."""
-        metrics = (await self._respond("GET", "/metrics", None, CONTROL_SECONDS)).text
-        return sum(int(float(count)) for count in _REQUESTS.findall(metrics))
+        metrics = (await self._http.respond("GET", "/metrics")).text
+        return EngineLoad(requests=sum(int(float(count)) for count in _REQUESTS.findall(metrics)))
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating; ``retract`` keeps the KV cache until weights are loaded, which drops it."""
@@ -76,12 +80,12 @@ class VllmClient(EngineClient):
 
     async def resume(self) -> None:
         """Continue after ``pause``."""
-        await self._post("/resume", {}, CONTROL_SECONDS)
+        await self._post("/resume", {})
 
     async def flush_cache(self) -> None:
         """Drop every cached prefix; retry, since vLLM frees the cache of a request shortly after its end."""
         for _ in range(_FLUSH_TRIES):
-            if (await self._post("/reset_prefix_cache", {}, CONTROL_SECONDS)).get("success", False):
+            if (await self._post("/reset_prefix_cache", {})).get("success", False):
                 return
             await asyncio.sleep(_FLUSH_SECONDS)
         raise EngineRefusedError(f"engine {self.url} did not flush its cache: requests are running")
@@ -89,7 +93,7 @@ class VllmClient(EngineClient):
     async def abort(self, rid: str | None) -> None:
         """End request ``rid``, or all requests if it is None."""
         ids = {} if rid is None else {"request_ids": [f"generate-tokens-{rid}"]}
-        await self._post("/abort_requests", ids, CONTROL_SECONDS)
+        await self._post("/abort_requests", ids)
 
     async def update_weights(self, path: str, version: int, *, flush_cache: bool = True) -> None:
         """Load the weights in ``path``, after checking the files: vLLM crashes if it cannot load them."""
@@ -103,35 +107,45 @@ class VllmClient(EngineClient):
             await self._post("/collective_rpc", reload, self._timeout)
             await self.set_version(version)
             if flush_cache:
-                await self._post("/reset_prefix_cache?reset_running_requests=true", {}, CONTROL_SECONDS)
+                await self._post("/reset_prefix_cache?reset_running_requests=true", {})
         finally:
             if not is_paused:
                 await self.resume()
 
-    def _request(
-        self, input_ids: Sequence[int], params: SamplingParams, rid: str
-    ) -> tuple[str, dict[str, Any]]:
+    def _request(self, ids_json: bytes, params: SamplingParams, rid: str) -> tuple[str, bytes]:
         sampling = {_RENAMED.get(name, name): value for name, value in params.to_request().items()}
         if sampling.get("ignore_eos"):
             sampling["stop_token_ids"] = []  # SGLang's ignore_eos ignores these too
-        return "/inference/v1/generate", {
+        rest = {
             "request_id": rid,
-            "token_ids": list(input_ids),
             "sampling_params": {**sampling, "logprobs": 0, "detokenize": False},
+            "stream": True,
+            "stream_options": {"include_usage": True},
         }
+        return "/inference/v1/generate", b'{"token_ids":' + ids_json + b"," + orjson.dumps(rest)[1:]
 
-    def _fields(self, answer: Mapping[str, Any], params: SamplingParams) -> dict[str, Any]:
-        choice, usage = answer["choices"][0], answer["usage"]
+    def _fields(self, event: Mapping[str, Any], have: int) -> Chunk:
+        usage = event.get("usage") or {}
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        if not event["choices"]:
+            return Chunk(prompt_tokens=usage.get("prompt_tokens"), cached_tokens=cached)
+        choice = event["choices"][0]
         content = (choice["logprobs"] or {}).get("content") or ()
-        return {
-            "output_ids": tuple(int(item) for item in choice["token_ids"]),
-            "logprobs": tuple(float(item["logprob"]) for item in content),
-            "versions": choice["weight_versions"] or (),
-            "finish_reason": choice["finish_reason"],
-            "prompt_tokens": int(usage["prompt_tokens"]),
-            "cached_tokens": int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0),
-            "logprobs_of": logprobs_of("vllm", params.to_request()),
-        }
+        return Chunk(
+            ids=choice["token_ids"] or (),
+            logprobs=[float(item["logprob"]) for item in content],
+            spans=version_spans(choice.get("weight_versions"), self.url),
+            finish_reason=choice["finish_reason"],
+            prompt_tokens=usage.get("prompt_tokens"),
+            cached_tokens=cached,
+        )
+
+    def _logprobs_of(self, params: SamplingParams) -> LogprobsOf:
+        return logprobs_of("vllm", params.to_request())
+
+    async def _version_at_start(self) -> int:
+        """Return the served version: vLLM names versions only at the end of a stream."""
+        return policy_version((await self._get("/weight_info"))["weight_version"], self.url)
 
 
 def _check_same_tensors(served: Path, offered: Path) -> None:

@@ -36,7 +36,11 @@ class Model(Protocol):
 
 @dataclass(slots=True, eq=False)
 class GenerationRequest:
-    """One generation. ``finish`` is called once, from the scheduler's thread, after its last token."""
+    """One generation.
+
+    The scheduler's thread calls ``finish`` once, after the last token, and ``progress`` after the first token
+    and then after every ``progress_tokens`` tokens.
+    """
 
     rid: str
     tokens: NDArray[np.int32]
@@ -45,6 +49,10 @@ class GenerationRequest:
     sampler: RowSampler
     stop_ids: frozenset[int]
     finish: Callable[[GenerationRequest], None]
+    progress: Callable[[GenerationRequest], None] | None = None
+    progress_tokens: int = 1
+    reported: int = 0
+    """Number of generated tokens that ``progress`` and ``finish`` have passed on."""
     length: int = 0
     logprobs: list[float] = field(default_factory=list)
     spans: list[dict[str, Any]] = field(default_factory=list)
@@ -145,6 +153,8 @@ class Scheduler:
             request.append(token, logprob, self.version)
             if request.finish_reason is not None:
                 self._end(request)
+            elif request.progress is not None and (len(request.logprobs) - 1) % request.progress_tokens == 0:
+                request.progress(request)
 
     def fail_all(self, error: BaseException) -> None:
         """End every request after a failed forward pass; drop the caches of the running ones."""

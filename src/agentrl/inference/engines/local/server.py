@@ -10,8 +10,9 @@ from contextlib import asynccontextmanager
 from typing import Any, get_args
 
 import numpy as np
+import orjson
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from agentrl.documents.sampling import SamplingParams, logprobs_of
 from agentrl.errors import AgentRLError
@@ -19,6 +20,11 @@ from agentrl.inference.engines.local.model import LocalModel
 from agentrl.inference.engines.local.sampling import RowSampler
 from agentrl.inference.engines.local.scheduler import GenerationRequest, PauseMode
 from agentrl.inference.engines.local.worker import Worker
+
+Json = dict[str, Any]
+
+STREAM_INTERVAL = 16
+"""Tokens per event of a stream; the first token is sent at once."""
 
 _PARAMS = {item.name for item in dataclasses.fields(SamplingParams)} - {"extra"}
 _PAUSE_MODES = get_args(PauseMode)
@@ -67,26 +73,51 @@ class LocalServer:
         await asyncio.to_thread(self._worker.stop)
 
     async def generate(self, request: Request) -> Response:
-        """Generate; abort the request if the client disconnects."""
+        """Generate, with ``stream`` as events; abort the request if the client disconnects."""
         body = await _json(request)
         loop = asyncio.get_running_loop()
-        done = asyncio.Event()
-        generation = self._generation(body, lambda _: loop.call_soon_threadsafe(done.set))
+        parts: asyncio.Queue[Json] = asyncio.Queue()
+
+        def report(generation: GenerationRequest) -> None:
+            loop.call_soon_threadsafe(parts.put_nowait, self._answer(generation, body))
+
+        generation = self._generation(body, report)
         await asyncio.wrap_future(self._worker.submit(generation))
-        finished = asyncio.create_task(done.wait())
+        if body.get("stream"):
+            return StreamingResponse(self._events(generation, parts), media_type="text/event-stream")
+        answer = await self._whole(request, generation, parts)
+        error = answer.get("error")
+        return JSONResponse(answer, status_code=200 if error is None else error["code"])
+
+    async def _whole(
+        self, request: Request, generation: GenerationRequest, parts: asyncio.Queue[Json]
+    ) -> Json:
+        """Return the answer of a request without ``stream``."""
+        finished = asyncio.create_task(parts.get())
         gone = asyncio.create_task(_disconnected(request))
         try:
             await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not finished.done():
                 self._worker.abort(generation.rid)
-                await finished
+            return await finished
         finally:
             gone.cancel()
             finished.cancel()
-        reason = generation.finish_reason or {}
-        if "status_code" in reason:
-            return JSONResponse({"error": {"message": reason["message"]}}, status_code=reason["status_code"])
-        return JSONResponse(self._answer(generation, with_logprobs=bool(body.get("return_logprob"))))
+
+    async def _events(
+        self, generation: GenerationRequest, parts: asyncio.Queue[Json]
+    ) -> AsyncIterator[bytes]:
+        """Yield the parts of a generation as server-sent events; the server closes this on a disconnect."""
+        is_last = False
+        try:
+            while not is_last:
+                part = await parts.get()
+                is_last = "error" in part or part["meta_info"]["finish_reason"] is not None
+                yield b"data: " + orjson.dumps(part) + b"\n\n"
+            yield b"data: [DONE]\n\n"
+        finally:
+            if not is_last:
+                self._worker.abort(generation.rid)
 
     async def health(self) -> Response:
         """Return 200 while requests are processed, 503 while paused."""
@@ -120,7 +151,8 @@ class LocalServer:
     async def loads(self) -> dict[str, Any]:
         """Return the number of running and waiting requests."""
         running, waiting = self._worker.loads
-        return {"loads": [{"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting}]}
+        rank = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting}
+        return {"loads": [{**rank, "num_total_tokens": self._worker.tokens}]}
 
     async def flush_cache(self) -> Response:
         """Drop cached prefixes; return 400 while requests are running."""
@@ -181,7 +213,7 @@ class LocalServer:
         return {"success": True, "message": f"Weight version is {version}.", "new_version": version}
 
     def _generation(
-        self, body: Mapping[str, Any], finish: Callable[[GenerationRequest], Any]
+        self, body: Mapping[str, Any], report: Callable[[GenerationRequest], None]
     ) -> GenerationRequest:
         ids = body.get("input_ids")
         if not isinstance(ids, list) or not ids or any(type(item) is not int for item in ids):
@@ -203,23 +235,31 @@ class LocalServer:
             prompt_tokens=len(ids),
             sampler=RowSampler(params, np.random.default_rng(options["sampling_seed"])),
             stop_ids=stop_ids,
-            finish=finish,
+            finish=report,
+            progress=report if body.get("stream") else None,
+            progress_tokens=STREAM_INTERVAL,
         )
 
-    def _answer(self, generation: GenerationRequest, *, with_logprobs: bool) -> dict[str, Any]:
-        ids = generation.output_ids
-        meta: dict[str, Any] = {
+    def _answer(self, generation: GenerationRequest, body: Json) -> Json:
+        """Return the tokens since the last part, and what holds for the whole generation."""
+        reason = generation.finish_reason
+        if reason is not None and "status_code" in reason:
+            return {"error": {"message": reason["message"], "code": reason["status_code"]}}
+        first = generation.reported
+        generation.reported = len(generation.logprobs)
+        ids = generation.output_ids[first:]
+        meta: Json = {
             "id": generation.rid,
-            "finish_reason": generation.finish_reason,
+            "finish_reason": reason,
             "prompt_tokens": generation.prompt_tokens,
-            "completion_tokens": len(ids),
+            "completion_tokens": generation.reported,
             "cached_tokens": generation.cached_tokens or 0,
             "weight_version": generation.spans[-1]["version"] if generation.spans else self._worker.version,
-            "weight_versions": generation.spans,
+            "weight_versions": [dict(span) for span in generation.spans],
             "num_retractions": generation.retractions,
         }
-        if with_logprobs:
-            rows = zip(generation.logprobs, ids, strict=True)
+        if body.get("return_logprob"):
+            rows = zip(generation.logprobs[first:], ids, strict=True)
             meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in rows]
             meta["logprobs_of"] = logprobs_of("local", generation.sampler.params.to_request())
         return {"output_ids": ids, "meta_info": meta}

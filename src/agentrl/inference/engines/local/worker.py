@@ -50,6 +50,11 @@ class Worker:
         """The numbers of running and waiting requests."""
         return len(self._scheduler.running), len(self._scheduler.waiting)
 
+    @property
+    def tokens(self) -> int:
+        """The number of tokens in the running and waiting requests."""
+        return sum(r.length for r in (*self._scheduler.running, *self._scheduler.waiting))
+
     def submit(self, request: GenerationRequest) -> Future[None]:
         """Queue a request; its ``finish`` is called when it is done."""
         return self._call(lambda: self._scheduler.submit(request))

@@ -1,0 +1,157 @@
+"""Send requests to an engine's HTTP server: JSON calls and streams of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any
+
+import httpx2
+import orjson
+
+from agentrl.errors import ENGINES, EngineError
+from agentrl.inference.generation import EngineRefusedError, malformed
+
+CONTROL_SECONDS = 30.0
+
+_CONNECT_SECONDS = 10.0
+_KEEP_ALIVE_SECONDS = 4.0
+"""Below the 5 s after which uvicorn closes an idle connection."""
+_EXCERPT = 300
+_LARGEST_EVENT = 64 * 1024 * 1024
+_JSON = {"content-type": "application/json"}
+_DATA, _DONE = b"data:", b"[DONE]"
+
+
+class EngineHttp:
+    """The HTTP connections to one server. Methods raise EngineError with url, status and answer."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._client = httpx2.AsyncClient(
+            base_url=self.url,
+            timeout=httpx2.Timeout(CONTROL_SECONDS, connect=_CONNECT_SECONDS),
+            limits=httpx2.Limits(
+                max_connections=None, max_keepalive_connections=64, keepalive_expiry=_KEEP_ALIVE_SECONDS
+            ),
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def call(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float = CONTROL_SECONDS
+    ) -> dict[str, Any]:
+        """Return the JSON object of an answer; an empty dict for an empty or plain-text one."""
+        response = await self.respond(method, path, body, timeout)
+        kind = response.headers.get("content-type", "")
+        if "html" in kind:
+            raise malformed(f"{self.url}{path}", f"with a web page: {response.text[:_EXCERPT]}")
+        if "json" not in kind:
+            return {}
+        answer = _parse(response.content, f"{self.url}{path}")
+        return answer if isinstance(answer, dict) else {"value": answer}
+
+    async def respond(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float = CONTROL_SECONDS
+    ) -> httpx2.Response:
+        """Return the answer of status 200. Other statuses raise, 4xx as EngineRefusedError."""
+        limits = httpx2.Timeout(timeout, connect=_CONNECT_SECONDS)
+        content = None if body is None else orjson.dumps(body)
+        try:
+            response = await self._client.request(
+                method, path, content=content, headers=_JSON if content else None, timeout=limits
+            )
+        except httpx2.TimeoutException as error:
+            raise EngineError(
+                f"engine {self.url}{path} did not answer within {timeout:g} s", outage=ENGINES
+            ) from error
+        except httpx2.HTTPError as error:
+            raise _unreachable(f"{self.url}{path}", error) from error
+        if response.status_code != 200:
+            raise self._refusal(path, response.status_code, response.text)
+        return response
+
+    async def stream(
+        self, path: str, body: bytes, timeout: float, headers: Mapping[str, str]
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """Yield the JSON objects of a stream of events until ``[DONE]`` or the end of the stream.
+
+        ``timeout`` limits the wait for each event, in seconds. An answer that is one JSON object is yielded
+        as one event.
+        """
+        where = f"{self.url}{path}"
+        limits = httpx2.Timeout(timeout, connect=_CONNECT_SECONDS)
+        loop = asyncio.get_running_loop()
+        try:
+            async with (
+                asyncio.timeout(timeout) as clock,
+                self._client.stream(
+                    "POST", path, content=body, headers={**_JSON, **headers}, timeout=limits
+                ) as response,
+            ):
+                if response.status_code != 200:
+                    await response.aread()
+                    raise self._refusal(path, response.status_code, response.text)
+                kind = response.headers.get("content-type", "")
+                if "event-stream" not in kind:
+                    await response.aread()
+                    if "json" not in kind:
+                        raise malformed(
+                            where, f"with {kind or 'no content type'}: {response.text[:_EXCERPT]}"
+                        )
+                    yield _object(response.content, where)
+                    return
+                async for data in _events(response.aiter_raw(), where):
+                    clock.reschedule(loop.time() + timeout)
+                    if data == _DONE:
+                        return
+                    yield _object(data, where)
+        except (TimeoutError, httpx2.TimeoutException) as error:
+            raise EngineError(f"engine {where} sent no token for {timeout:g} s", outage=ENGINES) from error
+        except httpx2.HTTPError as error:
+            raise _unreachable(where, error) from error
+
+    def _refusal(self, path: str, status: int, text: str) -> EngineError:
+        message = f"engine {self.url}{path} answered {status}: {text[:_EXCERPT]}"
+        if 400 <= status < 500 and status not in (408, 429):
+            return EngineRefusedError(message)
+        return EngineError(message, outage=ENGINES)
+
+
+async def _events(pieces: AsyncIterator[bytes], where: str) -> AsyncIterator[bytes]:
+    """Yield the data of each server-sent event; ignore comments and other fields."""
+    rest = b""
+    async for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        if len(rest) > _LARGEST_EVENT:
+            raise malformed(where, f"with an event of more than {_LARGEST_EVENT} bytes")
+        for line in lines:
+            if line.startswith(_DATA):
+                yield line[len(_DATA) :].strip()
+            elif line.strip() and not line.startswith((b":", b"event:", b"id:", b"retry:")):
+                raise malformed(where, f"with a line that is no event: {line[:_EXCERPT]!r}")
+
+
+def _object(data: bytes, where: str) -> dict[str, Any]:
+    answer = _parse(data, where)
+    if not isinstance(answer, dict):
+        raise malformed(where, f"with JSON that is no object: {data[:_EXCERPT]!r}")
+    return answer
+
+
+def _parse(data: bytes, where: str) -> Any:
+    try:
+        return orjson.loads(data)
+    except ValueError as error:
+        raise malformed(where, f"invalid JSON: {data[:_EXCERPT]!r}") from error
+
+
+def _unreachable(where: str, error: Exception) -> EngineError:
+    return EngineError(
+        f"engine {where} cannot be reached: {type(error).__name__}: {error}",
+        hint="see the engine's log; `agentrl audit run` lists the live engines",
+        outage=ENGINES,
+    )

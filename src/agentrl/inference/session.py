@@ -1,0 +1,195 @@
+"""The model calls of one trajectory: each generation survives aborts, pauses and the deaths of engines."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Sequence
+from typing import Any, Protocol
+
+from agentrl.documents.sampling import SamplingParams
+from agentrl.errors import EngineError
+from agentrl.inference.encoded_ids import EncodedIds
+from agentrl.inference.generation import (
+    EngineInterruptedError,
+    EngineRefusedError,
+    FinishReason,
+    Generation,
+    join,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Client(Protocol):
+    """The part of an engine client that a session needs."""
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        rid: str,
+        *,
+        encoded: EncodedIds | None = None,
+        routing_key: str | None = None,
+    ) -> Generation:
+        """Sample a continuation of ``input_ids``."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connections."""
+        ...
+
+
+class Tokens(Protocol):
+    """The part of a chat format with which a session detects the end of a generation."""
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Return the ids that end a generation."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids``."""
+        ...
+
+
+class Engines(Protocol):
+    """The part of the router that a session needs."""
+
+    tokens: Tokens | None
+    wait_seconds: float
+
+    @property
+    def context_length(self) -> int | None:
+        """Return the largest number of tokens of a prompt and its continuation; None if unknown."""
+        ...
+
+    async def pick(self, session: EngineSession, tokens: int, deadline: float) -> Client:
+        """Return the client of the session's engine, which gets ``tokens`` tokens."""
+        ...
+
+    def assign(self, session: EngineSession, url: str | None) -> None:
+        """Move the session to the engine at ``url``; None takes it from its engine."""
+        ...
+
+    def avoid(self, session: EngineSession) -> None:
+        """Take the session from its engine, which failed."""
+        ...
+
+    def wait(self, why: str, deadline: float, attempt: int = 1) -> Awaitable[None]:
+        """Sleep before the next attempt; EngineError at ``deadline``."""
+        ...
+
+
+class EngineSession:
+    """The model calls of one trajectory; created by ``EngineRouter.session``.
+
+    ``url`` is the engine that has the trajectory's prefix in its cache, ``tokens`` the length of its context.
+    """
+
+    def __init__(self, engines: Engines, traj_id: str, group: str | None) -> None:
+        self.traj_id = traj_id
+        self.group = group
+        self.url: str | None = None
+        self.tokens = 0
+        self._engines = engines
+        self._encoded = EncodedIds()
+
+    @property
+    def context_length(self) -> int | None:
+        """Return the largest number of tokens of a prompt and its continuation; None if it is unknown."""
+        return self._engines.context_length
+
+    async def generate(self, input_ids: Sequence[int], params: SamplingParams) -> Generation:
+        """Return one complete generation, resumed as often as engines abort it or fail.
+
+        An aborted generation continues from its tokens so far, on the same or another engine, unless they
+        already end at a stop: an engine may report the abort instead of the stop. After a failure it
+        continues from the last token received. Penalties then count only the tokens of the last part.
+        Raises EngineRefusedError if an engine refuses the request, and EngineError, with the engines as its
+        outage, if no token arrives for ``wait_seconds``.
+        """
+        engines = self._engines
+        parts: list[Generation] = []
+        done: list[int] = []
+        start = time.monotonic()
+        deadline = start + engines.wait_seconds
+        failures = 0
+        while True:
+            part, why = await self._part([*input_ids, *done], _remaining(params, len(done)), deadline)
+            if part is not None:
+                parts.append(part)
+                done.extend(part.output_ids)
+                self.tokens = len(input_ids) + len(done)
+                reason = _reason(part, done, params, engines.tokens)
+                if reason != "abort":
+                    return join(parts, reason, len(input_ids), time.monotonic() - start)
+                if part.output_ids:
+                    deadline, failures = time.monotonic() + engines.wait_seconds, 0
+            failures += 1
+            await engines.wait(f"{self.traj_id}: {why}", deadline, failures)
+
+    async def _part(
+        self, input_ids: Sequence[int], params: SamplingParams, deadline: float
+    ) -> tuple[Generation | None, str]:
+        """Return the tokens of one request, if there are any, and why it may have to be continued."""
+        engines = self._engines
+        client = await engines.pick(self, len(input_ids), deadline)
+        rid = f"{uuid.uuid4().hex}-{self.traj_id}"
+        try:
+            part = await client.generate(
+                input_ids, params, rid, encoded=self._encoded, routing_key=self.group or self.traj_id
+            )
+        except EngineRefusedError:
+            raise
+        except EngineError as error:
+            log.warning("%s: %s", self.traj_id, error.message)
+            engines.avoid(self)
+            return error.partial if isinstance(error, EngineInterruptedError) else None, error.message
+        return part, f"aborted by {part.engine_url}"
+
+
+def _reason(
+    part: Generation, done: Sequence[int], params: SamplingParams, tokens: Tokens | None
+) -> FinishReason:
+    """Return the finish reason after ``part``; ``abort`` if the generation has to be resumed."""
+    if part.finish_reason != "abort":
+        return part.finish_reason
+    if part.output_ids and _stops(done, params, tokens):
+        return "stop"
+    return "length" if len(done) >= params.max_new_tokens else "abort"
+
+
+def _stops(done: Sequence[int], params: SamplingParams, tokens: Tokens | None) -> bool:
+    """Return whether the ids ``done`` end in a stop token or contain a stop string, by SGLang's rules.
+
+    Stop tokens do not count with ``ignore_eos``. A string of ``stop`` and a match of ``stop_regex`` count at
+    any position, because a generation ends at the first one.
+    """
+    extra = params.extra
+    own = tokens.stop_ids if tokens is not None else frozenset()
+    if not extra.get("ignore_eos") and done[-1] in own.union(params.stop_token_ids):
+        return True
+    patterns = [*map(re.escape, _strings(extra.get("stop"))), *_strings(extra.get("stop_regex"))]
+    if not patterns or tokens is None:
+        return False
+    text = tokens.decode(done)
+    return any(re.search(pattern, text) for pattern in patterns)
+
+
+def _strings(value: Any) -> list[str]:
+    """Return a parameter that is a string, or a list of strings, as a list."""
+    return [value] if isinstance(value, str) else list(value or ())
+
+
+def _remaining(params: SamplingParams, done: int) -> SamplingParams:
+    """Return the parameters for the rest of a generation after ``done`` tokens; advance its seed."""
+    if not done:
+        return params
+    extra = dict(params.extra)
+    if "sampling_seed" in extra:
+        extra["sampling_seed"] += done
+    return params.replace(max_new_tokens=params.max_new_tokens - done, extra=extra)

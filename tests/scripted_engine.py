@@ -1,0 +1,115 @@
+"""A real HTTP server that answers generations by a script, and so misbehaves as an engine may."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from agentrl.documents.serving import InferenceService
+from agentrl.documents.status import ServiceStatus
+
+VOCAB = 100
+Answer = Callable[["Call"], Awaitable[None]]
+
+
+class Call:
+    """One request to ``/generate``, and the connection to answer it on."""
+
+    def __init__(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        self.body = body
+        self.ids: list[int] = body["input_ids"]
+        self.max_new_tokens: int = body["sampling_params"]["max_new_tokens"]
+        self._writer = writer
+
+    async def head(self, kind: str = "text/event-stream", status: str = "200 OK") -> None:
+        head = f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\nconnection: close\r\n\r\n"
+        await self.write(head.encode())
+
+    async def write(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def event(self, event: Any) -> None:
+        await self.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+    async def tokens(
+        self, ids: Sequence[int], total: int, reason: str | None = None, *, version: str = "0", **meta: Any
+    ) -> None:
+        """Send the event that adds ``ids`` to make ``total`` tokens; logprob −id / 10 unless given."""
+        known = {
+            "finish_reason": {"type": reason} if reason else None,
+            "prompt_tokens": len(self.ids),
+            "completion_tokens": total,
+            "cached_tokens": 0,
+            "weight_version": version,
+            "output_token_logprobs": [[-token / 10, token, None] for token in ids],
+        }
+        await self.event({"output_ids": list(ids), "meta_info": {**known, **meta}})
+
+    async def done(self) -> None:
+        await self.write(b"data: [DONE]\n\n")
+
+
+class ScriptedEngine:
+    """Answers each generation with the next of ``answers``, and every later one with the last."""
+
+    def __init__(self, *answers: Answer) -> None:
+        self.answers = list(answers)
+        self.calls: list[dict[str, Any]] = []
+        self.aborted: list[str] = []
+        self.headers: list[dict[str, str]] = []
+        self.url = ""
+        self._serving: set[asyncio.Task[None]] = set()
+
+    def service(self, name: str, **fields: Any) -> InferenceService:
+        values = {"status": ServiceStatus.READY, "policy_version": 0, **fields}
+        return InferenceService(
+            id=name, url=self.url, engine="sglang", model="scripted", host="h", pid=1, **values
+        )
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[ScriptedEngine]:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        try:
+            yield self
+        finally:
+            server.close()
+            for task in self._serving:
+                task.cancel()
+            await asyncio.gather(*self._serving, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
+            headers = dict(line.split(": ", 1) for line in lines if line)
+            body = json.loads(await reader.readexactly(int(headers.get("content-length", 0))) or b"{}")
+            await self._answer(first.split()[1], body, headers, writer)
+        self._serving.discard(task)
+
+    async def _answer(
+        self, path: str, body: dict[str, Any], headers: dict[str, str], writer: asyncio.StreamWriter
+    ) -> None:
+        if path == "/generate":
+            self.calls.append(body)
+            self.headers.append(headers)
+            answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+            await answer(Call(body, writer))
+            return
+        if path == "/abort_request":
+            self.aborted.append(body.get("rid", "*"))
+        known = {
+            "/model_info": {"model_path": "scripted", "weight_version": "0", "vocab_size": VOCAB},
+            "/server_info": {"context_length": 50},
+        }
+        content = json.dumps(known.get(path, {})).encode()
+        head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n"
+        writer.write(head.encode() + b"connection: close\r\n\r\n" + content)
+        await writer.drain()
