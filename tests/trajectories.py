@@ -17,6 +17,7 @@ from agentrl.documents.task import Claim, Task
 from agentrl.documents.training import DBRecordData
 from agentrl.rollout.agents import AGENTS, Agent
 from agentrl.rollout.context import CONTEXT_MANAGERS
+from agentrl.rollout.model_call import PendingCall
 from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.worker import run_agent
@@ -31,6 +32,7 @@ class Trajectory:
         )
         self.engine = ScriptedEngine(format_of(), *script)
         self.tools = FakeTools()
+        self.pending: list[PendingCall] = []
         self.calls: list[DispatchedSamplingTask] = []
         self.config = AgentConfig(**flags)
         self.manager = CONTEXT_MANAGERS.get(self.config.new_context)
@@ -39,8 +41,9 @@ class Trajectory:
     async def run(self, agent: str | Agent = "react", attempt: int = 1) -> Outcome:
         """Run an agent, or the registered one of a name."""
 
-        async def write(call: DispatchedSamplingTask) -> None:
-            self.calls.append(call)
+        async def write(call: PendingCall) -> None:
+            self.pending.append(call)
+            self.calls.append(call.document())
 
         self.rollout = Rollout(
             Claim(task=self.task, traj_id=0, attempt=attempt, owner="o"),

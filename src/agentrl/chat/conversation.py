@@ -6,7 +6,7 @@ format drops earlier thoughts, the next prompt is a rendering of its own: a new 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from agentrl.chat.chat_format import ChatFormat, Message, ToolSchemas
 from agentrl.chat.parsers import ParsedMessage
@@ -35,6 +35,7 @@ class Conversation:
         self._seen = 0
         """Number of messages that the last prompt and its output hold."""
         self._context: list[int] | None = None
+        self._next_prompt: list[int] | None = None
         self._starts_branch = True
 
     @property
@@ -49,34 +50,41 @@ class Conversation:
         return tuple(self.messages if self.starts_branch else self.messages[self._seen :])
 
     def context_ids(self) -> list[int]:
-        """Return the ids between the last generation and the next; the whole prompt of a new branch."""
+        """Return the ids between the last generation and the next; the whole prompt of a new branch.
+
+        Do not change the list, nor that of ``prompt_ids``: each is made once.
+        """
         if self._context is None:
             extension = self._extension()
             self._starts_branch = extension is None
             self._context = self._format.render(self.messages, self.tools) if extension is None else extension
-        return list(self._context)
+        return self._context
 
     def prompt_ids(self) -> list[int]:
         """Return the prompt of the next generation."""
         context = self.context_ids()
-        return context if self._starts_branch else [*self._prompt, *self._output, *context]
+        if self._starts_branch:
+            return context
+        if self._next_prompt is None:
+            self._next_prompt = [*self._prompt, *self._output, *context]
+        return self._next_prompt
 
     def append_generation(self, ids: Sequence[int], message: Message) -> None:
         """Append one generation: ``ids`` as generated, ``message`` as parsed."""
         self._prompt, self._output = self.prompt_ids(), list(ids)
         self.messages.append(dict(message))
         self._seen = len(self.messages)
-        self._context = None
+        self._context = self._next_prompt = None
 
     def append_messages(self, messages: Sequence[Message]) -> None:
         """Append messages that the model did not generate: tool results, user messages."""
         self.messages.extend(dict(message) for message in messages)
-        self._context = None
+        self._context = self._next_prompt = None
 
-    def replace_new_messages(self, messages: Sequence[Message]) -> None:
-        """Replace the messages since the last generation."""
-        self.messages[self._seen :] = [dict(message) for message in messages]
-        self._context = None
+    def change_new_messages(self, change: Callable[[Message], Message]) -> None:
+        """Replace each message since the last generation by what ``change`` returns for it."""
+        self.messages[self._seen :] = [change(message) for message in self.messages[self._seen :]]
+        self._context = self._next_prompt = None
 
     def parse(self, ids: Sequence[int]) -> ParsedMessage:
         """Return the message in ``ids``, generated after ``prompt_ids()``."""

@@ -22,6 +22,9 @@ _PROMPT_END = 16
 """Tokens at the end of a prompt in which a template may open a thought."""
 
 
+_MAX_PROMPTS = 16
+
+
 class TemplateFormat:
     """A chat template with its tokenizer and a tool-call parser."""
 
@@ -35,6 +38,8 @@ class TemplateFormat:
         self.tokens = tokens
         self._parser = parser
         self.stop_ids = frozenset(stop_ids)
+        self._prompts: dict[str, list[int]] = {}
+        """The latest prompts and their ids: all trajectories of a group start with one prompt."""
 
     @property
     def description(self) -> str:
@@ -48,7 +53,12 @@ class TemplateFormat:
 
     def render(self, messages: Sequence[Message], tools: ToolSchemas | None) -> list[int]:
         """Return the prompt of a conversation, up to where the assistant continues."""
-        return self.tokens.encode(self._text(messages, tools, add_generation_prompt=True))
+        text = self._text(messages, tools, add_generation_prompt=True)
+        ids = self._prompts.pop(text, None) or self.tokens.encode(text)
+        self._prompts[text] = ids
+        if len(self._prompts) > _MAX_PROMPTS:
+            del self._prompts[next(iter(self._prompts))]
+        return list(ids)
 
     def next_prompt(
         self,

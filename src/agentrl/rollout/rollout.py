@@ -12,7 +12,7 @@ from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.conversation import Conversation
 from agentrl.chat.parsers import ParsedMessage, ToolCall
 from agentrl.config.schema import AgentConfig
-from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, strip_tool_results
+from agentrl.documents.model_call import ToolExecution, strip_tool_results
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.documents.task import Claim
@@ -48,9 +48,9 @@ class Rollout:
         params: SamplingParams,
         seed: int,
         manage_context: ContextManager,
-        write: Callable[[DispatchedSamplingTask], Awaitable[None]],
+        write: Callable[[PendingCall], Awaitable[None]],
     ) -> None:
-        """``write`` stores one model call; ``schemas`` are the tools offered.
+        """``write`` takes one finished model call to store; ``schemas`` are the tools offered.
 
         Every model call has its own sampling seed, derived from ``seed``, the task, the trajectory, the
         attempt and the turn. With a batch-invariant engine the same run samples the same tokens again;
@@ -220,8 +220,8 @@ class Rollout:
         """Store the last model call, unless it is stored."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            await self._write(pending.document())
             self._parent = pending.id
+            await self._write(pending)
 
     def _fits(self, tokens: int) -> bool:
         return tokens <= self.config.max_prompt_tokens - self.config.prompt_reserve_tokens
@@ -231,9 +231,7 @@ class Rollout:
         if not self._is_managing:
             return not self.context_is_full or await self.reset_context()
         if self.prompt_tokens > self.config.max_prompt_tokens:
-            self._conversation.replace_new_messages(
-                list(map(_without_result, self._conversation.new_messages))
-            )
+            self._conversation.change_new_messages(_without_result)
         return self.prompt_tokens <= self.config.max_prompt_tokens
 
     def _message(self, parsed: ParsedMessage) -> Message:

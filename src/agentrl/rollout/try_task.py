@@ -38,7 +38,7 @@ from agentrl.observe.audit.record import render_trajectory
 from agentrl.observe.terminal import stdout_console
 from agentrl.rollout.agents import AGENTS
 from agentrl.rollout.context import CONTEXT_MANAGERS
-from agentrl.rollout.model_call import Engine
+from agentrl.rollout.model_call import Engine, PendingCall
 from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.setup import allow_configured_imports, live_engines, open_format, sampling_params
@@ -100,8 +100,8 @@ class _Trial:
             await rollout.finish()
         return rollout
 
-    async def _keep(self, call: DispatchedSamplingTask) -> None:
-        self.calls.append(call)
+    async def _keep(self, call: PendingCall) -> None:
+        self.calls.append(call.document())
 
 
 async def try_task(configs: Configs, wanted: str, *, line: int | None, engine_url: str | None) -> int:

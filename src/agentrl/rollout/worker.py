@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig
-from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Failure
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus, StopReason
@@ -30,6 +29,7 @@ from agentrl.errors import (
 )
 from agentrl.registry import allow_imports, is_importable
 from agentrl.rollout.agents import AGENTS, Agent
+from agentrl.rollout.call_writer import CallWriter
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.model_call import Engine
 from agentrl.rollout.outcome import Outcome, checked_outcome, failure_text
@@ -132,9 +132,9 @@ class Worker:
         contain_call(lambda: SCORERS.get(claim.task.scorer), f"scorer {claim.task.scorer}", ScorerError)
         check_schema(claim.task.answer_schema)
         await self._advance(claim, RecordStatus.RUNNING)
-        writer = _CallWriter(self.store, claim)
 
         async with (
+            CallWriter(self.store, claim) as writer,
             self.tools.session(Trajectory.of(claim)) as tools,
             self.router.session(claim.record_id) as engine,
         ):
@@ -160,17 +160,16 @@ class Worker:
         )
         return rollout, outcome
 
-    async def _run_agent(self, agent: Agent, name: str, rollout: Rollout, writer: _CallWriter) -> Outcome:
-        """Run the agent and store its last model call, also if the agent failed."""
+    async def _run_agent(self, agent: Agent, name: str, rollout: Rollout, writer: CallWriter) -> Outcome:
+        """Run the agent and store all its model calls, also if the agent failed."""
         try:
             outcome = await run_agent(agent, name, rollout)
         except (FailureError, ConfigError):
-            if writer.error is None:
-                await rollout.finish()
-            writer.check()
+            await rollout.finish()
+            await writer.flush()
             raise
-        writer.check()
         await rollout.finish()
+        await writer.flush()
         return outcome
 
     async def _score(self, claim: Claim, rollout: Rollout, outcome: Outcome) -> bool:
@@ -211,32 +210,6 @@ class Worker:
                 "a failure cannot be stored; the lease of its slot runs out",
                 extra={"record": claim.record_id, "why": error.message},
             )
-
-
-class _CallWriter:
-    """Store the model calls of one trajectory, and keep the first error.
-
-    An agent may suppress that error or raise another one; ``check`` raises the original.
-    """
-
-    def __init__(self, store: Store, claim: Claim) -> None:
-        self._store = store
-        self._claim = claim
-        self.error: StoreError | None = None
-
-    async def write(self, call: DispatchedSamplingTask) -> None:
-        """Store one model call; after an error, store none."""
-        self.check()
-        try:
-            await self._store.model_calls.add(self._claim, call)
-        except StoreError as error:
-            self.error = error
-            raise
-
-    def check(self) -> None:
-        """Raise the kept error, if there is one."""
-        if self.error is not None:
-            raise self.error
 
 
 async def run_agent(agent: Agent, name: str, rollout: Rollout) -> Outcome:

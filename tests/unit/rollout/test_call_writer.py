@@ -1,0 +1,111 @@
+"""Check that model calls are stored in order, in the background, and bounded, and that errors surface."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from trajectories import Trajectory
+
+from agentrl.documents.model_call import DispatchedSamplingTask
+from agentrl.documents.task import Claim, Task
+from agentrl.errors import LeaseLostError
+from agentrl.rollout.call_writer import CallWriter
+from agentrl.rollout.model_call import PendingCall
+
+CLAIM = Claim(
+    task=Task(id="train/0/t", task_id="t", split="train", epoch=0, order=0, query="q"),
+    traj_id=0, attempt=1, owner="o",
+)  # fmt: skip
+
+
+class SlowCalls:
+    """A store whose writes wait for ``opened``; ``error`` fails the write of a call with this index."""
+
+    def __init__(self, failing: int | None = None) -> None:
+        self.opened = asyncio.Event()
+        self.failing = failing
+        self.stored: list[int] = []
+
+    async def add(self, claim: Claim, call: DispatchedSamplingTask) -> None:
+        """Store one call."""
+        await self.opened.wait()
+        if call.index == self.failing:
+            raise LeaseLostError("the claim is lost")
+        self.stored.append(call.index)
+
+
+def writer_of(calls: SlowCalls) -> CallWriter:
+    return CallWriter(cast(Any, SimpleNamespace(model_calls=calls)), CLAIM)
+
+
+@pytest.fixture
+async def pending() -> list[PendingCall]:
+    """The calls of a trajectory, as its Rollout hands them over."""
+    trajectory = Trajectory("a", "b", "c", "d", "e", "f", "g", "h", max_turns=8)
+    await trajectory.run()
+    return trajectory.pending
+
+
+async def test_calls_are_stored_in_order_and_nobody_waits_for_the_database(
+    pending: list[PendingCall],
+) -> None:
+    calls = SlowCalls()
+    async with asyncio.timeout(10), writer_of(calls) as writer:
+        for call in pending[:4]:
+            await writer.write(call)
+        assert calls.stored == []
+        calls.opened.set()
+        await writer.flush()
+        assert calls.stored == [0, 1, 2, 3]
+        await writer.flush()
+
+
+async def test_a_trajectory_waits_for_a_database_that_is_too_slow(pending: list[PendingCall]) -> None:
+    calls = SlowCalls()
+    async with asyncio.timeout(10), writer_of(calls) as writer:
+        for call in pending[:4]:
+            await writer.write(call)
+        fifth = asyncio.create_task(writer.write(pending[4]))
+        done, _ = await asyncio.wait([fifth], timeout=0.2)
+        assert not done
+        calls.opened.set()
+        await fifth
+        await writer.flush()
+    assert calls.stored == [0, 1, 2, 3, 4]
+
+
+async def test_an_error_surfaces_before_the_score_and_nothing_is_stored_after_it(
+    pending: list[PendingCall],
+) -> None:
+    calls = SlowCalls(failing=1)
+    calls.opened.set()
+    async with asyncio.timeout(10), writer_of(calls) as writer:
+        for call in pending[:3]:
+            await writer.write(call)
+        for _ in range(2):
+            with pytest.raises(LeaseLostError):
+                await writer.flush()
+        with pytest.raises(LeaseLostError):
+            await writer.write(pending[3])
+    assert calls.stored == [0]
+
+
+async def test_a_cancelled_trajectory_still_stores_what_is_queued(pending: list[PendingCall]) -> None:
+    calls = SlowCalls()
+    calls.opened.set()
+
+    async def run() -> None:
+        async with writer_of(calls) as writer:
+            await writer.write(pending[0])
+            await asyncio.Event().wait()
+
+    async with asyncio.timeout(10):
+        task = asyncio.create_task(run())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert calls.stored == [0]
