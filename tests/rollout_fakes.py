@@ -58,6 +58,7 @@ class ScriptedEngine:
         self.prompts: list[list[int]] = []
         self.outputs: list[list[int]] = []
         self.version = 3
+        self.context_length: int | None = None
 
     async def generate(self, input_ids: Sequence[int], params: SamplingParams) -> Generation:
         """The next line, closed by the end-of-turn token."""
@@ -81,7 +82,7 @@ class ScriptedEngine:
         )
 
     @asynccontextmanager
-    async def session(self, traj_id: str) -> AsyncIterator[ScriptedEngine]:
+    async def session(self, traj_id: str, group: str | None = None) -> AsyncIterator[ScriptedEngine]:
         """As a router: itself for every trajectory."""
         yield self
 

@@ -1,9 +1,11 @@
 """What every engine must do, over its real server: the local engine, SGLang and vLLM pass the same tests."""
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,18 +21,23 @@ from engine_policy import (
     save_model,
 )
 
-from agentrl.config.schema import EngineConfig, ModelConfig
+from agentrl.config.schema import AgentConfig, EngineConfig, ModelConfig
 from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.sampling import SamplingParams
-from agentrl.errors import ConfigError, EngineError
+from agentrl.documents.serving import InferenceService
+from agentrl.documents.status import ServiceStatus
+from agentrl.errors import ENGINES, ConfigError, EngineError
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
-from agentrl.inference.generation import EngineRefusedError, Generation
+from agentrl.inference.generation import EngineInterruptedError, EngineRefusedError, Generation
+from agentrl.inference.router import EngineRouter
+from agentrl.rollout.budget import Budget
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
+CONTEXT = 4096
 LONG_TOKENS = 2500
 LONG = SamplingParams(max_new_tokens=LONG_TOKENS, extra={"ignore_eos": True})
 SHORT = SamplingParams(max_new_tokens=12, extra={"ignore_eos": True})
@@ -56,10 +63,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return save_model(base / "first", seed=1), save_model(base / "second", seed=2)
 
 
-ENGINES = ["local", *(pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("sglang", "vllm"))]
+KINDS = ["local", *(pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("sglang", "vllm"))]
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=KINDS)
 def served(
     request: pytest.FixtureRequest, folders: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
@@ -333,44 +340,122 @@ async def test_a_prompt_longer_than_the_context_is_refused(engine: EngineClient)
     assert await engine.health()
 
 
-async def test_the_router_survives_an_abort(served: Served, engine: EngineClient) -> None:
-    from agentrl.documents.serving import InferenceService
-    from agentrl.documents.status import ServiceStatus
-    from agentrl.inference.router import EngineRouter
+async def test_whatever_fits_the_reported_context_is_never_refused(engine: EngineClient) -> None:
+    length = (await engine.model_info()).context_length
+    assert length is not None
+    assert CONTEXT - 8 <= length <= CONTEXT
+    budget = Budget(AgentConfig(), length)
+    for tokens in (length - 1, length - 20):
+        params = budget.clamp(SHORT.replace(max_new_tokens=32768, extra={}), tokens)
+        made = await engine.generate(prompt(17, tokens), params, f"fits-{tokens}")
+        assert len(made.output_ids) <= length - tokens
+        assert made.finish_reason in ("stop", "length")
 
+
+async def test_ten_turns_recompute_at_most_a_tenth_of_what_the_engine_has_seen(
+    served: Served, engine: EngineClient
+) -> None:
+    """The second half shares a group's prompt with the first, as trajectories of one task do."""
+    recomputed = prompts = 0
+    async with routed(served) as router:
+        for trajectory in range(2):
+            async with router.session(f"t{trajectory}", "group") as session:
+                ids, known = prompt(30, 160), 0 if trajectory == 0 else 160
+                for turn in range(10):
+                    made = await session.generate(ids, SHORT)
+                    prompts += len(ids)
+                    recomputed += max(0, known - made.cached_tokens)
+                    ids = [*ids, *made.output_ids]
+                    known = len(ids)
+                    ids = [*ids, *prompt(100 * trajectory + turn, 60)]
+    assert recomputed <= prompts / 10
+
+
+async def test_the_router_survives_an_abort(served: Served, engine: EngineClient) -> None:
+    async with routed(served) as router, router.session("trajectory") as session:
+        task = asyncio.create_task(session.generate(prompt(18), LONG))
+        await until(lambda: busy(engine))
+        await engine.generate(prompt(18), SHORT, "beside-router")
+        await engine.abort(None)
+        made = await task
+    assert (len(made.output_ids), made.finish_reason) == (LONG_TOKENS, "length")
+    assert_logprobs(served.first, prompt(18), made)
+
+
+async def test_a_cut_connection_loses_no_token_that_was_sent(served: Served, engine: EngineClient) -> None:
+    async with CutAfter(served.url, 20_000).serving() as cut, served.client() as direct:
+        through = engine_client(served.kind, cut.url, 30.0)
+        with pytest.raises(EngineInterruptedError) as raised:
+            await through.generate(prompt(21), LONG, "cut")
+        await through.close()
+        part = raised.value.partial
+        assert part is not None
+        assert 10 < len(part.output_ids) == len(part.logprobs) < LONG_TOKENS
+        assert part.versions == (VersionSpan(version=0, start=0, end=len(part.output_ids)),)
+        assert_logprobs(served.first, prompt(21), part)
+        rest = await direct.generate([*prompt(21), *part.output_ids], SHORT, "rest")
+    assert_logprobs(served.first, [*prompt(21), *part.output_ids], rest)
+    await until(lambda: idle(engine))
+
+
+async def test_an_engine_that_dies_is_an_outage_with_the_tokens_that_it_sent(served: Served) -> None:
+    """The last test: it kills the server."""
+    async with served.client() as client:
+        task = await running_long(client, 19, "orphan")
+        os.killpg(served.process.pid, signal.SIGKILL)
+        async with asyncio.timeout(20):
+            with pytest.raises(EngineInterruptedError, match=served.url) as raised:
+                await task
+            with pytest.raises(EngineError, match="cannot be reached"):
+                await client.generate(prompt(20), SHORT, "nobody")
+        assert not await client.health()
+    part = raised.value.partial
+    assert raised.value.outage == ENGINES
+    assert part is not None
+    assert_logprobs(served.first, prompt(19), part)
+
+
+@asynccontextmanager
+async def routed(served: Served) -> AsyncIterator[EngineRouter]:
     service = InferenceService(
-        id="one",
-        url=served.url,
-        engine=served.kind,
-        model="tiny",
-        status=ServiceStatus.READY,
-        host="h",
-        pid=1,
+        id="one", url=served.url, engine=served.kind, model="m", status=ServiceStatus.READY, host="h", pid=1
     )
 
     async def live() -> list[InferenceService]:
         return [service]
 
     router = EngineRouter(live, backoff=0.01)
-    async with router.session("trajectory") as session:
-        task = asyncio.create_task(session.generate(prompt(18), LONG))
-        await until(lambda: busy(engine))
-        await engine.generate(prompt(18), SHORT, "beside-router")
-        await engine.abort(None)
-        made = await task
+    yield router
     await router.close()
-    assert (len(made.output_ids), made.finish_reason) == (LONG_TOKENS, "length")
-    assert_logprobs(served.first, prompt(18), made)
 
 
-async def test_an_engine_that_dies_is_an_error_at_once(served: Served) -> None:
-    """The last test: it kills the server."""
-    async with served.client() as client:
-        task = await running_long(client, 19, "orphan")
-        os.killpg(served.process.pid, signal.SIGKILL)
-        async with asyncio.timeout(20):
-            with pytest.raises(EngineError, match=served.url):
-                await task
-            with pytest.raises(EngineError, match="cannot be reached"):
-                await client.generate(prompt(20), SHORT, "nobody")
-        assert not await client.health()
+class CutAfter:
+    """A TCP proxy that resets each connection after ``limit`` bytes of an answer to a generation."""
+
+    def __init__(self, target: str, limit: int) -> None:
+        self.url = ""
+        self._port = int(target.rpartition(":")[2])
+        self._limit = limit
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator["CutAfter"]:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        yield self
+        server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self._port)
+        with contextlib.closing(writer), contextlib.closing(back):
+            copying = asyncio.create_task(self._copy(reader, back, None))
+            with contextlib.suppress(ConnectionError):
+                await self._copy(there, writer, self._limit)
+            copying.cancel()
+            await asyncio.wait([copying])
+
+    async def _copy(self, source: asyncio.StreamReader, to: asyncio.StreamWriter, limit: int | None) -> None:
+        passed = 0
+        while (data := await source.read(1024)) and (limit is None or passed < limit):
+            passed += len(data)
+            to.write(data)
+            await to.drain()

@@ -20,7 +20,14 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from agentrl.config.load import Configs, parse
-from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig, SamplingConfig, ToolConfig
+from agentrl.config.schema import (
+    AgentConfig,
+    EngineConfig,
+    ModelConfig,
+    RunConfig,
+    SamplingConfig,
+    ToolConfig,
+)
 from agentrl.errors import AgentRLError
 from agentrl.inference.engines.commands import engine_venv, has_gpu, install_hint
 from agentrl.observe.redact import redact
@@ -71,6 +78,7 @@ async def _run_checks(configs: Configs) -> list[Check]:
         check_mongod(configs[RunConfig]),
         await check_database(configs[RunConfig]),
         *model_checks(configs[ModelConfig]),
+        check_context(configs),
         check_agent_config(configs[SamplingConfig]),
         await check_tools(configs[ToolConfig]),
     ]
@@ -292,6 +300,25 @@ def _check_chat_template(folder: Path, config: ModelConfig) -> Check:
     if (_json(folder / "tokenizer_config.json") or {}).get("chat_template"):
         return Check(name, "ok", "in tokenizer_config.json")
     return Check(name, "fail", "the folder has none", hint)
+
+
+def check_context(configs: Configs) -> Check:
+    """Check that the longest prompt and its continuation fit the context of the model."""
+    from agentrl.chat.context_length import model_context_length
+    from agentrl.rollout.budget import context_problem
+
+    name, model = "context", configs[ModelConfig]
+    own = None if model.model_name_or_path is None else model_context_length(model.model_name_or_path)
+    length = model.max_model_len or own
+    if length is None:
+        return Check(name, "ok", "not checked: the model's configuration names no length")
+    if own is not None and length > own:
+        found = f"--max_model_len {length} is more than the {own} tokens of the model's configuration"
+        return Check(name, "fail", found, f"set --max_model_len {own} or less, or extend the rotary scaling")
+    problem = context_problem(configs[AgentConfig], configs[SamplingConfig], length)
+    if problem is None:
+        return Check(name, "ok", f"{length} tokens hold --max_prompt_tokens + --max_new_tokens")
+    return Check(name, "warn", problem, "lower --max_prompt_tokens or --max_new_tokens")
 
 
 def check_agent_config(config: SamplingConfig) -> Check:

@@ -80,6 +80,13 @@ class ModelConfig(Flags):
     )
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
     chat_template: str | None = flag(None, "file of a chat template that replaces the model's own")
+    max_model_len: int | None = flag(
+        None,
+        "longest context, a prompt and its continuation (default: what the model's configuration and the"
+        " engine allow)",
+        within="[2, inf)",
+        unit="tokens",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

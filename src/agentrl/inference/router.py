@@ -94,6 +94,7 @@ class EngineRouter:
     @asynccontextmanager
     async def session(self, traj_id: str, group: str | None = None) -> AsyncIterator[EngineSession]:
         """Open a session, whose calls go to one engine; ``group`` names the trajectories of one prompt."""
+        await self.refresh()
         session = EngineSession(self, traj_id, group)
         try:
             yield session

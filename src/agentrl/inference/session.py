@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
 from agentrl.documents.sampling import SamplingParams
-from agentrl.errors import EngineError
+from agentrl.errors import ContextFullError, EngineError
 from agentrl.inference.encoded_ids import EncodedIds
 from agentrl.inference.generation import (
     EngineInterruptedError,
@@ -109,10 +109,16 @@ class EngineSession:
         An aborted generation continues from its tokens so far, on the same or another engine, unless they
         already end at a stop: an engine may report the abort instead of the stop. After a failure it
         continues from the last token received. Penalties then count only the tokens of the last part.
-        Raises EngineRefusedError if an engine refuses the request, and EngineError, with the engines as its
-        outage, if no token arrives for ``wait_seconds``.
+        Raises ContextFullError if the prompt leaves no token of the context, EngineRefusedError if an engine
+        refuses the request, and EngineError, with the engines as its outage, if no token arrives for
+        ``wait_seconds``.
         """
         engines = self._engines
+        limit = self.context_length
+        if limit is not None and len(input_ids) >= limit:
+            raise ContextFullError(
+                f"a prompt of {len(input_ids):,} tokens leaves nothing of the context of {limit:,} tokens"
+            )
         parts: list[Generation] = []
         done: list[int] = []
         start = time.monotonic()

@@ -20,6 +20,11 @@ from agentrl.tools.base import Schema
 class Engine(Protocol):
     """Access to an inference engine: ``EngineRouter.session``."""
 
+    @property
+    def context_length(self) -> int | None:
+        """Return the largest number of tokens of a prompt and its continuation; None if it is unknown."""
+        ...
+
     async def generate(self, input_ids: Sequence[int], params: SamplingParams) -> Generation:
         """Sample a continuation of ``input_ids``."""
         ...

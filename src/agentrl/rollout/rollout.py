@@ -17,6 +17,7 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.documents.task import Claim
 from agentrl.errors import ContextFullError, TrajectoryError
+from agentrl.rollout.budget import Budget
 from agentrl.rollout.model_call import Engine, PendingCall, Turn
 from agentrl.rollout.outcome import checked_messages
 from agentrl.rollout.tool_calls import Tools, run_tool_calls
@@ -118,9 +119,8 @@ class Rollout:
         length limit, if no prompt fits.
         """
         if not await self._make_prompt_fit():
-            limit = self.config.max_prompt_tokens
             raise ContextFullError(
-                f"the next prompt has {self.prompt_tokens:,} tokens, and --max_prompt_tokens is {limit:,}",
+                self._budget.name_limit(self.prompt_tokens),
                 hint="raise it, or choose a context manager by --new_context",
             )
         answered = self._pending.executions if self._pending else []
@@ -130,8 +130,10 @@ class Rollout:
         if conversation.starts_branch:
             self._parent, answered = None, []
         new_messages = strip_tool_results(conversation.new_messages, answered)
+        prompt_ids = conversation.prompt_ids()
         params = self._params.replace(**changes).seeded(*self._seed, self.turns)
-        generation = await self._engine.generate(conversation.prompt_ids(), params)
+        params = self._budget.clamp(params, len(prompt_ids))
+        generation = await self._engine.generate(prompt_ids, params)
         text = self._chat_format.decode(generation.output_ids)
         parsed = contain_call(
             lambda: _cleaned(conversation.parse(generation.output_ids)),
@@ -223,16 +225,21 @@ class Rollout:
             self._parent = pending.id
             await self._write(pending)
 
+    @property
+    def _budget(self) -> Budget:
+        return Budget(self.config, self._engine.context_length)
+
     def _fits(self, tokens: int) -> bool:
-        return tokens <= self.config.max_prompt_tokens - self.config.prompt_reserve_tokens
+        return tokens <= self._budget.full_at
 
     async def _make_prompt_fit(self) -> bool:
         """Manage a full context. A context manager's own calls may use the reserve, but not exceed it."""
         if not self._is_managing:
             return not self.context_is_full or await self.reset_context()
-        if self.prompt_tokens > self.config.max_prompt_tokens:
+        limit = self._budget.prompt_limit
+        if self.prompt_tokens > limit:
             self._conversation.change_new_messages(_without_result)
-        return self.prompt_tokens <= self.config.max_prompt_tokens
+        return self.prompt_tokens <= limit
 
     def _message(self, parsed: ParsedMessage) -> Message:
         message: Message = {"role": "assistant", "content": parsed.content}

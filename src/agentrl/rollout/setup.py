@@ -11,6 +11,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from agentrl.chat.chat_format import ChatFormat
+from agentrl.chat.context_length import model_context_length
+from agentrl.chat.fingerprint import tokenizer_fingerprint
 from agentrl.chat.open_format import open_chat_format
 from agentrl.chat.parsers import PARSERS
 from agentrl.config.load import Configs
@@ -28,10 +30,11 @@ from agentrl.config.schema import (
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.serving import InferenceService
 from agentrl.errors import ModelError
-from agentrl.inference.router import EngineRouter
+from agentrl.inference.router import EngineRouter, LiveEngines
 from agentrl.observe.logging import describe_process_id
 from agentrl.registry import allow_imports
 from agentrl.rollout.agents import AGENTS
+from agentrl.rollout.budget import context_problem
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.housekeeping import EpochPlan
 from agentrl.rollout.sampler import SamplerConfig
@@ -60,9 +63,8 @@ def stop_on_signals() -> asyncio.Event:
     return stop
 
 
-async def open_format(store: Store | None, configs: Configs) -> ChatFormat:
-    """Open the chat format of ``--model_name_or_path``, or of the newest published weights."""
-    model = configs[ModelConfig]
+async def model_folder(store: Store | None, model: ModelConfig) -> str:
+    """Return ``--model_name_or_path``, or the folder of the newest published weights."""
     folder = model.model_name_or_path
     if folder is None and store is not None:
         version = await store.policy_versions.latest()
@@ -71,6 +73,32 @@ async def open_format(store: Store | None, configs: Configs) -> ChatFormat:
         raise ModelError(
             "no model is named, and the run has published none", hint="give --model_name_or_path FOLDER"
         )
+    return folder
+
+
+def max_model_len(model: ModelConfig, folder: str) -> int | None:
+    """Return ``--max_model_len``, or the context length in the configuration of the model in ``folder``."""
+    return model.max_model_len or model_context_length(folder)
+
+
+def open_router(live: LiveEngines, configs: Configs, chat_format: ChatFormat, folder: str) -> EngineRouter:
+    """Return the router over the engines of ``live``, for the model in ``folder``."""
+    sampling = configs[SamplingConfig]
+    return EngineRouter(
+        live,
+        token_timeout=sampling.engine_timeout_seconds,
+        wait_seconds=sampling.engine_wait_seconds,
+        tokens=chat_format,
+        tokenizer=tokenizer_fingerprint(folder),
+        max_model_len=max_model_len(configs[ModelConfig], folder),
+        router_url=sampling.router_url,
+    )
+
+
+async def open_format(store: Store | None, configs: Configs) -> ChatFormat:
+    """Open the chat format of ``--model_name_or_path``, or of the newest published weights."""
+    model = configs[ModelConfig]
+    folder = await model_folder(store, model)
     parser = configs[AgentConfig].tool_call_parser
     return await asyncio.to_thread(open_chat_format, folder, model, parser)
 
@@ -151,13 +179,13 @@ async def open_worker(
     await allow_configured_imports(store, configs)
     chat_format = await open_format(store, configs)
     params = sampling_params(sampling, chat_format)
-    router = EngineRouter(
-        lambda: live_engines(store, engine, version),
-        token_timeout=sampling.engine_timeout_seconds,
-        wait_seconds=sampling.engine_wait_seconds,
-        tokens=chat_format,
-    )
+    folder = await model_folder(store, configs[ModelConfig])
+    router = open_router(lambda: live_engines(store, engine, version), configs, chat_format, folder)
     try:
+        await router.refresh()
+        problem = context_problem(agent, sampling, router.context_length)
+        if problem is not None:
+            logger.warning("%s", problem)
         async with ToolPool(configs[ToolConfig]) as tools:
             yield (
                 Worker(

@@ -32,7 +32,6 @@ from agentrl.documents.task_source import TaskSource
 from agentrl.errors import ConfigError, FailureError, TaskFileError, TrajectoryError
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.generation import Generation
-from agentrl.inference.router import EngineRouter
 from agentrl.llm.agent_config import load_section
 from agentrl.observe.audit.record import render_trajectory
 from agentrl.observe.terminal import stdout_console
@@ -41,7 +40,15 @@ from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.model_call import Engine, PendingCall
 from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.rollout import Rollout
-from agentrl.rollout.setup import allow_configured_imports, live_engines, open_format, sampling_params
+from agentrl.rollout.setup import (
+    allow_configured_imports,
+    live_engines,
+    max_model_len,
+    model_folder,
+    open_format,
+    open_router,
+    sampling_params,
+)
 from agentrl.rollout.worker import run_agent, score_trajectory
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.judge import JUDGES
@@ -213,6 +220,7 @@ class _Direct:
     """One engine, without a router."""
 
     client: _Client
+    context_length: int | None
 
     async def generate(self, input_ids: Sequence[int], params: SamplingParams) -> Generation:
         """Sample a continuation of ``input_ids``."""
@@ -225,18 +233,14 @@ async def _engine(
 ) -> AsyncIterator[Engine]:
     """Open the engine at ``--engine_url``, or a live engine of the run."""
     sampling, engine = configs[SamplingConfig], configs[EngineConfig]
+    folder = await model_folder(store, configs[ModelConfig])
     if url is not None:
         async with engine_client(engine.engine, url, sampling.engine_timeout_seconds) as client:
-            yield _Direct(client)
+            yield _Direct(client, max_model_len(configs[ModelConfig], folder))
         return
     if store is None:
         raise ConfigError("no engine is named", hint="give --engine_url, or --run_name of a run with engines")
-    router = EngineRouter(
-        lambda: live_engines(store, engine),
-        token_timeout=sampling.engine_timeout_seconds,
-        wait_seconds=sampling.engine_wait_seconds,
-        tokens=chat_format,
-    )
+    router = open_router(lambda: live_engines(store, engine), configs, chat_format, folder)
     try:
         async with router.session(_ID) as session:
             yield session

@@ -55,8 +55,8 @@ _SIGNAL_SECONDS = 0.5
 class Router(Protocol):
     """Access to the engines: ``EngineRouter``."""
 
-    def session(self, traj_id: str) -> AbstractAsyncContextManager[Engine]:
-        """Return the engine of one trajectory."""
+    def session(self, traj_id: str, group: str | None = None) -> AbstractAsyncContextManager[Engine]:
+        """Return the engine of one trajectory of a group."""
         ...
 
 
@@ -136,7 +136,7 @@ class Worker:
         async with (
             CallWriter(self.store, claim) as writer,
             self.tools.session(Trajectory.of(claim)) as tools,
-            self.router.session(claim.record_id) as engine,
+            self.router.session(claim.record_id, claim.task.id) as engine,
         ):
             schemas = await contain(tools.list, "tools", ToolServerError)
             rollout = Rollout(

@@ -46,13 +46,13 @@ def engine_command(folder: str, model: ModelConfig, config: EngineConfig, port: 
     """
     instance = secrets.token_hex(8)
     if config.engine == "local":
-        return _local_command(folder, config, port=port, dtype=model.dtype, instance=instance)
+        return _local_command(folder, model, config, port=port, instance=instance)
     if config.inf_tp_size != 1 and not has_gpu():
         raise ConfigError(
             f"--inf_tp_size {config.inf_tp_size} needs GPUs, and there are none here", hint="set it to 1"
         )
     command = _sglang_command if config.engine == "sglang" else _vllm_command
-    return command(folder, config, port=port, model_name=model.model_name, instance=instance)
+    return command(folder, model, config, port=port, instance=instance)
 
 
 def engine_venv(name: str) -> Path:
@@ -81,21 +81,22 @@ def has_gpu() -> bool:
 
 
 def _local_command(
-    model_path: str, config: EngineConfig, *, port: int, dtype: str, instance: str
+    model_path: str, model: ModelConfig, config: EngineConfig, *, port: int, instance: str
 ) -> EngineCommand:
     argv = [
         *(sys.executable, "-m", "agentrl.inference.engines.local"),
         *("--model_path", model_path, "--host", config.host, "--port", str(port)),
-        *("--dtype", dtype, "--instance", instance),
+        *("--dtype", model.dtype, "--instance", instance),
         *("--max_running_requests", str(config.max_running_requests)),
         *("--max_total_tokens", str(config.max_total_tokens)),
+        *_context("--max_model_len", model),
     ]
     env = {"OMP_NUM_THREADS": _omp_threads(), "GOMP_SPINCOUNT": "0", "HF_HUB_OFFLINE": "1"}
     return EngineCommand(argv, env, instance)
 
 
 def _sglang_command(
-    model_path: str, config: EngineConfig, *, port: int, model_name: str, instance: str
+    model_path: str, model: ModelConfig, config: EngineConfig, *, port: int, instance: str
 ) -> EngineCommand:
     """Return the command of SGLang's server; the served model's name ends with the instance.
 
@@ -107,10 +108,11 @@ def _sglang_command(
         *("--max-running-requests", str(config.max_running_requests)),
         *("--mem-fraction-static", str(config.inf_mem_ratio)),
         *("--log-level", "warning"),
+        *_context("--context-length", model),
         *("--incremental-streaming-output", "--stream-interval", str(_STREAM_INTERVAL)),
     ]
     python = engine_python("sglang")
-    further = [*shlex.split(config.engine_args), "--served-model-name", f"{model_name}@{instance}"]
+    further = [*shlex.split(config.engine_args), "--served-model-name", f"{model.model_name}@{instance}"]
     if has_gpu():
         argv = [python, "-m", "sglang.launch_server", *common, "--tp-size", str(config.inf_tp_size)]
         return EngineCommand([*argv, *further], dict(_SGLANG_ENV), instance)
@@ -133,7 +135,7 @@ def _sglang_command(
 
 
 def _vllm_command(
-    model_path: str, config: EngineConfig, *, port: int, model_name: str, instance: str
+    model_path: str, model: ModelConfig, config: EngineConfig, *, port: int, instance: str
 ) -> EngineCommand:
     """Return the command of vLLM's server; its second model name ends with the instance.
 
@@ -148,6 +150,7 @@ def _vllm_command(
         *("--logprobs-mode", "processed_logprobs"),
         *("--enable-scale-out", "--enable-prompt-tokens-details"),
         *("--stream-interval", str(_STREAM_INTERVAL)),
+        *_context("--max-model-len", model),
         "--disable-uvicorn-access-log",
     ]
     env = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -162,8 +165,14 @@ def _vllm_command(
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": _omp_threads(),
         }
-    argv += [*shlex.split(config.engine_args), "--served-model-name", model_name, f"{model_name}@{instance}"]
+    argv += [*shlex.split(config.engine_args), "--served-model-name", model.model_name]
+    argv.append(f"{model.model_name}@{instance}")
     return EngineCommand(argv, env, instance)
+
+
+def _context(flag: str, model: ModelConfig) -> list[str]:
+    """Return the engine's flag for ``--max_model_len``, if that is given."""
+    return [] if model.max_model_len is None else [flag, str(model.max_model_len)]
 
 
 def _omp_threads() -> str:

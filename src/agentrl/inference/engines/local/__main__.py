@@ -26,13 +26,14 @@ def run_local_server(
     max_running_requests: int = 32,
     max_total_tokens: int = 65536,
     chunk_tokens: int = 256,
+    max_model_len: int | None = None,
     instance: str | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
-    ``max_total_tokens`` is the size of the KV cache, and thus the longest context. ``chunk_tokens`` limits
-    the prompt tokens of one forward pass: a larger value is faster, a smaller one delays running requests
-    less.
+    ``max_total_tokens`` is the size of the KV cache; it, ``max_model_len`` and the model limit the context.
+    ``chunk_tokens`` limits the prompt tokens of one forward pass: a larger value is faster, a smaller one
+    delays running requests less.
     Raises ModelError if the model cannot be served, and ConfigError for an unknown ``dtype``.
     """
     import torch
@@ -60,7 +61,7 @@ def run_local_server(
     scheduler = Scheduler(
         model, cache, version=weight_version, max_running=max_running_requests, chunk_tokens=chunk_tokens
     )
-    context_length = min(model.max_position, max_total_tokens)
+    context_length = min(max_model_len or model.max_position, model.max_position, max_total_tokens)
     server = LocalServer(Worker(scheduler), model, load, context_length, instance)
     uvicorn.run(
         server.app(), host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=3
@@ -83,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max_running_requests", type=int, default=32, help="most sequences in a batch")
     parser.add_argument("--max_total_tokens", type=int, default=65536, help="size of the KV cache in tokens")
     parser.add_argument("--chunk_tokens", type=int, default=256, help="most prompt tokens in a forward pass")
+    parser.add_argument("--max_model_len", type=int, help="longest context (default: the model's own)")
     parser.add_argument("--instance", help="name in /server_info that identifies this process")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s  %(message)s")
