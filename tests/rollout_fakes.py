@@ -132,3 +132,7 @@ class FakeSession:
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Run one."""
         return await self.tools.call(name, arguments)
+
+    async def rewards(self) -> dict[str, dict[str, Any]]:
+        """None gives one."""
+        return {}

@@ -16,6 +16,9 @@ class ToolConfig(Flags):
     tools: str = flag(
         "", "Python tools, comma-separated: module:name of functions or classes, or registered names"
     )
+    tool_config_path: str | None = flag(
+        None, "verl's tool configuration, YAML: classes of tools with their settings and schemas"
+    )
     mcp_manager_url: str | None = flag(None, "URL of an MCP manager (…/mcpapi) or a streamable-HTTP server")
     mcp_server_name: str = flag("all", "server to use behind --mcp_manager_url")
     mcp_servers_file: str | None = flag(

@@ -158,6 +158,7 @@ def scorer_context(
         aug_answers=task.aug_answers,
         messages=tuple(messages),
         meta=task.meta,
+        tool_rewards=record.tool_rewards,
         agent_config_path=agent_config_path,
     )
 

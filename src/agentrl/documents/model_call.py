@@ -31,6 +31,8 @@ class ToolExecution(Document):
     error: bool
     seconds: float
     server: str | None = None
+    reward: float | None = None
+    """The reward that the tool itself gives to the call, if it gives one."""
 
     @property
     def text(self) -> str:

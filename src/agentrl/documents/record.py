@@ -43,6 +43,8 @@ class Record(Root):
     failure: Failure | None = None
     abandoned_because: str | None = None
     advantage: float | None = None
+    tool_rewards: dict[str, Any] = field(default_factory=dict)
+    """``{tool: {"calls": [reward of each call], "state": reward of its state}}``, of tools that give any."""
     turns: int = 0
     tool_calls: int = 0
     context_resets: int = 0

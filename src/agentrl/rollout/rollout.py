@@ -16,8 +16,12 @@ from agentrl.documents.model_call import ToolExecution, strip_tool_results
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.documents.task import Claim
+<<<<<<< HEAD
 from agentrl.errors import ContextFullError, TrajectoryError
 from agentrl.rollout.budget import Budget
+=======
+from agentrl.errors import ContextFullError, ToolServerError, TrajectoryError
+>>>>>>> bb007dc (Read verl's tool configuration, keep its tools' rewards, and score programs in the sandbox)
 from agentrl.rollout.model_call import Engine, PendingCall, Turn
 from agentrl.rollout.outcome import checked_messages
 from agentrl.rollout.tool_calls import Tools, run_tool_calls
@@ -64,6 +68,7 @@ class Rollout:
         self.turns = 0
         self.tool_calls = 0
         self.context_resets = 0
+        self.tool_rewards: dict[str, dict[str, Any]] = {}
         self._record_id = claim.record_id
         self._chat_format = chat_format
         self._engine = engine
@@ -169,6 +174,10 @@ class Rollout:
             finish_reason=generation.finish_reason,
             times_seen=self._texts[text],
         )
+
+    async def collect_tool_rewards(self) -> None:
+        """Set ``tool_rewards`` to the rewards that the tools give. Raises ToolServerError."""
+        self.tool_rewards = await contain(self._tools.rewards, "the rewards of the tools", ToolServerError)
 
     async def call_tools(self, turn: Turn) -> list[ToolExecution]:
         """Run the tool calls of the last ``turn`` in order and append their results.

@@ -27,6 +27,10 @@ class Tools(Protocol):
         """Run one tool."""
         ...
 
+    async def rewards(self) -> dict[str, dict[str, Any]]:
+        """Return the rewards that tools give, by tool."""
+        ...
+
 
 async def run_tool_calls(
     turn: Turn, pending: PendingCall, tools: Tools, schemas: Sequence[Schema]
@@ -66,6 +70,7 @@ async def _execute(call: ToolCall, tools: Tools) -> ToolExecution:
         error=result.error,
         seconds=result.seconds,
         server=result.server,
+        reward=result.reward,
     )
 
 

@@ -157,6 +157,7 @@ class Worker:
             RecordStatus.COMPLETED,
             final_answer=outcome.final_answer,
             stop_reason=outcome.stop_reason,
+            tool_rewards=rollout.tool_rewards,
         )
         return rollout, outcome
 
@@ -220,7 +221,8 @@ async def run_agent(agent: Agent, name: str, rollout: Rollout) -> Outcome:
     try:
         outcome = await contain(lambda: agent(rollout), f"agent {name}", FailureError)
     except ContextFullError:
-        return Outcome(StopReason.LENGTH_LIMIT)
+        outcome = Outcome(StopReason.LENGTH_LIMIT)
+    await rollout.collect_tool_rewards()
     return contain_call(
         lambda: checked_outcome(name, outcome), f"the outcome of agent {name}", TrajectoryError
     )
@@ -237,6 +239,7 @@ async def score_trajectory(
         aug_answers=task.aug_answers,
         messages=tuple(rollout.messages),
         meta=task.meta,
+        tool_rewards=rollout.tool_rewards,
         agent_config_path=sampling.agent_config_path,
     )
     return await run_scorer(task.scorer, context, sampling.scorer_timeout_seconds)

@@ -25,6 +25,8 @@ class ScorerContext:
     aug_answers: tuple[Any, ...] = ()
     messages: tuple[dict[str, Any], ...] = ()
     meta: dict[str, Any] = field(default_factory=dict)
+    tool_rewards: dict[str, Any] = field(default_factory=dict)
+    """``Record.tool_rewards``."""
     agent_config_path: str = "assets/agent_config.yml"
 
     @property
@@ -48,7 +50,7 @@ Scorer = Callable[[ScorerContext], Awaitable[float | ScoreResult]]
 SCORERS: Registry[Scorer] = Registry(
     "scorer",
     group="agentrl.scorers",
-    built_in=[f"agentrl.scoring.{name}" for name in ("text_match", "math", "judge")],
+    built_in=[f"agentrl.scoring.{name}" for name in ("text_match", "math", "judge", "code", "tool_rewards")],
 )
 
 

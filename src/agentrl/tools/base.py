@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from agentrl.documents.task import Claim
 
@@ -66,6 +66,15 @@ class ServerSession(Protocol):
 
     async def close(self) -> None:
         """Release the trajectory's state: the teardown hook. Idempotent; its errors are logged."""
+        ...
+
+
+@runtime_checkable
+class Rewarding(Protocol):
+    """A session whose tool gives a reward for the trajectory's state at its end."""
+
+    async def reward(self) -> float | None:
+        """Return the reward; None if there is none. Raises ToolServerError."""
         ...
 
 

@@ -15,7 +15,9 @@ from agentrl.tools.manager import managed_servers
 from agentrl.tools.mcp import McpServer
 from agentrl.tools.names import ToolNames
 from agentrl.tools.python import python_servers
+from agentrl.tools.selected import SelectedTools
 from agentrl.tools.session import ToolSession
+from agentrl.tools.tool_config_file import load_tools
 
 
 class ToolPool:
@@ -26,8 +28,11 @@ class ToolPool:
 
     def __init__(self, config: ToolConfig) -> None:
         """Read the configuration without connecting. Raises ConfigError if it is invalid."""
-        self._specs = configured_servers(config)
-        self._python = python_servers(config.tools, call_timeout=config.tool_timeout_seconds)
+        timeout = config.tool_timeout_seconds
+        configured = load_tools(config.tool_config_path, call_timeout=timeout)
+        self._specs = [*configured_servers(config), *configured.servers]
+        self._selected = configured.selected
+        self._python = [*python_servers(config.tools, call_timeout=timeout), *configured.tools]
         self._config = config
         self._servers: dict[str, ToolServer] = {}
 
@@ -93,6 +98,8 @@ class ToolPool:
         )
 
     def _add(self, server: ToolServer) -> None:
+        if server.name in self._selected:
+            server = SelectedTools(server, self._selected[server.name])
         if server.name in self._servers:
             raise ToolServerError(
                 f"two tool servers are named {server.name!r}", hint="rename one in --mcp_servers_file"

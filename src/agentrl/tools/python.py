@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from agentrl.errors import AgentRLError, FailureError, ToolServerError
 from agentrl.registry import Registry
 from agentrl.tools.base import Reply, Schema, Trajectory, function_schema, schema_name, timeout_text
+from agentrl.tools.stateful import StatefulTools, is_stateful
 from agentrl.user_code import contain
 
 logger = logging.getLogger(__name__)
@@ -21,15 +22,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Toolset:
-    """A function as one tool, or a class whose public methods are tools that share an instance."""
+    """A function as one tool, a class whose public methods are tools that share an instance, or a class with
+    ``create`` and ``execute``, which is one tool."""
 
     target: Callable[..., Any]
     schemas: tuple[Schema, ...]
-    """One for each tool, sorted by name."""
+    """One for each tool, sorted by name; none for a class with ``create`` and ``execute``."""
 
     @classmethod
     def of(cls, target: Any) -> Toolset:
         """Return the tools of a function or class. Raises TypeError without type hints or docstrings."""
+        if is_stateful(target):
+            return cls(target, ())
         if inspect.isclass(target):
             schemas = [_schema(name, method, bound=True) for name, method in _methods(target).items()]
             if not schemas:
@@ -44,7 +48,13 @@ def _toolset(found: Any) -> Toolset:
     return found if isinstance(found, Toolset) else Toolset.of(found)
 
 
-TOOLS: Registry[Toolset] = Registry("tool", group="agentrl.tools", flag="--tools", convert=_toolset)
+TOOLS: Registry[Toolset] = Registry(
+    "tool",
+    group="agentrl.tools",
+    flag="--tools",
+    built_in=["agentrl.tools.sandbox.tool"],
+    convert=_toolset,
+)
 
 
 def tool(*names: str) -> Callable[[F], F]:
@@ -54,6 +64,8 @@ def tool(*names: str) -> Callable[[F], F]:
     needs a type hint. Of a class it sees the public methods. A new instance is made for each trajectory, so
     attributes are the trajectory's state, and its method ``close`` is called at the end. A tool returns text
     or anything that JSON can hold. An exception is a result that the model reads.
+
+    A class with ``create`` and ``execute`` is one tool with verl's methods: see ``StatefulTool``.
     """
 
     def decorate(target: F) -> F:
@@ -150,15 +162,21 @@ class _ToolError(FailureError):
     kind = "tool"
 
 
-def python_servers(names: str, *, call_timeout: float) -> list[PythonTools]:
+def python_servers(names: str, *, call_timeout: float) -> list[PythonTools | StatefulTools]:
     """Return a server for each of the comma-separated ``names``, called as the name or as the path's end.
 
-    Raises ConfigError for a tool that does not exist or that this process may not import.
+    A class with ``create`` and ``execute`` is called as its tool. Raises ConfigError for a tool that does not
+    exist or that this process may not import.
     """
     chosen = [name.strip() for name in names.split(",") if name.strip()]
-    return [
-        PythonTools(name.rpartition(":")[2], TOOLS.get(name), call_timeout=call_timeout) for name in chosen
-    ]
+    return [_server(name, TOOLS.get(name), call_timeout) for name in chosen]
+
+
+def _server(name: str, toolset: Toolset, call_timeout: float) -> PythonTools | StatefulTools:
+    if is_stateful(toolset.target):
+        where = f"--tools {name}"
+        return StatefulTools.load(toolset.target, {}, None, where=where, call_timeout=call_timeout)
+    return PythonTools(name.rpartition(":")[2], toolset, call_timeout=call_timeout)
 
 
 def _methods(target: type) -> dict[str, Callable[..., Any]]:

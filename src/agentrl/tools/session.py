@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from agentrl.errors import ToolServerError
-from agentrl.tools.base import Schema, ServerSession, ToolResult, schema_name
+from agentrl.tools.base import Rewarding, Schema, ServerSession, ToolResult, schema_name
 from agentrl.tools.names import ToolNames
 
 
@@ -30,6 +30,7 @@ class ToolSession:
         self._names = names
         self._max_chars = max_chars
         self._slots = asyncio.Semaphore(max_parallel)
+        self._call_rewards: dict[str, list[float]] = {}
 
     async def __aenter__(self) -> Self:
         opening = [asyncio.ensure_future(session.open()) for session in self._sessions.values()]
@@ -70,6 +71,8 @@ class ToolSession:
             start = time.monotonic()
             reply = await self._sessions[server].call(tool, arguments)
             seconds = time.monotonic() - start
+        if reply.reward is not None:
+            self._call_rewards.setdefault(name, []).append(reply.reward)
         return ToolResult(
             text=_cut(reply.text, self._max_chars),
             error=reply.error,
@@ -77,6 +80,18 @@ class ToolSession:
             server=server,
             reward=reply.reward,
         )
+
+    async def rewards(self) -> dict[str, dict[str, Any]]:
+        """Return ``{tool: {"calls": rewards of its calls, "state": reward of its state}}`` of tools that give
+        rewards; call it before ``close``. Raises ToolServerError."""
+        rewards: dict[str, dict[str, Any]] = {
+            name: {"calls": list(calls)} for name, calls in self._call_rewards.items()
+        }
+        for server, session in self._sessions.items():
+            state = await session.reward() if isinstance(session, Rewarding) else None
+            if state is not None:
+                rewards.setdefault(server, {"calls": []})["state"] = state
+        return rewards
 
     async def close(self) -> None:
         """Close every session: their teardown hooks. Idempotent."""

@@ -138,7 +138,7 @@ async def _end(launcher: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         launcher.terminate()
     try:
-        await asyncio.wait_for(launcher.wait(), _GRACE_SECONDS)
+        await asyncio.wait_for(launcher.communicate(), _GRACE_SECONDS)
     except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
             launcher.kill()

@@ -1,0 +1,159 @@
+"""Scorer ``code``: run the program in the final answer against the task's tests, in the sandbox.
+
+A task's ``answer`` holds the tests: a list, or an object ``{"tests": […], "sandbox": {…}}`` with limits of
+the sandbox. A test is ``{"input": text, "output": text}``, which the program reads and prints, or text:
+Python with assertions, run after the program. ``{"inputs": […], "outputs": […]}`` is read too, and JSON text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.errors import ConfigError, ScorerError
+from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
+from agentrl.tools.sandbox.limits import Execution
+from agentrl.tools.sandbox.open import Sandbox, open_sandbox
+
+_FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_SHOWN = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeTest:
+    """One test: assertions, or an input and the output that it must give."""
+
+    assertions: str | None = None
+    stdin: str = ""
+    stdout: str = ""
+
+
+@scorer("code")
+async def code(context: ScorerContext) -> ScoreResult:
+    """Return the share of the tests that the program passes; 0 without a program.
+
+    Each test runs in a directory of its own. Raises ScorerError for malformed tests, and ToolServerError if
+    no sandbox can run.
+    """
+    tests, config = read_tests(context.answer)
+    if context.final_answer is None:
+        return ScoreResult(0.0, {"passed": 0, "tests": len(tests)})
+    program = program_of(context.final_answer)
+    problems = [await _problem(open_sandbox(config), program, test) for test in tests]
+    passed = problems.count(None)
+    first = next((problem for problem in problems if problem is not None), None)
+    details = {"passed": passed, "tests": len(tests), **({"first_problem": first} if first else {})}
+    return ScoreResult(passed / len(tests), details)
+
+
+def program_of(answer: str) -> str:
+    """Return the last fenced block of an answer, or the whole answer without one."""
+    blocks = _FENCE.findall(answer)
+    return str(blocks[-1]) if blocks else answer
+
+
+def read_tests(answer: Any) -> tuple[list[CodeTest], Mapping[str, Any]]:
+    """Return the tests of a task and the sandbox's configuration. Raises ScorerError."""
+    try:
+        value = json.loads(answer) if isinstance(answer, str) and answer.lstrip()[:1] in "[{" else answer
+    except ValueError as error:
+        raise ScorerError(f"the task's answer is not JSON: {error}") from error
+    config: Mapping[str, Any] = {}
+    if isinstance(value, Mapping):
+        config = value.get("sandbox") or {}
+        value = value["tests"] if "tests" in value else _pairs(value)
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, (list, tuple)) or not found or not isinstance(config, Mapping):
+        raise ScorerError(
+            "the task's answer holds no tests",
+            hint='give "answer": [{"input": "…", "output": "…"}] or ["assert f(1) == 2"]',
+        )
+    try:
+        open_sandbox(config)
+    except ConfigError as error:
+        raise ScorerError(error.message, hint=error.hint) from error
+    return [_test(item) for item in found], config
+
+
+def _pairs(value: Mapping[str, Any]) -> list[dict[str, Any]]:
+    inputs, outputs = value.get("inputs"), value.get("outputs")
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise ScorerError("'inputs' and 'outputs' of the task's answer are not two lists of one length")
+    return [{"input": given, "output": expected} for given, expected in zip(inputs, outputs, strict=True)]
+
+
+def _test(item: Any) -> CodeTest:
+    if isinstance(item, str):
+        return CodeTest(assertions=item)
+    if isinstance(item, Mapping) and "output" in item:
+        return CodeTest(stdin=_lines(item.get("input", "")), stdout=_lines(item["output"]))
+    raise ScorerError(f"a test is {str(item)[:_SHOWN]!r}; it must be text or {{input, output}}")
+
+
+def _lines(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+async def _problem(sandbox: Sandbox, program: str, test: CodeTest) -> str | None:
+    """Run one test; return what is wrong, or None."""
+    try:
+        if test.assertions is None:
+            return _difference(await sandbox.run(program, test.stdin), test.stdout)
+        mark = secrets.token_hex(16)
+        done = await sandbox.run(with_assertions(program, test.assertions), f"{mark}\n")
+        if done.succeeded and done.stdout.rstrip("\n").endswith(mark):
+            return None
+        return _failure(done) or "the program ended before its tests"
+    finally:
+        await sandbox.close()
+
+
+_HARNESS = """\
+import os, sys
+
+def _run(program, tests, run=exec, translate=compile, write=os.write):
+    mark = sys.stdin.readline().encode()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.unlink(__file__)
+    space = {"__name__": "__main__"}
+    run(translate(program, "answer.py", "exec"), space)
+    run(translate(tests, "tests.py", "exec"), space)
+    sys.stdout.flush()
+    write(1, mark)
+
+_run(%r, %r)
+"""
+
+
+def with_assertions(program: str, assertions: str) -> str:
+    """Return a program that runs ``program``, then ``assertions``, then prints the line that it reads first.
+
+    Neither the line nor the tests are in a file or a stream when ``program`` runs.
+    """
+    return _HARNESS % (program, assertions)
+
+
+def _difference(done: Execution, expected: str) -> str | None:
+    """Compare line by line, without white space at ends of lines and of the output."""
+    if not done.succeeded:
+        return _failure(done)
+    if _normal(done.stdout) == _normal(expected):
+        return None
+    return f"printed {done.stdout[:_SHOWN]!r} instead of {expected[:_SHOWN]!r}"
+
+
+def _normal(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _failure(done: Execution) -> str | None:
+    if done.exceeded is not None:
+        return f"exceeded the limit of {done.exceeded}"
+    if done.exit_code != 0:
+        last = done.stderr.rstrip().rpartition("\n")[2]
+        return f"exit code {done.exit_code}: {last[:_SHOWN]}"
+    return None

@@ -1,0 +1,68 @@
+"""The tool ``code_interpreter``: run Python that the model writes in a sandbox of its trajectory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from agentrl.tools.base import Schema, function_schema
+from agentrl.tools.python import tool
+from agentrl.tools.sandbox.limits import Execution
+from agentrl.tools.sandbox.open import Sandbox, open_sandbox
+from agentrl.tools.stateful import StatefulTool
+
+_EXCEEDED = {
+    "time": "the program was stopped: it took too long",
+    "memory": "the program was stopped: it used too much memory",
+    "output": "the program was stopped: it wrote too much output",
+    "files": "the program was stopped: it wrote too many files",
+}
+
+
+@tool("python_sandbox")
+class PythonSandbox(StatefulTool):
+    """Python in a sandbox. Programs of one trajectory share a private directory; ``config`` holds limits."""
+
+    def __init__(self, config: Mapping[str, Any], tool_schema: Any = None) -> None:
+        super().__init__(config, tool_schema)
+        self._sandboxes: dict[str, Sandbox] = {}
+        open_sandbox(self.config)  # report an invalid configuration at the start
+
+    def get_openai_tool_schema(self) -> Schema:
+        """Return the schema of a tool with one parameter, the code."""
+        code = {"type": "string", "description": "The program. It prints what you want to read."}
+        return function_schema(
+            "code_interpreter",
+            "Runs a Python program and returns its output. Files stay for the next program.",
+            {"type": "object", "properties": {"code": code}, "required": ["code"]},
+        )
+
+    async def create(self, instance_id: str, **kwargs: Any) -> str:
+        """Open the trajectory's sandbox."""
+        self._sandboxes[instance_id] = open_sandbox(self.config)
+        return instance_id
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> str:
+        """Run ``parameters["code"]``; return its output and error output."""
+        code = parameters.get("code")
+        if not isinstance(code, str):
+            raise ValueError("the parameter 'code' must be text")
+        return output_text(await self._sandboxes[instance_id].run(code))
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Delete the trajectory's sandbox."""
+        sandbox = self._sandboxes.pop(instance_id, None)
+        if sandbox is not None:
+            await sandbox.close()
+
+
+def output_text(done: Execution) -> str:
+    """Return what the model reads of an execution."""
+    parts = [done.stdout.rstrip("\n"), done.stderr.rstrip("\n")]
+    if done.exceeded is not None:
+        parts.append(f"[{_EXCEEDED[done.exceeded]}]")
+    elif done.exit_code < 0:
+        parts.append(f"[the program was ended by signal {-done.exit_code}]")
+    elif done.exit_code > 0 and not done.stderr:
+        parts.append(f"[the program ended with exit code {done.exit_code}]")
+    return "\n".join(part for part in parts if part) or "[the program printed nothing]"

@@ -1,0 +1,291 @@
+"""Tools with state by trajectory: classes with ``create``, ``execute``, ``calc_reward`` and ``release``.
+
+The methods are verl's, so that its tool classes work unchanged. One object serves all trajectories; each
+trajectory has an instance id of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from agentrl.errors import AgentRLError, ConfigError, FailureError, ToolServerError
+from agentrl.tools.base import Reply, Schema, Trajectory, function_schema, timeout_text
+from agentrl.user_code import contain, contain_call
+
+logger = logging.getLogger(__name__)
+
+
+class _Open(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class FunctionSchema(_Open):
+    """``function`` of an OpenAI function schema."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = {}
+
+
+class ToolSchema(_Open):
+    """An OpenAI function schema as an object, which verl's tool classes expect."""
+
+    type: str = "function"
+    function: FunctionSchema
+
+
+class StatefulTool:
+    """Base class of a tool with state by trajectory. Override what the tool needs; ``execute`` is needed.
+
+    The reward of a call and that of the state are stored in the Record and reach the scorer.
+    """
+
+    def __init__(self, config: Mapping[str, Any], tool_schema: Any = None) -> None:
+        """``config`` and ``tool_schema`` come from the tool configuration file, if there is one."""
+        self.config = dict(config)
+        self.tool_schema = tool_schema or self.get_openai_tool_schema()
+
+    def get_openai_tool_schema(self) -> Any:
+        """Return the function schema for a configuration that gives none."""
+        raise NotImplementedError("give tool_schema in the tool configuration")
+
+    async def create(self, instance_id: str, **kwargs: Any) -> str:
+        """Prepare the state of one trajectory; return its instance id."""
+        return instance_id
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        """Run one call; return its text, or ``(text, reward, metrics)``."""
+        raise NotImplementedError
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
+        """Return the reward of the trajectory's state at its end; None if the tool gives none."""
+        return None
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Release the state of one trajectory."""
+
+
+class StatefulTools:
+    """One tool object as a tool server, named like its tool."""
+
+    def __init__(self, target: Any, *, call_timeout: float) -> None:
+        """``call_timeout`` bounds each method, in seconds. Raises ConfigError for a malformed schema."""
+        self._target = target
+        self._schema = _plain_schema(target)
+        self._call_timeout = call_timeout
+        self.name = str(self._schema["function"]["name"])
+
+    @classmethod
+    def load(
+        cls,
+        kind: Callable[..., Any],
+        config: Mapping[str, Any],
+        schema: Any,
+        *,
+        where: str,
+        call_timeout: float,
+    ) -> StatefulTools:
+        """Make the tool object of a class. Raises ConfigError if the class refuses its configuration."""
+        if not callable(getattr(kind, "execute", None)):
+            raise ConfigError(f"{where} has no method 'execute'", hint="see docs/tools.md")
+        try:
+            view = None if schema is None else ToolSchema.model_validate(schema)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            raise ConfigError(
+                f"{where}: tool_schema.{'.'.join(map(str, problem['loc']))}: {problem['msg']}",
+                hint="write type: function, and function with name, description and parameters",
+            ) from error
+        try:
+            target = contain_call(lambda: kind(dict(config), view), where, ToolServerError)
+        except ToolServerError as error:
+            raise ConfigError(error.message, hint="correct its 'config' in the tool configuration") from error
+        return cls(target, call_timeout=call_timeout)
+
+    @property
+    def schemas(self) -> Sequence[Schema]:
+        """Return the tool's function schema."""
+        return (self._schema,)
+
+    async def open(self) -> None:
+        """Do nothing: the tool runs in this process."""
+
+    def session(self, trajectory: Trajectory) -> StatefulSession:
+        """Return the tool with the state of one trajectory."""
+        return StatefulSession(
+            self._target, self._schema, trajectory, name=self.name, call_timeout=self._call_timeout
+        )
+
+    async def close(self) -> None:
+        """Do nothing: each session releases its instance."""
+
+
+class StatefulSession:
+    """One tool with the state of one trajectory: ``create`` at its start, ``release`` at its end."""
+
+    def __init__(
+        self, target: Any, schema: Schema, trajectory: Trajectory, *, name: str, call_timeout: float
+    ) -> None:
+        self._target = target
+        self._schema = schema
+        self._name = name
+        self._call_timeout = call_timeout
+        self._instance = trajectory.id
+        self._created = False
+        self._kwargs = _tool_kwargs(trajectory.meta, name)
+
+    async def open(self) -> None:
+        """Call ``create``. Raises ToolServerError if it raises or takes too long."""
+        given = self._kwargs.get("create_kwargs", {})
+        create = getattr(self._target, "create", None)
+        self._created = True
+        if create is not None:
+            whole = {"create_kwargs": given} if _takes_any(create) else {}
+            created = await self._method("create", create, self._instance, **{**whole, **given})
+            instance = created[0] if isinstance(created, tuple) and created else created
+            self._instance = self._instance if instance is None else str(instance)
+
+    async def list(self) -> Sequence[Schema]:
+        """Return the tool's function schema."""
+        return (self._schema,)
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Reply:
+        """Call ``execute``. An exception and a timeout are errors in the reply. Raises ToolServerError if the
+        tool raises one."""
+        given = self._kwargs.get("execute_kwargs", {})
+        try:
+            async with asyncio.timeout(self._call_timeout):
+                result = await contain(
+                    lambda: _call(self._target.execute, self._instance, dict(arguments), **given),
+                    f"tool {tool}",
+                    _ToolError,
+                )
+        except TimeoutError:
+            return Reply(text=timeout_text(tool, self._call_timeout), error=True)
+        except _ToolError as error:
+            return Reply(text=error.message, error=True)
+        text, reward = _result(result)
+        return Reply(text=text, reward=reward)
+
+    async def reward(self) -> float | None:
+        """Return the reward of the state, by ``calc_reward`` or ``reward``; None if the tool gives none.
+
+        Raises ToolServerError if the method raises.
+        """
+        for method in ("calc_reward", "reward"):
+            function = getattr(self._target, method, None)
+            if callable(function):
+                given = self._kwargs.get("calc_reward_kwargs", {})
+                return _number(await self._method(method, function, self._instance, **given))
+        return None
+
+    async def close(self) -> None:
+        """Call ``release`` once; its errors are logged."""
+        created, self._created = self._created, False
+        release = getattr(self._target, "release", None)
+        if not created or release is None:
+            return
+        try:
+            await self._method("release", release, self._instance, **self._kwargs.get("release_kwargs", {}))
+        except AgentRLError as error:
+            logger.warning("a tool cannot be released", extra={"tool": self._name, "why": error.message})
+
+    async def _method(self, method: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        what = f"{method} of tool {self._name}"
+        try:
+            async with asyncio.timeout(self._call_timeout):
+                return await contain(lambda: _call(function, *args, **kwargs), what, ToolServerError)
+        except TimeoutError as error:
+            raise ToolServerError(f"{what} took longer than {self._call_timeout:g} s") from error
+
+
+class _ToolError(FailureError):
+    """A tool raised; the model reads the message."""
+
+    kind = "tool"
+
+
+def is_stateful(target: Any) -> bool:
+    """Return whether ``target`` is a class with verl's methods rather than one tool per method."""
+    return inspect.isclass(target) and all(
+        callable(getattr(target, name, None)) for name in ("create", "execute")
+    )
+
+
+async def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Await an async function; run any other in a thread."""
+    if inspect.iscoroutinefunction(inspect.unwrap(function)):
+        return await function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)
+
+
+def _takes_any(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def _tool_kwargs(meta: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]]:
+    """Return what the task gives to the tool: ``meta.tools_kwargs`` or verl's ``extra_info.tools_kwargs``."""
+    extra = meta.get("extra_info")
+    for holder in (meta, extra if isinstance(extra, Mapping) else {}):
+        by_tool = holder.get("tools_kwargs")
+        given = by_tool.get(name) if isinstance(by_tool, Mapping) else None
+        if isinstance(given, Mapping):
+            return {key: dict(value) for key, value in given.items() if isinstance(value, Mapping)}
+    return {}
+
+
+def _result(result: Any) -> tuple[str, float | None]:
+    """Return the text and the reward of ``text``, ``(text, reward)`` or ``(text, reward, metrics)``."""
+    response, reward = result, None
+    if isinstance(result, tuple) and result:
+        response, reward = result[0], _number(result[1]) if len(result) > 1 else None
+    return _text(response), reward
+
+
+def _text(response: Any) -> str:
+    """Return the text of a response; of pictures and films it says that they are there."""
+    if isinstance(response, str):
+        return response
+    if response is None:
+        return ""
+    parts = response if isinstance(response, Mapping) else getattr(response, "__dict__", None)
+    if parts is None or not {"text", "image", "video"} & parts.keys():
+        from pydantic_core import to_json
+
+        return to_json(response, fallback=str).decode()
+    shown = [str(parts["text"])] if parts.get("text") else []
+    shown += [f"[{kind} that cannot be shown]" for kind in ("image", "video") if parts.get(kind)]
+    return "\n".join(shown)
+
+
+def _number(value: Any) -> float | None:
+    """Return a finite number; None for what is none."""
+    if isinstance(value, numbers.Real) and math.isfinite(value):
+        return float(value)
+    return None
+
+
+def _plain_schema(target: Any) -> Schema:
+    """Return the function schema of a tool object. Raises ConfigError."""
+    schema = getattr(target, "tool_schema", None)
+    if schema is None:
+        schema = contain_call(target.get_openai_tool_schema, "get_openai_tool_schema", ToolServerError)
+    if hasattr(schema, "model_dump"):
+        schema = schema.model_dump(exclude_none=True)
+    try:
+        function = ToolSchema.model_validate(schema).function
+    except ValidationError as error:
+        raise ConfigError(
+            f"the tool {type(target).__name__} has no function schema: {error.errors()[0]['msg']}",
+            hint="give tool_schema in the tool configuration, or return it from get_openai_tool_schema",
+        ) from error
+    return function_schema(function.name, function.description, function.parameters or None)

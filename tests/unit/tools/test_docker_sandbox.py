@@ -1,0 +1,93 @@
+"""The Docker sandbox, against a program that stands in for docker and runs the commands here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import ConfigError, ToolServerError
+from agentrl.tools.sandbox.docker import DockerSandbox
+from agentrl.tools.sandbox.limits import SandboxLimits
+from agentrl.tools.sandbox.open import open_sandbox
+
+DOCKER = """#!{python}
+import ctypes, os, subprocess, sys
+arguments = sys.argv[1:]
+home = os.path.dirname(os.path.abspath(__file__))
+with open(home + "/log", "a") as log:
+    print(" ".join(arguments), file=log)
+if arguments[0] == "exec":
+    command = [word for word in arguments[1:] if word != "--interactive"][1:]
+    if command[-1].startswith("kill"):
+        sys.exit(0)
+    seconds = None
+    if command[0] == "timeout":
+        seconds, command = float(command[2]), command[3:]
+    with_parent = lambda: ctypes.CDLL(None).prctl(1, 9)
+    try:
+        done = subprocess.run(command, cwd=home, timeout=seconds, preexec_fn=with_parent)
+    except subprocess.TimeoutExpired:
+        sys.exit(137)
+    sys.exit(done.returncode % 256)
+if "no-such-image" in arguments:
+    sys.exit("Unable to find image")
+"""
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put the stand-in on PATH; return the folder of its log."""
+    program = tmp_path / "docker"
+    program.write_text(DOCKER.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/local/bin:/usr/bin:/bin")
+    return tmp_path
+
+
+async def test_programs_of_a_trajectory_run_in_one_container_that_is_removed_at_its_end(docker: Path) -> None:
+    sandbox = open_sandbox({"isolation": "docker", "image": "python:3.12"})
+    first = await sandbox.run("open('a', 'w').write('x'); print(input())", stdin="hello\n")
+    second = await sandbox.run("print(open('a').read()); raise SystemExit(3)")
+    await sandbox.close()
+    await sandbox.close()
+    assert (first.stdout, first.succeeded) == ("hello\n", True)
+    assert (second.stdout, second.exit_code, second.exceeded) == ("x\n", 3, None)
+    commands = [line.split()[0] for line in (docker / "log").read_text().splitlines()]
+    assert (commands[0], commands[-1], commands.count("run"), commands.count("rm")) == ("run", "rm", 1, 1)
+
+
+def test_the_container_has_no_network_no_capability_and_every_limit() -> None:
+    limits = SandboxLimits(memory_mb=64, processes=8, disk_mb=16, cpu_seconds=3)
+    command = " ".join(DockerSandbox(limits, image="python:3.12").start_command("name"))
+    for part in (
+        "--network none", "--read-only", "--cap-drop ALL", "no-new-privileges", "--user 65534:65534",
+        "--memory 64m", "--memory-swap 64m", "--pids-limit 12", "cpu=3", "/work:size=16m",
+    ):  # fmt: skip
+        assert part in command
+
+
+async def test_a_program_beyond_its_time_or_output_is_killed(docker: Path) -> None:
+    sandbox = DockerSandbox(SandboxLimits(seconds=0.5, output_bytes=1000), image="python:3.12")
+    late = await sandbox.run("import time; print('begun', flush=True); time.sleep(60)")
+    loud = await sandbox.run("while True: print('y' * 100)")
+    assert (late.exceeded, late.stdout) == ("time", "begun\n")
+    assert (loud.exceeded, len(loud.stdout)) == ("output", 1000)
+
+
+async def test_docker_that_fails_or_is_missing_is_named(
+    docker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ToolServerError, match="docker run failed: Unable to find image"):
+        await DockerSandbox(SandboxLimits(), image="no-such-image").run("print(1)")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ToolServerError, match="none on PATH"):
+        await DockerSandbox(SandboxLimits(), image="python:3.12").run("print(1)")
+
+
+def test_an_unknown_isolation_is_refused() -> None:
+    with pytest.raises(ConfigError, match="isolation is 'vm'"):
+        open_sandbox({"isolation": "vm"})
+    with pytest.raises(ConfigError, match="visible is '/data'"):
+        open_sandbox({"visible": "/data"})
