@@ -16,12 +16,8 @@ from agentrl.documents.model_call import ToolExecution, strip_tool_results
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.documents.task import Claim
-<<<<<<< HEAD
-from agentrl.errors import ContextFullError, TrajectoryError
-from agentrl.rollout.budget import Budget
-=======
 from agentrl.errors import ContextFullError, ToolServerError, TrajectoryError
->>>>>>> bb007dc (Read verl's tool configuration, keep its tools' rewards, and score programs in the sandbox)
+from agentrl.rollout.budget import Budget
 from agentrl.rollout.model_call import Engine, PendingCall, Turn
 from agentrl.rollout.outcome import checked_messages
 from agentrl.rollout.tool_calls import Tools, run_tool_calls
