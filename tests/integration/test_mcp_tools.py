@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -18,8 +17,8 @@ from open_tools import open_tools
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerError
-from agentrl.tools import mcp
 from agentrl.tools.base import Trajectory, schema_name
+from agentrl.tools.mcp import connector
 from agentrl.tools.pool import ToolPool
 
 pytestmark = pytest.mark.integration
@@ -99,40 +98,6 @@ async def test_many_calls_at_once_share_one_connection(tmp_path: Path) -> None:
         assert len({result.text for result in pids}) == 1
 
 
-async def test_a_killed_stdio_server_is_started_again(tmp_path: Path) -> None:
-    async with open_tools(config_of(tmp_path, {"demo": stdio_entry()})) as pool:
-        before = int((await pool.call("pid", {})).text)
-        os.kill(before, signal.SIGKILL)
-        after = int((await pool.call("pid", {})).text)
-        assert after != before
-
-
-async def test_a_server_that_dies_of_a_call_is_a_failure(tmp_path: Path) -> None:
-    async with open_tools(config_of(tmp_path, {"demo": stdio_entry()})) as pool:
-        with pytest.raises(ToolServerError, match="lost twice while it ran die"):
-            await pool.call("die", {})
-        assert (await pool.call("add", {"a": 1, "b": 1})).text == "2"
-
-
-async def test_http_server_killed_midway_is_connected_again(
-    tmp_path: Path,
-    http_server: tuple[str, int, list[subprocess.Popen[bytes]]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    url, port, processes = http_server
-    async with open_tools(config_of(tmp_path, {"web": {"url": url}})) as pool:
-        assert (await pool.call("add", {"a": 1, "b": 2})).text == "3"
-        processes[0].kill()
-        processes[0].wait(10)
-        processes.append(start_http(port))
-        assert (await pool.call("add", {"a": 2, "b": 2})).text == "4"
-        processes[1].kill()
-        processes[1].wait(10)
-        monkeypatch.setattr(mcp, "RECONNECT_DELAYS", (0.0,))
-        with pytest.raises(ToolServerError, match=r"web .*cannot be reached"):
-            await pool.call("add", {"a": 2, "b": 2})
-
-
 async def test_tools_of_one_name_on_two_servers_are_prefixed(
     tmp_path: Path, http_server: tuple[str, int, list[subprocess.Popen[bytes]]]
 ) -> None:
@@ -153,7 +118,7 @@ async def test_tools_of_one_name_on_two_servers_are_prefixed(
 
 
 async def test_unreachable_servers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mcp, "RECONNECT_DELAYS", (0.0,))
+    monkeypatch.setattr(connector, "RECONNECT_DELAYS", (0.0,))
     for entry in (
         {"url": f"http://127.0.0.1:{free_port()}/mcp"},
         {"command": "/no/such/program"},

@@ -25,7 +25,8 @@ from agentrl.processes import thread_limits
 from agentrl.quickstart.smollm import prepare_smollm
 from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.supervise import StoppedBySignalError, SupervisedProcess, Supervisor, stop_on_signals
-from agentrl.tools.config import HttpSpec, ManagerSpec, ServerSpec, load_servers
+from agentrl.tools.config import load_servers
+from agentrl.tools.specs import HttpSpec, ManagerSpec, ServerSpec
 
 SERVERS_FILE = Path("assets/mcp_servers.yml")
 ROLES = ("serve", "sample", "train")

@@ -160,7 +160,11 @@ def tool_servers(run: QuickstartRun) -> ToolServers:
     python = sys.executable
     content = {
         "servers": {
-            "calculator": {"command": python, "args": ["-m", "agentrl.quickstart.servers.calculator"]},
+            "calculator": {
+                "command": python,
+                "args": ["-m", "agentrl.quickstart.servers.calculator"],
+                "scope": "shared",
+            },
             "units": {"url": f"http://127.0.0.1:{port}/mcp"},
         }
     }

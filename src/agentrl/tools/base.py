@@ -36,6 +36,8 @@ class Reply:
     error: bool = False
     reward: float | None = None
     """The reward that the tool itself gives to the call, if it gives one."""
+    max_chars: int | None = None
+    """Where the text is cut; None leaves --max_tool_result_chars."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

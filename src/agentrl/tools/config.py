@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,44 +14,26 @@ import yaml
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError
+from agentrl.tools.options import OPTION_KEYS, read_options
+from agentrl.tools.specs import HttpSpec, ManagerSpec, Scope, ServerSpec, StdioSpec
+from agentrl.tools.values import require_text, require_text_map, require_texts
 
 _STDIO_KEYS = frozenset({"command", "args", "env", "cwd"})
-_HTTP_KEYS = frozenset({"url", "headers", "headers_env"})
+_HTTP_KEYS = frozenset({"url", "headers", "headers_env", "transport"})
 _HINT = (
-    "write 'servers:' with entries 'NAME: {command, args, env, cwd}' or 'NAME: {url, headers, headers_env}'"
+    "write 'servers:' with entries 'NAME: {command, args, env, cwd}' or 'NAME: {url, headers, headers_env}';"
+    " docs/tools.md lists every key"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StdioSpec:
-    """A server that runs as a child process."""
-
-    name: str
-    command: str
-    args: tuple[str, ...] = field(default=(), repr=False)
-    env: Mapping[str, str] = field(default_factory=dict, repr=False)
-    cwd: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HttpSpec:
-    """A server behind streamable HTTP."""
-
-    name: str
-    url: str = field(repr=False)
-    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ManagerSpec:
-    """An MCP manager: many servers behind one HTTP interface; ``server`` is one of them, or ``all``."""
-
-    url: str = field(repr=False)
-    server: str
-    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-
-
-ServerSpec = StdioSpec | HttpSpec | ManagerSpec
+_VARIABLE = re.compile(r"\$\{(?:env:)?([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+_TRANSPORTS = {
+    "stdio": None,
+    "http": False,
+    "streamable-http": False,
+    "streamableHttp": False,
+    "streamable_http": False,
+    "sse": True,
+}
+"""What clients write as ``type`` or ``transport``: for HTTP, whether it is the older HTTP+SSE transport."""
 
 
 def configured_servers(config: ToolConfig) -> list[ServerSpec]:
@@ -64,19 +47,59 @@ def configured_servers(config: ToolConfig) -> list[ServerSpec]:
 
 
 def load_servers(path: str | Path) -> list[ServerSpec]:
-    """Read the servers of a YAML file, in order. ``command: python`` is the current interpreter."""
+    """Read the servers of a file, in order: ours in YAML, or the ``mcpServers`` JSON of other MCP clients.
+
+    ``${VARIABLE}`` and ``${VARIABLE:-default}`` are replaced by environment variables; ``command: python``
+    is the current interpreter. Raises ConfigError.
+    """
+    content = _content(Path(path))
+    if isinstance(content, dict) and isinstance(content.get("mcpServers"), dict):
+        return _foreign_servers(content["mcpServers"], f"{path}: mcpServers")
+    servers = content.get("servers") if isinstance(content, dict) else None
+    if not isinstance(servers, dict):
+        raise ConfigError(f"{path} has neither a mapping 'servers' nor 'mcpServers'", hint=_HINT)
+    return [_spec(str(name), entry, f"{path}: servers.{name}") for name, entry in servers.items()]
+
+
+def _content(path: Path) -> Any:
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"--mcp_servers_file {path} cannot be read: {error.strerror}", hint="give an existing file"
         ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--mcp_servers_file {path} is not UTF-8", hint="save it as UTF-8") from error
+    if path.suffix == ".json":
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{path} is not JSON: {error}", hint="correct that line") from error
+    try:
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}", hint="correct that line") from error
-    servers = content.get("servers") if isinstance(content, dict) else None
-    if not isinstance(servers, dict):
-        raise ConfigError(f"{path} has no mapping 'servers'", hint=_HINT)
-    return [_spec(str(name), entry, f"{path}: servers.{name}") for name, entry in servers.items()]
+
+
+def _foreign_servers(servers: Mapping[str, Any], where: str) -> list[ServerSpec]:
+    """Read another client's servers: keys that only that client knows are ignored, disabled servers too."""
+    known = _STDIO_KEYS | _HTTP_KEYS | OPTION_KEYS
+    specs = []
+    for name, entry in servers.items():
+        if not isinstance(entry, dict):
+            raise ConfigError(f"{where}.{name} is not a mapping", hint=_HINT)
+        if entry.get("disabled") is True or entry.get("enabled") is False:
+            continue
+        url = next((entry[key] for key in ("url", "httpUrl", "serverUrl") if key in entry), None)
+        own = {key: value for key, value in entry.items() if key in known and key != "tools"}
+        if url is not None:
+            own["url"] = url
+        if "type" in entry:
+            own["transport"] = entry["type"]
+        if "command" in own:
+            own.pop("transport", None)
+        specs.append(_spec(str(name), own, f"{where}.{name}"))
+    return specs
 
 
 def _spec(name: str, entry: Any, where: str) -> ServerSpec:
@@ -84,28 +107,47 @@ def _spec(name: str, entry: Any, where: str) -> ServerSpec:
         raise ConfigError(f"{where} is not a mapping", hint=_HINT)
     if ("command" in entry) == ("url" in entry):
         raise ConfigError(f"{where} needs either 'command' or 'url'", hint=_HINT)
-    known = _STDIO_KEYS if "command" in entry else _HTTP_KEYS
-    unknown = sorted(set(entry) - known)
+    own_keys = _STDIO_KEYS if "command" in entry else _HTTP_KEYS
+    unknown = sorted(set(entry) - own_keys - OPTION_KEYS)
     if unknown:
         raise ConfigError(f"{where} has unknown keys: {', '.join(map(str, unknown))}", hint=_HINT)
-    if "command" in entry:
-        command = _text(entry["command"], f"{where}.command")
-        return StdioSpec(
-            name=name,
-            command=sys.executable if command == "python" else command,
-            args=_texts(entry.get("args", ()), f"{where}.args"),
-            env=_text_map(entry.get("env", {}), f"{where}.env"),
-            cwd=None if entry.get("cwd") is None else _text(entry["cwd"], f"{where}.cwd"),
-        )
-    headers = _text_map(entry.get("headers", {}), f"{where}.headers")
-    for header, variable in _text_map(entry.get("headers_env", {}), f"{where}.headers_env").items():
+    entry = {**entry, **{key: _expand(entry[key], f"{where}.{key}") for key in own_keys & set(entry)}}
+    return _stdio(name, entry, where) if "command" in entry else _http(name, entry, where)
+
+
+def _stdio(name: str, entry: Mapping[str, Any], where: str) -> StdioSpec:
+    command = require_text(entry["command"], f"{where}.command")
+    return StdioSpec(
+        name=name,
+        command=sys.executable if command == "python" else command,
+        args=require_texts(entry.get("args", ()), f"{where}.args"),
+        env=require_text_map(entry.get("env") or {}, f"{where}.env"),
+        cwd=None if entry.get("cwd") is None else require_text(entry["cwd"], f"{where}.cwd"),
+        options=read_options(entry, where, default_scope=Scope.TRAJECTORY),
+    )
+
+
+def _http(name: str, entry: Mapping[str, Any], where: str) -> HttpSpec:
+    headers = require_text_map(entry.get("headers") or {}, f"{where}.headers")
+    for header, variable in require_text_map(entry.get("headers_env", {}), f"{where}.headers_env").items():
         value = os.environ.get(variable)
         if value is None:
             raise ConfigError(
                 f"{where}.headers_env names {variable}, which is not set", hint=f"export {variable}=…"
             )
         headers[header] = value
-    return HttpSpec(name=name, url=_text(entry["url"], f"{where}.url"), headers=headers)
+    transport = entry.get("transport", "http")
+    if _TRANSPORTS.get(transport) is None:
+        raise ConfigError(
+            f"{where}.transport is {transport!r}, which no URL has", hint="use http (streamable HTTP) or sse"
+        )
+    return HttpSpec(
+        name=name,
+        url=require_text(entry["url"], f"{where}.url"),
+        headers=headers,
+        sse=bool(_TRANSPORTS[transport]),
+        options=read_options(entry, where, default_scope=Scope.SHARED),
+    )
 
 
 def _manager(config: ToolConfig, url: str) -> ServerSpec:
@@ -118,19 +160,22 @@ def _manager(config: ToolConfig, url: str) -> ServerSpec:
     return HttpSpec(name=name, url=url, headers=headers)
 
 
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"{where} is {value!r}; it must be text", hint=_HINT)
-    return value
+def _expand(value: Any, where: str) -> Any:
+    """Replace ``${VARIABLE}`` in texts, also inside lists and mappings. Raises ConfigError."""
+    if isinstance(value, dict):
+        return {key: _expand(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list):
+        return [_expand(item, where) for item in value]
+    if not isinstance(value, str):
+        return value
 
+    def replace(found: re.Match[str]) -> str:
+        name, default = found[1], found[2]
+        if name not in os.environ and default is None:
+            raise ConfigError(
+                f"{where} names ${{{name}}}, which is not set",
+                hint=f"export {name}=…, or write ${{{name}:-default}}",
+            )
+        return os.environ.get(name) or default or ""
 
-def _texts(value: Any, where: str) -> tuple[str, ...]:
-    if not isinstance(value, (list, tuple)):
-        raise ConfigError(f"{where} is {value!r}; it must be a list", hint=_HINT)
-    return tuple(str(item) for item in value)
-
-
-def _text_map(value: Any, where: str) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where} is {value!r}; it must be a mapping", hint=_HINT)
-    return {str(key): str(item) for key, item in value.items()}
+    return _VARIABLE.sub(replace, value)

@@ -10,8 +10,8 @@ import httpx
 
 from agentrl.errors import ToolServerError
 from agentrl.tools.base import Reply, Schema, Trajectory, function_schema, schema_name, timeout_text
-from agentrl.tools.config import ManagerSpec
 from agentrl.tools.redact import redact_address, redact_secrets
+from agentrl.tools.specs import ManagerSpec
 
 _CONTROL_SECONDS = 30.0
 _EXCERPT = 300

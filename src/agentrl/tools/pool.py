@@ -10,13 +10,14 @@ from typing import Self
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerError
 from agentrl.tools.base import Schema, ToolServer, Trajectory, schema_name
-from agentrl.tools.config import ManagerSpec, configured_servers
+from agentrl.tools.config import configured_servers
 from agentrl.tools.manager import managed_servers
-from agentrl.tools.mcp import McpServer
+from agentrl.tools.mcp.servers import mcp_server
 from agentrl.tools.names import ToolNames
 from agentrl.tools.python import python_servers
 from agentrl.tools.selected import SelectedTools
 from agentrl.tools.session import ToolSession
+from agentrl.tools.specs import ManagerSpec
 from agentrl.tools.tool_config_file import load_tools
 
 
@@ -61,7 +62,7 @@ class ToolPool:
                     for managed in await managed_servers(spec, call_timeout=timeout):
                         self._add(managed)
                 else:
-                    self._add(McpServer(spec, call_timeout=timeout))
+                    self._add(mcp_server(spec, self._config))
             await asyncio.gather(*(server.open() for server in self._servers.values()))
         except BaseException:
             await self.close()

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
-from agentrl.tools.config import HttpSpec, ManagerSpec, StdioSpec
+from agentrl.tools.specs import HttpSpec, ManagerSpec, StdioSpec
 
 HIDDEN = "***"
 _SHORTEST = 8

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from agentrl.errors import ToolServerError
 from agentrl.tools.base import Rewarding, Schema, ServerSession, ToolResult, schema_name
 from agentrl.tools.names import ToolNames
 
@@ -65,7 +64,8 @@ class ToolSession:
         """
         target = await self._target(name)
         if target is None:
-            raise ToolServerError(f"no tool server offers {name!r}")
+            text = f"there is no tool {name} any more: its server no longer lists it"
+            return ToolResult(text=text, error=True, seconds=0.0, server="")
         server, tool = target
         async with self._slots:
             start = time.monotonic()
@@ -74,7 +74,7 @@ class ToolSession:
         if reply.reward is not None:
             self._call_rewards.setdefault(name, []).append(reply.reward)
         return ToolResult(
-            text=_cut(reply.text, self._max_chars),
+            text=_cut(reply.text, reply.max_chars or self._max_chars),
             error=reply.error,
             seconds=seconds,
             server=server,

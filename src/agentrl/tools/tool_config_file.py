@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from agentrl.errors import ConfigError
-from agentrl.tools.config import ManagerSpec, ServerSpec, load_servers
+from agentrl.tools.config import load_servers
+from agentrl.tools.specs import ManagerSpec, ServerSpec
 from agentrl.tools.stateful import StatefulTools
 
 _HINT = "write 'tools:' with a list of {class_name, config, tool_schema}, as in verl's examples"

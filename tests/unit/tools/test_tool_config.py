@@ -9,7 +9,8 @@ import pytest
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError
-from agentrl.tools.config import HttpSpec, ManagerSpec, StdioSpec, configured_servers, load_servers
+from agentrl.tools.config import configured_servers, load_servers
+from agentrl.tools.specs import HttpSpec, ManagerSpec, StdioSpec
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -35,7 +36,7 @@ def test_both_kinds_of_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ("text", "problem"),
     [
         ("a: [", "is not YAML"),
-        ("calc: {command: x}", "no mapping 'servers'"),
+        ("calc: {command: x}", "neither a mapping 'servers' nor 'mcpServers'"),
         ("servers: {calc: x}", "servers.calc is not a mapping"),
         ("servers: {calc: {}}", "needs either 'command' or 'url'"),
         ("servers: {calc: {command: x, url: y}}", "needs either"),

@@ -1,0 +1,262 @@
+"""Hold one connection to an MCP server: open it, list its tools, call them, notice when it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from agentrl.tools.base import Reply, Schema, timeout_text
+from agentrl.tools.mcp import extras
+from agentrl.tools.mcp.listing import Listing, list_tools
+from agentrl.tools.mcp.stdio import StdioProcess
+from agentrl.tools.mcp.wire import LOST, NOT_SENT, REFUSED, TIMED_OUT, NormalizedStream
+from agentrl.tools.redact import redact_secrets
+from agentrl.tools.specs import Limits, McpSpec, StdioSpec
+
+if TYPE_CHECKING:
+    import httpx2
+    from mcp import Client
+    from mcp.client._transport import TransportStreams
+
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 30.0
+PROBE_SECONDS = 5.0
+TRAJECTORY_KEY = "agentrl/trajectory"
+"""The key of the trajectory's id in the ``_meta`` of a call."""
+
+_GRACE_SECONDS = 5.0
+_TOTAL_FACTOR = 10.0
+"""Longest call with progress, in timeouts, unless ``max_seconds`` is set."""
+_EXCERPT = 500
+_SDK_LOGGERS = ("mcp.client.streamable_http", "mcp.client.sse", "client", "mcp.shared.jsonrpc_dispatcher")
+"""They log a traceback for every answer that is no MCP; the call's reply or failure says it already."""
+
+
+class LostError(Exception):
+    """A call was lost. ``sent``: the server may have received it. ``whole``: the connection is lost too."""
+
+    def __init__(self, reason: str, *, sent: bool, whole: bool) -> None:
+        super().__init__(reason)
+        self.sent = sent
+        self.whole = whole
+
+
+class RefusedError(Exception):
+    """The server answers nobody now: a login is missing, it is overloaded, or it speaks no MCP."""
+
+    def __init__(self, reason: str, *, retry_after: float | None = None) -> None:
+        super().__init__(reason)
+        self.retry_after = retry_after
+
+
+class Connection:
+    """One connection and its owner task: the SDK's connections belong to the task that opened them."""
+
+    def __init__(self, spec: McpSpec, http: httpx2.AsyncClient | None) -> None:
+        """``http`` is the client of a server behind HTTP."""
+        self._spec = spec
+        self._http = http
+        self._process = StdioProcess(spec) if isinstance(spec, StdioSpec) else None
+        self._stop = asyncio.Event()
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._owner: asyncio.Task[None] | None = None
+        self._client: Client | None = None
+        self._listing: Listing | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Return whether calls can be made: the transport works and, for stdio, the process runs."""
+        if self._owner is None or self._owner.done() or self._stop.is_set() or not self._ready.done():
+            return False
+        return self._process is None or self._process.is_running
+
+    @property
+    def schemas(self) -> Sequence[Schema]:
+        """Return the tools, sorted by name, as last listed."""
+        return self._listing.schemas if self._listing is not None else ()
+
+    async def open(self) -> None:
+        """Connect and list the tools. Raises ConnectionError with the reason, without secrets."""
+        self._owner = asyncio.create_task(self._own(), name=f"mcp-{self._spec.name}")
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await asyncio.shield(self._ready)
+        except TimeoutError as error:
+            await self.close()
+            raise ConnectionError(self._words(f"no answer within {CONNECT_SECONDS:g} s")) from error
+        except ConnectionError as error:
+            await self.close()
+            raise ConnectionError(self._words(str(error))) from error
+        except asyncio.CancelledError:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Close the connection in its owner task, within a time limit. Idempotent."""
+        self._stop.set()
+        if self._owner is not None and not self._owner.done():
+            _, pending = await asyncio.wait([self._owner], timeout=_GRACE_SECONDS * 2)
+            for task in pending:
+                task.cancel()
+        if self._ready.done() and not self._ready.cancelled():
+            self._ready.exception()
+
+    async def settled(self) -> None:
+        """Wait, within a time limit, until a change of the tools that the server announced is listed."""
+        if self._listing is not None:
+            await self._listing.settled()
+
+    def repeatable(self, tool: str) -> bool:
+        """Return whether the tool's annotations say that a second call changes nothing."""
+        return self._listing is not None and tool in self._listing.repeatable
+
+    async def call(
+        self, tool: str, arguments: Mapping[str, Any], limits: Limits, meta: Mapping[str, Any]
+    ) -> Reply:
+        """Call one tool. Every progress message restarts its timeout.
+
+        Raises LostError and RefusedError, and TimeoutError after ``limits.timeout_seconds`` of silence.
+        """
+        from mcp import MCPError
+
+        client = self._client
+        if client is None or not self.alive:
+            raise LostError(self._words("the connection is closed"), sent=False, whole=True)
+        silence = limits.timeout_seconds or CONNECT_SECONDS
+        longest = limits.max_seconds or silence * _TOTAL_FACTOR
+        loop = asyncio.get_running_loop()
+        latest = loop.time() + longest
+
+        try:
+            async with asyncio.timeout(silence) as timeout:
+
+                async def extend(progress: float, total: float | None, message: str | None) -> None:
+                    if not timeout.expired():
+                        timeout.reschedule(min(loop.time() + silence, latest))
+
+                if tool in self._own_tools:
+                    return Reply(text=await extras.call(client, tool, arguments))
+                result = await client.call_tool(
+                    tool,
+                    dict(arguments),
+                    read_timeout_seconds=longest + _GRACE_SECONDS,
+                    progress_callback=extend,
+                    meta=dict(meta),  # type: ignore[arg-type]  # any key is allowed
+                )
+        except MCPError as error:
+            return self._failed(error, tool, silence)
+        except TimeoutError:
+            raise
+        except (OSError, ExceptionGroup) as error:
+            raise LostError(self._words(reasons(error)), sent=True, whole=True) from error
+        except (ValueError, RuntimeError) as error:
+            text = redact_secrets(reasons(error)[:_EXCERPT], self._spec)
+            return Reply(text=f"{tool} gave a result that is not valid: {text}", error=True)
+        text = "\n".join(getattr(item, "text", "") for item in result.content)
+        return Reply(text=text, error=bool(result.is_error))
+
+    async def answers(self) -> bool:
+        """Return whether the server still answers, after a call that did not."""
+        if self._client is None or not self.alive:
+            return False
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                await self._client.session.list_tools()
+        except Exception:  # noqa: BLE001  any error of a foreign server
+            return False
+        return True
+
+    @property
+    def _own_tools(self) -> frozenset[str]:
+        return self._listing.extras if self._listing is not None else frozenset()
+
+    def _failed(self, error: Any, tool: str, seconds: float) -> Reply:
+        """Return the reply to a call that the server or the transport answered with an error."""
+        text = redact_secrets(str(error), self._spec)
+        if error.code == TIMED_OUT:
+            return Reply(text=timeout_text(tool, seconds), error=True)
+        if error.code == REFUSED:
+            raise RefusedError(text, retry_after=(error.error.data or {}).get("retry_after")) from error
+        if text.endswith("Session terminated"):
+            raise LostError(text, sent=False, whole=True) from error
+        if error.code == NOT_SENT:
+            raise LostError(text, sent=False, whole=False) from error
+        if error.code == LOST:
+            raise LostError(self._words(text), sent=True, whole=not self.alive) from error
+        return Reply(text=text[:_EXCERPT], error=True)
+
+    async def _own(self) -> None:
+        """Open the connection, wait for ``close``, then close it. Errors go to ``open``, or to the log."""
+        try:
+            async with AsyncExitStack() as stack:
+                self._client = await stack.enter_async_context(self._new_client())
+                self._listing = Listing(self._client, await list_tools(self._client, self._spec), self._spec)
+                await stack.enter_async_context(self._listing.watch())
+                self._ready.set_result(None)
+                await self._stop.wait()
+        except Exception as error:  # noqa: BLE001  any error of a foreign server or transport
+            if not self._ready.done():
+                self._ready.set_exception(ConnectionError(reasons(error)))
+            elif not self._stop.is_set():
+                logger.warning(
+                    "tool server connection broke",
+                    extra={"server": self._spec.name, "why": self._words(reasons(error))},
+                )
+
+    def _new_client(self) -> Client:
+        from mcp import Client
+
+        for name in _SDK_LOGGERS:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        return Client(
+            self._transport(),
+            read_timeout_seconds=CONNECT_SECONDS,
+            message_handler=self._on_message,
+            cache=None,
+        )
+
+    async def _on_message(self, message: Any) -> None:
+        if self._listing is not None:
+            self._listing.on_message(message)
+
+    @asynccontextmanager
+    async def _transport(self) -> AsyncIterator[TransportStreams]:
+        async with self._raw_transport() as (read, write):
+            yield NormalizedStream(read), write
+
+    @asynccontextmanager
+    async def _raw_transport(self) -> AsyncIterator[TransportStreams]:
+        from mcp.client.sse import sse_client
+        from mcp.client.streamable_http import streamable_http_client
+
+        from agentrl.tools.mcp.wire import MAX_MESSAGE_BYTES
+
+        if self._process is not None:
+            async with self._process.transport() as streams:
+                yield streams
+        elif self._spec.sse:  # type: ignore[union-attr]  # no process: HttpSpec
+            async with sse_client(self._spec.url, dict(self._spec.headers)) as streams:  # type: ignore[union-attr]
+                yield streams
+        else:
+            async with streamable_http_client(
+                self._spec.url,  # type: ignore[union-attr]
+                http_client=self._http,
+                max_sse_event_size=MAX_MESSAGE_BYTES,
+            ) as streams:
+                yield streams
+
+    def _words(self, reason: str) -> str:
+        """Return ``reason`` and the last words of the process, without secrets."""
+        more = self._process.last_words() if self._process is not None else ""
+        return redact_secrets("; ".join(part for part in (reason, more) if part), self._spec)
+
+
+def reasons(error: BaseException) -> str:
+    """Return the messages of an exception; for an exception group, those of its members."""
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(dict.fromkeys(reasons(inner) for inner in error.exceptions))
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

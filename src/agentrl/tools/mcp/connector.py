@@ -1,0 +1,79 @@
+"""Open connections to one server: a few attempts with delays, then a back-off that all callers share."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from agentrl.errors import ToolServerError, tool_server
+from agentrl.tools.mcp.connection import Connection
+from agentrl.tools.redact import redact_address
+from agentrl.tools.specs import HttpSpec, McpSpec
+
+if TYPE_CHECKING:
+    import httpx2
+
+RECONNECT_DELAYS = (0.0, 0.5, 2.0)
+"""Waits before each attempt to connect, in seconds."""
+_MAX_BACKOFF_SECONDS = 15.0
+
+
+class Connector:
+    """Opens connections. While a server is down, one series of attempts serves all who ask meanwhile."""
+
+    def __init__(self, spec: McpSpec, *, connections: int, read_seconds: float, parallel: int) -> None:
+        """``parallel`` connections are opened at a time."""
+        self.spec = spec
+        self._connections = connections
+        self._read_seconds = read_seconds
+        self._slots = asyncio.Semaphore(parallel)
+        self._http: httpx2.AsyncClient | None = None
+        self._failures = 0
+        self._problem = ""
+        self._again_at = 0.0
+
+    async def open(self) -> Connection:
+        """Return a new connection. Raises ToolServerError, at once while the back-off lasts."""
+        loop = asyncio.get_running_loop()
+        async with self._slots:
+            if self._failures and loop.time() < self._again_at:
+                raise self.unreachable(self._problem)
+            for delay in RECONNECT_DELAYS:
+                await asyncio.sleep(delay)
+                connection = Connection(self.spec, self._client())
+                try:
+                    await connection.open()
+                except ConnectionError as error:
+                    self._problem = str(error)
+                    continue
+                self._failures = 0
+                return connection
+            self._failures += 1
+            self._again_at = loop.time() + min(2.0 ** (self._failures - 1), _MAX_BACKOFF_SECONDS)
+            raise self.unreachable(self._problem)
+
+    def unreachable(self, problem: str, *, retry_after: float | None = None) -> ToolServerError:
+        """Return the error of a server that is down or refuses everybody."""
+        return ToolServerError(
+            f"tool server {self.spec.name} ({redact_address(self.spec)}) cannot be reached: {problem}",
+            hint="start it, or correct its entry in --mcp_servers_file or --mcp_manager_url",
+            outage=tool_server(self.spec.name),
+            retry_after=retry_after,
+        )
+
+    async def close(self) -> None:
+        """Close the HTTP pool. Idempotent."""
+        http, self._http = self._http, None
+        if http is not None:
+            await http.aclose()
+
+    def _client(self) -> httpx2.AsyncClient | None:
+        if not isinstance(self.spec, HttpSpec) or self.spec.sse:
+            return None
+        if self._http is None:
+            from agentrl.tools.mcp.http import open_client
+
+            self._http = open_client(
+                self.spec, connections=self._connections, read_seconds=self._read_seconds
+            )
+        return self._http

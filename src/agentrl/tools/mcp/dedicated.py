@@ -1,0 +1,222 @@
+"""An MCP server of which each trajectory has its own: processes from a warm pool, reset or replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from agentrl.errors import ToolServerError
+from agentrl.tools.base import Reply, Schema, Trajectory, timeout_text
+from agentrl.tools.limits import CallGate
+from agentrl.tools.mcp.connection import Connection, LostError, RefusedError
+from agentrl.tools.mcp.connector import Connector
+from agentrl.tools.mcp.session import McpSession, Request
+from agentrl.tools.mcp.shared import lost_text
+from agentrl.tools.specs import Limits
+
+logger = logging.getLogger(__name__)
+
+
+class DedicatedServer:
+    """The pool of one server's connections. A trajectory takes one at its first call."""
+
+    def __init__(self, connector: Connector, gate: CallGate) -> None:
+        self.name = connector.spec.name
+        self.schemas: Sequence[Schema] = ()
+        self._connector = connector
+        self._options = connector.spec.options
+        self._gate = gate
+        self._warm: list[Connection] = []
+        self._filling: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    async def open(self) -> None:
+        """Open the first connection and list its tools. Raises ToolServerError."""
+        first = await self._connector.open()
+        self.schemas = first.schemas
+        self._warm.append(first)
+        self._fill()
+
+    def session(self, trajectory: Trajectory) -> DedicatedSession:
+        """Return the calls of one trajectory."""
+        return DedicatedSession(self, trajectory, self._options, self._gate)
+
+    async def take(self) -> Connection:
+        """Return a connection that no other trajectory has. Raises ToolServerError."""
+        while self._warm:
+            connection = self._warm.pop(0)
+            if connection.alive:
+                self._fill()
+                return connection
+            self._later(connection.close())
+        connection = await self._connector.open()
+        self._fill()
+        return connection
+
+    def give_back(self, connection: Connection, meta: Mapping[str, str]) -> None:
+        """Reset a connection for the next trajectory, or replace it, in the background."""
+        self._later(self._recycle(connection, meta))
+
+    def discard(self, connection: Connection, why: str) -> None:
+        """Close a connection that is lost, in the background."""
+        logger.warning("tool server lost", extra={"server": self.name, "why": why})
+        self._later(connection.close())
+
+    def unreachable(self, refused: RefusedError | LostError) -> ToolServerError:
+        """Return the error of a server that nobody can use now."""
+        retry_after = refused.retry_after if isinstance(refused, RefusedError) else None
+        return self._connector.unreachable(str(refused), retry_after=retry_after)
+
+    async def close(self) -> None:
+        """Close every connection. Idempotent."""
+        self._is_closed = True
+        if self._filling is not None:
+            self._filling.cancel()
+            await asyncio.gather(self._filling, return_exceptions=True)
+        warm, self._warm = self._warm, []
+        await asyncio.gather(*(connection.close() for connection in warm))
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._connector.close()
+
+    async def _recycle(self, connection: Connection, meta: Mapping[str, str]) -> None:
+        hook = self._options.reset
+        if hook is None or self._is_closed or len(self._warm) >= max(self._options.warm, 1):
+            await connection.close()
+            return
+        try:
+            limits = self._gate.limits(hook.tool)
+            reply = await connection.call(hook.tool, hook.arguments, limits, meta)
+            problem = reply.text if reply.error else ""
+        except (LostError, RefusedError, TimeoutError) as error:
+            problem = str(error) or "no answer in time"
+        if problem or self._is_closed:
+            logger.warning("a server is not reset and replaced", extra={"server": self.name, "why": problem})
+            await connection.close()
+            self._fill()
+            return
+        self._warm.append(connection)
+
+    def _fill(self) -> None:
+        """Start opening connections in the background until ``warm`` of them are idle."""
+        if self._filling is None and not self._is_closed and len(self._warm) < self._options.warm:
+            self._filling = asyncio.create_task(self._fill_up(), name=f"warm-{self.name}")
+
+    async def _fill_up(self) -> None:
+        try:
+            while len(self._warm) < self._options.warm:
+                self._warm.append(await self._connector.open())
+        except ToolServerError as error:
+            logger.warning("no process is kept ready", extra={"server": self.name, "why": error.message})
+        finally:
+            self._filling = None
+
+    def _later(self, closing: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(closing)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+
+class DedicatedSession(McpSession):
+    """The calls of one trajectory to its own connection."""
+
+    def __init__(self, server: DedicatedServer, trajectory: Trajectory, *more: Any) -> None:
+        super().__init__(trajectory, *more)
+        self._server = server
+        self._connection: Connection | None = None
+        self._taking = asyncio.Lock()
+        self._was_lost = False
+
+    async def prepare(self) -> None:
+        """Take a connection now if there are setup hooks; else at the first call."""
+        if self.options.setup:
+            await self._own()
+
+    def current(self) -> Sequence[Schema]:
+        """Return the tools of the trajectory's connection, or those that a new one lists."""
+        own = self._connection.schemas if self._connection is not None else ()
+        return own or self._server.schemas
+
+    async def settle(self) -> None:
+        """Wait until announced changes of the tools are listed."""
+        if self._connection is not None:
+            await self._connection.settled()
+
+    async def request(self, tool: str, arguments: Mapping[str, Any], limits: Limits) -> Reply:
+        """Call one tool. A call that the server may have received is never repeated: its state is gone."""
+        for is_last in (False, True):
+            connection = await self._own()
+            try:
+                return self._noted(await connection.call(tool, arguments, limits, self.meta))
+            except TimeoutError:
+                if not await connection.answers():
+                    self._lose(connection, "it did not answer a call, nor a list of its tools")
+                reply = Reply(text=timeout_text(tool, limits.timeout_seconds or 0.0), error=True)
+                return self._noted(reply)
+            except RefusedError as refused:
+                raise self._server.unreachable(refused) from refused
+            except LostError as lost:
+                if lost.whole or not await connection.answers():
+                    self._lose(connection, str(lost))
+                if lost.sent:
+                    return self._noted(Reply(text=lost_text(tool, self._server.name), error=True))
+                if is_last:
+                    raise self._server.unreachable(lost) from lost
+        raise AssertionError("the last attempt returns or raises")
+
+    async def close(self) -> None:
+        """Run the teardown hooks and give the connection back. Idempotent."""
+        async with self._taking:
+            connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        if connection.alive:
+            await self.run_teardown(self._on(connection))
+            self._server.give_back(connection, self.meta)
+        else:
+            self._server.discard(connection, "it ended before its trajectory")
+
+    async def _own(self) -> Connection:
+        """Return the trajectory's connection; take one, and run the setup hooks, if it has none."""
+        async with self._taking:
+            if self._connection is not None and not self._connection.alive:
+                self._lose(self._connection, "it ended between two calls")
+            if self._connection is None:
+                connection = await self._server.take()
+                try:
+                    await self.run_setup(self._on(connection))
+                except BaseException:
+                    self._server.discard(connection, "its setup failed")
+                    raise
+                self._connection = connection
+            return self._connection
+
+    def _on(self, connection: Connection) -> Request:
+        """Return a function that calls tools on ``connection``; a loss is an outage."""
+
+        async def request(tool: str, arguments: Mapping[str, Any], limits: Limits) -> Reply:
+            try:
+                return await connection.call(tool, arguments, limits, self.meta)
+            except TimeoutError:
+                return Reply(text=timeout_text(tool, limits.timeout_seconds or 0.0), error=True)
+            except (LostError, RefusedError) as error:
+                raise self._server.unreachable(error) from error
+
+        return request
+
+    def _lose(self, connection: Connection, why: str) -> None:
+        if self._connection is connection:
+            self._connection = None
+            self._was_lost = True
+            self._server.discard(connection, why)
+
+    def _noted(self, reply: Reply) -> Reply:
+        """Tell the model once that the server was restarted."""
+        if not self._was_lost:
+            return reply
+        self._was_lost = False
+        note = f"[the tool server {self._server.name} was restarted; its earlier state is lost]"
+        return replace(reply, text=f"{reply.text}\n{note}" if reply.text else note)

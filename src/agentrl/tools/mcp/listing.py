@@ -1,0 +1,153 @@
+"""List a server's tools, and list them again when the server says that they changed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from agentrl.tools.base import Schema, function_schema, schema_name
+from agentrl.tools.mcp import extras
+from agentrl.tools.specs import McpSpec
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+logger = logging.getLogger(__name__)
+
+_MAX_PAGES = 100
+_RELIST_SECONDS = 10.0
+_SETTLE_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """The tools of one listing."""
+
+    schemas: tuple[Schema, ...]
+    repeatable: frozenset[str]
+    """Tools whose annotations say read-only or idempotent."""
+    extras: frozenset[str]
+    """Tools of ours that read resources and prompts."""
+
+
+class Listing:
+    """The tools of one connection, kept up to date."""
+
+    def __init__(self, client: Client, listed: Listed, spec: McpSpec) -> None:
+        self._client = client
+        self._listed = listed
+        self._spec = spec
+        self._changed = asyncio.Event()
+        self._settled = asyncio.Event()
+        self._settled.set()
+
+    @property
+    def schemas(self) -> tuple[Schema, ...]:
+        """Return the schemas, sorted by name."""
+        return self._listed.schemas
+
+    @property
+    def repeatable(self) -> frozenset[str]:
+        """Return the tools that may be called twice."""
+        return self._listed.repeatable
+
+    @property
+    def extras(self) -> frozenset[str]:
+        """Return the tools of ours that read resources and prompts."""
+        return self._listed.extras
+
+    def on_message(self, message: Any) -> None:
+        """Take note of a notification that the tools changed."""
+        from mcp_types import ToolListChangedNotification
+
+        if isinstance(message, ToolListChangedNotification):
+            self._note()
+
+    async def settled(self) -> None:
+        """Wait, within a time limit, until the announced changes are listed."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_SETTLE_SECONDS):
+                await self._settled.wait()
+
+    @asynccontextmanager
+    async def watch(self) -> AsyncIterator[None]:
+        """List again after each change, until the block ends."""
+        tasks = [asyncio.create_task(self._relist()), asyncio.create_task(self._subscribe())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _note(self) -> None:
+        self._settled.clear()
+        self._changed.set()
+
+    async def _relist(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(_RELIST_SECONDS):
+                    self._listed = await list_tools(self._client, self._spec)
+            except Exception as error:  # noqa: BLE001  any error of a foreign server
+                logger.warning(
+                    "the tools changed and cannot be listed; the earlier list stays",
+                    extra={"server": self._spec.name, "why": type(error).__name__},
+                )
+            if not self._changed.is_set():
+                self._settled.set()
+
+    async def _subscribe(self) -> None:
+        """Subscribe to changes where the protocol version needs it; older servers notify unasked."""
+        from mcp.client.subscriptions import ListenNotSupportedError
+
+        tools = self._client.server_capabilities.tools
+        if tools is None or not tools.list_changed:
+            return
+        try:
+            async with self._client.listen(tools_list_changed=True) as events:
+                async for _ in events:
+                    self._note()
+        except ListenNotSupportedError:
+            return
+        except Exception as error:  # noqa: BLE001  any error of a foreign server
+            logger.debug("the subscription to tool changes ended: %r", error)
+
+
+async def list_tools(client: Client, spec: McpSpec) -> Listed:
+    """List the tools that ``spec`` offers, sorted by name, page by page."""
+    found: dict[str, Schema] = {}
+    repeatable: set[str] = set()
+    cursor: str | None = None
+    for _ in range(_MAX_PAGES):
+        page = await client.list_tools(cursor=cursor)
+        for tool in page.tools:
+            found[tool.name] = function_schema(tool.name, tool.description, tool.input_schema)
+            hints = tool.annotations
+            if hints is not None and (hints.read_only_hint or hints.idempotent_hint):
+                repeatable.add(tool.name)
+        cursor = page.next_cursor
+        if cursor is None:
+            break
+    own = _extras(client, spec, found)
+    offered = spec.options.offered
+    schemas = [
+        schema for schema in (*found.values(), *own) if offered is None or schema_name(schema) in offered
+    ]
+    names = frozenset(map(schema_name, own))
+    return Listed(tuple(sorted(schemas, key=schema_name)), frozenset(repeatable) | names, names)
+
+
+def _extras(client: Client, spec: McpSpec, found: dict[str, Schema]) -> list[Schema]:
+    """Return the tools for resources and prompts that ``spec`` requests and the server has."""
+    can = client.server_capabilities
+    schemas = extras.resource_tools() if spec.options.resources and can.resources is not None else []
+    if spec.options.prompts and can.prompts is not None:
+        schemas = [*schemas, *extras.prompt_tools()]
+    return [schema for schema in schemas if schema_name(schema) not in found]

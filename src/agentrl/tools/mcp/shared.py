@@ -1,0 +1,175 @@
+"""An MCP server that all trajectories share: one connection, many callers, one reconnect for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+from agentrl.errors import ToolServerError
+from agentrl.tools.base import Reply, Schema, Trajectory, timeout_text
+from agentrl.tools.limits import CallGate
+from agentrl.tools.mcp.connection import Connection, LostError, RefusedError
+from agentrl.tools.mcp.connector import Connector
+from agentrl.tools.mcp.session import McpSession
+from agentrl.tools.specs import Limits
+
+logger = logging.getLogger(__name__)
+
+
+class SharedServer:
+    """The client of one shared server."""
+
+    def __init__(self, connector: Connector, gate: CallGate) -> None:
+        self.name = connector.spec.name
+        self._connector = connector
+        self._gate = gate
+        self._connection: Connection | None = None
+        self._opening: asyncio.Task[Connection | ToolServerError] | None = None
+        self._testing: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self._schemas: Sequence[Schema] = ()
+
+    @property
+    def schemas(self) -> Sequence[Schema]:
+        """Return the tools as last listed, sorted by name."""
+        if self._connection is not None and self._connection.schemas:
+            self._schemas = self._connection.schemas
+        return self._schemas
+
+    async def open(self) -> None:
+        """Connect and list the tools. Raises ToolServerError."""
+        await self.live()
+
+    def session(self, trajectory: Trajectory) -> SharedSession:
+        """Return the calls of one trajectory."""
+        return SharedSession(self, trajectory, self._connector.spec.options, self._gate)
+
+    async def live(self) -> Connection:
+        """Return the connection; reconnect if it is lost. All callers share one attempt.
+
+        Raises ToolServerError.
+        """
+        if self._connection is not None and self._connection.alive:
+            return self._connection
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._reopen(), name=f"connect-{self.name}")
+        opened = await asyncio.shield(self._opening)
+        if isinstance(opened, ToolServerError):
+            raise opened
+        return opened
+
+    def lost(self, connection: Connection, why: str) -> None:
+        """Give up a connection; the next call opens a new one."""
+        if self._connection is not connection:
+            return
+        logger.warning("tool server lost", extra={"server": self.name, "why": why})
+        self._schemas = self.schemas
+        self._connection = None
+        self._later(connection.close())
+
+    def suspect(self, connection: Connection) -> asyncio.Future[None]:
+        """Test a connection in the background; give it up if it does not answer. One test runs at a time."""
+        if self._testing is None or self._testing.done():
+            self._testing = self._later(self._test(connection))
+        return asyncio.shield(self._testing)
+
+    def unreachable(self, refused: RefusedError | LostError) -> ToolServerError:
+        """Return the error of a server that nobody can use now."""
+        retry_after = refused.retry_after if isinstance(refused, RefusedError) else None
+        return self._connector.unreachable(str(refused), retry_after=retry_after)
+
+    async def settled(self) -> None:
+        """Wait until announced changes of the tools are listed."""
+        if self._connection is not None:
+            await self._connection.settled()
+
+    async def close(self) -> None:
+        """Close the connection. Idempotent."""
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.gather(self._opening, return_exceptions=True)
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._connector.close()
+
+    async def _reopen(self) -> Connection | ToolServerError:
+        stale, self._connection = self._connection, None
+        try:
+            if stale is not None:
+                self._schemas = stale.schemas or self._schemas
+                self._later(stale.close())
+            self._connection = await self._connector.open()
+            return self._connection
+        except ToolServerError as error:
+            return error
+        finally:
+            self._opening = None
+
+    async def _test(self, connection: Connection) -> None:
+        if not await connection.answers():
+            self.lost(connection, "it did not answer a call, nor a list of its tools")
+
+    def _later(self, closing: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(closing)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        return task
+
+
+class SharedSession(McpSession):
+    """The calls of one trajectory to a shared server."""
+
+    def __init__(self, server: SharedServer, trajectory: Trajectory, *more: Any) -> None:
+        super().__init__(trajectory, *more)
+        self._server = server
+        self._is_closed = False
+
+    async def prepare(self) -> None:
+        """Run the setup hooks."""
+        await self.run_setup(self.request)
+
+    def current(self) -> Sequence[Schema]:
+        """Return the tools as last listed."""
+        return self._server.schemas
+
+    async def settle(self) -> None:
+        """Wait until announced changes of the tools are listed."""
+        await self._server.settled()
+
+    async def request(self, tool: str, arguments: Mapping[str, Any], limits: Limits) -> Reply:
+        """Call one tool. A call that the server may have received is repeated only if it is repeatable."""
+        for is_last in (False, True):
+            connection = await self._server.live()
+            try:
+                return await connection.call(tool, arguments, limits, self.meta)
+            except TimeoutError:
+                self._server.suspect(connection)
+                return Reply(text=timeout_text(tool, limits.timeout_seconds or 0.0), error=True)
+            except RefusedError as refused:
+                raise self._server.unreachable(refused) from refused
+            except LostError as lost:
+                if lost.whole:
+                    self._server.lost(connection, str(lost))
+                test = self._server.suspect(connection) if not lost.whole else None
+                if lost.sent and (is_last or not connection.repeatable(tool)):
+                    return Reply(text=lost_text(tool, self._server.name), error=True)
+                if is_last:
+                    raise self._server.unreachable(lost) from lost
+                if test is not None:
+                    await test
+        raise AssertionError("the last attempt returns or raises")
+
+    async def close(self) -> None:
+        """Run the teardown hooks; the server is shared and stays."""
+        if not self._is_closed:
+            self._is_closed = True
+            await self.run_teardown(self.request)
+
+
+def lost_text(tool: str, server: str) -> str:
+    """Return the text that the model reads when the server ended while a call ran."""
+    return f"{tool} failed: the tool server {server} stopped while it ran; it may have taken effect"

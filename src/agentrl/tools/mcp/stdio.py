@@ -1,0 +1,219 @@
+"""Run an MCP server as a child process and exchange JSON lines with it, each of bounded length."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import signal
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from agentrl.tools.mcp.wire import MAX_MESSAGE_BYTES, TOO_LARGE
+from agentrl.tools.redact import redact_secrets
+from agentrl.tools.specs import StdioSpec
+
+if TYPE_CHECKING:
+    from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+    from mcp.client._transport import TransportStreams
+    from mcp.shared.message import SessionMessage
+
+logger = logging.getLogger(__name__)
+
+_EXIT_SECONDS = 2.0
+"""How long a server may take to exit after its stdin closes, and again after SIGTERM."""
+_CHUNK = 2**16
+_ENDS = 4096
+"""Bytes kept of both ends of a line that is too long: they hold the request's id."""
+_MAX_GARBAGE_LINES = 1000
+_STDERR_LINES = 20
+_ID = re.compile(rb'"id"\s*:\s*(\d+)')
+
+
+class StdioProcess:
+    """One server process; ``transport`` is its MCP transport."""
+
+    def __init__(self, spec: StdioSpec) -> None:
+        self._spec = spec
+        self._process: asyncio.subprocess.Process | None = None
+        self._stderr: deque[str] = deque(maxlen=_STDERR_LINES)
+        self._problem = ""
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether the process runs, as the kernel sees it now."""
+        if self._process is None or self._process.returncode is not None:
+            return False
+        with contextlib.suppress(ChildProcessError):
+            seen = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            return seen is None
+        return False
+
+    def last_words(self) -> str:
+        """Return why the process ended: its exit code and the end of its stderr, without secrets."""
+        parts = [self._problem] if self._problem else []
+        if self._process is not None and self._process.returncode is not None:
+            parts.append(f"it exited with code {self._process.returncode}")
+        if self._stderr:
+            parts.append("stderr: " + redact_secrets(" | ".join(self._stderr)[-500:], self._spec))
+        return "; ".join(parts)
+
+    @asynccontextmanager
+    async def transport(self) -> AsyncIterator[TransportStreams]:
+        """Start the process, yield its streams, and end the process group. Raises OSError."""
+        import anyio
+        from mcp.client.stdio import get_default_environment
+
+        process = self._process = await asyncio.create_subprocess_exec(
+            self._spec.command,
+            *self._spec.args,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=get_default_environment() | dict(self._spec.env),
+            cwd=self._spec.cwd,
+            limit=MAX_MESSAGE_BYTES,
+            start_new_session=True,
+        )
+        received, read = anyio.create_memory_object_stream[Any](0)
+        write, to_send = anyio.create_memory_object_stream[Any](0)
+        pumps = [
+            asyncio.create_task(self._read(process, received)),
+            asyncio.create_task(self._write(process, to_send, received)),
+            asyncio.create_task(self._keep_stderr(process)),
+        ]
+        try:
+            yield read, write
+        finally:
+            for stream in (read, write):
+                stream.close()
+            await _end(process)
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+            for stream in (received, to_send):
+                stream.close()
+
+    async def _read(
+        self, process: asyncio.subprocess.Process, received: MemoryObjectSendStream[SessionMessage]
+    ) -> None:
+        """Send each message of stdout to the session; end the stream at EOF or after too much garbage."""
+        import anyio
+
+        garbage = 0
+        async with received:
+            while garbage < _MAX_GARBAGE_LINES:
+                line = await _read_line(_stream(process.stdout))
+                if line is None:
+                    return
+                message = _parse(line)
+                if message is None:
+                    garbage += bool(line.strip())
+                    continue
+                garbage = 0
+                try:
+                    await received.send(message)
+                except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+                    return
+            self._problem = f"it wrote {garbage} lines to stdout that are no MCP messages"
+
+    async def _write(
+        self,
+        process: asyncio.subprocess.Process,
+        to_send: MemoryObjectReceiveStream[SessionMessage],
+        received: MemoryObjectSendStream[SessionMessage],
+    ) -> None:
+        """Write the session's messages to stdin; end the read stream when the server takes no more."""
+        if process.stdin is None:
+            raise RuntimeError("the process has no stdin")
+        try:
+            async with to_send:
+                async for item in to_send:
+                    text = item.message.model_dump_json(by_alias=True, exclude_unset=True)
+                    process.stdin.write(text.encode("utf-8", "surrogatepass") + b"\n")
+                    await process.stdin.drain()
+        except OSError:
+            await received.aclose()
+
+    async def _keep_stderr(self, process: asyncio.subprocess.Process) -> None:
+        while (line := await _read_line(_stream(process.stderr))) is not None:
+            text = line[:2000].decode("utf-8", "replace").rstrip()
+            self._stderr.append(text)
+            logger.debug("tool server: %s", text, extra={"server": self._spec.name})
+
+
+def _stream(stream: asyncio.StreamReader | None) -> asyncio.StreamReader:
+    if stream is None:
+        raise RuntimeError("the process has no pipe")
+    return stream
+
+
+async def _read_line(stream: asyncio.StreamReader) -> bytes | None:
+    """Return the next line; of one that is too long, its two ends around a NUL; None at the end."""
+    try:
+        return await stream.readuntil(b"\n")
+    except asyncio.IncompleteReadError as end:
+        return end.partial or None
+    except asyncio.LimitOverrunError:
+        pass
+    first = last = b""
+    while True:
+        try:
+            chunk, ends = await stream.readuntil(b"\n"), True
+        except asyncio.LimitOverrunError:
+            chunk, ends = await stream.read(_CHUNK), False
+        except asyncio.IncompleteReadError as end:
+            chunk, ends = end.partial, True
+        first = first or chunk[:_ENDS]
+        last = (last + chunk)[-_ENDS:]
+        if ends:
+            return first + b"\0" + last
+
+
+def _parse(line: bytes) -> SessionMessage | None:
+    """Return the message of one line; an error for a line that was too long; None for garbage."""
+    from mcp.shared.message import SessionMessage
+    from mcp_types import ErrorData, JSONRPCError, jsonrpc_message_adapter
+
+    if b"\0" in line:
+        found = [_ID.search(part) for part in line.split(b"\0")]
+        number = next((match[1] for match in found if match), None)
+        if number is None:
+            return None
+        text = f"the answer is longer than {MAX_MESSAGE_BYTES // 2**20} MiB and was dropped"
+        error = ErrorData(code=TOO_LARGE, message=text)
+        return SessionMessage(JSONRPCError(jsonrpc="2.0", id=int(number), error=error))
+    try:
+        return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
+    except ValueError:
+        return None
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Close stdin, wait for the server to exit, then end its process group, also if cancelled."""
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        if not await _has_ended(process):
+            _signal(process, signal.SIGTERM)
+            await _has_ended(process)
+    finally:
+        _signal(process, signal.SIGKILL)  # also children that outlive the server
+    await _has_ended(process)
+
+
+def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
+async def _has_ended(process: asyncio.subprocess.Process) -> bool:
+    ending = asyncio.ensure_future(process.wait())
+    done, _ = await asyncio.wait([ending], timeout=_EXIT_SECONDS)
+    if not done:
+        ending.cancel()
+    return bool(done)

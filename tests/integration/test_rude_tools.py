@@ -1,0 +1,425 @@
+"""Tool servers that misbehave on purpose: every misbehaviour ends in a reply or in a named failure."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from open_tools import open_tools
+
+from agentrl.config.schema import ToolConfig
+from agentrl.errors import ToolServerError, tool_server
+from agentrl.tools.base import Trajectory, schema_name
+from agentrl.tools.mcp import connector
+from agentrl.tools.pool import ToolPool
+from agentrl.tools.session import ToolSession
+
+pytestmark = pytest.mark.integration
+
+SERVER = str(Path(__file__).parent / "servers" / "rude_server.py")
+
+
+def config_of(tmp_path: Path, entry: dict[str, Any], **flags: Any) -> ToolConfig:
+    path = tmp_path / "servers.yml"
+    path.write_text(yaml.safe_dump({"servers": {"rude": entry}}))
+    return ToolConfig(mcp_servers_file=str(path), **flags)
+
+
+def stdio(**options: Any) -> dict[str, Any]:
+    return {"command": "python", "args": [SERVER, "stdio"], **options}
+
+
+def trajectory(number: int = 0, **meta: Any) -> Trajectory:
+    return Trajectory(id=f"train/0/t/{number}", meta=meta)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(port: int) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and process.poll() is None:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return process
+        time.sleep(0.02)
+    raise AssertionError("the server did not start")
+
+
+class Web:
+    """The HTTP server, which tests may kill and start again."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.process = start(self.port)
+
+    def entry(self, path: str = "mcp", **options: Any) -> dict[str, Any]:
+        return {"url": f"http://127.0.0.1:{self.port}/{path}", **options}
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+    def restart(self) -> None:
+        self.process = start(self.port)
+
+
+@pytest.fixture
+def web() -> Iterator[Web]:
+    server = Web()
+    yield server
+    server.stop()
+
+
+def _join(pid: int) -> None:
+    stat = Path(f"/proc/{pid}/stat")
+    while stat.exists() and " Z " not in stat.read_text():
+        time.sleep(0.01)
+
+
+async def wait_until_gone(pid: int) -> None:
+    async with asyncio.timeout(10):
+        await asyncio.to_thread(_join, pid)
+
+
+async def pid_of(tools: ToolSession) -> int:
+    return int((await tools.call("pid", {})).text.partition("\n")[0])
+
+
+async def test_a_hung_call_is_stopped_and_the_server_stays(tmp_path: Path) -> None:
+    async with open_tools(config_of(tmp_path, stdio(), tool_timeout_seconds=0.3)) as tools:
+        before = await pid_of(tools)
+        hung = await tools.call("hang", {})
+        assert (hung.text, hung.error) == ("hang was stopped: it did not answer within 0.3 s", True)
+        assert await pid_of(tools) == before
+
+
+async def test_a_server_that_answers_nothing_any_more_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.tools.mcp.connection.PROBE_SECONDS", 0.3)
+    async with open_tools(config_of(tmp_path, stdio(), tool_timeout_seconds=0.3)) as tools:
+        before = await pid_of(tools)
+        os.kill(before, signal.SIGSTOP)
+        frozen = await tools.call("pid", {})
+        assert "did not answer within 0.3 s" in frozen.text
+        assert "was restarted; its earlier state is lost" in frozen.text
+        assert await pid_of(tools) != before
+
+
+async def test_progress_extends_the_timeout_up_to_the_longest_call(tmp_path: Path) -> None:
+    limits = {"timeout_seconds": 0.4, "max_seconds": 1.5}
+    async with open_tools(config_of(tmp_path, stdio(limits=limits))) as tools:
+        slow = await tools.call("progress", {"steps": 6, "seconds": 0.15})
+        assert (slow.text, slow.error) == ("progress done", False)
+        assert slow.seconds > 0.8
+        endless = await tools.call("progress", {"steps": 100, "seconds": 0.15})
+        assert endless.error
+        assert 1.2 < endless.seconds < 10
+
+
+async def test_garbage_is_skipped_and_endless_garbage_ends_the_server(
+    tmp_path: Path,
+) -> None:
+    async with open_tools(config_of(tmp_path, stdio())) as tools:
+        assert (await tools.call("noise", {})).text == "noise done"
+        before = await pid_of(tools)
+        endless = await tools.call("garbage", {})
+        assert endless.error
+        assert "stopped while it ran" in endless.text
+        assert await pid_of(tools) != before
+
+
+async def test_fifty_megabytes_are_an_error_that_names_the_limit(tmp_path: Path, web: Web) -> None:
+    for entry in (stdio(), web.entry(), web.entry("sse")):
+        async with open_tools(config_of(tmp_path, entry)) as tools:
+            huge = await tools.call("huge", {"megabytes": 50})
+            assert huge.error, entry
+            assert len(huge.text) < 1000
+            assert (await tools.call("pid", {})).error is False
+            small = await tools.call("huge", {"megabytes": 1})
+            assert small.text.endswith(f"[cut: {2**20 - 32768} more characters]")
+
+
+async def test_a_process_that_dies_in_a_call_is_replaced_and_nothing_is_called_twice(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    async with open_tools(config_of(tmp_path, stdio())) as tools:
+        before = await pid_of(tools)
+        died = await tools.call("note_and_die", {"marker": str(marker)})
+        assert died.error
+        assert "the tool server rude stopped while it ran; it may have taken effect" in died.text
+        assert "its earlier state is lost" in died.text
+        assert marker.read_text() == "called\n"
+        assert await pid_of(tools) != before
+        os.kill(await pid_of(tools), signal.SIGKILL)
+
+
+async def test_a_process_that_dies_between_calls_is_replaced_and_the_model_is_told(tmp_path: Path) -> None:
+    async with open_tools(config_of(tmp_path, stdio())) as tools:
+        before = await pid_of(tools)
+        os.kill(before, signal.SIGKILL)
+        await wait_until_gone(before)
+        after = await tools.call("pid", {})
+        assert not after.error
+        assert after.text.endswith("[the tool server rude was restarted; its earlier state is lost]")
+
+
+async def test_a_shared_server_that_dies_loses_only_the_calls_in_flight(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    async with ToolPool(config_of(tmp_path, stdio(scope="shared"))) as pool:
+        async with pool.session(trajectory(1)) as first, pool.session(trajectory(2)) as second:
+            before = await pid_of(first)
+            waiting = asyncio.create_task(second.call("wait", {"seconds": 30}))
+            await second.call("append", {"text": "sent after the wait"})
+            died = await first.call("note_and_die", {"marker": str(marker)})
+            assert died.error
+            assert (await waiting).error
+            pids = await asyncio.gather(*(pid_of(tools) for tools in (first, second, first)))
+            assert len(set(pids)) == 1
+            assert pids[0] != before
+        assert marker.read_text() == "called\n"
+
+
+async def test_a_read_only_tool_is_called_again_on_the_new_connection(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    async with open_tools(config_of(tmp_path, stdio(scope="shared"))) as tools:
+        again = await tools.call("die_once", {"marker": str(marker)})
+        assert (again.text, again.error) == ("die_once done", False)
+        assert marker.read_text() == "called\n"
+
+
+async def test_one_reconnect_serves_all_callers_and_then_all_are_told_at_once(
+    tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = []
+    original = connector.Connection.open
+
+    async def counted(connection: connector.Connection) -> None:
+        attempts.append(connection)
+        await original(connection)
+
+    monkeypatch.setattr(connector.Connection, "open", counted)
+    monkeypatch.setattr(connector, "RECONNECT_DELAYS", (0.0, 0.05))
+    async with ToolPool(config_of(tmp_path, web.entry())) as pool, pool.session(trajectory()) as tools:
+        web.stop()
+        attempts.clear()
+        failed = await asyncio.gather(*(tools.call("pid", {}) for _ in range(8)), return_exceptions=True)
+        failed += await asyncio.gather(*(tools.call("pid", {}) for _ in range(8)), return_exceptions=True)
+        assert all(isinstance(error, ToolServerError) for error in failed)
+        assert {error.outage for error in failed if isinstance(error, ToolServerError)} == {
+            tool_server("rude")
+        }
+        assert "cannot be reached" in str(failed[0])
+        assert len(attempts) == 2
+        web.restart()
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    assert (await tools.call("read", {})).text == ""
+                    break
+                except ToolServerError:
+                    await asyncio.sleep(0.1)
+
+
+async def test_a_restarted_server_without_the_session_is_connected_again(tmp_path: Path, web: Web) -> None:
+    async with open_tools(config_of(tmp_path, web.entry())) as tools:
+        before = await pid_of(tools)
+        web.stop()
+        web.restart()
+        assert await pid_of(tools) != before
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [("login", r"asks for a login \(HTTP 401\)"), ("html", "answers text/html instead of MCP")],
+)
+async def test_a_server_that_admits_nobody_is_named(
+    tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch, path: str, problem: str
+) -> None:
+    monkeypatch.setattr(connector, "RECONNECT_DELAYS", (0.0,))
+    with pytest.raises(ToolServerError, match=problem) as failed:
+        await ToolPool(config_of(tmp_path, web.entry(path))).open()
+    assert failed.value.outage == tool_server("rude")
+
+
+async def test_a_login_that_expires_and_an_overload_are_outages_not_results(tmp_path: Path, web: Web) -> None:
+    async with open_tools(config_of(tmp_path, web.entry("busy"))) as tools:
+        with pytest.raises(ToolServerError, match=r"overloaded \(HTTP 429\): slow down") as failed:
+            await tools.call("pid", {})
+        assert (failed.value.outage, failed.value.retry_after) == (tool_server("rude"), 7.0)
+    async with open_tools(config_of(tmp_path, web.entry())) as tools:
+        assert (await tools.call("log_out", {})).text == "log_out done"
+        with pytest.raises(ToolServerError, match=r"asks for a login \(HTTP 401\): .*Please log in"):
+            await tools.call("pid", {})
+
+
+async def test_a_broken_http_answer_is_that_calls_error_alone(tmp_path: Path, web: Web) -> None:
+    async with open_tools(config_of(tmp_path, web.entry("garbage"))) as tools:
+        garbage = await tools.call("pid", {})
+        assert garbage.error
+        assert "Failed to parse JSON response" in garbage.text
+    async with open_tools(config_of(tmp_path, web.entry("short"))) as tools:
+        short, other = await asyncio.gather(tools.call("wait", {"seconds": 0}), tools.call("pid", {}))
+        assert short.error
+        assert not other.error
+    async with open_tools(config_of(tmp_path, web.entry("sse"))) as tools:
+        died, fine = await asyncio.gather(tools.call("die", {}), tools.call("wait", {"seconds": 0.2}))
+        assert died.error
+        assert (fine.text, fine.error) == ("wait done", False)
+
+
+async def test_tools_that_change_are_named_to_the_model_and_can_be_called(tmp_path: Path) -> None:
+    for scope in ("shared", "trajectory"):
+        async with open_tools(config_of(tmp_path, stdio(scope=scope))) as tools:
+            names = {schema_name(schema) for schema in await tools.list()}
+            assert "clear" in names
+            assert "schemaless" in names
+            changed = await tools.call("change_tools", {})
+            assert "[the tools of this server changed: now also" in changed.text
+            assert "The tool extra." in changed.text
+            assert "no longer clear" in changed.text
+            assert {schema_name(schema) for schema in await tools.list()} == names - {"clear"} | {"extra"}
+            assert (await tools.call("extra", {})).text == "extra done"
+            gone = await tools.call("clear", {})
+            assert (gone.text, gone.error) == (
+                "there is no tool clear any more: its server no longer lists it",
+                True,
+            )
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("image", "[image, image/png, 5 bytes; not shown]"),
+        ("audio", "[audio, audio/wav, 5 bytes; not shown]"),
+        ("link", "[resource, a, file:///a.txt, text/x]"),
+        ("embedded", "inside"),
+        ("blob", "[resource, file:///a, unknown type, 5 bytes; not shown]"),
+        ("unknown", 'seen\n[content of unknown type \'hologram\': {"type": "hologram", "depth": 3}]'),
+        ("structured", '{"a": [1, 2]}'),
+        ("structured_twice", '{"a": 1}'),
+        ("structured_more", 'done\n{"a": 1}'),
+        ("wrong", 'bare\n3\n[content of unknown type \'None\': {"text": "no type"}]'),
+        ("empty", ""),
+    ],
+)
+async def test_every_content_is_text_or_named(rude_session: ToolSession, kind: str, text: str) -> None:
+    result = await rude_session.call("content", {"kind": kind})
+    assert (result.text, result.error) == (text, False)
+
+
+@pytest.fixture
+async def rude_session(tmp_path: Path) -> Any:
+    async with open_tools(config_of(tmp_path, stdio(scope="shared"))) as tools:
+        yield tools
+
+
+async def test_a_result_without_content_is_an_error_of_the_call(rude_session: ToolSession) -> None:
+    result = await rude_session.call("content", {"kind": "none"})
+    assert result.error
+    assert "content gave a result that is not valid" in result.text
+    assert (await rude_session.call("read", {})).error is False
+
+
+async def test_the_trajectorys_id_travels_in_meta(tmp_path: Path) -> None:
+    async with open_tools(config_of(tmp_path, stdio()), trajectory="train/0/t/7") as tools:
+        assert '"agentrl/trajectory": "train/0/t/7"' in (await tools.call("meta", {})).text
+
+
+async def test_the_pool_is_as_large_as_the_concurrency(tmp_path: Path, web: Web) -> None:
+    """The server answers when all 160 calls are there; a pool of 100 connections never lets them in."""
+    async with open_tools(config_of(tmp_path, web.entry(), max_parallel_tool_calls=256)) as tools:
+        calls = (tools.call("barrier", {"calls": 160}) for _ in range(160))
+        results = await asyncio.gather(*calls)
+        assert [result.text for result in results if result.error] == []
+
+
+async def test_resources_and_prompts_are_tools_on_request(tmp_path: Path) -> None:
+    entry = stdio(resources=True, prompts=True, offer=["list_resources", "read_resource", "get_prompt"])
+    async with open_tools(config_of(tmp_path, entry)) as tools:
+        names = [schema_name(schema) for schema in await tools.list()]
+        assert names == ["get_prompt", "list_resources", "read_resource"]
+        listed = (await tools.call("list_resources", {})).text
+        assert '"uri": "memo://one"' in listed
+        assert '"uriTemplate": "memo://{id}"' in listed
+        assert (await tools.call("read_resource", {"uri": "memo://one"})).text == "the memo"
+        greeting = await tools.call("get_prompt", {"name": "greet", "arguments": {"who": "Ada"}})
+        assert greeting.text == "user: Greet Ada."
+
+
+async def test_hooks_prepare_and_clear_a_trajectorys_own_process(tmp_path: Path) -> None:
+    entry = stdio(
+        warm=1,
+        setup=[{"tool": "append", "arguments": {"text": "${meta.file} of ${trajectory}"}}],
+        teardown=["read"],
+        reset="clear",
+        offer=["append", "read", "pid"],
+    )
+    async with ToolPool(config_of(tmp_path, entry)) as pool:
+        async with pool.session(trajectory(1, file="a.csv")) as tools:
+            first = await pid_of(tools)
+            assert (await tools.call("read", {})).text == "a.csv of train/0/t/1"
+        async with asyncio.timeout(20), pool.session(trajectory(2, file="b.csv")) as tools:
+            assert (await tools.call("read", {})).text == "b.csv of train/0/t/2"
+        pids = set()
+        for number in range(6):
+            async with pool.session(trajectory(number, file="c.csv")) as tools:
+                pids.add(await pid_of(tools))
+                assert (await tools.call("read", {})).text == f"c.csv of train/0/t/{number}"
+        assert len(pids) < 6 or first in pids
+        with pytest.raises(ToolServerError, match="needs 'file' of the task's meta"):
+            async with pool.session(trajectory(9)):
+                pass
+
+
+async def test_trajectories_at_once_never_see_each_others_state(tmp_path: Path) -> None:
+    async def run(number: int) -> str:
+        async with pool.session(trajectory(number)) as tools:
+            for word in ("one", "two"):
+                await tools.call("append", {"text": f"{number}-{word}"})
+            return (await tools.call("read", {})).text
+
+    async with ToolPool(config_of(tmp_path, stdio(warm=2))) as pool:
+        seen = await asyncio.gather(*(run(number) for number in range(12)))
+    assert seen == [f"{number}-one,{number}-two" for number in range(12)]
+
+
+async def test_limits_bound_concurrency_and_rate_of_a_tool(tmp_path: Path) -> None:
+    tools_limits = {
+        "wait": {"concurrency": 2},
+        "read": {"calls_per_minute": 600},
+        "huge": {"max_result_chars": 9},
+    }
+    config = config_of(tmp_path, stdio(tools=tools_limits), max_parallel_tool_calls=64)
+    async with open_tools(config) as tools:
+        began = time.monotonic()
+        await asyncio.gather(*(tools.call("wait", {"seconds": 0.1}) for _ in range(6)))
+        assert time.monotonic() - began > 0.29
+        began = time.monotonic()
+        await asyncio.gather(*(tools.call("read", {}) for _ in range(65)))
+        assert time.monotonic() - began > 0.4
+        assert (await tools.call("huge", {"megabytes": 1})).text.startswith("x" * 9 + "\n[cut: ")
+
+
+async def test_the_calls_of_a_turn_run_in_parallel_up_to_the_flag(tmp_path: Path) -> None:
+    for parallel, most in ((8, 0.9), (1, 10.0)):
+        async with open_tools(config_of(tmp_path, stdio(), max_parallel_tool_calls=parallel)) as tools:
+            await tools.call("read", {})
+            began = time.monotonic()
+            await asyncio.gather(*(tools.call("wait", {"seconds": 0.2}) for _ in range(5)))
+            took = time.monotonic() - began
+            assert took < most if parallel > 1 else took >= 1.0
