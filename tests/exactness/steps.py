@@ -109,10 +109,11 @@ def _trajectory(
                 logprobs=pack_floats((-4 + rng.normal(size=len(output))).tolist()),
             )
         )  # fmt: skip
-    advantage = float(rng.normal())
+    advantage, turn_advantages = float(rng.normal()), rng.normal(size=len(turns)).tolist()
     record = Record(id=name, task=task, traj_id=0, attempt=1, split="train", epoch=0, query="", score=1.0)
     group = Task(id=task, task_id=task, split="train", epoch=0, order=0, query="")
-    return to_training_data(group, record, calls, advantage, GroupConfig(minimal_advantage=0.0))
+    config = GroupConfig(minimal_advantage=0.0)
+    return to_training_data(group, record, calls, advantage, config, turn_advantages=turn_advantages)
 
 
 def _ids(rng: np.random.Generator, count: int, kinds: int) -> list[int]:

@@ -34,17 +34,18 @@ def add_rescore(subparsers: Any) -> None:
 async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Score, write and print a table; return 1 if some Records could not be scored."""
     from agentrl.data.rescore import RescoreOptions, rescore_run
+    from agentrl.documents.scorer_sum import scorer_weights
     from agentrl.documents.status import RecordStatus
     from agentrl.observe.terminal import fixed, stdout_console, table
     from agentrl.registry import allow_imports
-    from agentrl.scoring.scorers import SCORERS
+    from agentrl.scoring.scorers import require_scorer
     from agentrl.store.admin.rescore import SCORED
     from agentrl.store.client import open_existing
 
     allow_imports(name.strip() for name in arguments.allowed_modules.split(",") if name.strip())
-    allow_imports({arguments.scorer} if arguments.scorer else {})
+    allow_imports(scorer_weights(arguments.scorer) if arguments.scorer else {})
     if arguments.scorer is not None:
-        SCORERS.get(arguments.scorer)
+        require_scorer(arguments.scorer)
     options = RescoreOptions(
         scorer=arguments.scorer,
         split=arguments.split,

@@ -31,6 +31,18 @@ _SHOWN: Final = 60
 
 
 @dataclass(frozen=True, slots=True)
+class _Credit:
+    """The advantage of a trajectory's score, and what each model call's own reward adds to it."""
+
+    advantage: float
+    turn_advantages: Sequence[float]
+
+    def of_call(self, index: int) -> float:
+        """Return the advantage of one model call."""
+        return self.advantage + (self.turn_advantages[index] if index < len(self.turn_advantages) else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class _TrainableCall:
     call: DispatchedSamplingTask
     advantage: float
@@ -44,11 +56,13 @@ def to_training_data(
     advantage: float,
     config: GroupConfig,
     *,
+    turn_advantages: Sequence[float] = (),
     supervised: bool = False,
 ) -> DBRecordData | None:
     """Return the training data of one scored trajectory; None if no model call of it is trained.
 
-    ``calls`` are the Record's model calls, ordered by index. All generated tokens of a trainable call are
+    ``calls`` are the Record's model calls, ordered by index; ``turn_advantages`` are added to the advantage
+    of the call with that index. All generated tokens of a trainable call are
     trained: one span per call and policy version, at the call's sampling temperature. Calls whose
     distribution another parameter changed (``mask_reason``) are context. With ``supervised`` every call is
     trainable, at temperature 1, because no loss reads its logprobs. Raises StoreError if the calls contradict
@@ -56,7 +70,7 @@ def to_training_data(
     """
     if record.score is None:
         raise StoreError(f"record {record.id} has no score and cannot become training data")
-    trainable = _trainable_calls(calls, advantage, config, supervised)
+    trainable = _trainable_calls(calls, _Credit(advantage, turn_advantages), config, supervised)
     tree = build_tree(calls, [item.call.id for item in trainable])
     spans: list[TrainableSpan] = []
     logprobs: list[np.ndarray] = []
@@ -74,6 +88,7 @@ def to_training_data(
         split=task.split,
         score=record.score,
         advantage=advantage,
+        turn_advantages=tuple(turn_advantages),
         min_version=min(span.version for span in spans),
         max_version=max(span.version for span in spans),
         tokens=len(tree.input_ids),
@@ -89,7 +104,8 @@ def to_training_data(
 def call_advantage(status: CallStatus, advantage: float) -> float | None:
     """Return the advantage of one model call's tokens; None if the call is not trained.
 
-    Malformed tool calls and repeated texts get 0, or the trajectory's advantage if that is lower.
+    ``advantage`` is the call's, its turn advantage included. Malformed tool calls and repeated texts get 0,
+    or ``advantage`` if that is lower.
     """
     if status is CallStatus.FAILED:
         return None
@@ -124,21 +140,27 @@ def mask_reason(call: DispatchedSamplingTask) -> str | None:
     return "logprobs of several distributions" if call.logprobs_of == "other" else None
 
 
-def masked_calls(calls: Sequence[DispatchedSamplingTask], advantage: float, config: GroupConfig) -> list[str]:
+def masked_calls(
+    calls: Sequence[DispatchedSamplingTask],
+    advantage: float,
+    config: GroupConfig,
+    turn_advantages: Sequence[float] = (),
+) -> list[str]:
     """Return the reason for each call that only a sampling parameter masks, such as ``top_p 0.9``."""
+    credit = _Credit(advantage, turn_advantages)
     return [
         reason
         for call in calls
-        if _own_advantage(call, advantage, config) is not None and (reason := mask_reason(call)) is not None
+        if _own_advantage(call, credit, config) is not None and (reason := mask_reason(call)) is not None
     ]
 
 
 def _trainable_calls(
-    calls: Sequence[DispatchedSamplingTask], advantage: float, config: GroupConfig, supervised: bool
+    calls: Sequence[DispatchedSamplingTask], credit: _Credit, config: GroupConfig, supervised: bool
 ) -> list[_TrainableCall]:
     chosen = []
     for call in calls:
-        own = _own_advantage(call, advantage, config)
+        own = _own_advantage(call, credit, config)
         if own is None or not _is_consistent(call):
             continue
         temperature = 1.0 if supervised else call_temperature(call)
@@ -147,9 +169,9 @@ def _trainable_calls(
     return chosen
 
 
-def _own_advantage(call: DispatchedSamplingTask, advantage: float, config: GroupConfig) -> float | None:
+def _own_advantage(call: DispatchedSamplingTask, credit: _Credit, config: GroupConfig) -> float | None:
     """Return the advantage of a call with tokens to train, else None."""
-    own = call_advantage(call.status, advantage)
+    own = call_advantage(call.status, credit.of_call(call.index))
     if own is None or not call.output_ids:
         return None
     if (own == 0.0 and config.drop_zero_advantage) or abs(own) < config.minimal_advantage:

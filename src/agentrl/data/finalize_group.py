@@ -73,7 +73,7 @@ class GroupRules:
         failed = sum(slot.status is SlotStatus.FAILED for slot in task.slots)
         rules = self.to_store()
         if task.split != TRAIN_SPLIT:
-            outcomes = [_outcome(record.id, RecordStatus.READY) for record in scored]
+            outcomes = [RecordOutcome(record_id=record.id, status=RecordStatus.READY) for record in scored]
             summed = {**summarize(scored, failed, 0, rules), "right_threshold": self.config.right_threshold}
             return GroupOutcome(records=tuple(outcomes), summary=summed)
         filtered = self._filtered(task, scored)
@@ -88,9 +88,9 @@ class GroupRules:
             converted = self._convert(task, by_id[decision.record_id], calls, decision, reasons)
             if isinstance(converted, DBRecordData):
                 data.append(converted)
-                outcomes.append(_outcome(decision.record_id, RecordStatus.READY, decision.advantage))
+                outcomes.append(_ready(decision))
             else:
-                outcomes.append(_outcome(decision.record_id, RecordStatus.ABANDONED, None, converted))
+                outcomes.append(_abandoned(decision, converted))
         summary = {
             **summarize(scored, failed, len(data), rules),
             "masked_calls": _counts(masked),
@@ -112,7 +112,9 @@ class GroupRules:
 
     def _masked(self, calls: Sequence[DispatchedSamplingTask], decision: Decision) -> list[str]:
         """Return ``masked_calls`` of a Record that is trained, else an empty list."""
-        return [] if decision.advantage is None else masked_calls(calls, decision.advantage, self.config)
+        if decision.advantage is None:
+            return []
+        return masked_calls(calls, decision.advantage, self.config, decision.turn_advantages)
 
     def _convert(
         self,
@@ -126,7 +128,14 @@ class GroupRules:
         if decision.advantage is None:
             return decision.abandoned_because or "abandoned"
         try:
-            data = to_training_data(task, record, calls.get(record.id, ()), decision.advantage, self.config)
+            data = to_training_data(
+                task,
+                record,
+                calls.get(record.id, ()),
+                decision.advantage,
+                self.config,
+                turn_advantages=decision.turn_advantages,
+            )
         except StoreError as error:
             logger.error("a trajectory cannot be trained", extra={"record": record.id, "why": error.message})
             return error.message
@@ -151,7 +160,14 @@ def _counts(masked: Counter[str]) -> list[dict[str, Any]]:
     return [{"because": what, "calls": count} for what, count in masked.most_common(_LISTED)]
 
 
-def _outcome(
-    record_id: str, status: RecordStatus, advantage: float | None = None, because: str | None = None
-) -> RecordOutcome:
-    return RecordOutcome(record_id=record_id, status=status, advantage=advantage, because=because)
+def _ready(decision: Decision) -> RecordOutcome:
+    return RecordOutcome(
+        record_id=decision.record_id,
+        status=RecordStatus.READY,
+        advantage=decision.advantage,
+        turn_advantages=decision.turn_advantages,
+    )
+
+
+def _abandoned(decision: Decision, because: str) -> RecordOutcome:
+    return RecordOutcome(record_id=decision.record_id, status=RecordStatus.ABANDONED, because=because)

@@ -15,7 +15,7 @@ from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Task
 from agentrl.errors import ConfigError, GroupError, ScorerError, StoreError
-from agentrl.scoring.scorers import ScorerContext, run_scorer
+from agentrl.scoring.scorers import ScoredCall, ScorerContext, run_scorer
 from agentrl.store.admin.rescore import SCORED, NewScore, Rescored, Rescoring
 from agentrl.store.client import Store
 from agentrl.store.groups import Decide, StoredGroup
@@ -157,6 +157,7 @@ def scorer_context(
         answer=task.answer,
         aug_answers=task.aug_answers,
         messages=tuple(messages),
+        calls=tuple(ScoredCall.of(call.response, call.tool_executions, call.status) for call in calls),
         meta=task.meta,
         tool_rewards=record.tool_rewards,
         agent_config_path=agent_config_path,

@@ -32,7 +32,7 @@ Verify = Callable[[Sequence[DBRecordData]], Awaitable[dict[str, str]]]
 _TOLERANCE = 1e-9
 """Largest relative and absolute difference of two advantages that counts as rounding."""
 
-_ORIGIN = ("record", "task", "split", "score", "advantage", "turns")
+_ORIGIN = ("record", "task", "split", "score", "advantage", "turn_advantages", "turns")
 _COMPARED = (
     "input_ids", "nodes", "spans", "behavior_logprobs", "tokens", "trainable_tokens", "min_version",
     "max_version",
@@ -89,12 +89,21 @@ def group_problem(group: StoredGroup | None, data: Sequence[DBRecordData]) -> st
 
 def _rounded_as(data: DBRecordData, expected: DBRecordData) -> DBRecordData:
     """Return ``expected`` with the advantages of ``data`` if they differ only by rounding."""
-    found = [data.advantage, *(span.advantage for span in data.spans)]
-    wanted = [expected.advantage, *(span.advantage for span in expected.spans)]
-    if len(found) != len(wanted) or not all(map(_is_close, found, wanted)):
+    found, wanted = _all_advantages(data), _all_advantages(expected)
+    if len(data.spans) != len(expected.spans) or len(found) != len(wanted):
         return expected
-    spans = (replace(span, advantage=value) for span, value in zip(expected.spans, found[1:], strict=True))
-    return replace(expected, advantage=data.advantage, spans=tuple(spans))
+    if not all(map(_is_close, found, wanted)):
+        return expected
+    spans = (
+        replace(span, advantage=own.advantage) for span, own in zip(expected.spans, data.spans, strict=True)
+    )
+    return replace(
+        expected, advantage=data.advantage, turn_advantages=data.turn_advantages, spans=tuple(spans)
+    )
+
+
+def _all_advantages(data: DBRecordData) -> list[float]:
+    return [data.advantage, *data.turn_advantages, *(span.advantage for span in data.spans)]
 
 
 def _is_close(found: float, wanted: float) -> bool:
@@ -113,7 +122,9 @@ def explain_difference(
         named = {span.call for span in data.spans}
         calls = [call if call.index in named else replace(call, status=CallStatus.FAILED) for call in calls]
         config = GroupConfig(drop_zero_advantage=False, minimal_advantage=0.0)
-    expected = to_training_data(_task(data), _record(data), calls, data.advantage, config)
+    expected = to_training_data(
+        _task(data), _record(data), calls, data.advantage, config, turn_advantages=data.turn_advantages
+    )
     if expected is None:
         return "its model calls have no token to train"
     return differences(data, expected)

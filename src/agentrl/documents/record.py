@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 from agentrl.documents.base import Document, Root, now
 from agentrl.documents.status import RecordStatus, StopReason
+
+TURN_REWARDS = "turn_rewards"
+"""The key of ``score_details`` with a reward for each model call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +47,9 @@ class Record(Root):
     failure: Failure | None = None
     abandoned_because: str | None = None
     advantage: float | None = None
+    """The advantage of the score, for all model calls."""
+    turn_advantages: tuple[float, ...] = ()
+    """What each model call's own reward adds to it; empty if the group has no turn rewards."""
     tool_rewards: dict[str, Any] = field(default_factory=dict)
     """``{tool: {"calls": [reward of each call], "state": reward of its state}}``, of tools that give any."""
     turns: int = 0
@@ -67,3 +74,14 @@ class Record(Root):
     """``{score, details, at}`` of a new score that came after the Record had been trained."""
     pruned_at: datetime | None = None
     """When ``agentrl db prune`` deleted its model calls and training data."""
+
+    @property
+    def turn_rewards(self) -> tuple[float, ...]:
+        """Return the reward of each model call; empty if neither the scorer nor a tool gave one."""
+        stored = self.score_details.get(TURN_REWARDS)
+        values = stored if isinstance(stored, (list, tuple)) else ()
+        return tuple(float(value) if _is_finite(value) else 0.0 for value in values)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

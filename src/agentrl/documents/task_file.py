@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import overload
 
 from agentrl.documents.bad_task import BadTaskError
+from agentrl.documents.scorer_sum import scorer_weights
 from agentrl.documents.task import Task
 from agentrl.documents.task_json import make_task, nearest_field, parse
 from agentrl.documents.task_source import TaskSource
@@ -131,13 +132,13 @@ class _Reading:
     def add(self, task: Task) -> None:
         """Check and record the names and the id of a task. Raises BadTaskError."""
         for name, known in self._known.items():
-            _check_name(name, getattr(task, name), known)
+            for part in _names(task, name):
+                _check_name(name, part, known)
         if task.task_id in self._ids:
             raise BadTaskError(f"id {task.task_id[:80]!r} is used above")
         self._ids.add(task.task_id)
         for name, found in self.names.items():
-            if getattr(task, name) is not None:
-                found.add(getattr(task, name))
+            found.update(_names(task, name))
 
     def warn(self, where: str, item: dict[str, object]) -> None:
         """Record each field that looks misspelled."""
@@ -165,6 +166,14 @@ def _bad_lines(path: str | Path, bad: Sequence[str], good: int) -> TaskFileError
     )
 
 
-def _check_name(kind: str, name: str | None, known: Collection[str] | None) -> None:
-    if name is not None and known is not None and name not in known and ":" not in name:
+def _names(task: Task, field: str) -> tuple[str, ...]:
+    """Return what a field of the task names: every scorer of a weighted sum."""
+    value = getattr(task, field)
+    if value is None:
+        return ()
+    return tuple(scorer_weights(value)) if field == "scorer" else (value,)
+
+
+def _check_name(kind: str, name: str, known: Collection[str] | None) -> None:
+    if known is not None and name not in known and ":" not in name:
         raise BadTaskError(f"{kind} {name!r} is unknown; choose one of {', '.join(sorted(known))}")

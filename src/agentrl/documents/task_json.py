@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from agentrl.documents.bad_task import BadTaskError, kind_of
+from agentrl.documents.scorer_sum import sum_name
 from agentrl.documents.task import Slot, Task, task_key
 from agentrl.documents.task_messages import Chat, read_examples, read_prompt
 
@@ -180,7 +181,7 @@ def make_task(item: Any, split: str, epoch: int, num_generations: int) -> Task:
         query=query,
         answer=answer,
         aug_answers=tuple(_take(rest, "aug_answers", list) or ()),
-        scorer=_take_word(rest, "scorer") or "agentcpm",
+        scorer=_take_scorer(rest) or "agentcpm",
         answer_schema=_take_word(rest, "answer_schema") or "answer",
         agent_name=_take_word(rest, "agent_name"),
         system_prompt=_take_system_prompt(rest, chat),
@@ -287,6 +288,17 @@ def _take_word(rest: dict[str, Any], name: str) -> str | None:
     if value is not None and not value.strip():
         raise BadTaskError(f"{name} is empty")
     return None if value is None else str(value).strip()
+
+
+def _take_scorer(rest: dict[str, Any]) -> str | None:
+    """Take a name, or {name: weight} as the name of the weighted sum."""
+    weights = rest.get("scorer")
+    if not isinstance(weights, dict):
+        return _take_word(rest, "scorer")
+    try:
+        return sum_name(rest.pop("scorer"))
+    except ValueError as error:
+        raise BadTaskError(f"scorer: {error}") from error
 
 
 def _take_query_prompt(rest: dict[str, Any]) -> str | None:

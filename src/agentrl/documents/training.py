@@ -49,6 +49,9 @@ class DBRecordData(Root):
     status: DataStatus = DataStatus.READY
     score: float
     advantage: float
+    """The advantage of the trajectory's score; a span's has its call's turn advantage added."""
+    turn_advantages: tuple[float, ...] = ()
+    """``Record.turn_advantages``."""
     min_version: int
     max_version: int
     tokens: int

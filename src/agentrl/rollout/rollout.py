@@ -22,6 +22,7 @@ from agentrl.rollout.model_call import Engine, PendingCall, Turn
 from agentrl.rollout.outcome import checked_messages
 from agentrl.rollout.tool_calls import Tools, run_tool_calls
 from agentrl.scoring.answers import extract_answer
+from agentrl.scoring.scorers import ScoredCall
 from agentrl.tools.base import Schema
 from agentrl.user_code import contain, contain_call
 
@@ -65,6 +66,8 @@ class Rollout:
         self.tool_calls = 0
         self.context_resets = 0
         self.tool_rewards: dict[str, dict[str, Any]] = {}
+        self.scored_calls: list[ScoredCall] = []
+        """The finished model calls, as a scorer gets them."""
         self._record_id = claim.record_id
         self._chat_format = chat_format
         self._engine = engine
@@ -228,6 +231,7 @@ class Rollout:
         pending, self._pending = self._pending, None
         if pending is not None:
             self._parent = pending.id
+            self.scored_calls.append(ScoredCall.of(pending.response, pending.executions, pending.status))
             await self._write(pending)
 
     @property

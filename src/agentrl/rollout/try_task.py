@@ -25,6 +25,7 @@ from agentrl.documents.base import now
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Failure, Record
 from agentrl.documents.sampling import SamplingParams
+from agentrl.documents.scorer_sum import scorer_weights
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim, Task, task_key
 from agentrl.documents.task_json import make_task, parse
@@ -52,7 +53,7 @@ from agentrl.rollout.setup import (
 from agentrl.rollout.worker import run_agent, score_trajectory
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.judge import JUDGES
-from agentrl.scoring.scorers import SCORERS, ScoreResult
+from agentrl.scoring.scorers import ScoreResult, require_scorer
 from agentrl.store.client import Store, open_existing
 from agentrl.store.views.read import WholeTrajectory
 from agentrl.tools.base import Trajectory
@@ -205,9 +206,9 @@ def _task_of_file(path: Path, line: int | None) -> Task:
 def _require_usable(configs: Configs, task: Task) -> None:
     """Raise ConfigError for a task that no sampler can run."""
     AGENTS.get(task.agent_name or configs[AgentConfig].agent_name)
-    SCORERS.get(task.scorer)
+    require_scorer(task.scorer)
     check_schema(task.answer_schema)
-    if task.scorer in JUDGES:
+    if not JUDGES.isdisjoint(scorer_weights(task.scorer)):
         load_section(configs[SamplingConfig].agent_config_path, "scorer_agent")
 
 

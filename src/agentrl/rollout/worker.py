@@ -13,6 +13,7 @@ from agentrl.chat.chat_format import ChatFormat
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig
 from agentrl.documents.record import Failure
 from agentrl.documents.sampling import SamplingParams
+from agentrl.documents.scorer_sum import scorer_weights
 from agentrl.documents.status import RecordStatus, StopReason
 from agentrl.documents.task import Claim, Task
 from agentrl.errors import (
@@ -36,7 +37,7 @@ from agentrl.rollout.outcome import Outcome, checked_outcome, failure_text
 from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.tool_calls import Tools
 from agentrl.scoring.answers import check_schema
-from agentrl.scoring.scorers import SCORERS, ScorerContext, ScoreResult, run_scorer
+from agentrl.scoring.scorers import ScorerContext, ScoreResult, require_scorer, run_scorer
 from agentrl.tools.base import Schema, Trajectory
 from agentrl.user_code import contain, contain_call
 
@@ -126,10 +127,10 @@ class Worker:
     async def _run_trajectory(self, claim: Claim) -> tuple[Rollout, Outcome]:
         await self.store.records.create(claim)
         agent_name = claim.task.agent_name or self.agent.agent_name
-        if not all(map(is_importable, (agent_name, claim.task.scorer))):
+        if not all(map(is_importable, (agent_name, *scorer_weights(claim.task.scorer)))):
             allow_imports(await self.store.imports.paths())  # loaded after this process started
         agent = contain_call(lambda: AGENTS.get(agent_name), f"agent {agent_name}", TrajectoryError)
-        contain_call(lambda: SCORERS.get(claim.task.scorer), f"scorer {claim.task.scorer}", ScorerError)
+        contain_call(lambda: require_scorer(claim.task.scorer), f"scorer {claim.task.scorer}", ScorerError)
         check_schema(claim.task.answer_schema)
         await self._advance(claim, RecordStatus.RUNNING)
 
@@ -238,6 +239,7 @@ async def score_trajectory(
         answer=task.answer,
         aug_answers=task.aug_answers,
         messages=tuple(rollout.messages),
+        calls=tuple(rollout.scored_calls),
         meta=task.meta,
         tool_rewards=rollout.tool_rewards,
         agent_config_path=sampling.agent_config_path,

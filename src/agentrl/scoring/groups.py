@@ -12,6 +12,7 @@ from agentrl.config.sampling import RIGHT_THRESHOLD, GroupConfig
 from agentrl.documents.record import Record
 from agentrl.documents.status import StopReason
 from agentrl.scoring.advantages import ESTIMATORS, agrees, estimate
+from agentrl.scoring.turn_rewards import turn_advantages, turn_rewards_agree
 
 EFFICIENCY_SPREAD = 0.2
 """Largest difference that ``efficient_rewarding`` makes between two right (or two wrong) answers."""
@@ -26,6 +27,7 @@ class Decision:
 
     record_id: str
     advantage: float | None = None
+    turn_advantages: tuple[float, ...] = ()
     abandoned_because: str | None = None
 
 
@@ -40,8 +42,9 @@ def decide_group(
     The order is: (1) abandon what ``--group_filter`` dropped (``filtered``, {id: reason}) and ignore it from
     then on; (2) abandon a group without spread as a whole; (3) balance right and wrong answers
     (``balance_sample``) or apply the other filters; (4) compute the advantages of the rest, with a baseline
-    over the rest. Spread and filters use the scores. ``efficient_rewarding`` and the overlong penalty change
-    the rewards that advantages come from, never a score.
+    over the rest. Filters use the scores; a group has spread if its scores or its turn rewards have some.
+    ``efficient_rewarding`` and the overlong penalty change the rewards that advantages come from, never a
+    score.
     """
     scored = [record for record in records if record.score is not None]
     gone = filtered or {}
@@ -53,7 +56,12 @@ def decide_group(
 def recorded_decisions(records: Sequence[Record]) -> list[Decision]:
     """Return the decisions that a finalized group's scored Records hold."""
     return [
-        Decision(record_id=record.id, advantage=record.advantage, abandoned_because=record.abandoned_because)
+        Decision(
+            record_id=record.id,
+            advantage=record.advantage,
+            turn_advantages=record.turn_advantages,
+            abandoned_because=record.abandoned_because,
+        )
         for record in records
         if record.score is not None
     ]
@@ -71,15 +79,21 @@ def filtered_of(summary: Mapping[str, Any]) -> dict[str, str] | None:
 def _decide(scored: Sequence[Record], config: GroupConfig, rng: random.Random) -> list[Decision]:
     if not scored:
         return []
-    if agrees([_score(record) for record in scored], config.min_score_spread):
+    scores = [_score(record) for record in scored]
+    if agrees(scores, config.min_score_spread) and turn_rewards_agree(scored, config.min_score_spread):
         return [_abandon(record, "no spread in the group's scores") for record in scored]
     dropped = _balance(scored, config, rng) if config.balance_sample else _filter(scored, config, rng)
     kept = [record for record in scored if record.id not in dropped]
     if len(kept) == 1 and ESTIMATORS.get(config.advantage).needs_others:
         dropped[kept.pop().id] = "alone in its group"
     advantages = _advantages(kept, config) if kept else {}
+    of_turns = turn_advantages(kept, config)
     return [
-        Decision(record_id=record.id, advantage=advantages[record.id])
+        Decision(
+            record_id=record.id,
+            advantage=advantages[record.id],
+            turn_advantages=of_turns.get(record.id, ()),
+        )
         if record.id in advantages
         else _abandon(record, dropped[record.id])
         for record in scored

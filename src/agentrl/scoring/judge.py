@@ -18,7 +18,7 @@ from agentrl.scoring.text_match import same
 
 T = TypeVar("T")
 
-JUDGES = ("agentcpm", "asearcher")
+JUDGES = frozenset({"agentcpm", "asearcher", "rubric"})
 """Names of the scorers that need the section ``scorer_agent`` of ``--agent_config_path``."""
 
 DEFAULT_TEMPLATE = """\
@@ -41,7 +41,6 @@ _RESERVE = 0.05
 _LABEL = r"(?:final\s+)?(?:verdict|answer|judge?ment|decision|grade|result|conclusion)"
 _VERDICT = re.compile(rf"(?:{_LABEL}\s*(?:is\s*)?:?\s*)?(in)?correct", re.IGNORECASE)
 _MARKUP = " \t*_`\"'“”‘’.!"
-_FIELD = re.compile(r"\{(question|labeled_answer|pred_answer)\}")
 
 _verdicts: SharedAnswers[bool] = SharedAnswers()
 
@@ -74,9 +73,13 @@ async def agentcpm(context: ScorerContext) -> ScoreResult:
 
 
 def judge_prompt(template: str, values: Mapping[str, str]) -> Messages:
-    """Return the template with its fields filled in, each as a block; other braces stay unchanged."""
+    """Return the template with the fields ``{name}`` of ``values`` filled in, each as a block.
+
+    Other braces stay unchanged.
+    """
     blocks = fenced(values)
-    text = _FIELD.sub(lambda match: blocks[match.group(1)], template)
+    fields = "|".join(map(re.escape, values))
+    text = re.sub(rf"\{{({fields})\}}", lambda match: blocks[match.group(1)], template)
     return [{"role": "system", "content": RULE}, {"role": "user", "content": text}]
 
 

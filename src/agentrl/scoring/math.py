@@ -1,28 +1,18 @@
 """Scorer ``math``: mathematical equality by math-verify, in worker processes with a time limit.
 
-math-verify limits its time by SIGALRM, which works only in the main thread of a process. The workers of the
-pool run it there, and end with the process that started them.
+math-verify limits its time by SIGALRM, which works only in the main thread of a process, where a worker of
+the pool runs it.
 """
 
 from __future__ import annotations
 
-import asyncio
-import ctypes
-import multiprocessing
-import signal
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from functools import cache
-
 from agentrl.errors import ScorerError
+from agentrl.scoring.process_pool import run_in_process
 from agentrl.scoring.scorers import ScorerContext, scorer
 from agentrl.scoring.text_match import number, same
 
 SECONDS = 5
 """Time limit of each parse and each comparison, in seconds."""
-
-_WORKERS = 2
-_PR_SET_PDEATHSIG = 1
 
 
 @scorer("math")
@@ -39,13 +29,7 @@ async def math(context: ScorerContext) -> float:
         number(gold) is not None for gold in context.accepted
     ):
         return 0.0
-    try:
-        future = _pool().submit(equal, context.accepted, context.final_answer)
-        matched: bool = await asyncio.wrap_future(future)
-    except BrokenProcessPool as error:
-        _pool.cache_clear()
-        raise ScorerError(f"a math worker died: {error}") from error
-    return float(matched)
+    return float(await run_in_process(equal, context.accepted, context.final_answer))
 
 
 def equal(golds: tuple[str, ...], answer: str) -> bool:
@@ -58,13 +42,3 @@ def equal(golds: tuple[str, ...], answer: str) -> bool:
 
     target = read(answer)
     return bool(target) and any(verify(read(gold), target, timeout_seconds=SECONDS) for gold in golds)
-
-
-@cache
-def _pool() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(_WORKERS, multiprocessing.get_context("spawn"), initializer=_prepare_worker)
-
-
-def _prepare_worker() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

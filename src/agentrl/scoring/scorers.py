@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
 import numbers
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from agentrl.documents.model_call import ToolExecution
+from agentrl.documents.record import TURN_REWARDS
 from agentrl.documents.sanitize_bson import sanitize_bson
+from agentrl.documents.scorer_sum import scorer_weights
+from agentrl.documents.status import CallStatus
 from agentrl.errors import ConfigError, FailureError, ScorerError
 from agentrl.llm.deadline import Deadline
 from agentrl.registry import Registry
+from agentrl.scoring.process_pool import run_in_process
+from agentrl.scoring.turn_rewards import checked_turn_rewards, stored_turn_rewards
 from agentrl.user_code import contain, describe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredCall:
+    """One model call of a trajectory, as a scorer gets it."""
+
+    content: str
+    """The text of the assistant's message, without its reasoning."""
+    tool_calls: tuple[str, ...]
+    """The names of the tools that were run."""
+    status: str
+    """A value of ``CallStatus``, such as ``completed``, ``formaterror`` or ``toolfailed``."""
+    tool_rewards: tuple[float, ...]
+    """The rewards that tools gave to their calls."""
+
+    @classmethod
+    def of(
+        cls, response: Mapping[str, Any], executions: Sequence[ToolExecution], status: CallStatus
+    ) -> ScoredCall:
+        """Return what a scorer gets of a model call with this response and these tool executions."""
+        return cls(
+            content=str(response.get("content") or ""),
+            tool_calls=tuple(execution.name for execution in executions),
+            status=status.value,
+            tool_rewards=tuple(item.reward for item in executions if item.reward is not None),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +58,9 @@ class ScorerContext:
     answer: Any = None
     aug_answers: tuple[Any, ...] = ()
     messages: tuple[dict[str, Any], ...] = ()
+    """The messages of the last context."""
+    calls: tuple[ScoredCall, ...] = ()
+    """All model calls, in order."""
     meta: dict[str, Any] = field(default_factory=dict)
     tool_rewards: dict[str, Any] = field(default_factory=dict)
     """``Record.tool_rewards``."""
@@ -38,65 +75,140 @@ class ScorerContext:
 
 @dataclass(frozen=True, slots=True)
 class ScoreResult:
-    """A score, usually in [0, 1], with details for the reader of the Record."""
+    """A score, usually in [0, 1], with details for the reader of the Record.
+
+    ``turn_rewards`` are rewards of single model calls: one for each of ``ScorerContext.calls``, or
+    {index of the call: reward}. They are credited to the tokens of that call only, beside the score. None
+    credits the rewards that the tools gave to their calls; () credits none.
+    """
 
     score: float
     details: dict[str, Any] = field(default_factory=dict)
+    turn_rewards: Sequence[float] | Mapping[int, float] | None = None
 
 
-Scorer = Callable[[ScorerContext], Awaitable[float | ScoreResult]]
+Result = float | ScoreResult
+Scorer = Callable[[ScorerContext], Awaitable[Result] | Result]
+S = TypeVar("S", bound=Scorer)
 
 
 SCORERS: Registry[Scorer] = Registry(
     "scorer",
     group="agentrl.scorers",
-    built_in=[f"agentrl.scoring.{name}" for name in ("text_match", "math", "judge", "code", "tool_rewards")],
+    built_in=[
+        f"agentrl.scoring.{name}"
+        for name in ("text_match", "math", "judge", "rubric", "format", "code", "tool_rewards")
+    ],
 )
 
+_BLOCKING = "agentrl_blocking"
 
-def scorer(*names: str) -> Callable[[Scorer], Scorer]:
-    """Register an async function ``(ScorerContext) -> float | ScoreResult`` under ``names``."""
-    return SCORERS.register(*names)
+
+def scorer(*names: str, blocking: bool = False) -> Callable[[S], S]:
+    """Register a function ``(ScorerContext) -> float | ScoreResult`` under ``names``.
+
+    A function that is not async runs in a worker process. So does an async one with ``blocking``: it
+    computes for long, or waits without ``await``.
+    """
+
+    def decorate(function: S) -> S:
+        setattr(function, _BLOCKING, blocking)
+        SCORERS.add(function, *names)
+        return function
+
+    return decorate
+
+
+def require_scorer(name: str) -> None:
+    """Raise ConfigError unless this process can find the scorer ``name``, or every scorer of the sum."""
+    for part in scorer_weights(name):
+        SCORERS.get(part)
 
 
 async def run_scorer(name: str, context: ScorerContext, timeout: float) -> ScoreResult:
     """Score one trajectory within ``timeout`` seconds. Its details are sanitized and name the scorer.
 
-    Waiting for this process's own limits, such as a judge's ``max_concurrency``, does not count.
-
-    Raises ScorerError for an exception in the scorer, a malformed result and a timeout, and ConfigError if
-    the scorer cannot work in this process. Cancellation of the calling task passes through.
+    A weighted sum runs its scorers at the same time; its details have theirs in ``parts``. Waiting for this
+    process's own limits, such as a judge's ``max_concurrency``, does not count. Raises ScorerError for an
+    exception in the scorer, a malformed result and a timeout, and ConfigError if the scorer cannot work in
+    this process. Cancellation of the calling task passes through.
     """
+    weights = scorer_weights(name)
+    if weights == {name: 1.0}:
+        result = await _run_one(name, context, timeout)
+    else:
+        tasks = [asyncio.ensure_future(_run_one(part, context, timeout)) for part in weights]
+        try:
+            result = _weighted(weights, dict(zip(weights, await asyncio.gather(*tasks), strict=True)))
+        finally:
+            for task in tasks:
+                task.cancel()
+    rewards = stored_turn_rewards(result.turn_rewards, [call.tool_rewards for call in context.calls])
+    own = {key: value for key, value in result.details.items() if key != TURN_REWARDS}
+    return ScoreResult(result.score, {**own, **rewards, "scorer": name}, rewards.get(TURN_REWARDS))
 
-    async def call() -> ScoreResult:
-        return _checked(name, await SCORERS.get(name)(context))
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """The result of one scorer, checked."""
+
+    score: float
+    details: dict[str, Any]
+    turn_rewards: Sequence[float] | None
+
+
+async def _run_one(name: str, context: ScorerContext, timeout: float) -> _Checked:
+    async def call() -> _Checked:
+        function = SCORERS.get(name)
+        result = run_in_process(function, context) if _blocks(function) else function(context)
+        return _checked(name, await result if inspect.isawaitable(result) else result, len(context.calls))
 
     try:
         async with Deadline(timeout).enforced():
             return await contain(call, f"scorer {name}", ScorerError)
     except TimeoutError as error:
         raise ScorerError(f"scorer {name} took longer than {timeout:g} s") from error
-    except (ConfigError, ScorerError):
+    except ConfigError:
         raise
     except FailureError as error:
+        named = error.message if f"scorer {name}" in error.message else f"scorer {name}: {error.message}"
         raise ScorerError(
-            f"scorer {name}: {error.message}",
-            hint=error.hint,
-            outage=error.outage,
-            retry_after=error.retry_after,
+            named, hint=error.hint, outage=error.outage, retry_after=error.retry_after
         ) from error
 
 
-def _checked(name: str, result: float | ScoreResult) -> ScoreResult:
+def _blocks(function: Scorer) -> bool:
+    is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
+    return not is_async or getattr(function, _BLOCKING, False)
+
+
+def _weighted(weights: Mapping[str, float], parts: Mapping[str, _Checked]) -> _Checked:
+    """Return the weighted sum of scores and of turn rewards."""
+    given = {part: result.turn_rewards for part, result in parts.items() if result.turn_rewards is not None}
+    columns = zip(
+        *([weights[part] * value for value in values] for part, values in given.items() if values),
+        strict=True,
+    )
+    rewards = [sum(column) for column in columns] if given else None
+    details = {
+        part: {"weight": weights[part], "score": result.score, **result.details}
+        for part, result in parts.items()
+    }
+    score = sum(weights[part] * result.score for part, result in parts.items())
+    return _Checked(score, {"parts": details}, rewards)
+
+
+def _checked(name: str, result: Result, calls: int) -> _Checked:
     """Return the result with details sanitized for BSON. Raises ScorerError for anything but a score."""
     if not isinstance(result, ScoreResult):
-        return ScoreResult(_number(name, result), {"scorer": name})
+        return _Checked(_number(name, result), {}, None)
     details = sanitize_bson(result.details)
     if not isinstance(details, dict):
         raise ScorerError(
             f"scorer {name} returned the details {describe(result.details)}, which is not a mapping"
         )
-    return ScoreResult(_number(name, result.score), {**details, "scorer": name})
+    rewards = checked_turn_rewards(name, result.turn_rewards, calls)
+    return _Checked(_number(name, result.score), details, rewards)
 
 
 def _number(name: str, value: Any) -> float:

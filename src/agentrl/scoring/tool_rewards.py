@@ -7,9 +7,12 @@ from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
 
 @scorer("tool_rewards")
 async def tool_rewards(context: ScorerContext) -> ScoreResult:
-    """Return the sum of all rewards that tools gave, to calls and to their state; 0 without one."""
+    """Return the sum of all rewards that tools gave, to calls and to their state; 0 without one.
+
+    The score holds them all, so none is credited to a single model call as well.
+    """
     by_tool = {
         name: sum(given.get("calls", ())) + (given.get("state") or 0.0)
         for name, given in context.tool_rewards.items()
     }
-    return ScoreResult(float(sum(by_tool.values())), {"by_tool": by_tool})
+    return ScoreResult(float(sum(by_tool.values())), {"by_tool": by_tool}, turn_rewards=())

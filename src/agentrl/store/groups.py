@@ -39,6 +39,7 @@ class RecordOutcome:
     record_id: str
     status: RecordStatus
     advantage: float | None = None
+    turn_advantages: tuple[float, ...] = ()
     because: str | None = None
 
 
@@ -202,6 +203,7 @@ async def settle_records(
             {
                 "$set": {
                     "status": outcome.status.value, "advantage": outcome.advantage,
+                    "turn_advantages": list(outcome.turn_advantages),
                     "abandoned_because": outcome.because,
                 }
             },

@@ -8,6 +8,7 @@ from typing import Any
 
 from pymongo import ASCENDING
 
+from agentrl.documents.scorer_sum import scorer_weights
 from agentrl.documents.status import TaskStatus
 from agentrl.documents.task import Task
 from agentrl.store.connection import Json, database_call
@@ -85,10 +86,11 @@ class Tasks(Epochs):
             },
         ]
         groups = [group async for group in await self._collection(TASK).aggregate(pipeline)]
-        agents, scorers, schemas = (
+        agents, scorer_names, schemas = (
             {group["_id"][name]: group["task"] for group in groups if group["_id"].get(name) is not None}
             for name in ("agent_name", "scorer", "answer_schema")
         )
+        scorers = {part: task for name, task in scorer_names.items() for part in scorer_weights(name)}
         tools = {
             tuple(group["_id"]["tools"]): group["task"]
             for group in groups

@@ -16,6 +16,7 @@ import yaml
 from agentrl.errors import ConfigError, DependencyKind, ScorerError
 from agentrl.llm.agent_config import load_section
 from agentrl.scoring import judge
+from agentrl.scoring import rubric as rubric_module
 from agentrl.scoring.judge import judge_prompt, verdict_of
 from agentrl.scoring.scorers import ScorerContext, run_scorer
 from agentrl.scoring.shared_answers import SharedAnswers
@@ -243,3 +244,65 @@ def test_a_limit_of_the_section_holds_for_its_models(tmp_path: Path) -> None:
     entries[1]["max_concurrency"] = 3
     path.write_text(yaml.safe_dump({"scorer_agent": {"models": entries, "max_concurrency": 7}}))
     assert [item.max_concurrency for item in load_section(path, "scorer_agent").models] == [7, 3]
+
+
+def rubric_context(path: str, rubric: Any, final_answer: str | None = "It is the Seine.") -> ScorerContext:
+    return ScorerContext(
+        query="Which river?", final_answer=final_answer, meta={"rubric": rubric}, agent_config_path=path
+    )
+
+
+RUBRIC = [
+    {"criterion": "names the river", "weight": 3},
+    "is one sentence",
+    {"criterion": "lies", "weight": -2},
+]
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("1: Met\n2: Met\n3: Unmet", 1.0),
+        ("1: Met\n2: unmet\n3: not met", 0.75),
+        ("**1:** Met\n- 2. Met\n3) Met", 0.5),
+        ("1: Unmet\n2: Unmet\n3: Met", 0.0),
+    ],
+)
+async def test_a_rubric_is_a_weighted_score(
+    tmp_path: Path, llm: fake_llm.FakeLLM, reply: str, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rubric_module, "_verdicts", SharedAnswers())
+    llm.replies = {"a": [reply]}
+    path = write_config(tmp_path, llm, "a")
+    result = await run_scorer("rubric", rubric_context(path, RUBRIC), 10)
+    assert result.score == expected
+    assert ("names the river" in result.details["met"]) is (expected > 0)
+    assert (await run_scorer("rubric", rubric_context(path, RUBRIC, None), 10)).score == 0.0
+    assert len(llm.asked) == 1
+
+
+@pytest.mark.parametrize(
+    "reply", ["Met", "1: Met", "1: Met\n2: Met\n3: Met\n4: Met", "1: Met\n2: Met\n2: Unmet\n3: Met"]
+)
+async def test_a_rubric_needs_one_verdict_for_each_criterion(
+    tmp_path: Path, llm: fake_llm.FakeLLM, reply: str
+) -> None:
+    llm.replies = {"a": [reply]}
+    with pytest.raises(ScorerError, match="a: cannot be read") as caught:
+        await run_scorer("rubric", rubric_context(write_config(tmp_path, llm, "a"), RUBRIC), 10)
+    assert caught.value.outage is None
+
+
+@pytest.mark.parametrize(
+    ("rubric", "problem"),
+    [
+        (None, "the task has no rubric"),
+        ([], "the task has no rubric"),
+        ([{"weight": 2}], "the rubric has the criterion"),
+        ([{"criterion": "x", "weight": "high"}], "the rubric has the criterion"),
+        ([{"criterion": "x", "weight": -1}], "no criterion with a positive weight"),
+    ],
+)
+async def test_a_malformed_rubric_is_named(rubric: Any, problem: str) -> None:
+    with pytest.raises(ScorerError, match=problem):
+        await run_scorer("rubric", rubric_context("nowhere.yml", rubric), 10)

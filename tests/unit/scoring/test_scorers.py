@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentrl.errors import ConfigError, ScorerError
-from agentrl.scoring.scorers import SCORERS, ScorerContext, run_scorer
+from agentrl.errors import ConfigError, ScorerError, judge
+from agentrl.scoring.scorers import SCORERS, ScoredCall, ScorerContext, ScoreResult, run_scorer, scorer
 
 
 def context(final_answer: str | None, answer: Any, *more: Any) -> ScorerContext:
@@ -68,6 +75,114 @@ async def test_a_task_without_an_answer_cannot_be_scored(name: str) -> None:
         await score(name, context("4", None))
 
 
+def waits_without_await(_: ScorerContext) -> float:
+    time.sleep(0.3)
+    return 1.0
+
+
+def names_its_process(context: ScorerContext) -> ScoreResult:
+    return ScoreResult(1.0, {"pid": os.getpid(), "messages": len(context.messages)})
+
+
+@scorer("blocks-in-await", blocking=True)
+async def blocks_in_await(_: ScorerContext) -> float:
+    time.sleep(0.3)  # noqa: ASYNC251  what the test is about
+    return 0.5
+
+
+def never_ends(_: ScorerContext) -> float:
+    subprocess.Popen(["sleep", "987654"])
+    while True:
+        pass
+
+
+def exits(_: ScorerContext) -> float:
+    raise SystemExit(3)
+
+
+def dies(_: ScorerContext) -> float:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+
+
+def raises_by_name(_: ScorerContext) -> float:
+    raise ScorerError("the simulator is gone", outage=judge("simulator"), retry_after=3)
+
+
+def returns_a_generator(_: ScorerContext) -> Any:
+    return (number for number in ())
+
+
+def alive_in_group(group: int) -> list[str]:
+    """Return the ids of a process group's members that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, of = path.read_text().rpartition(") ")[2].split()[:3]
+            found += [path.parent.name] if int(of) == group and state not in "ZX" else []
+    return found
+
+
+@pytest.mark.parametrize("name", ["waits_without_await", "blocks_in_await"])
+async def test_a_blocking_scorer_leaves_the_event_loop_free(name: str) -> None:
+    await score(f"{__name__}:names_its_process", context("4", "4"))  # the worker has started
+    task = asyncio.ensure_future(score(f"{__name__}:{name}", context("4", "4")))
+    turns = 0
+    while not task.done():
+        await asyncio.sleep(0.005)
+        turns += 1
+    assert await task in (1.0, 0.5)
+    assert turns > 20
+
+
+async def test_a_synchronous_scorer_runs_in_another_process_which_is_used_again() -> None:
+    given = ScorerContext(query="q", final_answer="4", messages=({"role": "user", "content": "q"},))
+    results = [await run_scorer(f"{__name__}:names_its_process", given, 60) for _ in range(2)]
+    pids = {result.details["pid"] for result in results}
+    assert len(pids) == 1
+    assert os.getpid() not in pids
+    assert results[0].details["messages"] == 1
+
+
+async def test_a_time_out_kills_the_process_and_its_children() -> None:
+    before = (await run_scorer(f"{__name__}:names_its_process", context("4", "4"), 60)).details["pid"]
+    with pytest.raises(ScorerError, match=r"never_ends took longer than 0\.5 s"):
+        await score(f"{__name__}:never_ends", context("4", "4"), timeout=0.5)
+    async with asyncio.timeout(10):
+        while alive_in_group(before):  # noqa: ASYNC110  the kernel ends them
+            await asyncio.sleep(0.01)
+    assert await score(f"{__name__}:names_its_process", context("4", "4")) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("exits", "scorer .*exits: raised SystemExit: 3"),
+        ("dies", "a scorer's worker process died"),
+        ("returns_a_generator", "cannot pickle 'generator' object"),
+    ],
+)
+async def test_what_goes_wrong_in_a_process_has_a_name(name: str, problem: str) -> None:
+    with pytest.raises(ScorerError, match=problem):
+        await score(f"{__name__}:{name}", context("4", "4"))
+
+
+async def test_an_outage_that_a_process_reports_stays_one() -> None:
+    with pytest.raises(ScorerError, match="the simulator is gone") as caught:
+        await score(f"{__name__}:raises_by_name", context("4", "4"))
+    assert (caught.value.outage, caught.value.retry_after) == (judge("simulator"), 3)
+
+
+async def test_a_function_that_no_process_can_import_is_named() -> None:
+    SCORERS.add(lambda _: 1.0, "nameless")
+    with pytest.raises(ConfigError, match="cannot be sent to a worker process") as caught:
+        await score("nameless", context("4", "4"))
+    assert "top level of a module" in str(caught.value)
+    unpicklable = ScorerContext(query="q", final_answer="4", meta={"lock": threading.Lock()})
+    with pytest.raises(ScorerError, match="a trajectory cannot be sent to a worker process"):
+        await score(f"{__name__}:names_its_process", unpicklable)
+
+
 async def raises(_: ScorerContext) -> float:
     raise ZeroDivisionError("oops")
 
@@ -117,3 +232,71 @@ async def test_the_example_scorer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert await score(name, context("21", "42")) == 0.5
     details = (await run_scorer(name, context("many", "42"), 5)).details
     assert details == {"why": "no number", "scorer": name}
+
+
+async def half(_: ScorerContext) -> ScoreResult:
+    return ScoreResult(0.5, {"why": "half"}, [1.0, 0.0])
+
+
+async def gives_by_index(_: ScorerContext) -> ScoreResult:
+    return ScoreResult(1.0, {}, {1: 2.0})
+
+
+def call(*tool_rewards: float, status: str = "completed") -> ScoredCall:
+    return ScoredCall(content="", tool_calls=(), status=status, tool_rewards=tool_rewards)
+
+
+async def test_a_weighted_sum_runs_every_scorer() -> None:
+    given = ScorerContext(query="q", final_answer="5", answer="4", calls=(call(),))
+    result = await run_scorer("0.8*exact + 0.2*format", given, 10)
+    assert result.score == pytest.approx(0.2)
+    assert result.details == {
+        "scorer": "0.8*exact + 0.2*format",
+        "parts": {
+            "exact": {"weight": 0.8, "score": 0.0},
+            "format": {"weight": 0.2, "score": 1.0, "marked": True, "malformed": []},
+        },
+    }
+
+
+async def test_one_scorer_that_fails_fails_the_sum() -> None:
+    with pytest.raises(ScorerError, match="raised ZeroDivisionError"):
+        await run_scorer(f"0.5*exact + 0.5*{__name__}:raises", context("4", "4"), 10)
+
+
+@pytest.mark.parametrize(
+    ("given", "calls", "expected"),
+    [("<answer>", (call(),), 1.0), (None, (call(),), 0.0), ("4", (call(), call(status="formaterror")), 0.0)],
+)
+async def test_format(given: str | None, calls: tuple[ScoredCall, ...], expected: float) -> None:
+    assert await score("format", ScorerContext(query="q", final_answer=given, calls=calls)) == expected
+
+
+async def scores_the_tools(context: ScorerContext) -> ScoreResult:
+    return ScoreResult(sum(sum(call.tool_rewards) for call in context.calls), turn_rewards=())
+
+
+async def test_turn_rewards_come_from_the_scorer_or_else_from_the_tools() -> None:
+    given = ScorerContext(query="q", final_answer="4", calls=(call(0.25), call(1.0, -0.5)))
+    result = await run_scorer(f"{__name__}:half", given, 10)
+    assert result.details == {"why": "half", "turn_rewards": [1.0, 0.0], "scorer": f"{__name__}:half"}
+    by_index = await run_scorer(f"{__name__}:gives_by_index", given, 10)
+    assert by_index.details["turn_rewards"] == [0.0, 2.0]
+    both = await run_scorer(f"0.5*{__name__}:half + 2.0*{__name__}:gives_by_index", given, 10)
+    assert both.details["turn_rewards"] == [0.5 * 1.0, 2.0 * 2.0]
+    only_tools = await run_scorer("format", given, 10)
+    assert only_tools.details["turn_rewards"] == [0.25, 0.5]
+    not_twice = await run_scorer(f"{__name__}:scores_the_tools", given, 10)
+    assert (not_twice.score, "turn_rewards" in not_twice.details) == (0.75, False)
+    summed = await run_scorer(f"1.0*format + 1.0*{__name__}:scores_the_tools", given, 10)
+    assert "turn_rewards" not in summed.details
+    without = await run_scorer("format", ScorerContext(query="q", final_answer="4", calls=(call(),)), 10)
+    assert "turn_rewards" not in without.details
+
+
+async def test_turn_rewards_for_other_calls_than_there_are_fail() -> None:
+    given = ScorerContext(query="q", final_answer="4", calls=(call(),))
+    with pytest.raises(ScorerError, match=r"returned the turn rewards \[1.0, 0.0\] for 1 model calls"):
+        await run_scorer(f"{__name__}:half", given, 10)
+    with pytest.raises(ScorerError, match="rewards the model call 1 of 1"):
+        await run_scorer(f"{__name__}:gives_by_index", given, 10)

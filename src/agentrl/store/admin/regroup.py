@@ -106,9 +106,11 @@ async def _take_back(connection: Connection, task_id: str, session: AsyncClientS
     if ids:
         await data.delete_many({"_id": {"$in": ids}}, session=session)
         await Blobs(connection, DATA).delete(ids, session)
+    scored: Json = {
+        "status": RecordStatus.SCORED.value, "advantage": None, "turn_advantages": [],
+        "abandoned_because": None,
+    }  # fmt: skip
     await connection.collection(RECORD).update_many(
-        {"task": task_id, "status": {"$in": _SETTLED}},
-        {"$set": {"status": RecordStatus.SCORED.value, "advantage": None, "abandoned_because": None}},
-        session=session,
+        {"task": task_id, "status": {"$in": _SETTLED}}, {"$set": scored}, session=session
     )
     return len(ids)

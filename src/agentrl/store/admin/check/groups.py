@@ -21,7 +21,7 @@ from agentrl.store.connection import Json
 _TOLERANCE = 1e-9
 _DECIDING = (
     "_id", "task", "traj_id", "attempt", "split", "epoch", "score", "stop_reason", "turns", "min_version",
-    "max_version", "generated_tokens",
+    "max_version", "generated_tokens", "score_details",
 )  # fmt: skip
 
 
@@ -101,6 +101,11 @@ def _advantages(
             yield from differing(name, [("abandoned_because", because, record.get("abandoned_because"))])
         elif record["status"] == RecordStatus.READY and not _close(decision.advantage, found):
             yield Problem(name, "the advantage that its group gives it", decision.advantage, found)
+        elif record["status"] == RecordStatus.READY and not _all_close(
+            decision.turn_advantages, record.get("turn_advantages") or ()
+        ):
+            expected, stored = decision.turn_advantages, record.get("turn_advantages")
+            yield Problem(name, "the turn advantages that its group gives it", expected, stored)
         elif record["status"] == RecordStatus.ABANDONED and found is not None:
             yield Problem(name, "no advantage, since it is abandoned", None, found)
 
@@ -113,7 +118,12 @@ def rules_of(rules: Mapping[str, Any]) -> GroupConfig:
 
 def _record(document: Json) -> Record:
     """Return a Record with the fields that deciding a group needs."""
-    return Record.from_document({"query": "", **{name: document.get(name) for name in _DECIDING}})
+    known = {name: document[name] for name in _DECIDING if document.get(name) is not None}
+    return Record.from_document({"query": "", **known})
+
+
+def _all_close(expected: Sequence[float], found: Sequence[Any]) -> bool:
+    return len(expected) == len(found) and all(map(_close, expected, found))
 
 
 def _close(expected: Any, found: Any) -> bool:

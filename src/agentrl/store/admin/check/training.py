@@ -21,8 +21,8 @@ from agentrl.store.model_calls import read_model_calls
 from agentrl.store.names import DATA, RECORD, STEP, TASK, VERSION
 
 _RECORD_FIELDS = {
-    "task": 1, "split": 1, "status": 1, "score": 1, "advantage": 1, "trained_count": 1, "turns": 1,
-    "last_trained_step": 1,
+    "task": 1, "split": 1, "status": 1, "score": 1, "advantage": 1, "turn_advantages": 1,
+    "trained_count": 1, "turns": 1, "last_trained_step": 1,
 }  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def origin_problems(data: Json, record: Json) -> Iterator[Problem]:
         yield Problem(name, "a Record that is ready", RecordStatus.READY.value, record["status"])
 
 
-_COPIED = ("task", "split", "score", "advantage", "turns", "trained_count")
+_COPIED = ("task", "split", "score", "advantage", "turn_advantages", "turns", "trained_count")
 
 
 def count_problems(data: Json, record: Json, limit: int) -> Iterator[Problem]:

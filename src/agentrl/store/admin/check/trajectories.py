@@ -26,6 +26,7 @@ TERMINAL = frozenset({SlotStatus.SCORED, SlotStatus.FAILED})
 RECORD_FIELDS = {
     "task": 1, "traj_id": 1, "attempt": 1, "split": 1, "epoch": 1, "status": 1, "score": 1,
     "score_details.scorer": 1, "stop_reason": 1, "failure.kind": 1, "abandoned_because": 1, "advantage": 1,
+    "score_details.turn_rewards": 1, "turn_advantages": 1,
     "turns": 1, "tool_calls": 1, "context_resets": 1, "prompt_tokens": 1, "generated_tokens": 1,
     "min_version": 1, "max_version": 1, "owner": 1, "traj": 1, "trained_count": 1, "last_trained_step": 1,
     "scored_at": 1, "pruned_at": 1,
