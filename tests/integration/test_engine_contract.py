@@ -436,6 +436,7 @@ class CutAfter:
         self.url = ""
         self._port = int(target.rpartition(":")[2])
         self._limit = limit
+        self._serving: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["CutAfter"]:
@@ -443,15 +444,22 @@ class CutAfter:
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         yield self
         server.close()
+        await asyncio.gather(*self._serving, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
         there, back = await asyncio.open_connection("127.0.0.1", self._port)
-        with contextlib.closing(writer), contextlib.closing(back):
-            copying = asyncio.create_task(self._copy(reader, back, None))
+        copying = asyncio.create_task(self._copy(reader, back, None))
+        with contextlib.suppress(ConnectionError):
+            await self._copy(there, writer, self._limit)
+        copying.cancel()
+        await asyncio.wait([copying])
+        for stream in (writer, back):
+            stream.transport.abort()
             with contextlib.suppress(ConnectionError):
-                await self._copy(there, writer, self._limit)
-            copying.cancel()
-            await asyncio.wait([copying])
+                await stream.wait_closed()
 
     async def _copy(self, source: asyncio.StreamReader, to: asyncio.StreamWriter, limit: int | None) -> None:
         passed = 0

@@ -114,6 +114,12 @@ class EngineConfig(Flags):
     max_total_tokens: int = flag(
         65536, "size of the KV cache", within="[1, inf)", unit="tokens", per_process=True
     )
+    router_url: str | None = flag(
+        None,
+        "URL of an sglang-router: engines register there, and samplers send it all model calls (default: each"
+        " sampler chooses among the live engines itself)",
+        per_process=True,
+    )
     heartbeat_seconds: float = flag(
         2.0,
         "interval of an engine's heartbeat; after five missed ones it counts as dead",

@@ -179,12 +179,6 @@ class SamplingConfig(Flags):
         unit="seconds",
         per_process=True,
     )
-    router_url: str | None = flag(
-        None,
-        "URL of an sglang-router in front of the engines, to which all model calls go (default: the sampler"
-        " itself chooses an engine)",
-        per_process=True,
-    )
     engine_wait_seconds: float = flag(
         300.0,
         "how long a model call goes without a token, over all engines, before the engines count as down",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
 from typing import Any
 
 import httpx2
@@ -55,9 +55,15 @@ class EngineHttp:
         return answer if isinstance(answer, dict) else {"value": answer}
 
     async def respond(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float = CONTROL_SECONDS
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout: float = CONTROL_SECONDS,
+        *,
+        statuses: Collection[int] = (200,),
     ) -> httpx2.Response:
-        """Return the answer of status 200. Other statuses raise, 4xx as EngineRefusedError."""
+        """Return the answer if its status is one of ``statuses``; else raise, 4xx as EngineRefusedError."""
         limits = httpx2.Timeout(timeout, connect=_CONNECT_SECONDS)
         content = None if body is None else orjson.dumps(body)
         try:
@@ -70,7 +76,7 @@ class EngineHttp:
             ) from error
         except httpx2.HTTPError as error:
             raise _unreachable(f"{self.url}{path}", error) from error
-        if response.status_code != 200:
+        if response.status_code not in statuses:
             raise self._refusal(path, response.status_code, response.text)
         return response
 

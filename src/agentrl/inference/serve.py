@@ -22,6 +22,7 @@ from agentrl.inference.client import EngineClient, EngineLoad
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port, require_free_port
+from agentrl.inference.front_router import FrontRouter
 from agentrl.store.retry import log_store_errors, retry_outages
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class ServedEngine:
         self._folder = folder
         self._version = version
         self._status = ServiceStatus.STARTING
+        self._front = None if config.router_url is None else FrontRouter(config.router_url)
         self._load = EngineLoad(requests=0)
         self._context_length: int | None = None
         self._detail: str | None = None
@@ -124,12 +126,16 @@ class ServedEngine:
                 self._status = ServiceStatus.READY
                 log.info("engine is ready at %s with version %d", self._client.url, self._version)
                 tasks.create_task(self._follow())
+                if self._front is not None:
+                    tasks.create_task(self._front.keep(self._client.url))
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
             await self._deregister()
 
     async def _deregister(self) -> None:
+        if self._front is not None:
+            await self._front.leave(self._client.url)
         message = "the end of the engine is not recorded; its heartbeat expires"
         with log_store_errors(log, message, outages=True), retry_outages(0):
             await self._store.services.stop(self._id)

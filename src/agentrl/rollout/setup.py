@@ -91,7 +91,7 @@ def open_router(live: LiveEngines, configs: Configs, chat_format: ChatFormat, fo
         tokens=chat_format,
         tokenizer=tokenizer_fingerprint(folder),
         max_model_len=max_model_len(configs[ModelConfig], folder),
-        router_url=sampling.router_url,
+        router_url=configs[EngineConfig].router_url,
     )
 
 

@@ -1,0 +1,51 @@
+"""Register an engine at the sglang-router of ``--router_url``, and keep it registered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Any
+
+from agentrl.errors import EngineError
+from agentrl.inference.http import EngineHttp
+
+log = logging.getLogger(__name__)
+
+CHECK_SECONDS = 10.0
+_LEAVE_SECONDS = 5.0
+
+
+class FrontRouter:
+    """The workers of one sglang-router (``/workers``)."""
+
+    def __init__(self, url: str) -> None:
+        self._http = EngineHttp(url)
+
+    async def keep(self, worker_url: str) -> None:
+        """Register ``worker_url``, and again whenever the router has lost it; run until cancelled."""
+        failed = False
+        while True:
+            try:
+                if await self._worker(worker_url) is None:
+                    await self._http.respond("POST", "/workers", {"url": worker_url}, statuses=(200, 202))
+                    log.info("registered at the router %s", self._http.url)
+                failed = False
+            except EngineError as error:
+                if not failed:
+                    log.warning("not registered at the router: %s; trying again", error.message)
+                failed = True
+            await asyncio.sleep(CHECK_SECONDS)
+
+    async def leave(self, worker_url: str) -> None:
+        """Remove ``worker_url`` from the router, so that it sends no more calls; then close."""
+        with contextlib.suppress(EngineError, TimeoutError):  # the router's health check removes it later
+            async with asyncio.timeout(_LEAVE_SECONDS):
+                worker = await self._worker(worker_url)
+                if worker is not None:
+                    await self._http.respond("DELETE", f"/workers/{worker['id']}", statuses=(200, 202))
+        await self._http.close()
+
+    async def _worker(self, worker_url: str) -> dict[str, Any] | None:
+        workers = (await self._http.call("GET", "/workers")).get("workers", [])
+        return next((worker for worker in workers if worker.get("url") == worker_url), None)
