@@ -158,7 +158,7 @@ def _default_servers(configs: Configs, *, is_demo: bool) -> list[ServerSpec] | N
     """
     tools, tasks = configs[ToolConfig], configs[TaskConfig]
     path = tasks.eval_file or tasks.train_file
-    if tools.mcp_servers_file or tools.mcp_manager_url or path is None:
+    if tools.mcp_servers_file or tools.mcp_manager_url or tools.tool_config_path or path is None:
         return None
     read = read_tasks(path, shuffle=False, skip_bad_lines=tasks.skip_bad_lines)
     named = {tool for task in read.tasks for tool in task.tools or ()}
