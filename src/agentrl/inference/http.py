@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
 from typing import Any
 
+import h11
 import httpx2
 import orjson
 
 from agentrl.errors import ENGINES, EngineError
+from agentrl.inference.connections import Connections
 from agentrl.inference.generation import EngineRefusedError, malformed
 
 CONTROL_SECONDS = 30.0
@@ -28,6 +30,8 @@ class EngineHttp:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
+        self._connections = Connections(self.url)
+        """For streams; the client is for everything else."""
         self._client = httpx2.AsyncClient(
             base_url=self.url,
             timeout=httpx2.Timeout(CONTROL_SECONDS, connect=_CONNECT_SECONDS),
@@ -39,6 +43,7 @@ class EngineHttp:
 
     async def close(self) -> None:
         """Close the connections."""
+        await self._connections.close()
         await self._client.aclose()
 
     async def call(
@@ -89,36 +94,34 @@ class EngineHttp:
         as one event.
         """
         where = f"{self.url}{path}"
-        limits = httpx2.Timeout(timeout, connect=_CONNECT_SECONDS)
         loop = asyncio.get_running_loop()
         try:
             async with (
                 asyncio.timeout(timeout) as clock,
-                self._client.stream(
-                    "POST", path, content=body, headers={**_JSON, **headers}, timeout=limits
-                ) as response,
+                self._connections.post(path, body, {**_JSON, **headers}) as answer,
             ):
-                if response.status_code != 200:
-                    await response.aread()
-                    raise self._refusal(path, response.status_code, response.text)
-                kind = response.headers.get("content-type", "")
-                if "event-stream" not in kind:
-                    await response.aread()
-                    if "json" not in kind:
-                        raise malformed(
-                            where, f"with {kind or 'no content type'}: {response.text[:_EXCERPT]}"
-                        )
-                    yield _object(response.content, where)
+                kind = answer.headers.get("content-type", "")
+                if answer.status != 200 or "event-stream" not in kind:
+                    yield self._single_event(path, answer.status, kind, await answer.body())
                     return
-                async for data in _events(response.aiter_raw(), where):
+                is_done = False
+                async for data in _events(answer.pieces(), where):
                     clock.reschedule(loop.time() + timeout)
-                    if data == _DONE:
-                        return
-                    yield _object(data, where)
-        except (TimeoutError, httpx2.TimeoutException) as error:
+                    is_done = is_done or data == _DONE  # the connection is kept only if all is read
+                    if not is_done:
+                        yield _object(data, where)
+        except TimeoutError as error:
             raise EngineError(f"engine {where} sent no token for {timeout:g} s", outage=ENGINES) from error
-        except httpx2.HTTPError as error:
+        except (OSError, h11.ProtocolError) as error:
             raise _unreachable(where, error) from error
+
+    def _single_event(self, path: str, status: int, kind: str, body: bytes) -> dict[str, Any]:
+        where, text = f"{self.url}{path}", body[: 4 * _EXCERPT].decode("utf-8", "replace")
+        if status != 200:
+            raise self._refusal(path, status, text)
+        if "json" not in kind:
+            raise malformed(where, f"with {kind or 'no content type'}: {text[:_EXCERPT]}")
+        return _object(body, where)
 
     def _refusal(self, path: str, status: int, text: str) -> EngineError:
         message = f"engine {self.url}{path} answered {status}: {text[:_EXCERPT]}"
