@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import ast
-import json
-import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from agentrl.chat.parsers.base import Tools
+from agentrl.chat.parsers.base import CallSyntaxError, Tools, finite_float, load_json
+from agentrl.chat.parsers.literals import read_literal
 
-_UNTYPED = frozenset({"integer", "number", "boolean", "null", "object", "array"})
-"""Types that an untyped value may have, besides text."""
-
-_NULL = frozenset({"null", "none", "nil"})
 _DEPTH = 16
-"""Longest chain of ``$ref`` that is followed."""
+"""Longest chain of references and alternatives that is followed."""
 
 
 def parameters_of(name: str, tools: Tools) -> Mapping[str, Any] | None:
@@ -31,33 +26,119 @@ def parameters_of(name: str, tools: Tools) -> Mapping[str, Any] | None:
 def convert_arguments(name: str, texts: Mapping[str, str], tools: Tools) -> dict[str, Any]:
     """Return the arguments of the tool ``name`` with each text converted by the tool's schema."""
     root = parameters_of(name, tools) or {}
-    return {key: convert_text(text, _property(key, root), root) for key, text in texts.items()}
+    schemas = list(_object_schemas(root, root, texts, _DEPTH))
+    return {key: convert_text(text, _property(key, schemas), root) for key, text in texts.items()}
+
+
+def property_names(name: str, tools: Tools) -> frozenset[str] | None:
+    """Return the names of all arguments of the tool ``name``; None if it takes others too or is unknown."""
+    root = parameters_of(name, tools)
+    if root is None:
+        return None
+    schemas = list(_object_schemas(root, root, {}, _DEPTH))
+    names = frozenset(key for schema in schemas for key in schema.get("properties") or ())
+    is_open = any(schema.get("additionalProperties") for schema in schemas)
+    return None if is_open or not names else names
 
 
 def convert_text(text: str, spec: Any, root: Mapping[str, Any] | None = None) -> Any:
     """Return the value that ``text`` stands for under the schema ``spec``; ``text`` itself if none fits.
 
     A value of an enumeration is that value. Else the first type wins, in the order null, integer, number,
-    boolean, object, array, string; without any type a text that is JSON is decoded. ``root`` resolves
-    ``$ref``.
+    boolean, object, array, string; without a known type, JSON is decoded. ``root`` resolves ``$ref``.
     """
-    choices, types = _choices_and_types(spec, root or {}, _DEPTH)
+    parts = list(_alternatives(spec, root or {}, _DEPTH))
+    choices = [choice for part in parts for choice in _choices(part)]
+    if text in choices:
+        return text
+    decoded = _json_or_text(text)
     for choice in choices:
-        if text == choice or (not isinstance(choice, str) and text.strip() == _written(choice)):
-            return choice
-    if not types:
-        return _untyped(text)
+        if (
+            not isinstance(choice, str)
+            and decoded == choice
+            and isinstance(decoded, bool) == isinstance(choice, bool)
+        ):
+            return decoded
+    types = {kind for part in parts for kind in _types(part)} or {_type_of(choice) for choice in choices}
+    known = types & _TYPES
+    if not known:
+        return decoded if not isinstance(decoded, str) else text
+    if known == {"string"}:
+        return text
+    return _first_conversion(text, decoded, known)
+
+
+def _first_conversion(text: str, decoded: Any, types: set[str]) -> Any:
+    if isinstance(decoded, str) and "string" in types and text.strip().startswith('"'):
+        return decoded
+    bare = _unquoted(text)
     for kind, convert in _CONVERSIONS.items():
         if kind in types:
             try:
-                return convert(text.strip())
-            except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+                return convert(bare)
+            except ValueError:
                 continue
     return text
 
 
-def resolve(spec: Any, root: Mapping[str, Any]) -> Any:
-    """Follow the local ``$ref`` of a schema; an unknown one resolves to an empty schema."""
+def _alternatives(spec: Any, root: Mapping[str, Any], depth: int) -> Iterator[Mapping[str, Any]]:
+    """Yield a schema and all its ``anyOf``, ``oneOf`` and ``allOf`` parts, references resolved."""
+    found = _resolve(spec, root)
+    if not isinstance(found, Mapping) or depth == 0:
+        return
+    yield found
+    for word in ("anyOf", "oneOf", "allOf"):
+        inner = found.get(word)
+        for item in inner if isinstance(inner, list) else ():
+            yield from _alternatives(item, root, depth - 1)
+
+
+def _object_schemas(
+    spec: Any, root: Mapping[str, Any], texts: Mapping[str, str], depth: int
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the schemas that describe an object with ``texts``: no branch whose constants contradict them."""
+    found = _resolve(spec, root)
+    if not isinstance(found, Mapping) or depth == 0:
+        return
+    yield found
+    for item in found.get("allOf") or ():
+        yield from _object_schemas(item, root, texts, depth - 1)
+    for word in ("anyOf", "oneOf"):
+        for item in found.get(word) or ():
+            branch = list(_object_schemas(item, root, texts, depth - 1))
+            if not any(_contradicts(schema, root, texts) for schema in branch):
+                yield from branch
+
+
+def _contradicts(schema: Mapping[str, Any], root: Mapping[str, Any], texts: Mapping[str, str]) -> bool:
+    properties = schema.get("properties")
+    for key, spec in properties.items() if isinstance(properties, Mapping) else ():
+        found = _resolve(spec, root)
+        choices = _choices(found) if isinstance(found, Mapping) else []
+        if key in texts and choices and not any(_means(texts[key], choice) for choice in choices):
+            return True
+    return False
+
+
+def _means(text: str, choice: Any) -> bool:
+    return text == choice or (not isinstance(choice, str) and bool(_json_or_text(text) == choice))
+
+
+def _property(key: str, schemas: list[Mapping[str, Any]]) -> Any:
+    """Return the schema of one argument: all that its object schemas say about it."""
+    found = [
+        schema["properties"][key]
+        for schema in schemas
+        if isinstance(schema.get("properties"), Mapping) and key in schema["properties"]
+    ]
+    if not found:
+        extra = (schema.get("additionalProperties") for schema in schemas)
+        found = [item for item in extra if isinstance(item, Mapping)]
+    return found[0] if len(found) == 1 else {"anyOf": found}
+
+
+def _resolve(spec: Any, root: Mapping[str, Any]) -> Any:
+    """Follow the local ``$ref`` of a schema; an unknown one and a cycle resolve to an empty schema."""
     for _ in range(_DEPTH):
         reference = spec.get("$ref") if isinstance(spec, Mapping) else None
         if not isinstance(reference, str):
@@ -69,105 +150,80 @@ def resolve(spec: Any, root: Mapping[str, Any]) -> Any:
     return {}
 
 
-def _property(key: str, root: Mapping[str, Any]) -> Any:
-    schema = resolve(root, root)
-    for part in _with_alternatives(schema, root, _DEPTH):
-        properties = part.get("properties")
-        if isinstance(properties, Mapping) and key in properties:
-            return properties[key]
-    extra = schema.get("additionalProperties") if isinstance(schema, Mapping) else None
-    return extra if isinstance(extra, Mapping) else {}
+def _choices(part: Mapping[str, Any]) -> list[Any]:
+    enum = part.get("enum")
+    return ([part["const"]] if "const" in part else []) + (enum if isinstance(enum, list) else [])
 
 
-def _with_alternatives(spec: Any, root: Mapping[str, Any], depth: int) -> list[Mapping[str, Any]]:
-    """Return a schema and all its ``anyOf``, ``oneOf`` and ``allOf`` parts, references resolved."""
-    found = resolve(spec, root)
-    if not isinstance(found, Mapping) or depth == 0:
-        return []
-    parts = [found]
-    for word in ("anyOf", "oneOf", "allOf"):
-        inner = found.get(word)
-        for item in inner if isinstance(inner, list) else ():
-            parts += _with_alternatives(item, root, depth - 1)
-    return parts
+def _types(part: Mapping[str, Any]) -> Iterator[str]:
+    kinds = part.get("type")
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if isinstance(kind, str):
+            yield _standard_type(kind)
+    if kinds is None and "properties" in part:
+        yield "object"
+    if kinds is None and "items" in part:
+        yield "array"
 
 
-def _choices_and_types(spec: Any, root: Mapping[str, Any], depth: int) -> tuple[list[Any], set[str]]:
-    choices: list[Any] = []
-    types: set[str] = set()
-    for part in _with_alternatives(spec, root, depth):
-        if "const" in part:
-            choices.append(part["const"])
-        if isinstance(part.get("enum"), list):
-            choices += part["enum"]
-        kind = part.get("type")
-        types.update(item for item in (kind if isinstance(kind, list) else [kind]) if isinstance(item, str))
-        if kind is None and "properties" in part:
-            types.add("object")
-        if kind is None and "items" in part:
-            types.add("array")
-    if not types and choices:
-        types = {_type_name(choice) for choice in choices}
-    return choices, {_ALIASES.get(kind, kind) for kind in types}
+def _standard_type(kind: str) -> str:
+    """Return JSON schema's name of a type that a database, Python or C names."""
+    base = re.split(r"[(\[<\d ]", kind.strip().lower())[0]
+    return kind if kind in _TYPES else _ALIASES.get(base, base)
 
 
-def _untyped(text: str) -> Any:
-    value = _json(text.strip(), text)
-    return value if _type_name(value) in _UNTYPED else text
-
-
-def _json(text: str, otherwise: Any) -> Any:
+def _json_or_text(text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        return otherwise
+        return load_json(text)
+    except CallSyntaxError:
+        return text
 
 
-def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not JSON")
+def _unquoted(text: str) -> str:
+    """Return ``text`` without the quotes of a JSON string, and without one level of JSON escapes."""
+    bare = text.strip()
+    for candidate in (bare, f'"{bare}"' if "\\" in bare else bare):
+        value = _json_or_text(candidate)
+        if isinstance(value, str) and candidate.startswith('"') and value != candidate:
+            return _unquoted(value) if value.startswith('"') else value.strip()
+    return bare
 
 
 def _null(text: str) -> None:
-    if text.lower() not in _NULL:
+    if text.lower() != "null" and text != "None":
         raise ValueError(text)
 
 
 def _integer(text: str) -> int:
     try:
-        return int(text)
+        return int(text) if "_" not in text else int("no digits")
     except ValueError:
-        value = float(text)
-        if not value.is_integer():
+        value = finite_float(text)
+        if not value.is_integer() or "_" in text:
             raise
         return int(value)
 
 
 def _number(text: str) -> int | float:
+    if "_" in text:
+        raise ValueError(text)
     try:
         return int(text)
     except ValueError:
-        value = float(text)
-        if not math.isfinite(value):
-            raise
-        return value
+        return finite_float(text)
 
 
 def _boolean(text: str) -> bool:
-    try:
-        return {"true": True, "false": False, "1": True, "0": False}[text.lower()]
-    except KeyError as error:
-        raise ValueError(text) from error
+    value = {"true": True, "false": False, "1": True, "0": False}.get(text.lower())
+    if value is None:
+        raise ValueError(text)
+    return value
 
 
 def _container(kind: type[Any], text: str) -> Any:
-    """Decode JSON or a Python literal, also one that is quoted as a JSON string."""
-    value = _json(text, text)
+    value = _json_or_text(text)
     if isinstance(value, str):
-        value = _json(value, value)
-    if isinstance(value, str):
-        value = _json(value.replace('\\"', '"'), value) if '\\"' in value else value
-    if isinstance(value, str):
-        value = ast.literal_eval(value)
+        value = read_literal(value)
     if not isinstance(value, kind):
         raise ValueError(text)
     return value
@@ -182,19 +238,21 @@ _CONVERSIONS: dict[str, Any] = {
     "array": lambda text: _container(list, text),
 }
 
+_TYPES = frozenset({*_CONVERSIONS, "string"})
+
 _ALIASES = {
-    "int": "integer", "float": "number", "double": "number", "bool": "boolean", "dict": "object",
-    "list": "array", "tuple": "array", "str": "string", "text": "string",
+    "int": "integer", "uint": "integer", "long": "integer", "short": "integer", "unsigned": "integer",
+    "bigint": "integer", "smallint": "integer", "tinyint": "integer", "num": "number", "float": "number",
+    "double": "number", "decimal": "number", "real": "number", "numeric": "number", "bool": "boolean",
+    "dict": "object", "map": "object", "list": "array", "tuple": "array", "arr": "array", "str": "string",
+    "text": "string", "varchar": "string", "char": "string", "enum": "string", "date": "string",
+    "datetime": "string", "time": "string", "uuid": "string",
 }  # fmt: skip
-"""Type names of Python and others that tools write instead of those of JSON schema."""
+"""Type names of Python, C and databases that tools write instead of those of JSON schema."""
 
 
-def _type_name(value: Any) -> str:
+def _type_of(value: Any) -> str:
     if value is None:
         return "null"
     names = {bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
     return names.get(type(value), "string")
-
-
-def _written(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)

@@ -1,8 +1,9 @@
-"""The parsed assistant message, and the reading of one tool call that all formats use."""
+"""The parsed assistant message, and the reading of JSON tool calls that many formats use."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,8 +11,14 @@ from typing import Any, Protocol
 SHOWN = 120
 """Longest quotation of the model's text in an error message, in characters."""
 
+MOST_FAILURES = 16
+"""Malformed calls in a text after which a parser stops: a model that repeats itself costs linear time."""
+
 Tools = Sequence[Mapping[str, Any]]
 """The function schemas of the tools offered, as in an OpenAI request."""
+
+ARGUMENT_KEYS = ("arguments", "parameters")
+"""Keys under which models write the arguments of a JSON tool call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,31 +60,65 @@ class CallSyntaxError(ValueError):
 
 def shown(text: str) -> str:
     """Return ``text`` on one line, cut to ``SHOWN`` characters."""
-    line = " ".join(text.split())
+    line = " ".join(text[: 4 * SHOWN].split())
     return line if len(line) <= SHOWN else line[: SHOWN - 1] + "…"
 
 
-def load_json(text: str) -> Any:
-    """Decode JSON. Raises CallSyntaxError with the position of the problem."""
+def skip_space(text: str, at: int, also: str = "") -> int:
+    """Return the first place from ``at`` that is neither white space nor a character of ``also``."""
+    while at < len(text) and (text[at].isspace() or text[at] in also):
+        at += 1
+    return at
+
+
+def decode_json(text: str, at: int = 0) -> tuple[Any, int]:
+    """Decode the JSON value that starts at ``at``; return it and the place behind it.
+
+    Raw line breaks inside strings are accepted. Raises CallSyntaxError for anything else that is not JSON,
+    numbers that overflow included.
+    """
     try:
-        return json.loads(text, strict=False)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise CallSyntaxError(f"the tool call is not JSON ({error}): {shown(text)}") from error
+        return _DECODER.raw_decode(text, skip_space(text, at))
+    except (ValueError, RecursionError) as error:
+        raise CallSyntaxError(f"the tool call is not JSON ({error}): {shown(text[at:])}") from error
 
 
-def call_of(value: Any, arguments_key: str = "arguments") -> ToolCall:
+def load_json(text: str) -> Any:
+    """Decode ``text`` that is one JSON value. Raises CallSyntaxError with the position of the problem."""
+    value, end = decode_json(text)
+    if text[end:].strip():
+        raise CallSyntaxError(f"the tool call is not JSON (text behind it): {shown(text[end:])}")
+    return value
+
+
+def call_of(value: Any) -> ToolCall:
     """Return the tool call of a decoded ``{"name": …, "arguments": {…}}``. Raises CallSyntaxError."""
     if not isinstance(value, Mapping):
         raise CallSyntaxError(
             f"the tool call is no JSON object but {type(value).__name__}: {shown(str(value))}"
         )
+    if "name" not in value and isinstance(value.get("function"), Mapping):
+        value = value["function"]
     name = value.get("name")
     if not isinstance(name, str) or not name.strip():
         raise CallSyntaxError(f'the tool call has no "name": {shown(json.dumps(value, ensure_ascii=False))}')
-    return ToolCall(name.strip(), arguments_of(value.get(arguments_key), name.strip(), arguments_key))
+    key = next((key for key in ARGUMENT_KEYS if key in value), ARGUMENT_KEYS[0])
+    return ToolCall(name.strip(), arguments_of(value.get(key), name.strip(), key))
 
 
-def arguments_of(value: Any, name: str, key: str = "arguments") -> dict[str, Any]:
+def calls_of(value: Any) -> tuple[list[ToolCall], str | None]:
+    """Return the calls of one decoded call or of a list of them, and what is wrong with the first bad one."""
+    calls: list[ToolCall] = []
+    error = None
+    for item in value if isinstance(value, list) else [value]:
+        try:
+            calls.append(call_of(item))
+        except CallSyntaxError as problem:
+            error = error or str(problem)
+    return calls, error
+
+
+def arguments_of(value: Any, name: str, key: str = ARGUMENT_KEYS[0]) -> dict[str, Any]:
     """Return arguments as a dict: an absent value is empty, a JSON string is decoded."""
     if value is None:
         return {}
@@ -88,3 +129,18 @@ def arguments_of(value: Any, name: str, key: str = "arguments") -> dict[str, Any
             f'"{key}" of {name} is no JSON object but {type(value).__name__}: {shown(str(value))}'
         )
     return value
+
+
+def finite_float(text: str) -> float:
+    """Return a number. Raises ValueError for one that overflows, which JSON cannot express."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text} is not finite")
+    return value
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+_DECODER = json.JSONDecoder(strict=False, parse_float=finite_float, parse_constant=_refuse_constant)

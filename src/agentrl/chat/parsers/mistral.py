@@ -2,48 +2,41 @@
 
 from __future__ import annotations
 
+import re
+
 from agentrl.chat.parsers.base import (
     CallSyntaxError,
-    ParsedMessage,
     ToolCall,
     Tools,
     arguments_of,
-    call_of,
-    load_json,
+    decode_json,
     shown,
+    skip_space,
 )
+from agentrl.chat.parsers.marked import Block, MarkedParser, read_json_calls
 from agentrl.chat.parsers.registry import tool_call_parser
 
-MARK, ARGS = "[TOOL_CALLS]", "[ARGS]"
+_NAMED = re.compile(r"\s*([^\[\]{}\s]+?)\s*(?:\[CALL_ID\]\s*[^\[\]{}\s]*\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+_ID = re.compile(r"\[CALL_ID\]\s*[^\[\]{}\s]*|\[ARGS\]")
 
 
 @tool_call_parser("mistral")
-class MistralParser:
-    """Tool calls in the old and the new format, recognized in each part after the marker."""
+class MistralParser(MarkedParser):
+    """Tool calls in the old and the new format, recognized behind each marker; text behind is content."""
 
-    def parse(self, text: str, tools: Tools) -> ParsedMessage:
-        """Parse a message. Text before the first marker is content."""
-        content, *parts = text.split(MARK)
-        calls: list[ToolCall] = []
-        error = None
-        for part in parts:
-            try:
-                calls.extend(_read_part(part.strip()))
-            except CallSyntaxError as problem:
-                error = error or str(problem)
-        return ParsedMessage(content.strip(), tuple(calls), error)
+    opens = ("[TOOL_CALLS]",)
 
-
-def _read_part(part: str) -> list[ToolCall]:
-    if part.startswith(("[", "{")):
-        value = load_json(part)
-        return [call_of(item) for item in (value if isinstance(value, list) else [value])]
-    name, separator, arguments = part.partition(ARGS)
-    if not separator:
-        brace = part.find("{")
-        if brace < 0:
-            raise CallSyntaxError(f"the tool call has no arguments: {shown(part)}")
-        name, arguments = part[:brace], part[brace:]
-    if not name.strip():
-        raise CallSyntaxError(f"the tool call has no name: {shown(part)}")
-    return [ToolCall(name.strip(), arguments_of(load_json(arguments.strip()), name.strip()))]
+    def read(self, text: str, at: int, tools: Tools) -> Block:
+        """Return the calls behind one marker. Raises CallSyntaxError."""
+        start = skip_space(text, at)
+        if text.startswith(("[{", "[ {", "[\n", "{"), start) or re.match(
+            r"\[\s*[\[{\"\d]", text[start : start + 8]
+        ):
+            return read_json_calls(text, start)
+        named = _NAMED.match(text, at)
+        if named is None:
+            inside = text[at:].partition(self.opens[0])[0]
+            raise CallSyntaxError(f"the tool call has no arguments: {shown(inside)}")
+        name = named.group(1)
+        value, end = decode_json(text, named.end())
+        return Block(end, [ToolCall(name, arguments_of(value, name))])

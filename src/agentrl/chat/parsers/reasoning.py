@@ -30,19 +30,19 @@ REASONING_TAGS = (
 )
 """How model families mark thoughts. ``THINK`` is by far the most common, so it is first."""
 
-_CALLS = (
-    ("<tool_call>", "</tool_call>"),
-    ("<tool_calls>", "</tool_calls>"),
-    ("<|tool_call_start|>", "<|tool_call_end|>"),
-    ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-    ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-    ("<seed:tool_call>", "</seed:tool_call>"),
-    ("<minimax:tool_call>", "</minimax:tool_call>"),
-    ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
-    ("<function=", "</function>"),
-    ("[TOOL_CALLS]", ""),
-    ("<|python_tag|>", ""),
-)
+_CALLS = {
+    "<tool_call>": "</tool_call>",
+    "<tool_calls>": "</tool_calls>",
+    "<|tool_call_start|>": "<|tool_call_end|>",
+    "<|tool_calls_section_begin|>": "<|tool_calls_section_end|>",
+    "<｜tool▁calls▁begin｜>": "<｜tool▁calls▁end｜>",
+    "<seed:tool_call>": "</seed:tool_call>",
+    "<minimax:tool_call>": "</minimax:tool_call>",
+    "<｜DSML｜function_calls>": "</｜DSML｜function_calls>",
+    "<function=": "</function>",
+    "[TOOL_CALLS]": "",
+    "<|python_tag|>": "",
+}
 """Where a tool call begins and ends: an opening tag inside one is an argument, not a thought."""
 
 
@@ -111,15 +111,16 @@ def parse_text(
 
 def _opening(text: str, tags: ReasoningTags) -> int:
     """Return where the next thought opens outside tool calls; -1 without one."""
-    for match in re.finditer(re.escape(tags.open), text):
-        if not any(_is_inside(text[: match.start()], start, end) for start, end in _CALLS):
-            return match.start()
+    marks = re.compile("|".join(map(re.escape, (tags.open, *_CALLS))))
+    at = 0
+    while (mark := marks.search(text, at)) is not None:
+        if mark.group() == tags.open:
+            return mark.start()
+        end = _CALLS[mark.group()]
+        at = text.find(end, mark.end()) if end else -1
+        if at < 0:
+            return -1
     return -1
-
-
-def _is_inside(before: str, start: str, end: str) -> bool:
-    opening = before.rfind(start)
-    return opening >= 0 and (not end or before.find(end, opening) < 0)
 
 
 def _join(thoughts: list[str]) -> str:

@@ -9,11 +9,16 @@ from agentrl.registry import Registry
 
 ParserFactory = Callable[[], ToolCallParser]
 
+_FILES = (
+    "deepseek", "glm", "harmony", "hermes", "invoke", "kimi", "llama", "marked", "mistral", "pythonic",
+    "qwen",
+)  # fmt: skip
+
 PARSERS: Registry[ParserFactory] = Registry(
     "tool-call parser",
     group="agentrl.tool_call_parsers",
     flag="--tool_call_parser",
-    built_in=[f"agentrl.chat.parsers.{name}" for name in ("hermes", "llama", "minicpm", "mistral", "qwen")],
+    built_in=[f"agentrl.chat.parsers.{name}" for name in _FILES],
 )
 
 

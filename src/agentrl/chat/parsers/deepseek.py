@@ -1,0 +1,37 @@
+"""Parse the formats of DeepSeek V3 (a fenced JSON block behind the name) and V3.1 (JSON behind the name)."""
+
+from __future__ import annotations
+
+import re
+
+from agentrl.chat.parsers.base import CallSyntaxError, ToolCall, Tools, arguments_of, decode_json, shown
+from agentrl.chat.parsers.marked import Block, MarkedParser
+from agentrl.chat.parsers.registry import tool_call_parser
+
+CALL, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+
+_HEAD = re.compile(rf"\s*{CALL}(?:function{SEPARATOR}\s*([^\n<]+?)\s*```json|\s*([^\n<]+?)\s*{SEPARATOR})")
+_TAIL = re.compile(rf"\s*(?:```)?\s*(?:{CALL_END}|(?=<｜tool▁calls▁end｜>)|$)")
+
+
+@tool_call_parser("deepseek_v3", "deepseek_v31")
+class DeepSeekParser(MarkedParser):
+    """Calls between ``<｜tool▁calls▁begin｜>`` and its end, recognized one by one in either format."""
+
+    opens = ("<｜tool▁calls▁begin｜>",)
+    close = "<｜tool▁calls▁end｜>"
+
+    def read(self, text: str, at: int, tools: Tools) -> Block:
+        """Return the calls of one section. Raises CallSyntaxError."""
+        block = Block(at)
+        while (head := _HEAD.match(text, block.end)) is not None:
+            name = head.group(1) or head.group(2)
+            value, end = decode_json(text, head.end())
+            tail = _TAIL.match(text, end)
+            if tail is None:
+                raise CallSyntaxError(f"{name}: text behind the arguments: {shown(text[end:])}")
+            block.calls.append(ToolCall(name, arguments_of(value, name)))
+            block.end = tail.end()
+        if not block.calls:
+            raise CallSyntaxError(f"no tool call behind {self.opens[0]}: {shown(text[at:])}")
+        return block

@@ -1,0 +1,195 @@
+"""Parse tool calls written as Python: ``[f(x=1), g()]``, in the tags of Llama 4, LFM2, MiniCPM and OLMo 3."""
+
+from __future__ import annotations
+
+import ast
+import keyword
+import re
+from typing import Any
+
+from agentrl.chat.parsers.base import (
+    MOST_FAILURES,
+    CallSyntaxError,
+    ParsedMessage,
+    ToolCall,
+    Tools,
+    shown,
+    skip_space,
+)
+from agentrl.chat.parsers.literals import literal_of
+from agentrl.chat.parsers.marked import Block, MarkedParser, read_json_calls
+from agentrl.chat.parsers.registry import tool_call_parser
+
+_CALL = re.compile(r"[^\W\d][\w.-]*\s*\(")
+_LIST = re.compile(r"\[\s*(?=[^\W\d][\w.-]*\s*\()")
+_RESERVED = re.compile(rf"(?<=[(,])(\s*)({'|'.join(keyword.kwlist)})(\s*=)(?!=)")
+_MARK = "_reserved_"
+_BRACKETS = {")": "(", "]": "[", "}": "{"}
+
+
+@tool_call_parser("pythonic", "llama4_pythonic")
+class PythonicParser:
+    """Lists of calls anywhere in the text, in ``<|python_start|>`` and ``<|python_end|>`` or without."""
+
+    def parse(self, text: str, tools: Tools) -> ParsedMessage:
+        """Parse a message. A list that holds no readable call is content; its first problem is told."""
+        text = text.replace("<|python_start|>", "").replace("<|python_end|>", "")
+        outside: list[str] = []
+        calls: list[ToolCall] = []
+        error: str | None = None
+        at = failures = 0
+        while failures < MOST_FAILURES and (start := _LIST.search(text, at)) is not None:
+            block = read_python_calls(text, start.end(), "]")
+            failures += block.error is not None
+            error = error or block.error
+            end = block.end if block.calls else start.end()
+            outside.append(text[at : start.start() if block.calls else end])
+            calls += block.calls
+            at = end
+        return ParsedMessage(("".join(outside) + text[at:]).strip(), tuple(calls), error)
+
+
+class TaggedPythonParser(MarkedParser):
+    """Calls between two tags, as a list or one a line; a fence around them and JSON are accepted."""
+
+    def read(self, text: str, at: int, tools: Tools) -> Block:
+        """Return the calls of one block. Raises CallSyntaxError."""
+        close = text.find(self.close, at)
+        end = len(text) if close < 0 else close
+        source = _without_fence(text[at:end])
+        if not source:
+            return Block(end, [], "the tool call is empty")
+        if re.match(r"\[?\s*\{", source):
+            block = read_json_calls(source, 0)
+        else:
+            is_list = _LIST.match(source)
+            block = read_python_calls(source, is_list.end() if is_list else 0, "]" if is_list else "")
+        if close < 0 and not block.calls:
+            raise CallSyntaxError(f"{self.opens[0]} is not closed by {self.close}: {shown(text[at:])}")
+        return Block(end, block.calls, block.error)
+
+
+@tool_call_parser("minicpm")
+class MiniCPMParser(TaggedPythonParser):
+    """MiniCPM 3 and 4: one call a line between ``<|tool_call_start|>`` and ``<|tool_call_end|>``."""
+
+    opens = ("<|tool_call_start|>",)
+    close = "<|tool_call_end|>"
+
+
+@tool_call_parser("lfm2")
+class Lfm2Parser(MiniCPMParser):
+    """LFM2: a list of calls, or JSON, in the same tags."""
+
+
+@tool_call_parser("olmo3")
+class OlmoParser(TaggedPythonParser):
+    """OLMo 3: one call a line between ``<function_calls>`` and ``</function_calls>``."""
+
+    opens = ("<function_calls>",)
+    close = "</function_calls>"
+
+
+def read_python_calls(text: str, at: int, closing: str) -> Block:
+    """Read calls that are separated by commas or lines, up to ``closing`` or the end of the text.
+
+    A call that cannot be read is skipped and told; those around it are kept.
+    """
+    block = Block(at)
+    failures = 0
+    while True:
+        at = skip_space(text, at, ",;")
+        if at >= len(text) or failures == MOST_FAILURES or (closing and text.startswith(closing, at)):
+            block.end = min(at + len(closing), len(text))
+            return block
+        head = _CALL.match(text, at)
+        try:
+            if head is None:
+                raise CallSyntaxError(f"the tool call is no function call: {shown(text[at:])}")
+            end, source = _arguments_end(text, head.end() - 1)
+            block.calls.append(_read_call(head.group()[:-1].strip(), source))
+            at = end
+        except CallSyntaxError as problem:
+            block.error = block.error or str(problem)
+            failures += 1
+            following = re.compile(r"[)\n]\s*[,;]?\s*(?=[^\W\d][\w.-]*\s*\()").search(text, at)
+            at = following.end() if following else _list_end(text, at, closing)
+
+
+def _list_end(text: str, at: int, closing: str) -> int:
+    end = text.rfind(closing, at) if closing else -1
+    return len(text) if end < 0 else end
+
+
+def _arguments_end(text: str, at: int) -> tuple[int, str]:
+    """Return the place behind the bracket at ``at``, and its text with line breaks in strings escaped.
+
+    Raises CallSyntaxError for brackets or quotes that do not match.
+    """
+    stack: list[str] = []
+    source: list[str] = []
+    quote = ""
+    while at < len(text):
+        letter = text[at]
+        if quote:
+            step = 2 if letter == "\\" else len(quote) if text.startswith(quote, at) else 1
+            is_break = letter in "\n\r\t" and len(quote) == 1
+            source.append(repr(letter)[1:-1] if is_break else text[at : at + step])
+            if letter != "\\" and text.startswith(quote, at):
+                quote = ""
+            at += step
+            continue
+        if letter in "\"'":
+            quote = letter * 3 if text.startswith(letter * 3, at) else letter
+            source.append(quote)
+            at += len(quote)
+            continue
+        if letter in "([{":
+            stack.append(letter)
+        elif letter in _BRACKETS and (not stack or stack.pop() != _BRACKETS[letter]):
+            break
+        source.append(letter)
+        at += 1
+        if not stack:
+            return at, "".join(source)
+    raise CallSyntaxError(
+        f"the tool call's brackets do not match: {shown(text[max(0, at - SHOWN_BEFORE) :])}"
+    )
+
+
+SHOWN_BEFORE = 40
+"""Characters before a wrong bracket that its error shows."""
+
+
+def _read_call(name: str, source: str) -> ToolCall:
+    """Return the call of ``name`` with the arguments of ``source``, brackets included."""
+    call = _parse(name, source)
+    if call.args or any(item.arg is None for item in call.keywords):
+        raise CallSyntaxError(f"{name}: write every argument as key=value: {shown(source)}")
+    arguments: dict[str, Any] = {}
+    for item in call.keywords:
+        try:
+            arguments[str(item.arg).removeprefix(_MARK)] = literal_of(item.value)
+        except (ValueError, RecursionError) as error:
+            raise CallSyntaxError(
+                f"{name}: {item.arg} is no literal: {shown(ast.unparse(item.value))}"
+            ) from error
+    return ToolCall(name, arguments)
+
+
+def _parse(name: str, source: str) -> ast.Call:
+    problem: Exception | None = None
+    for text in (source, _RESERVED.sub(rf"\1{_MARK}\2\3", source)):
+        try:
+            found = ast.parse(f"f{text}", mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            problem = problem or error
+            continue
+        if isinstance(found, ast.Call):
+            return found
+    raise CallSyntaxError(f"the tool call is no Python call ({problem}): {shown(name + source)}")
+
+
+def _without_fence(block: str) -> str:
+    fenced = re.fullmatch(r"```(?:python)?\s*\n?(.*?)\n?```", block.strip(), re.DOTALL)
+    return (fenced.group(1) if fenced else block).strip()

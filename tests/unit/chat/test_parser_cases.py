@@ -1,0 +1,48 @@
+"""Test the parsers on the cases of SGLang's and vLLM's own parser tests, kept as data in ``parser_cases``.
+
+A case with ``contradicts`` says where the two projects disagree with each other or with a rule of ours, and
+why; its expectation is ours.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.chat.parsers import get_parser, parse_text
+
+FOLDER = Path(__file__).parent / "parser_cases"
+FILES = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.json"))}
+CASES = [
+    pytest.param(case, content["tools"], id=f"{case['parser']}: {case['source']}")
+    for content in FILES.values()
+    for case in content["cases"]
+]
+
+
+@pytest.mark.parametrize(("case", "tools"), CASES)
+def test_a_case_of_the_upstream_suites(case: dict[str, Any], tools: list[dict[str, Any]]) -> None:
+    parsed = parse_text(
+        get_parser(case["parser"]),
+        case["text"],
+        case.get("tools", tools),
+        opened=case.get("opened", False),
+    )
+    assert [[call.name, call.arguments] for call in parsed.tool_calls] == case["calls"]
+    assert json.loads(json.dumps([call.arguments for call in parsed.tool_calls], allow_nan=False)) == [
+        arguments for _, arguments in case["calls"]
+    ]
+    assert (parsed.error is not None) == case.get("error", False), parsed.error
+    assert parsed.reasoning == case.get("reasoning", "")
+    if "content" in case and parsed.error is None:
+        assert parsed.content == case["content"]
+
+
+def test_every_case_names_its_source_and_every_contradiction_its_reason() -> None:
+    for content in FILES.values():
+        for case in content["cases"]:
+            assert case["source"].startswith(("vllm", "sglang", "both"))
+            assert case.get("contradicts", "x") != ""
