@@ -73,7 +73,8 @@ class History:
             self.sample_selected,
             self.converse, self.converse, self.converse,
             self.score, self.score, self.score, self.score, self.fail, self.release, self.expire,
-            self.write_late, self.reap, self.finalize, self.finalize, self.start_trainer, self.train,
+            self.write_late, self.reap, self.postpone, self.score_queued, self.score_queued,
+            self.finalize, self.finalize, self.start_trainer, self.train,
             self.train, self.train,
             self.die_in_a_step, self.die_between_parts, self.die_publishing, self.save,
             self.update_engines, self.update_engines, self.mark_stale,
@@ -190,7 +191,7 @@ class History:
         )  # fmt: skip
 
     async def write_late(self) -> None:
-        """A frozen sampler wakes up and writes; it is refused."""
+        """A frozen sampler wakes up and writes: it goes on, unless another has taken the slot over."""
         if not self.lost:
             return
         claim, calls = self.lost.pop(self.rng.randrange(len(self.lost)))
@@ -198,7 +199,40 @@ class History:
             await self._call(claim, calls)
         except LeaseLostError:
             return
-        raise AssertionError("a write under a lost lease was taken")
+        assert await self.store.claims.heartbeat([claim], 600.0) == []
+        self.running[claim.record_id] = claim, calls + 1
+
+    async def postpone(self) -> None:
+        """A trajectory ends, and its scorer fails or is down."""
+        if not self.running:
+            return
+        claim, calls = self.running.pop(self.rng.choice(sorted(self.running)))
+        if not calls:
+            await self._call(claim, 0)
+        await self.store.records.advance(
+            claim, RecordStatus.COMPLETED, final_answer="4", stop_reason=StopReason.ANSWERED
+        )
+        if self.rng.random() < 0.3:
+            await self.store.claims.release(claim)
+            return
+        await self.store.records.advance(claim, RecordStatus.SCORING)
+        await self.store.scorings.postpone(
+            claim, Failure(kind="scorer", message="no verdict"), max_scorings=MAX_ATTEMPTS,
+            backoff_seconds=0.0, counts=self.rng.random() < 0.7,
+        )  # fmt: skip
+
+    async def score_queued(self) -> None:
+        """A scorer takes what waits for a score; it may die, or score it."""
+        self.owners += 1
+        claims = await self.store.scorings.claim(
+            split=self.rng.choice(SPLITS), owner=f"scorer-{self.owners}", lease_seconds=600.0, limit=2
+        )
+        for claim in claims:
+            if self.rng.random() < 0.2:
+                await self.store.claims.release(claim)
+                continue
+            await self.store.records.advance(claim, RecordStatus.SCORING)
+            await self.store.claims.score(claim, self.rng.choice([0.0, 1.0]), {"scorer": "exact"})
 
     async def reap(self) -> None:
         """Any sampler frees what expired."""

@@ -70,14 +70,9 @@ def start_sampler(store: Store, mongo: EmbeddedMongo, folder: Path, *flags: str)
     )
 
 
-async def all_are_claimed(store: Store) -> bool:
-    found = await store.tasks.get("train/0/a")
-    records = await store.database["Record"].count_documents({"status": RecordStatus.RUNNING.value})
-    return (
-        found is not None
-        and all(slot.status is SlotStatus.RUNNING for slot in found.slots)
-        and records == SAMPLER_CLAIMS
-    )
+async def are_claimed(store: Store) -> bool:
+    """A few are: without an engine the sampler soon claims no more."""
+    return await store.database["Record"].count_documents({"status": RecordStatus.RUNNING.value}) > 0
 
 
 async def output_of(process: subprocess.Popen[str], seconds: float) -> str:
@@ -95,7 +90,7 @@ async def test_a_sampler_gives_up_after_db_wait_seconds(
 ) -> None:
     await store.tasks.load([task("a", slots=SAMPLER_CLAIMS)])
     process = start_sampler(store, mongo, tmp_path, "--db_wait_seconds", "2", "--lease_seconds", "3")
-    await until(lambda: all_are_claimed(store), 60)
+    await until(lambda: are_claimed(store), 60)
     signal_mongod(mongo, signal.SIGKILL)
     output = await output_of(process, 60)
     assert process.returncode == 1
@@ -109,7 +104,7 @@ async def test_a_stopped_sampler_ends_although_the_database_hangs(
 ) -> None:
     await store.tasks.load([task("a", slots=SAMPLER_CLAIMS)])
     process = start_sampler(store, mongo, tmp_path)
-    await until(lambda: all_are_claimed(store), 60)
+    await until(lambda: are_claimed(store), 60)
     signal_mongod(mongo, signal.SIGSTOP)
     process.send_signal(signal.SIGTERM)
     output = await output_of(process, 60)
@@ -164,3 +159,23 @@ async def test_an_outage_within_db_wait_seconds_loses_nothing(
     assert [(record.attempt, record.score) for record in records] == [(1, 1.0)] * 4
     assert caplog.text.count("the database is unavailable") == 1
     assert "the database is back" in caplog.text
+
+
+async def test_a_claim_whose_answer_was_lost_is_released_and_uses_up_no_attempt(
+    store: Store,
+) -> None:
+    await store.tasks.load([task("a", slots=2)])
+    setting = Setting(store, "<answer>3</answer>", claims={"lease_seconds": 3.0})
+    owner = setting.sampler._config.owner
+    lost = await store.claims.claim(split="train", owner=owner, lease_seconds=3.0)
+    assert lost is not None
+    store.connection.outage.call_failed("the answer was lost", 1.0)
+    store.connection.outage.call_succeeded()
+    await setting.run()
+    records = await store.records.by_task("train/0/a")
+    assert [(record.traj_id, record.attempt, record.status) for record in records] == [
+        (0, 1, RecordStatus.RELEASED), (0, 2, RecordStatus.ABANDONED), (1, 1, RecordStatus.ABANDONED),
+    ]  # fmt: skip
+    found = await store.tasks.get("train/0/a")
+    assert found is not None
+    assert [slot.released for slot in found.slots] == [1, 0]

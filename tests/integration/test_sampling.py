@@ -22,15 +22,16 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import CallStatus, DataStatus, RecordStatus, SlotStatus, StopReason, TaskStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.errors import EngineError, ModelError, ToolServerError
-from agentrl.rollout import housekeeping
+from agentrl.rollout import held_claims, housekeeping
 from agentrl.rollout import sampler as sampler_module
-from agentrl.rollout import worker as worker_module
+from agentrl.rollout import scoring as scoring_module
 from agentrl.rollout.evaluate import collect, served_version
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.housekeeping import EpochPlan
 from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.rollout.setup import open_format
 from agentrl.rollout.worker import Worker
+from agentrl.scoring.scorers import ScoreResult
 from agentrl.store.admission import GroupLimit
 from agentrl.store.client import Store
 
@@ -43,7 +44,8 @@ ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler_module, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(housekeeping, "HOUSEKEEPING_SECONDS", 0.1)
-    monkeypatch.setattr(sampler_module, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(scoring_module, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(held_claims, "GRACE_SECONDS", 0.1)
 
 
 def task(name: str, *, split: str = "train", slots: int = 2, **fields: Any) -> Task:
@@ -157,7 +159,6 @@ async def test_a_group_without_spread_is_abandoned(store: Store) -> None:
     ("script", "fields", "kind"),
     [
         ([EngineError("no engine")], {}, "engine"),
-        (["<answer>4</answer>"], {"scorer": "test_sampling:broken_scorer"}, "scorer"),
         (["x"], {"agent_name": "test_sampling:broken_agent"}, "internal"),
     ],
 )
@@ -178,6 +179,20 @@ async def test_a_failure_is_retried_and_never_a_zero(
         assert record.failure is not None
         assert record.failure.kind == kind
         assert record.score is None
+
+
+async def test_what_cannot_be_scored_is_not_sampled_again_and_never_a_zero(store: Store) -> None:
+    await store.tasks.load([task("a", slots=1, scorer="test_sampling:broken_scorer")])
+    setting = Setting(store, "<answer>4</answer>", claims={"max_scorings": 3})
+    await setting.run()
+    finished = await store.tasks.get("train/0/a")
+    assert finished is not None
+    assert (finished.status, finished.slots[0].status) == (TaskStatus.COMPLETED, SlotStatus.FAILED)
+    assert finished.slots[0].scorings == 3
+    (record,) = await setting.records("train/0/a")
+    assert record.failure is not None
+    assert (record.status, record.failure.kind, record.score) == (RecordStatus.FAILED, "scorer", None)
+    assert len(setting.engine.prompts) == 1
 
 
 async def broken_scorer(_: object) -> float:
@@ -332,12 +347,12 @@ async def test_a_lost_claim_ends_its_trajectory(store: Store) -> None:
         return found is not None and found.slots[0].status is SlotStatus.RUNNING
 
     await until(claimed)
-    (held,) = setting.sampler._running.values()
+    (held,) = setting.sampler._held.claims
     await store.claims.release(held)
     setting.limit = 0
 
     async def given_up() -> bool:
-        return held not in setting.sampler._running.values()
+        return held not in setting.sampler._held.claims
 
     await until(given_up)
     setting.stop.set()
@@ -358,7 +373,7 @@ async def test_an_evaluation_split_is_scored_and_makes_no_training_data(store: S
 
 async def test_without_a_model_or_an_engine_the_commands_say_so(store: Store) -> None:
     configs = parse(
-        ["--num_generations", "1", "--engine_wait_seconds", "0.2"],
+        ["--num_generations", "1", "--engine_wait_seconds", "0.2", "--engine_timeout_seconds", "0.1"],
         command="agentrl eval", description="", shown=[],
     )  # fmt: skip
     with pytest.raises(ModelError, match="no model is named"):
@@ -388,21 +403,19 @@ async def test_a_late_result_is_refused_and_logged_and_the_new_owner_stands(
     assert late is not None
     setting = Setting(store, "<answer>4</answer>")
 
-    async def overtaken(*args: Any) -> Any:
+    async def overtaken(*_: Any) -> ScoreResult:
         monkeypatch.undo()
         ended = late.task.created_at
         ends = {"slots.0.lease_expires_at": ended, "lease_deadline": ended}
         await store.database["Task"].update_one({"_id": late.task.id}, {"$set": ends})
         await Setting(store, "<answer>3</answer>").run()
-        return await worker_module.score_trajectory(*args)
+        return ScoreResult(0.75)
 
-    monkeypatch.setattr(worker_module, "score_trajectory", overtaken)
+    monkeypatch.setattr(scoring_module, "run_scorer", overtaken)
     assert not await setting.worker.run(late)
     assert "the claim was lost; its result is dropped" in caplog.text
-    first, second = await setting.records("train/0/a")
-    assert first.failure is not None
-    assert (first.status, first.failure.kind, first.score) == (RecordStatus.FAILED, "lease", None)
-    assert (second.attempt, second.score) == (2, 1.0)
+    (record,) = await setting.records("train/0/a")
+    assert (record.attempt, record.final_answer, record.score) == (1, "4", 0.0)
     finished = await store.tasks.get(late.task.id)
     assert finished is not None
-    assert (finished.status, finished.slots[0].score) == (TaskStatus.COMPLETED, 1.0)
+    assert (finished.status, finished.slots[0].score) == (TaskStatus.COMPLETED, 0.0)

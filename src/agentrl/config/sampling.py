@@ -68,9 +68,15 @@ class ClaimConfig(Flags):
     max_attempts: int = flag(
         3, "attempts at a trajectory before its slot fails for good", within="[1, inf)", unit="attempts"
     )
+    max_scorings: int = flag(
+        5,
+        "attempts to score a sampled trajectory before its slot fails for good; outages do not count",
+        within="[1, inf)",
+        unit="attempts",
+    )
     retry_backoff_seconds: float = flag(
         2.0,
-        "delay before the second attempt; doubles with each further one",
+        "delay before the second attempt to sample or to score; doubles with each further one",
         within="(0, inf)",
         unit="seconds",
     )
@@ -184,6 +190,21 @@ class SamplingConfig(Flags):
         "how long a model call goes without a token, over all engines, before the engines count as down",
         within="(0, inf)",
         unit="seconds",
+        per_process=True,
+    )
+    outage_wait_seconds: float = flag(
+        3600.0,
+        "how long a trajectory waits for a tool server or the engines to come back before its slot is"
+        " released; no attempt is used up",
+        within="(0, inf)",
+        unit="seconds",
+        per_process=True,
+    )
+    max_concurrent_scorings: int = flag(
+        16,
+        "queued trajectories that one process scores at a time",
+        within="[1, inf)",
+        unit="trajectories",
         per_process=True,
     )
     scorer_timeout_seconds: float = flag(

@@ -45,6 +45,8 @@ class Record(Root):
     score_details: dict[str, Any] = field(default_factory=dict)
     stop_reason: StopReason | None = None
     failure: Failure | None = None
+    unscored_because: Failure | None = None
+    """Why the last attempt to score it failed; it waits for the next attempt."""
     abandoned_because: str | None = None
     advantage: float | None = None
     """The advantage of the score, for all model calls."""

@@ -29,9 +29,10 @@ class SlotStatus(StrEnum):
     """One generation of a Task."""
 
     OPEN = "open"  # may be claimed, from ``not_before`` on
-    RUNNING = "running"  # claimed; the lease is valid until ``lease_expires_at``
+    RUNNING = "running"  # claimed, for sampling or scoring; the lease is valid until ``lease_expires_at``
+    SAMPLED = "sampled"  # its Record is completed and waits for a score, from ``not_before`` on
     SCORED = "scored"  # terminal: its Record has a score
-    FAILED = "failed"  # terminal: ``max_attempts`` attempts failed
+    FAILED = "failed"  # terminal: ``max_attempts`` attempts, or ``max_scorings`` attempts to score, failed
 
 
 class RecordStatus(StrEnum):
@@ -39,13 +40,13 @@ class RecordStatus(StrEnum):
 
     CREATED = "created"  # inserted after the claim; no model call yet
     RUNNING = "running"  # its model calls are being written
-    COMPLETED = "completed"  # the conversation is complete
+    COMPLETED = "completed"  # the conversation is complete; it waits for its score
     SCORING = "scoring"  # the scorer is running
     SCORED = "scored"  # it has a score; its group is not finalized
     READY = "ready"  # its group is finalized, and its DBRecordData exists
     ABANDONED = "abandoned"  # its group is finalized without it; the reason is ``abandoned_because``
     FAILED = "failed"  # the attempt failed (``failure``); it has no score
-    RELEASED = "released"  # released unfinished: no failure, no score
+    RELEASED = "released"  # released before it was completed: no failure, no score
 
 
 class CallStatus(StrEnum):
@@ -123,21 +124,28 @@ the latter retries a group whose finalization failed."""
 RECORD_EDGES: dict[RecordStatus, frozenset[RecordStatus]] = {
     RecordStatus.CREATED: frozenset({RecordStatus.RUNNING, RecordStatus.FAILED, RecordStatus.RELEASED}),
     RecordStatus.RUNNING: frozenset({RecordStatus.COMPLETED, RecordStatus.FAILED, RecordStatus.RELEASED}),
-    RecordStatus.COMPLETED: frozenset({RecordStatus.SCORING, RecordStatus.FAILED, RecordStatus.RELEASED}),
-    RecordStatus.SCORING: frozenset({RecordStatus.SCORED, RecordStatus.FAILED, RecordStatus.RELEASED}),
+    RecordStatus.COMPLETED: frozenset({RecordStatus.SCORING, RecordStatus.FAILED}),
+    RecordStatus.SCORING: frozenset({RecordStatus.SCORED, RecordStatus.COMPLETED, RecordStatus.FAILED}),
     RecordStatus.SCORED: frozenset({RecordStatus.READY, RecordStatus.ABANDONED, RecordStatus.FAILED}),
     RecordStatus.READY: frozenset(),
     RecordStatus.ABANDONED: frozenset(),
     RecordStatus.FAILED: frozenset(),
     RecordStatus.RELEASED: frozenset(),
 }
+"""``SCORING → COMPLETED``: the scorer failed or its process ended; the Record waits for the next attempt to
+score it."""
+
+SAMPLED = (RecordStatus.COMPLETED, RecordStatus.SCORING)
+"""Statuses of a Record that is sampled and has no score yet; it is never sampled again."""
 
 RECORD_REVISIONS: dict[RecordStatus, frozenset[RecordStatus]] = {
     RecordStatus.READY: frozenset({RecordStatus.ABANDONED, RecordStatus.SCORED}),
     RecordStatus.ABANDONED: frozenset({RecordStatus.READY, RecordStatus.SCORED}),
+    RecordStatus.FAILED: frozenset({RecordStatus.COMPLETED}),
 }
 """Additional transitions while no data of the group have been trained: ``agentrl db rescore`` finalizes the
-group again, and ``agentrl db reopen`` undoes its finalization (``→ SCORED``)."""
+group again, and ``agentrl db reopen`` undoes its finalization (``→ SCORED``). ``FAILED → COMPLETED``:
+``agentrl db rescore --status failed`` scores again what failed only in scoring."""
 
 DATA_EDGES: dict[DataStatus, frozenset[DataStatus]] = {
     DataStatus.READY: frozenset({DataStatus.PLANNED, DataStatus.STALE, DataStatus.QUARANTINED}),

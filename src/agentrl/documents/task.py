@@ -21,6 +21,8 @@ class Slot(Document):
     status: SlotStatus = SlotStatus.OPEN
     attempt: int = 0
     released: int = 0
+    scorings: int = 0
+    """Failed attempts to score the Record of this attempt."""
     owner: str | None = None
     lease_expires_at: datetime | None = None
     not_before: datetime | None = None
@@ -123,7 +125,7 @@ def record_key(task_key: str, traj_id: int, attempt: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A sampler's right to write to one slot until the lease expires."""
+    """A process's right to write to one slot until another process takes it over after the lease."""
 
     task: Task
     traj_id: int

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Protocol
 
 from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
@@ -24,6 +25,18 @@ _USABLE = (ServiceStatus.READY, ServiceStatus.UPDATING)
 _LOG_SECONDS = 30.0
 _GROUPS_KEPT = 4096
 """Groups whose engines are remembered; an engine's cache holds fewer."""
+
+
+class Watch(Protocol):
+    """Learns whether there is an engine that generates: ``EngineWatch``."""
+
+    def engines_down(self, why: str) -> None:
+        """Record that a model call found no engine that works."""
+        ...
+
+    def engines_up(self) -> None:
+        """Record that an engine has generated."""
+        ...
 
 
 class EngineRouter:
@@ -50,6 +63,7 @@ class EngineRouter:
         tokenizer: str | None = None,
         max_model_len: int | None = None,
         router_url: str | None = None,
+        watch: Watch | None = None,
     ) -> None:
         """Create a router over the engines that ``live`` lists; the list is cached for ``max_age`` seconds.
 
@@ -78,6 +92,7 @@ class EngineRouter:
             self._front = engine_client("sglang", router_url, token_timeout, vocab_size=vocab_size)
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
+        self._watch = watch
         self._clients: dict[str, Client] = {}
         self._services: tuple[InferenceService, ...] = ()
         self._foreign: dict[str, str] = {}
@@ -182,6 +197,9 @@ class EngineRouter:
     async def wait(self, why: str, deadline: float, attempt: int = 1) -> None:
         """Sleep before the next attempt, with exponential backoff; EngineError at ``deadline``."""
         now = time.monotonic()
+        is_down = attempt > 1 if self._front is not None else not self._usable()
+        if self._watch is not None and is_down:
+            self._watch.engines_down(why)
         if now >= deadline:
             raise EngineError(
                 f"{why}: no new token for {self.wait_seconds:g} s (--engine_wait_seconds)",
@@ -192,6 +210,11 @@ class EngineRouter:
             self._logged_at = now
             log.warning("%s; waiting up to %.0f s more", why, deadline - now)
         await asyncio.sleep(min(self._backoff * 2 ** min(attempt - 1, 4), max(deadline - now, 0.0)))
+
+    def generated(self) -> None:
+        """Tell the watch that an engine has generated."""
+        if self._watch is not None:
+            self._watch.engines_up()
 
     async def _refresh_quietly(self) -> None:
         with log_store_errors(log, "the engines cannot be listed", outages=True):

@@ -79,6 +79,10 @@ class Engines(Protocol):
         """Take the session from its engine, which failed."""
         ...
 
+    def generated(self) -> None:
+        """Record that an engine has generated."""
+        ...
+
     def wait(self, why: str, deadline: float, attempt: int = 1) -> Awaitable[None]:
         """Sleep before the next attempt; EngineError at ``deadline``."""
         ...
@@ -155,6 +159,7 @@ class EngineSession:
             log.warning("%s: %s", self.traj_id, error.message)
             engines.avoid(self)
             return error.partial if isinstance(error, EngineInterruptedError) else None, error.message
+        engines.generated()
         return part, f"aborted by {part.engine_url}"
 
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from agentrl.config.schema import ClaimConfig
 from agentrl.documents.status import TaskStatus
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store.retry import log_store_errors
@@ -56,7 +57,7 @@ class Housekeeping:
         plan: EpochPlan,
         *,
         split: str,
-        max_attempts: int,
+        claims: ClaimConfig,
         made_work: Callable[[], None],
         first_warning_seconds: float,
     ) -> None:
@@ -65,7 +66,7 @@ class Housekeeping:
         self._finalizer = finalizer
         self._plan = plan
         self._split = split
-        self._max_attempts = max_attempts
+        self._claims = claims
         self._made_work = made_work
         self._finalizing = asyncio.Lock()
         self._has_ended = asyncio.Event()
@@ -113,7 +114,9 @@ class Housekeeping:
                     self._made_work()
 
     async def _work_once(self) -> bool:
-        freed = await self._store.claims.reap(self._split, self._max_attempts)
+        freed = await self._store.claims.reap(
+            self._split, self._claims.max_attempts, grace_seconds=self._claims.lease_seconds
+        )
         await self.finalize_completed()
         async with self._finalizing:
             swept = await self._finalizer.run_waiting(SWEEP_SECONDS * random.uniform(1, 2))

@@ -6,18 +6,20 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema import ClaimConfig
 from agentrl.documents.task import Claim
-from agentrl.errors import ConfigError, StoreError, StoreUnavailableError
+from agentrl.errors import StoreUnavailableError
 from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.rollout.held_claims import HeldClaims, bounded
 from agentrl.rollout.housekeeping import EpochPlan, Housekeeping
+from agentrl.rollout.outage_reports import report_outages
+from agentrl.rollout.scoring import ScoringQueue
 from agentrl.rollout.worker import Worker
 from agentrl.store.admission import GroupLimit
-from agentrl.store.retry import log_store_errors
 from agentrl.store.selection import Selection
 
 if TYPE_CHECKING:
@@ -41,15 +43,6 @@ _REST_SECONDS = 0.25
 _MOST_MISSES = 4
 """Largest number of consecutive claims without a slot that double the rest."""
 
-GRACE_SECONDS = 5.0
-"""Time for trajectories to finish after the sampler is asked to stop."""
-
-_CANCEL_SECONDS = 5.0
-"""Time for cancelled trajectories to end."""
-
-_RELEASE_SECONDS = 5.0
-"""Time to release claims; after it their leases expire instead."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerConfig:
@@ -58,6 +51,8 @@ class SamplerConfig:
     split: str
     owner: str
     concurrency: int
+    scorings: int = 16
+    """Queued trajectories that it scores at a time."""
     claims: ClaimConfig
     plan: EpochPlan
     selection: Selection | None = None
@@ -81,9 +76,13 @@ class Sampler:
         self._worker = worker
         self._config = config
         self._groups_allowed = groups_allowed
-        self._running: dict[asyncio.Task[bool], Claim] = {}
+        self._outages = worker.outages
+        self._held = HeldClaims(store, config.claims, config.owner, config.split, self._ended)
+        self._queue = ScoringQueue(
+            worker.scoring, split=config.split, owner=f"{config.owner}-scoring", concurrency=config.scorings
+        )
         self._unusable: list[Claim] = []
-        """Claims that this process cannot work on with its configuration: they are released."""
+        """Claims that this process cannot work on, because of its configuration or the database."""
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
         """Set if a change since the last claim may have made work."""
@@ -98,16 +97,18 @@ class Sampler:
             finalizer,
             config.plan,
             split=config.split,
-            max_attempts=config.claims.max_attempts,
+            claims=config.claims,
             made_work=self._changed.set,
             first_warning_seconds=POLL_SECONDS,
         )
 
     async def run(self, stop: asyncio.Event) -> None:
         """Sample until done or stopped; then finish or release the claims still held."""
+        self._outages.changed = self._changed.set
         jobs = (
-            self._heartbeats(), self._housekeeping.finalize_own(), self._housekeeping.work_for_all(),
-            self._watch_work(), self._watch_training(),
+            self._held.heartbeats(), self._housekeeping.finalize_own(), self._housekeeping.work_for_all(),
+            self._watch_work(), self._watch_training(), self._queue.run(stop),
+            report_outages(self._store, self._outages, self._config.owner),
         )  # fmt: skip
         background = [asyncio.create_task(job) for job in jobs]
         for task in background:
@@ -116,6 +117,7 @@ class Sampler:
             await self._claim_and_start(stop)
         finally:
             await self._release_claims()
+            self._outages.changed = lambda: None
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
@@ -126,15 +128,15 @@ class Sampler:
         while not stop.is_set():
             if self._error is not None:
                 raise self._error
-            claim = await self._claim(stop) if len(self._running) < self._config.concurrency else None
+            claim = await self._claim(stop) if len(self._held) < self._config.concurrency else None
             if claim is not None:
                 self._misses = 0
                 self._start(claim)
                 self._changed.set()
                 continue
-            if len(self._running) < self._config.concurrency:
+            if len(self._held) < self._config.concurrency:
                 self._miss()
-            if self._running:
+            if self._held or self._outages.open:
                 busy_at = time.monotonic()
             elif await self._is_done(stop):
                 logger.info("every task of every epoch is completed")
@@ -150,6 +152,9 @@ class Sampler:
         Every event that frees capacity wakes the sampler, except a weight update: it polls for that every
         ``LAG_SECONDS``.
         """
+        if self._outages.blocks_claims(len(self._held)):
+            self._changed.clear()
+            return None
         opens = self._changed.is_set() or time.monotonic() >= self._look_at
         self._changed.clear()
         if opens:
@@ -163,6 +168,7 @@ class Sampler:
                 max_groups_open=await self._limit() if opens else 0,
                 max_attempts=self._config.claims.max_attempts,
                 selection=self._config.selection,
+                without=self._outages.needs_down(),
             )
         except StoreUnavailableError:
             if stop.is_set():
@@ -181,20 +187,15 @@ class Sampler:
         return limit
 
     def _start(self, claim: Claim) -> None:
-        task = asyncio.create_task(self._worker.run(claim), name=claim.record_id)
-        self._running[task] = claim
-        task.add_done_callback(self._ended)
+        self._outages.begin_probes(claim.task.tools, claim.task.scorer)
+        self._held.start(claim, self._worker.run(claim))
 
-    def _ended(self, task: asyncio.Task[bool]) -> None:
-        if task.cancelled():
-            return
-        claim = self._running.pop(task, None)
+    def _ended(self, claim: Claim, task: asyncio.Task[bool]) -> None:
         self._housekeeping.trajectory_ended()
         self._changed.set()
         error = task.exception()
         if error is not None:
-            if isinstance(error, ConfigError) and claim is not None:
-                self._unusable.append(claim)
+            self._unusable.append(claim)
             self._error = error
         elif task.result():
             self.scored += 1
@@ -211,12 +212,12 @@ class Sampler:
         """Wait for a trajectory to end, a change that may have made work, ``stop``, or ``POLL_SECONDS``."""
         signals: set[asyncio.Future[Any]] = {asyncio.ensure_future(stop.wait())}
         timeout = POLL_SECONDS
-        if len(self._running) < self._config.concurrency:
+        if len(self._held) < self._config.concurrency:
             signals.add(asyncio.ensure_future(self._changed.wait()))
             timeout = min(timeout, max(0.0, self._look_at - time.monotonic()))
         try:
             await asyncio.wait(
-                {*signals, *self._running}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+                {*signals, *self._held.tasks}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
             )
         finally:
             for signal in signals:
@@ -230,26 +231,6 @@ class Sampler:
             if stop.is_set():
                 return False
             raise
-
-    async def _heartbeats(self) -> None:
-        """Renew every lease of this sampler; cancel trajectories whose claim is lost."""
-        while True:
-            await asyncio.sleep(self._config.claims.heartbeat_seconds)
-            held = list(self._running.values())
-            if not held:
-                continue
-            with log_store_errors(logger, "leases could not be renewed"):
-                lost = await self._store.claims.heartbeat(held, self._config.claims.lease_seconds)
-                self._give_up({claim.record_id for claim in lost})
-
-    def _give_up(self, lost: set[str]) -> None:
-        for task, claim in list(self._running.items()):
-            if claim.record_id in lost:
-                logger.warning(
-                    "the claim was lost; its trajectory is given up", extra={"record": claim.record_id}
-                )
-                self._running.pop(task)
-                task.cancel()
 
     async def _watch_work(self) -> None:
         """Wake the sampler after changes of groups and data; rest longer while others take the work."""
@@ -266,41 +247,6 @@ class Sampler:
                 await asyncio.sleep(_REST_SECONDS)
 
     async def _release_claims(self) -> None:
-        """Let trajectories finish for ``GRACE_SECONDS``, then cancel them and release their claims.
-
-        Every part is bounded: if the database is unavailable, the leases expire instead.
-        """
-        if self._running:
-            await asyncio.wait(list(self._running), timeout=GRACE_SECONDS)
-        left = dict(self._running)
-        for task in left:
-            task.cancel()
-        if left:
-            await asyncio.wait(list(left), timeout=_CANCEL_SECONDS)
-        self._running.clear()
-        if await self._bounded(self._release([*left.values(), *self._unusable])):
-            await self._bounded(self._housekeeping.finalize_completed())
-
-    async def _bounded(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Await ``work`` for ``_RELEASE_SECONDS``; return False if it failed or took longer."""
-        task = asyncio.create_task(work)
-        await asyncio.wait([task], timeout=_RELEASE_SECONDS)
-        if not task.done():
-            task.cancel()
-            await asyncio.wait([task], timeout=1.0)
-            logger.warning("the database does not answer; leases that are still held run out")
-            return False
-        return task.exception() is None
-
-    async def _release(self, claims: list[Claim]) -> None:
-        if not claims:
-            return
-        try:
-            lost = await self._store.claims.release_all(claims)
-        except StoreError as error:
-            logger.warning(
-                "claims could not be handed back; their leases run out",
-                extra={"claims": len(claims), "why": error.message},
-            )
-            raise
-        logger.info("claims handed back", extra={"claims": len(claims) - len(lost)})
+        """Let trajectories finish for a moment, release the other claims, and finalize what is complete."""
+        if await self._held.release(self._unusable):
+            await bounded(self._housekeeping.finalize_completed())

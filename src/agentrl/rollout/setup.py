@@ -30,13 +30,15 @@ from agentrl.config.schema import (
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.serving import InferenceService
 from agentrl.errors import ModelError
-from agentrl.inference.router import EngineRouter, LiveEngines
+from agentrl.inference.router import EngineRouter, LiveEngines, Watch
 from agentrl.observe.logging import describe_process_id
 from agentrl.registry import allow_imports
 from agentrl.rollout.agents import AGENTS
 from agentrl.rollout.budget import context_problem
 from agentrl.rollout.context import CONTEXT_MANAGERS
+from agentrl.rollout.holding import EngineWatch
 from agentrl.rollout.housekeeping import EpochPlan
+from agentrl.rollout.outages import Outages
 from agentrl.rollout.sampler import SamplerConfig
 from agentrl.rollout.worker import Worker
 from agentrl.scoring.advantages import ESTIMATORS
@@ -81,7 +83,9 @@ def max_model_len(model: ModelConfig, folder: str) -> int | None:
     return model.max_model_len or model_context_length(folder)
 
 
-def open_router(live: LiveEngines, configs: Configs, chat_format: ChatFormat, folder: str) -> EngineRouter:
+def open_router(
+    live: LiveEngines, configs: Configs, chat_format: ChatFormat, folder: str, watch: Watch | None = None
+) -> EngineRouter:
     """Return the router over the engines of ``live``, for the model in ``folder``."""
     sampling = configs[SamplingConfig]
     return EngineRouter(
@@ -92,6 +96,7 @@ def open_router(live: LiveEngines, configs: Configs, chat_format: ChatFormat, fo
         tokenizer=tokenizer_fingerprint(folder),
         max_model_len=max_model_len(configs[ModelConfig], folder),
         router_url=configs[EngineConfig].router_url,
+        watch=watch,
     )
 
 
@@ -155,6 +160,7 @@ def sampler_config(
         split=split,
         owner=owner_name(),
         concurrency=sampling.max_concurrent_samples_per_process * sampling.target_concurrency,
+        scorings=sampling.max_concurrent_scorings,
         claims=configs[ClaimConfig],
         plan=EpochPlan(
             epochs=epochs,
@@ -180,7 +186,10 @@ async def open_worker(
     chat_format = await open_format(store, configs)
     params = sampling_params(sampling, chat_format)
     folder = await model_folder(store, configs[ModelConfig])
-    router = open_router(lambda: live_engines(store, engine, version), configs, chat_format, folder)
+    outages = Outages(sampling.outage_wait_seconds)
+    router = open_router(
+        lambda: live_engines(store, engine, version), configs, chat_format, folder, EngineWatch(outages)
+    )
     try:
         await router.refresh()
         problem = context_problem(agent, sampling, router.context_length)
@@ -199,8 +208,10 @@ async def open_worker(
                     sampling=sampling,
                     claims=configs[ClaimConfig],
                     stop=stop or asyncio.Event(),
+                    outages=outages,
                 ),
                 router,
             )
     finally:
+        outages.close()
         await router.close()

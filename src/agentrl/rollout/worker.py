@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from agentrl.chat.chat_format import ChatFormat
@@ -32,9 +33,12 @@ from agentrl.registry import allow_imports, is_importable
 from agentrl.rollout.agents import AGENTS, Agent
 from agentrl.rollout.call_writer import CallWriter
 from agentrl.rollout.context import CONTEXT_MANAGERS
+from agentrl.rollout.holding import HeldEngine, HeldTools
 from agentrl.rollout.model_call import Engine
+from agentrl.rollout.outages import Clock, Outages
 from agentrl.rollout.outcome import Outcome, checked_outcome, failure_text
 from agentrl.rollout.rollout import Rollout
+from agentrl.rollout.scoring import Scoring
 from agentrl.rollout.tool_calls import Tools
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, require_scorer, run_scorer
@@ -46,7 +50,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_DEPENDENCIES = frozenset({"engine", "tool", "scorer"})
+_DEPENDENCIES = frozenset({"engine", "tool"})
 """Kinds of failure that a signal to other processes can cause."""
 
 _SIGNAL_SECONDS = 0.5
@@ -89,11 +93,20 @@ class Worker:
     claims: ClaimConfig
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when this process must stop; failures of engines and tool servers then count as interruptions."""
+    outages: Outages = field(default_factory=Outages)
+    """The circuit breakers of this process."""
+
+    @cached_property
+    def scoring(self) -> Scoring:
+        """How trajectories are scored, at once or from the queue."""
+        return Scoring(store=self.store, outages=self.outages, sampling=self.sampling, claims=self.claims)
 
     async def run(self, claim: Claim) -> bool:
         """Run one claimed trajectory to its score; return whether it was scored.
 
-        A failure is stored in the Record, and any sampler retries it later. On cancellation the caller must
+        While an engine or a tool server is down, the trajectory waits. If it waits too long, its slot is
+        released. A trajectory that gets no score waits for one, sampled, in the queue. Any other failure is
+        stored in the Record, and any sampler retries it later. On cancellation the caller must
         release the claim; a failure of an engine, a tool server or a scorer while this process stops counts
         as cancellation. Raises StoreError if the database stays unavailable or refuses this user, and
         ConfigError if this process cannot work on the task: the caller must release the claim then too. A
@@ -101,14 +114,17 @@ class Worker:
         """
         try:
             try:
-                async with asyncio.timeout(self.agent.trajectory_timeout_seconds):
-                    rollout, outcome = await self._run_trajectory(claim)
+                async with asyncio.timeout(self.agent.trajectory_timeout_seconds) as timeout:
+                    rollout, outcome = await self._run_trajectory(claim, Clock(timeout))
                 return await self._score(claim, rollout, outcome)
             except TimeoutError:
                 limit = self.agent.trajectory_timeout_seconds
                 await self._fail(claim, "timeout", f"the trajectory took longer than {limit:g} s")
             except FailureError as error:
-                await self._fail(claim, error.kind, error)
+                if error.outage is None:
+                    await self._fail(claim, error.kind, error)
+                else:
+                    await self._give_back(claim, error)
             except (ConfigError, LeaseLostError, StoreUnavailableError, StoreDeniedError):
                 raise
             except Exception as error:
@@ -124,7 +140,7 @@ class Worker:
             await asyncio.wait_for(self.stop.wait(), _SIGNAL_SECONDS)
         return self.stop.is_set()
 
-    async def _run_trajectory(self, claim: Claim) -> tuple[Rollout, Outcome]:
+    async def _run_trajectory(self, claim: Claim, clock: Clock) -> tuple[Rollout, Outcome]:
         await self.store.records.create(claim)
         agent_name = claim.task.agent_name or self.agent.agent_name
         if not all(map(is_importable, (agent_name, *scorer_weights(claim.task.scorer)))):
@@ -134,17 +150,19 @@ class Worker:
         check_schema(claim.task.answer_schema)
         await self._advance(claim, RecordStatus.RUNNING)
 
-        async with (
-            CallWriter(self.store, claim) as writer,
-            self.tools.session(Trajectory.of(claim)) as tools,
-            self.router.session(claim.record_id, claim.task.id) as engine,
-        ):
+        async with AsyncExitStack() as stack:
+            writer = await stack.enter_async_context(CallWriter(self.store, claim))
+            session = await self.outages.hold(
+                lambda: stack.enter_async_context(self.tools.session(Trajectory.of(claim))), clock
+            )
+            tools = HeldTools(session, self.outages, clock)
+            engine = await stack.enter_async_context(self.router.session(claim.record_id, claim.task.id))
             schemas = await contain(tools.list, "tools", ToolServerError)
             rollout = Rollout(
                 claim,
                 self.agent,
                 chat_format=self.chat_format,
-                engine=engine,
+                engine=HeldEngine(engine, self.outages, clock),
                 tools=tools,
                 schemas=schemas,
                 params=self.params,
@@ -175,19 +193,25 @@ class Worker:
         return outcome
 
     async def _score(self, claim: Claim, rollout: Rollout, outcome: Outcome) -> bool:
-        await self._advance(claim, RecordStatus.SCORING)
-        result = await score_trajectory(claim.task, rollout, outcome, self.sampling)
-        await self.store.claims.score(claim, result.score, result.details)
         logger.info(
-            "scored",
+            "sampled",
             extra={
-                "record": claim.record_id,
-                "score": result.score,
-                "stop": str(outcome.stop_reason),
-                "turns": rollout.turns,
+                "record": claim.record_id, "stop": str(outcome.stop_reason), "turns": rollout.turns,
             },
+        )  # fmt: skip
+        if claim.task.scorer in self.outages.needs_down().scorers:
+            await self.store.claims.release(claim)
+            return False
+        self.outages.begin_probes((), claim.task.scorer)
+        return await self.scoring.score(claim, scorer_context(claim.task, rollout, outcome, self.sampling))
+
+    async def _give_back(self, claim: Claim, error: FailureError) -> None:
+        """Release the slot of a trajectory that has waited for too long; this uses up no attempt."""
+        logger.warning(
+            "slot released: what its trajectory needs stays down",
+            extra={"record": claim.record_id, "why": failure_text(error)},
         )
-        return True
+        await self.store.claims.release(claim)
 
     async def _advance(self, claim: Claim, status: RecordStatus, **fields: object) -> None:
         await self.store.records.advance(claim, status, **fields)
@@ -233,7 +257,13 @@ async def score_trajectory(
     task: Task, rollout: Rollout, outcome: Outcome, sampling: SamplingConfig
 ) -> ScoreResult:
     """Score a finished trajectory with the scorer of its task. Raises ScorerError."""
-    context = ScorerContext(
+    context = scorer_context(task, rollout, outcome, sampling)
+    return await run_scorer(task.scorer, context, sampling.scorer_timeout_seconds)
+
+
+def scorer_context(task: Task, rollout: Rollout, outcome: Outcome, sampling: SamplingConfig) -> ScorerContext:
+    """Return the input of the scorer for a finished trajectory."""
+    return ScorerContext(
         query=task.query,
         final_answer=outcome.final_answer,
         answer=task.answer,
@@ -244,4 +274,3 @@ async def score_trajectory(
         tool_rewards=rollout.tool_rewards,
         agent_config_path=sampling.agent_config_path,
     )
-    return await run_scorer(task.scorer, context, sampling.scorer_timeout_seconds)

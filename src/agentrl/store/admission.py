@@ -16,6 +16,7 @@ from agentrl.documents.status import APPLIED_STEPS, DataStatus, TaskStatus, valu
 from agentrl.store import slots
 from agentrl.store.connection import Connection, Json, Repository
 from agentrl.store.names import DATA, GATE, STEP, TASK
+from agentrl.store.needs import NOTHING, Needs
 from agentrl.store.selection import BY_ORDER, SLOTS_AT_ONCE, Selection, TaskSelection, sort_key
 
 _TRANSIENT = "TransientTransactionError"
@@ -98,8 +99,12 @@ class GroupAdmission(Repository):
         }
         return running + len(await self._collection(DATA).distinct("task", untrained, session=session))
 
-    async def admit(self, split: str, limit: GroupLimit, selection: Selection | None = None) -> bool:
+    async def admit(
+        self, split: str, limit: GroupLimit, selection: Selection | None = None, without: Needs = NOTHING
+    ) -> bool:
         """Admit the next groups up to ``limit``; return whether there may now be slots to claim.
+
+        Without a ``selection``, tasks that need something in ``without`` are left for later.
 
         The transaction first writes the ``Admission`` document, so that of two concurrent admissions one
         commits and the other raises AdmissionRacedError. No other sampler can admit groups while this one
@@ -109,7 +114,7 @@ class GroupAdmission(Repository):
             return False
         found = await self._open_groups(split)
         if not found.needs_renumbering(limit) and not await self._any_left(
-            split, limit.groups - found.count, selection
+            split, limit.groups - found.count, selection, without
         ):
             return False
         async with self._connection.client.start_session() as session:
@@ -120,7 +125,7 @@ class GroupAdmission(Repository):
                     await self._collection(GATE).update_one(
                         {"_id": ADMISSION}, {"$inc": {"opened": 1}}, session=session
                     )
-                    if await self._admit(split, limit, selection, session):
+                    if await self._admit(split, limit, selection, without, session):
                         return True
                     await session.abort_transaction()
                     return False
@@ -129,21 +134,22 @@ class GroupAdmission(Repository):
                     raise AdmissionRacedError from error
                 raise
 
-    async def _any_left(self, split: str, capacity: int, selection: Selection | None) -> bool:
+    async def _any_left(self, split: str, capacity: int, selection: Selection | None, without: Needs) -> bool:
         if selection is None or capacity <= 0:
-            return bool(await self._next_groups(split, capacity))
+            return bool(await self._next_groups(split, capacity, without))
         return await self._selection.any_left(split, selection)
 
     async def _admit(
-        self, split: str, limit: GroupLimit, selection: Selection | None, session: AsyncClientSession
-    ) -> bool:
+        self, split: str, limit: GroupLimit, selection: Selection | None, without: Needs,
+        session: AsyncClientSession,
+    ) -> bool:  # fmt: skip
         step = await self._last_step(session)
         if limit.after_step not in (None, step):
             return False
         found = await self._open_groups(split, session)
         capacity = limit.groups - found.count
         if selection is None:
-            groups = await self._next_groups(split, capacity, session)
+            groups = await self._next_groups(split, capacity, without, session)
         else:
             groups = await self._selection.begin(split, selection, capacity, session)
         ranked_before = found.count
@@ -170,14 +176,15 @@ class GroupAdmission(Repository):
         return _OpenGroups(await self.count(split, session), tuple(ordered))
 
     async def _next_groups(
-        self, split: str, capacity: int, session: AsyncClientSession | None = None
+        self, split: str, capacity: int, without: Needs, session: AsyncClientSession | None = None
     ) -> Sequence[str]:
         """Return the ids of the next groups: up to ``capacity`` groups or ``SLOTS_AT_ONCE`` slots."""
         if capacity <= 0:
             return []
         created = self._collection(TASK).find(
-            {"split": split, "status": TaskStatus.CREATED.value}, {"generations": {"$size": "$slots"}},
-            sort=BY_ORDER, limit=min(capacity, SLOTS_AT_ONCE), session=session,
+            {"split": split, "status": TaskStatus.CREATED.value, **without.excluded},
+            {"generations": {"$size": "$slots"}}, sort=BY_ORDER, limit=min(capacity, SLOTS_AT_ONCE),
+            session=session,
         )  # fmt: skip
         groups: list[str] = []
         total = 0

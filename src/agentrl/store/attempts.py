@@ -13,19 +13,24 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.base import plain
 from agentrl.documents.record import Failure, Record
-from agentrl.documents.status import RECORD_EDGES, RecordStatus, SlotStatus, TaskStatus, sources
+from agentrl.documents.status import (
+    RECORD_EDGES,
+    SAMPLED,
+    RecordStatus,
+    SlotStatus,
+    TaskStatus,
+    sources,
+    values,
+)
 from agentrl.documents.task import Claim, Task
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store import slots
 from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import RECORD, TASK
-from agentrl.store.slots import lease_lost, lost_claims
+from agentrl.store.slots import FREE, QUEUED, lease_lost, lost_claims
 from agentrl.store.write_coalescer import WriteCoalescer
 
-FREE: Json = {"owner": None, "lease_expires_at": None}
-"""The owner and the lease of a slot that is not running."""
-
-_UNFINISHED = sources(RECORD_EDGES, RecordStatus.RELEASED)
+_UNFINISHED = values((RecordStatus.CREATED, RecordStatus.RUNNING, *SAMPLED))
 _MAX_DOUBLINGS = 9
 _CLAIMS_PER_TRANSACTION = 256
 
@@ -136,8 +141,9 @@ class Attempts(Repository):
     async def release_all(self, claims: Sequence[Claim]) -> list[Claim]:
         """Release unfinished slots; return the lost claims, whose slots are unchanged.
 
-        A released slot is open at once, its attempt does not count, and its Record becomes RELEASED. Up to
-        256 claims share one transaction, which bounds the time of a shutdown.
+        A released slot is open at once, its attempt does not count, and its Record becomes RELEASED. The slot
+        of a sampled Record waits for its score instead. Up to 256 claims share one transaction, which bounds
+        the time of a shutdown.
         """
         lost: list[Claim] = []
         for start in range(0, len(claims), _CLAIMS_PER_TRANSACTION):
@@ -215,9 +221,17 @@ class Attempts(Repository):
             lost_ids = {claim.record_id for claim in lost}
             held = [claim for claim in claims if claim.record_id not in lost_ids]
             if held:
-                updates = [UpdateOne(slots.owned(claim), slots.change_slot(claim, fields)) for claim in held]
+                queued = await queue_sampled(self._connection, held, session)
+                updates = [
+                    UpdateOne(
+                        slots.held(claim),
+                        slots.change_slot(claim, QUEUED if claim.record_id in queued else fields),
+                    )
+                    for claim in held
+                ]
                 await self._collection(TASK).bulk_write(updates, ordered=True, session=session)
-                await end_records(self._connection, held, None, session)
+                ended = [claim for claim in held if claim.record_id not in queued]
+                await end_records(self._connection, ended, None, session)
             return lost
 
         return await self._connection.transaction(write)
@@ -250,6 +264,23 @@ def new_record(claim: Claim) -> Record:
     )  # fmt: skip
 
 
+async def queue_sampled(
+    connection: Connection, claims: Sequence[Claim], session: AsyncClientSession
+) -> frozenset[str]:
+    """Return the ids of the sampled Records of ``claims``; those that were being scored wait for it again."""
+    records = connection.collection(RECORD)
+    sampled: Json = {
+        "_id": {"$in": [claim.record_id for claim in claims]},
+        "status": {"$in": values(SAMPLED)},
+    }
+    found = [record["_id"] async for record in records.find(sampled, {"_id": 1}, session=session)]
+    if found:
+        await records.update_many(
+            {"_id": {"$in": found}}, {"$set": {"status": RecordStatus.COMPLETED.value}}, session=session
+        )
+    return frozenset(found)
+
+
 async def end_record(
     connection: Connection, claim: Claim, failure: Failure | None, session: AsyncClientSession
 ) -> None:
@@ -265,6 +296,8 @@ async def end_records(
     Call it in the transaction that changes the slots. An attempt that has no Record yet gets one, so that
     every attempt is recorded and a late owner cannot insert the Record afterwards.
     """
+    if not claims:
+        return
     status = RecordStatus.RELEASED if failure is None else RecordStatus.FAILED
     changes = {"status": status.value, "failure": plain(failure)}
     records = connection.collection(RECORD)

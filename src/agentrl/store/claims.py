@@ -16,11 +16,12 @@ from agentrl.documents.status import SlotStatus, TaskStatus
 from agentrl.documents.task import Claim, Task
 from agentrl.store import slots
 from agentrl.store.admission import AdmissionRacedError, GroupAdmission, GroupLimit
-from agentrl.store.attempts import FREE, Attempts, end_record, failed_or_open
+from agentrl.store.attempts import Attempts, end_record, failed_or_open, queue_sampled
 from agentrl.store.connection import Connection, Json, database_call
 from agentrl.store.names import TASK
+from agentrl.store.needs import NOTHING, Needs
 from agentrl.store.selection import BY_BEGIN, BY_ORDER, Selection
-from agentrl.store.slots import lost_claims
+from agentrl.store.slots import FREE, QUEUED, lost_claims
 from agentrl.store.write_coalescer import WriteCoalescer
 
 _MAX_ATTEMPTS = 3
@@ -38,6 +39,7 @@ class ClaimRequest:
     limit: GroupLimit | None
     max_attempts: int
     selection: Selection | None
+    without: Needs = NOTHING
 
 
 class Claims(Attempts):
@@ -52,9 +54,11 @@ class Claims(Attempts):
     async def claim(
         self, *, split: str, owner: str, lease_seconds: float,
         max_groups_open: int | GroupLimit | None = None, max_attempts: int = _MAX_ATTEMPTS,
-        selection: Selection | None = None,
+        selection: Selection | None = None, without: Needs = NOTHING,
     ) -> Claim | None:  # fmt: skip
         """Claim one slot by one atomic write; return None if there is nothing to claim.
+
+        Tasks that need something in ``without`` are neither claimed nor, in their order, admitted.
 
         Tries in this order: an open slot of an admitted group, in the order in which groups were begun; a
         slot of a group that is admitted now, chosen by ``selection`` if given, while fewer than
@@ -62,12 +66,12 @@ class Claims(Attempts):
         has attempts left. Claims of one process that arrive at the same time share one write.
         """
         limit = GroupLimit(max_groups_open) if isinstance(max_groups_open, int) else max_groups_open
-        request = ClaimRequest(owner, split, lease_seconds, limit, max_attempts, selection)
+        request = ClaimRequest(owner, split, lease_seconds, limit, max_attempts, selection, without)
         return await self._claiming.write(request)
 
     @database_call
     async def heartbeat(self, claims: Sequence[Claim], lease_seconds: float) -> list[Claim]:
-        """Renew the leases of ``claims``; return the lost ones: expired, or claimed by another owner."""
+        """Renew the leases of ``claims``, also expired ones; return the claims that others took over."""
         if not claims:
             return []
         renewals = [UpdateOne(slots.held(claim), slots.renew_lease(claim, lease_seconds)) for claim in claims]
@@ -75,8 +79,31 @@ class Claims(Attempts):
         return await lost_claims(self._connection, claims)
 
     @database_call
-    async def reap(self, split: str, max_attempts: int = _MAX_ATTEMPTS) -> int:
-        """Open every slot whose lease has expired, or fail it at ``max_attempts``; return how many."""
+    async def of_owner(self, split: str, owner: str) -> list[Claim]:
+        """Return the claims that ``owner`` holds according to the database."""
+        mine = {"owner": owner, "status": SlotStatus.RUNNING.value}
+        query = {
+            "split": split, "status": TaskStatus.RUNNING.value, "slots.status": SlotStatus.RUNNING.value,
+            "slots": {"$elemMatch": mine},
+        }  # fmt: skip
+        tasks = [Task.from_document(item) async for item in self._collection(TASK).find(query)]
+        return [
+            Claim(task=task, traj_id=slot.traj_id, attempt=slot.attempt, owner=owner)
+            for task in tasks
+            for slot in task.slots
+            if slot.owner == owner and slot.status is SlotStatus.RUNNING
+        ]
+
+    @database_call
+    async def reap(self, split: str, max_attempts: int = _MAX_ATTEMPTS, *, grace_seconds: float = 0.0) -> int:
+        """End every attempt whose lease has expired; return how many.
+
+        The slot of a sampled Record waits for its score. Any other slot is open again, or failed at
+        ``max_attempts``. For ``grace_seconds`` after an outage of the database nothing is reaped, because
+        nobody could renew a lease.
+        """
+        if self._connection.outage.seconds_since < grace_seconds:
+            return 0
         query = {"split": split, "status": TaskStatus.RUNNING.value, **slots.overdue(slots.EXPIRED)}
         expired = [Task.from_document(document) async for document in self._collection(TASK).find(query)]
         reaped = 0
@@ -133,10 +160,10 @@ class Claims(Attempts):
         for longest_pause in _PAUSES:
             found = await self._take(_open_slots(request, TaskStatus.RUNNING), update, request.selection)
             if found is not None:
-                return _new_claims(found, owners)
+                return new_claims(found, owners)
             try:
                 if request.limit is None or not await self._admission.admit(
-                    request.split, request.limit, request.selection
+                    request.split, request.limit, request.selection, request.without
                 ):
                     break
             except AdmissionRacedError:
@@ -146,7 +173,7 @@ class Claims(Attempts):
         if request.limit is None:
             found = await self._take(_open_slots(request, TaskStatus.CREATED), update)
             if found is not None:
-                return _new_claims(found, owners)
+                return new_claims(found, owners)
         return await self._take_over(request)
 
     async def _take(self, query: Json, update: list[Json], selection: Selection | None = None) -> Json | None:
@@ -156,9 +183,18 @@ class Claims(Attempts):
         )  # fmt: skip
 
     async def _take_over(self, request: ClaimRequest) -> list[Claim]:
-        """Claim a slot whose lease has expired, and fail the Record of the attempt before."""
+        """Claim a slot whose lease has expired, and fail the Record of the attempt before.
+
+        A slot whose Record is sampled is not claimed: it waits for its score. Within a lease after an outage
+        of the database nothing is taken over.
+        """
+        if self._connection.outage.seconds_since < request.lease_seconds:
+            return []
         expired = slots.expired(request.max_attempts)
-        query = {"split": request.split, "status": TaskStatus.RUNNING.value, **slots.overdue(expired)}
+        query = {
+            "split": request.split, "status": TaskStatus.RUNNING.value, **request.without.excluded,
+            **slots.overdue(expired),
+        }  # fmt: skip
         update = slots.claim_slots(expired, [request.owner], request.lease_seconds)
         tasks = self._collection(TASK)
         if await tasks.find_one(query, {"_id": 1}) is None:
@@ -171,8 +207,12 @@ class Claims(Attempts):
             )  # fmt: skip
             if found is None:
                 return []
-            (claim,) = _new_claims(found, [request.owner])
+            (claim,) = new_claims(found, [request.owner])
             lost = _previous_claim(found, claim)
+            if await queue_sampled(self._connection, [lost], session):
+                queued = {**QUEUED, "attempt": lost.attempt, "record_id": slots.literal(lost.record_id)}
+                await tasks.update_one(slots.held(claim), slots.change_slot(claim, queued), session=session)
+                return []
             failure = Failure(
                 kind="lease", message=f"the lease of {lost.owner} ran out; {claim.owner} took the slot over"
             )
@@ -183,16 +223,19 @@ class Claims(Attempts):
 
     async def _reap_slot(self, claim: Claim, max_attempts: int) -> int:
         this = {"$and": [slots.EXPIRED, {"$eq": ["$$slot.traj_id", claim.traj_id]}]}
-        query = {**slots.owned(claim), **slots.any_slot(this)}
+        query = {**slots.held(claim), **slots.any_slot(this)}
         fields = {**FREE, "status": failed_or_open(max_attempts)}
         failure = Failure(kind="lease", message=f"the lease of {claim.owner} ran out")
 
         async def write(session: AsyncClientSession) -> Json | None:
+            is_sampled = await queue_sampled(self._connection, [claim], session)
+            update = slots.change_slot(claim, QUEUED if is_sampled else fields)
             task = await self._collection(TASK).find_one_and_update(
-                query, slots.change_slot(claim, fields), {"status": 1}, session=session,
-                return_document=ReturnDocument.AFTER,
-            )  # fmt: skip
-            if task is not None:
+                query, update, {"status": 1}, session=session, return_document=ReturnDocument.AFTER
+            )
+            if task is None:
+                await session.abort_transaction()
+            elif not is_sampled:
                 await end_record(self._connection, claim, failure, session)
             return task
 
@@ -208,11 +251,11 @@ def _open_slots(request: ClaimRequest, status: TaskStatus) -> Json:
     allowed = {} if request.limit is None else request.limit.query
     return {
         "split": request.split, "status": status.value, "slots.status": SlotStatus.OPEN.value,
-        **allowed, **slots.any_slot(slots.OPEN),
+        **allowed, **request.without.excluded, **slots.any_slot(slots.OPEN),
     }  # fmt: skip
 
 
-def _new_claims(document: Json, owners: Sequence[str]) -> list[Claim]:
+def new_claims(document: Json, owners: Sequence[str]) -> list[Claim]:
     """Return the claims that ``slots.claim_slots`` has just written into the Task."""
     task = Task.from_document(document)
     attempts = {slot.traj_id: slot.attempt for slot in task.slots}

@@ -23,8 +23,10 @@ from agentrl.store.connection import Connection
 from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.store.model_calls import ModelCalls
 from agentrl.store.names import TASK
+from agentrl.store.outages import OutageRecords
 from agentrl.store.policy_versions import PolicyVersions
 from agentrl.store.records import Records
+from agentrl.store.scorings import Scorings
 from agentrl.store.services import Services
 from agentrl.store.settings import Settings
 from agentrl.store.tasks import Tasks
@@ -43,12 +45,14 @@ class Store:
         self.run_name = connection.database.name
         self.tasks = Tasks(connection)
         self.claims = Claims(connection)
+        self.scorings = Scorings(connection, self.claims.completed)
         self.records = Records(connection)
         self.model_calls = ModelCalls(connection)
         self.training = Training(connection)
         self.policy_versions = PolicyVersions(connection)
         self.services = Services(connection)
         self.trainer_lease = TrainerLeases(connection)
+        self.outages = OutageRecords(connection)
         self.imports = Imports(connection)
         self.settings = Settings(connection)
         self.views = Views(connection)
@@ -68,6 +72,11 @@ class Store:
     def connection(self) -> Connection:
         """Return the connection, for the repositories of ``agentrl db``."""
         return self._connection
+
+    @property
+    def seconds_since_outage(self) -> float:
+        """Return the seconds since the database was last unavailable; 0 while it is, infinite if never."""
+        return self._connection.outage.seconds_since
 
     async def wait_for_change(self, *collections: str, timeout: float) -> bool:
         """Return True after a change in one of ``collections``, False after ``timeout`` seconds.

@@ -17,6 +17,8 @@ GATE: Final = "Admission"
 """Written by samplers that admit groups."""
 EPOCH: Final = "Epoch"
 """Written by samplers that open epochs."""
+OUTAGE: Final = "Outage"
+"""Dependencies that samplers find down."""
 IMPORTS: Final = "Imports"
 """The functions that samplers may import; only administrators write it."""
 LEASE: Final = "TrainerLease"
@@ -37,6 +39,7 @@ COLLECTIONS: Final = (
     LEASE,
     SETTINGS,
     IMPORTS,
+    OUTAGE,
 )
 
 SCHEMA_VERSION: Final = 4

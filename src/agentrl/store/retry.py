@@ -68,6 +68,7 @@ class OutageLog:
 
     def __init__(self) -> None:
         self._began: float | None = None
+        self._ended = float("-inf")
         self._next_line = 0.0
         self._announced = False
 
@@ -95,6 +96,12 @@ class OutageLog:
         if self._announced:
             logger.warning("the database is back after %.0f s", time.monotonic() - self._began)
         self._began, self._announced = None, False
+        self._ended = time.monotonic()
+
+    @property
+    def seconds_since(self) -> float:
+        """Return the seconds since the last outage ended; 0 during one, infinite if there was none."""
+        return 0.0 if self._began is not None else time.monotonic() - self._ended
 
 
 async def retry_while_unavailable(

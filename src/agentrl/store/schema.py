@@ -17,6 +17,7 @@ from pymongo.errors import OperationFailure
 
 from agentrl.documents.base import Document, Root
 from agentrl.documents.model_call import DispatchedSamplingTask
+from agentrl.documents.outage import Outage
 from agentrl.documents.record import Record
 from agentrl.documents.run import (
     FLAGS,
@@ -43,6 +44,7 @@ from agentrl.store.names import (
     IMPORTS,
     LEASE,
     MODEL_CALL,
+    OUTAGE,
     RECORD,
     RUN,
     SERVICE,
@@ -171,6 +173,7 @@ VALIDATORS: dict[str, Json] = {
         IMPORTS: _object(ImportList),
         EPOCH: _object(EpochOpening),
         LEASE: _object(TrainerLease),
+        OUTAGE: _object(Outage),
     }.items()
 }
 """Collection → validator. Fields without a default are required; unknown fields are refused."""
@@ -214,6 +217,7 @@ INDEXES: dict[str, list[IndexModel]] = {
     ],
     VERSION: [_index("status", ("_id", _DOWN)), _index("status", "step", ("_id", _DOWN))],
     SERVICE: [_index("status", "heartbeat")],
+    OUTAGE: [_index("ended_at", "seen_at")],
     STEP: [_index("step", unique=True, where=_ACTIVE_STEPS), _index("status", "step")],
 }
 

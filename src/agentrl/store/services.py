@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from agentrl.documents.outage import Outage
 from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus, TaskStatus
 from agentrl.errors import StoreError
 from agentrl.store import slots
 from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.names import RECORD, SERVICE, TASK
+from agentrl.store.outages import OutageRecords
+from agentrl.store.scorings import count_unscored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,10 @@ class Liveness:
     """When the newest Record was created, by its sampler's clock."""
     engines: Sequence[InferenceService]
     """Every engine that has registered, latest heartbeat first."""
+    outages: Sequence[Outage]
+    """What samplers find down now."""
+    waiting_for_score: int
+    """Number of sampled trajectories in the queue for a score."""
     alive_seconds: float
     """An engine whose heartbeat is older is dead."""
 
@@ -40,8 +47,15 @@ class Liveness:
         ]
 
     def describe(self) -> str:
-        """Return one line for a log: the live samplers and engines, or since when there are none."""
-        return f"{self._samplers()}; {self._engines()}"
+        """Return one line for a log: the live samplers and engines, and what is down."""
+        parts = [self._samplers(), self._engines()]
+        if self.waiting_for_score:
+            parts.append(f"{self.waiting_for_score} sampled trajectories wait for a score")
+        parts += [
+            f"{outage.dependency}: down for {self._age(outage.began_at):.0f} s ({outage.why:.120})"
+            for outage in {outage.dependency: outage for outage in reversed(self.outages)}.values()
+        ]
+        return "; ".join(parts)
 
     def _samplers(self) -> str:
         if self.claims:
@@ -117,7 +131,7 @@ class Services(Repository):
 
     @database_call
     async def liveness(self, split: str, alive_seconds: float) -> Liveness:
-        """Return who works on ``split`` now. Costs four reads, bounded by the number of open groups."""
+        """Return who works on ``split`` now. Costs six reads, bounded by the number of open groups."""
         hello = await self._connection.client.admin.command("hello")
         newest = await self._collection(RECORD).find_one(
             {"split": split}, {"created_at": 1}, sort=[("created_at", -1)]
@@ -128,6 +142,8 @@ class Services(Repository):
             claims=await self._claims(split),
             last_claim=newest["created_at"] if newest else None,
             engines=[InferenceService.from_document(engine) for engine in engines],
+            outages=await OutageRecords(self._connection).ongoing(),
+            waiting_for_score=await count_unscored(self._connection, split),
             alive_seconds=alive_seconds,
         )
 

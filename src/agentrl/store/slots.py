@@ -43,6 +43,17 @@ OPEN: Json = {
     ]
 }
 """Condition: ``$$slot`` may be claimed; its back-off after a failure is over."""
+UNSCORED: Json = {
+    "$and": [
+        {"$eq": ["$$slot.status", SlotStatus.SAMPLED.value]},
+        {"$lte": [{"$ifNull": ["$$slot.not_before", "$$NOW"]}, "$$NOW"]},
+    ]
+}
+"""Condition: ``$$slot`` waits for a score; its back-off after a failed attempt to score is over."""
+FREE: Json = {"owner": None, "lease_expires_at": None}
+"""The owner and the lease of a slot that is not running."""
+QUEUED: Json = {**FREE, "status": SlotStatus.SAMPLED.value, "not_before": None}
+"""The fields of a slot whose Record is sampled and waits for a score."""
 
 
 def literal(value: Any) -> Json:
@@ -76,11 +87,13 @@ def overdue(condition: Json) -> Json:
     return {"$expr": {"$and": [passed, any_slot(condition)["$expr"]]}}
 
 
-def claim_slots(condition: Json, owners: Sequence[str], lease_seconds: float) -> list[Json]:
+def claim_slots(
+    condition: Json, owners: Sequence[str], lease_seconds: float, *, new_attempt: bool = True
+) -> list[Json]:
     """Return the update that gives the first slots that satisfy ``condition`` to ``owners``, one each.
 
     The Task may have fewer such slots than owners. ``last_claim`` then lists each claimed slot and its
-    previous owner.
+    previous owner. Without ``new_attempt`` the owner continues the slot's attempt: it scores its Record.
     """
     free = {"$filter": {"input": "$slots", "as": "slot", "cond": condition}}
     taken = {
@@ -91,7 +104,7 @@ def claim_slots(condition: Json, owners: Sequence[str], lease_seconds: float) ->
         }
     }
     place = {"$indexOfArray": ["$last_claim.traj_id", "$$slot.traj_id"]}
-    attempt = {"$add": ["$$slot.attempt", 1]}
+    attempt = {"$add": ["$$slot.attempt", int(new_attempt)]}
     record = {
         "$concat": [
             "$_id", "/", {"$toString": "$$slot.traj_id"}, "/", {"$toString": attempt},
@@ -101,6 +114,7 @@ def claim_slots(condition: Json, owners: Sequence[str], lease_seconds: float) ->
         "status": SlotStatus.RUNNING.value, "attempt": attempt,
         "owner": {"$arrayElemAt": [literal(list(owners)), place]},
         "lease_expires_at": after(lease_seconds), "not_before": None, "record_id": record,
+        **({"scorings": 0} if new_attempt else {}),
     }  # fmt: skip
     return [
         {"$set": {"last_claim": taken, "admission": None}},
@@ -126,13 +140,11 @@ def renew_lease(claim: Claim, lease_seconds: float) -> list[Json]:
 
 
 def held(claim: Claim) -> Json:
-    """Return a filter for the claim's Task, if the claim holds its slot and the lease has not expired."""
-    live = {"$and": [_is_claimed(claim), LIVE]}
-    return {**owned(claim), **any_slot(live)}
+    """Return a filter for the claim's Task, if the claim holds its slot.
 
-
-def owned(claim: Claim) -> Json:
-    """Return a filter for the claim's Task, if the claim holds its slot; the lease may have expired."""
+    The lease may have expired, for example while the database was away: the claim holds the slot until
+    another process takes it over, and may renew the lease until then.
+    """
     return {
         "_id": claim.task.id,
         "slots": {
@@ -176,8 +188,9 @@ def _derive_deadline() -> Json:
 async def lost_claims(
     connection: Connection, claims: Sequence[Claim], session: AsyncClientSession | None = None
 ) -> list[Claim]:
-    """Return the claims whose lease has expired or whose slot has another owner."""
-    live = {"$filter": {"input": "$slots", "as": "slot", "cond": LIVE}}
+    """Return the claims whose slot is not running any more or has another owner."""
+    running = {"$eq": ["$$slot.status", SlotStatus.RUNNING.value]}
+    live = {"$filter": {"input": "$slots", "as": "slot", "cond": running}}
     ids = list({claim.task.id for claim in claims})
     tasks = (
         await connection.collection(TASK)
@@ -195,6 +208,6 @@ async def lost_claims(
 def lease_lost(claim: Claim) -> LeaseLostError:
     """Return the error for a write under a claim that is lost."""
     return LeaseLostError(
-        f"the claim of {claim.owner} on {claim.record_id} has expired or passed to another sampler",
+        f"the lease of {claim.owner} on {claim.record_id} expired, and another sampler took the slot over",
         hint="nothing is lost: another attempt replaces this one; if it happens often, raise --lease_seconds",
     )

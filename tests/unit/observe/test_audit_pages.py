@@ -11,6 +11,7 @@ import audit_documents as documents
 import pytest
 from rich.console import Console, RenderableType
 
+from agentrl.documents.outage import Outage
 from agentrl.documents.record import Failure
 from agentrl.documents.serving import PolicyVersion
 from agentrl.documents.status import CallStatus, RecordStatus, ServiceStatus, StepStatus, StopReason
@@ -148,7 +149,11 @@ def state(**changes: Any) -> RunState:
             GroupCount(by="order", groups=9, abandoned_groups=6, trajectories=40, trained=10, pass_rate=0.9),
             GroupCount(by="pass_rate", groups=4, abandoned_groups=0, trajectories=0, trained=0, pass_rate=0),
         ],
-        "samplers": {"host-1": 3},
+        "outages": [
+            Outage(id="o/1", dependency="judge gpt", by="host-1", why="429", held=2,
+                   began_at=now - timedelta(seconds=41))
+        ],
+        "waiting_for_score": 17, "samplers": {"host-1": 3},
         "engines": [engine, dead, stopped], "versions": [version],
         "steps": [
             documents.step_row(6),
@@ -167,6 +172,8 @@ def rows(page: str, first: str) -> list[list[str]]:
 def test_the_state_of_a_run_is_tables() -> None:
     page = printed(render_state(state(), alive_seconds=10.0))
     assert "run demo, 2026-11-21 12:00:00 UTC" in page
+    assert rows(page, "judge gpt") == [["judge", "gpt", "41", "s", "ago", "2", "429", "host-1"]]
+    assert "17 sampled trajectories wait for a score" in page
     assert rows(page, "train, epoch 0") == [["train,", "epoch", "0", "–", "4", "–", "12", "16"]]
     assert ["engine", "3", "engine", "[x]", "gone", "second", "line"] in rows(page, "engine ")
     assert rows(page, "trained ") == [["trained", "30", "12,345", "2,345"]]
@@ -185,7 +192,7 @@ def test_the_state_of_a_run_is_tables() -> None:
 def test_tables_without_rows_are_left_out() -> None:
     nothing: dict[str, Any] = {
         "tasks": {}, "records": {}, "failures": [], "data": [], "lengths": [], "engines": [], "versions": [],
-        "steps": [], "samplers": {}, "groups": [],
+        "steps": [], "samplers": {}, "groups": [], "outages": [], "waiting_for_score": 0,
     }  # fmt: skip
     assert state(**nothing).empty
     assert not state().empty

@@ -29,6 +29,7 @@ _STEP_METRICS = {
 def render_state(state: RunState, *, alive_seconds: float) -> RenderableType:
     """Return the tables that have rows; an engine is dead without a heartbeat for ``alive_seconds``."""
     tables = [
+        _outage_table(state),
         _settings_table(state),
         _configuration_table(state),
         _status_table("Tasks", "split", state.tasks, [str(status) for status in TaskStatus]),
@@ -43,7 +44,24 @@ def render_state(state: RunState, *, alive_seconds: float) -> RenderableType:
         _step_table(state),
     ]
     title = Text(f"run {state.run_name}, {state.at:%Y-%m-%d %H:%M:%S} UTC", style="bold")
+    if state.waiting_for_score:
+        title.append(f"\n{state.waiting_for_score} sampled trajectories wait for a score", style="yellow")
     return Group(title, *(built for built in tables if built.row_count))
+
+
+def _outage_table(state: RunState) -> Table:
+    """Return what samplers find down: they hold what needs it, and claim nothing that does."""
+    rows = [
+        [
+            Text(item.dependency, style="red"),
+            age(item.began_at, state.at),
+            item.held,
+            excerpt(item.why, 120),
+            excerpt(item.by, 60),
+        ]
+        for item in state.outages
+    ]
+    return table("Down now", ["what", "since", "calls held", "last error", "seen by"], rows, text=3)
 
 
 def _settings_table(state: RunState) -> Table:

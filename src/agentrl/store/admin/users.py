@@ -20,6 +20,7 @@ from agentrl.store.names import (
     GATE,
     LEASE,
     MODEL_CALL,
+    OUTAGE,
     RECORD,
     RUN,
     SERVICE,
@@ -48,7 +49,7 @@ def _packed(collection: str) -> dict[str, list[str]]:
 ROLES: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
     "agentrl_sampler": {
         TASK: _CHANGE, RECORD: _CHANGE, MODEL_CALL: _ADD, DATA: _ADD, GATE: _CHANGE, EPOCH: _CHANGE,
-        SETTINGS: _ADD, **_packed(MODEL_CALL), **_packed(DATA),
+        SETTINGS: _ADD, OUTAGE: _CHANGE, **_packed(MODEL_CALL), **_packed(DATA),
     },
     "agentrl_trainer": {
         TASK: ["update"], RECORD: ["update"], DATA: ["update"], STEP: _CHANGE, VERSION: _CHANGE,

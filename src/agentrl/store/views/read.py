@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from agentrl.documents.base import Root, now
 from agentrl.documents.model_call import DispatchedSamplingTask
+from agentrl.documents.outage import Outage
 from agentrl.documents.record import Record
 from agentrl.documents.run import RunSettings
 from agentrl.documents.serving import PolicyVersion
@@ -67,6 +68,10 @@ class RunState:
     lengths: Sequence[LengthBias]
     samplers: Mapping[str, int]
     """sampler → slots of the train split that it holds under live leases."""
+    outages: Sequence[Outage]
+    """What samplers find down now."""
+    waiting_for_score: int
+    """Number of sampled trajectories of the train split in the queue for a score."""
     engines: Sequence[EngineRow]
     versions: Sequence[PolicyVersion]
     """The newest ones, newest first, without their files."""
@@ -198,15 +203,19 @@ class Views(Repository):
         """Return the state of the run."""
         epoch = {"$concat": ["$split", ", epoch ", {"$toString": "$epoch"}]}
         newest = self._collection(VERSION).find({}, {"files": 0}, sort=[("_id", -1)], limit=LAST_VERSIONS)
+        tasks = await self._by_status(TASK, epoch)
+        liveness = await Services(self._connection).liveness(_TRAIN, 0.0)
         return RunState(
             run_name=self._connection.database.name,
-            tasks=await self._by_status(TASK, epoch),
+            tasks=tasks,
             records=await self._by_status(RECORD, "$split"),
             failures=await self._failures(),
             groups=await self.group_counts(),
             data=await self._data(),
             lengths=await self._lengths(),
-            samplers=(await Services(self._connection).liveness(_TRAIN, 0.0)).claims,
+            samplers=liveness.claims,
+            outages=liveness.outages,
+            waiting_for_score=liveness.waiting_for_score,
             engines=await self.engines(),
             versions=[PolicyVersion.from_document({**version, "files": ()}) async for version in newest],
             steps=await self.steps(last=LAST_STEPS),

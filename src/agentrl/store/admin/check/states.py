@@ -67,7 +67,7 @@ def _slot(name: str, slot: Json) -> Iterator[Problem]:
                 yield Problem(name, f"{field}, since it is running", "a value", None)
     elif slot.get("lease_expires_at") is not None:
         yield Problem(name, f"no lease, since it is {status}", None, slot["lease_expires_at"])
-    if status in (SlotStatus.OPEN, SlotStatus.FAILED) and slot.get("owner") is not None:
+    if status in (SlotStatus.OPEN, SlotStatus.SAMPLED, SlotStatus.FAILED) and slot.get("owner") is not None:
         yield Problem(name, f"no owner, since it is {status}", None, slot["owner"])
     if status != SlotStatus.OPEN and not slot["attempt"]:
         yield Problem(name, f"at least one attempt, since it is {status}", "1 or more", slot["attempt"])

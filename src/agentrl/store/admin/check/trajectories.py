@@ -22,6 +22,8 @@ ENDED = frozenset(RecordStatus) - {
 DEAD = ENDED - SETTLED
 """A Record of an attempt that ended without a score."""
 TERMINAL = frozenset({SlotStatus.SCORED, SlotStatus.FAILED})
+_LIVING = frozenset({SlotStatus.RUNNING, SlotStatus.SAMPLED, SlotStatus.SCORED})
+"""A slot whose last attempt is alive."""
 
 RECORD_FIELDS = {
     "task": 1, "traj_id": 1, "attempt": 1, "split": 1, "epoch": 1, "status": 1, "score": 1,
@@ -92,11 +94,21 @@ def _attempts(name: str, task: Json, slot: Json, attempts: Mapping[int, Json]) -
         yield from differing(
             f"Record {current['_id']}", [("the owner of its slot", slot.get("owner"), current.get("owner"))]
         )
-    living = slot["attempt"] if slot["status"] in (SlotStatus.SCORED, SlotStatus.RUNNING) else None
+    elif slot["status"] == SlotStatus.SAMPLED:
+        yield from _sampled(name, task, slot, current)
+    living = slot["attempt"] if slot["status"] in _LIVING else None
     for number, record in attempts.items():
         if number != living and record["status"] not in DEAD:
             what = f"dead, since attempt {number} is not the live one of its slot"
             yield Problem(f"Record {record['_id']}", what, " or ".join(sorted(DEAD)), record["status"])
+
+
+def _sampled(name: str, task: Json, slot: Json, record: Json | None) -> Iterator[Problem]:
+    key = record_key(task["_id"], slot["traj_id"], slot["attempt"])
+    yield from differing(name, [("record_id of its attempt", key, slot.get("record_id"))])
+    found = "none" if record is None else record["status"]
+    if found != RecordStatus.COMPLETED:
+        yield Problem(name, "a completed Record, since it waits for a score", RecordStatus.COMPLETED, found)
 
 
 def _scored(name: str, task: Json, slot: Json, record: Json | None) -> Iterator[Problem]:

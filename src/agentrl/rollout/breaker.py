@@ -1,0 +1,152 @@
+"""A circuit breaker: the state of one dependency, the calls that wait for it, and which of them probes it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from agentrl.errors import Dependency
+
+logger = logging.getLogger(__name__)
+
+OPEN_AFTER = 3
+"""Consecutive failed calls, over all trajectories of the process, that open a breaker."""
+
+FIRST_PROBE_SECONDS, LONGEST_PROBE_SECONDS = 1.0, 15.0
+"""Wait before the first probe of a dependency that is down; it doubles with each probe up to the longest."""
+
+_PROBE_LIMIT_SECONDS = 120.0
+"""Time after which a probe without a result no longer keeps others from probing."""
+
+_REMINDER_SECONDS = 60.0
+
+
+class Breaker:
+    """Opens after ``OPEN_AFTER`` consecutive failed calls. While it is open, one call at a time probes.
+
+    The first successful call closes it and wakes all that wait. Probes go round among the waiting calls, so
+    that a call which cannot succeed does not keep the others from finding the dependency up again.
+    """
+
+    def __init__(self, dependency: Dependency, changed: Callable[[], None]) -> None:
+        """``changed`` is called when the breaker opens or closes, and when a probe is due."""
+        self.dependency = dependency
+        self.served = 0
+        """Number of calls that succeeded."""
+        self.down_since: float | None = None
+        """When the breaker opened (``time.monotonic``); None while it is closed."""
+        self.why = ""
+        """The last error."""
+        self._changed = changed
+        self._failures = 0
+        self._delay = FIRST_PROBE_SECONDS
+        self._probe_at = 0.0
+        self._probing = False
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        self._remind_at = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the dependency is down."""
+        return self.down_since is not None
+
+    @property
+    def held(self) -> int:
+        """Return how many calls wait for the dependency."""
+        return len(self._waiting)
+
+    @property
+    def probe_is_due(self) -> bool:
+        """Return whether new work may probe the dependency: it is time, and no call waits or probes."""
+        return self.is_open and not self._waiting and not self._probing and time.monotonic() >= self._probe_at
+
+    def failed(self, why: str, retry_after: float | None = None) -> None:
+        """Record a failed call. ``retry_after`` is the wait in seconds that the dependency asked for."""
+        self.why = why
+        self._failures += 1
+        if self.down_since is None:
+            if self._failures >= OPEN_AFTER:
+                self._open(retry_after)
+            return
+        if self._probing:
+            self._delay = min(2 * self._delay, LONGEST_PROBE_SECONDS)
+            self._schedule_probe(max(self._delay, retry_after or 0.0))
+        now = time.monotonic()
+        if now >= self._remind_at:
+            self._remind_at = now + _REMINDER_SECONDS
+            logger.warning("%s: still down after %.0f s: %s", self.dependency, now - self.down_since, why)
+
+    def succeeded(self) -> None:
+        """Record a successful call: the dependency is up."""
+        self.served += 1
+        self._failures = 0
+        if self.down_since is None:
+            return
+        logger.warning("%s: up again after %.0f s", self.dependency, time.monotonic() - self.down_since)
+        self.down_since = None
+        self.close()
+        self._changed()
+
+    def begin_probe(self) -> None:
+        """Let new work of the caller probe the dependency."""
+        self._probing = True
+        self._start_timer(_PROBE_LIMIT_SECONDS)
+
+    async def wait(self) -> None:
+        """Return when the dependency is up, or when it is this call's turn to probe it."""
+        if not self.is_open:
+            return
+        probe_was_due = self.probe_is_due
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        if probe_was_due:
+            self._let_one_probe()
+        try:
+            await turn
+        finally:
+            if turn in self._waiting:
+                self._waiting.remove(turn)
+
+    def close(self) -> None:
+        """Wake all calls that wait, and stop the timer."""
+        self._probing = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+
+    def _open(self, retry_after: float | None) -> None:
+        self.down_since = time.monotonic()
+        self._remind_at = self.down_since + _REMINDER_SECONDS
+        self._delay = FIRST_PROBE_SECONDS
+        self._schedule_probe(max(self._delay, retry_after or 0.0))
+        logger.warning("%s: down; what needs it waits, and no attempt is used: %s", self.dependency, self.why)
+        self._changed()
+
+    def _schedule_probe(self, seconds: float) -> None:
+        self._probing = False
+        self._probe_at = time.monotonic() + seconds
+        self._start_timer(seconds)
+
+    def _start_timer(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._let_one_probe)
+
+    def _let_one_probe(self) -> None:
+        """Wake the call that has waited longest; without one, let new work probe."""
+        self._probing = False
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                self.begin_probe()
+                turn.set_result(None)
+                return
+        self._changed()

@@ -1,0 +1,147 @@
+"""Hold claims: work on each in a task of its own, renew their leases, release what is left at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+
+from agentrl.config.schema import ClaimConfig
+from agentrl.documents.task import Claim
+from agentrl.errors import StoreError
+from agentrl.store.retry import log_store_errors
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
+
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = 5.0
+"""Time for the work on claims to finish after the process is asked to stop."""
+
+_CANCEL_SECONDS = 5.0
+"""Time for cancelled tasks to end."""
+
+RELEASE_SECONDS = 5.0
+"""Time to release claims; after it their leases expire instead."""
+
+
+class HeldClaims:
+    """The claims of one sampler or scorer, and the tasks that work on them."""
+
+    def __init__(
+        self,
+        store: Store,
+        config: ClaimConfig,
+        owner: str,
+        split: str,
+        ended: Callable[[Claim, asyncio.Task[bool]], None],
+    ) -> None:
+        """``ended`` is called when the work on a claim ends, unless it is given up."""
+        self._store = store
+        self._owner = owner
+        self._split = split
+        self._unheard: frozenset[str] = frozenset()
+        self._config = config
+        self._on_end = ended
+        self._running: dict[asyncio.Task[bool], Claim] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    @property
+    def tasks(self) -> set[asyncio.Task[bool]]:
+        """Return the tasks that run."""
+        return set(self._running)
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """Return the claims that are held."""
+        return tuple(self._running.values())
+
+    def start(self, claim: Claim, work: Coroutine[Any, Any, bool]) -> None:
+        """Work on a claim in a task of its own."""
+        task = asyncio.create_task(work, name=claim.record_id)
+        self._running[task] = claim
+        task.add_done_callback(self._ended)
+
+    async def heartbeats(self) -> None:
+        """Renew every lease; cancel the work on claims that others took over."""
+        while True:
+            await asyncio.sleep(self._config.heartbeat_seconds)
+            if self._store.seconds_since_outage < self._config.lease_seconds:
+                with log_store_errors(logger, "claims could not be listed"):
+                    await self._release_unheard()
+            held = list(self._running.values())
+            if not held:
+                continue
+            with log_store_errors(logger, "leases could not be renewed"):
+                lost = await self._store.claims.heartbeat(held, self._config.lease_seconds)
+                self._give_up({claim.record_id for claim in lost})
+
+    async def release(self, unusable: Sequence[Claim] = ()) -> bool:
+        """Let the work finish for ``GRACE_SECONDS``, then cancel it and release its claims, and ``unusable``.
+
+        Every part is bounded: if the database is unavailable, the leases expire instead. Returns whether the
+        claims were released.
+        """
+        if self._running:
+            await asyncio.wait(list(self._running), timeout=GRACE_SECONDS)
+        left = dict(self._running)
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(list(left), timeout=_CANCEL_SECONDS)
+        self._running.clear()
+        return await bounded(self._release([*left.values(), *unusable]))
+
+    async def _release_unheard(self) -> None:
+        """Release the claims whose answer was lost in an outage of the database: nobody works on them.
+
+        An answer may still be on its way, so a claim is released when it is found for the second time.
+        """
+        held = {claim.record_id for claim in self._running.values()}
+        mine = await self._store.claims.of_owner(self._split, self._owner)
+        unheard = {claim.record_id: claim for claim in mine if claim.record_id not in held}
+        await self._release([claim for key, claim in unheard.items() if key in self._unheard])
+        self._unheard = frozenset(unheard)
+
+    def _ended(self, task: asyncio.Task[bool]) -> None:
+        claim = self._running.get(task)
+        if task.cancelled() or claim is None:
+            return
+        del self._running[task]
+        self._on_end(claim, task)
+
+    def _give_up(self, lost: set[str]) -> None:
+        for task, claim in list(self._running.items()):
+            if claim.record_id in lost:
+                logger.warning("the claim was lost; its work is given up", extra={"record": claim.record_id})
+                self._running.pop(task)
+                task.cancel()
+
+    async def _release(self, claims: list[Claim]) -> None:
+        if not claims:
+            return
+        try:
+            lost = await self._store.claims.release_all(claims)
+        except StoreError as error:
+            logger.warning(
+                "claims could not be handed back; their leases run out",
+                extra={"claims": len(claims), "why": error.message},
+            )
+            raise
+        logger.info("claims handed back", extra={"claims": len(claims) - len(lost)})
+
+
+async def bounded(work: Coroutine[Any, Any, None]) -> bool:
+    """Await ``work`` for ``RELEASE_SECONDS``; return False if it failed or took longer."""
+    task = asyncio.create_task(work)
+    await asyncio.wait([task], timeout=RELEASE_SECONDS)
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=1.0)
+        logger.warning("the database does not answer; leases that are still held run out")
+        return False
+    return task.exception() is None

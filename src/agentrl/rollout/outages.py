@@ -1,0 +1,175 @@
+"""Outages of what trajectories need: hold calls while a dependency is down, and say what may be claimed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from agentrl.errors import ENGINES, Dependency, DependencyKind, FailureError
+from agentrl.rollout.breaker import FIRST_PROBE_SECONDS, Breaker
+from agentrl.store.needs import Needs
+
+T = TypeVar("T")
+
+OWN_FAILURES = 3
+"""Failed calls of one trajectory, each after the dependency has served others: the trajectory is to blame."""
+
+
+class Clock:
+    """The time limit of a trajectory; it stands still while the trajectory is held."""
+
+    def __init__(self, limit: asyncio.Timeout) -> None:
+        self._limit = limit
+        self._holds = 0
+        self._left = 0.0
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop the clock in the block. Blocks of parallel calls may overlap."""
+        loop = asyncio.get_running_loop()
+        ends = self._limit.when()
+        if ends is not None and not self._holds:
+            self._left = ends - loop.time()
+            self._limit.reschedule(None)
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
+            if not self._holds and not self._limit.expired():
+                self._limit.reschedule(loop.time() + self._left)
+
+
+@dataclass(slots=True)
+class _Blame:
+    """A call's failures since the dependency served others; ``served`` is the breaker's count at the last."""
+
+    served: int
+    failures: int = 0
+
+
+class Outages:
+    """The circuit breakers of one process, and what its trajectories do while one is open."""
+
+    def __init__(self, wait_seconds: float = 3600.0) -> None:
+        """A call is held for at most ``wait_seconds``."""
+        self.changed: Callable[[], None] = lambda: None
+        """Called when something goes down or comes up, and when a claim may probe it."""
+        self._wait_seconds = wait_seconds
+        self._breakers: dict[Dependency, Breaker] = {}
+        self._scorers: dict[str, set[Dependency]] = {}
+        """Scorer → the dependencies whose outages it has reported."""
+
+    @property
+    def open(self) -> list[Breaker]:
+        """Return the breakers of the dependencies that are down."""
+        return [breaker for breaker in self._breakers.values() if breaker.is_open]
+
+    def failed(self, dependency: Dependency, why: str) -> None:
+        """Record a failed call."""
+        self._breaker(dependency).failed(why)
+
+    def succeeded(self, dependency: Dependency) -> None:
+        """Record a successful call."""
+        self._breaker(dependency).succeeded()
+
+    def scorer_failed(self, scorer: str, error: FailureError) -> None:
+        """Record that a scorer needs the dependency that ``error`` names, and that it is down."""
+        if error.outage is not None:
+            self._scorers.setdefault(scorer, set()).add(error.outage)
+            self._breaker(error.outage).failed(error.message, error.retry_after)
+
+    def scorer_succeeded(self, scorer: str) -> None:
+        """Record that a scorer gave a score: what it needs is up."""
+        for dependency in self._scorers.get(scorer, ()):
+            self._breaker(dependency).succeeded()
+
+    def served(self, dependency: Dependency) -> int:
+        """Return the number of successful calls."""
+        return self._breaker(dependency).served
+
+    async def hold(self, call: Callable[[], Awaitable[T]], clock: Clock) -> T:
+        """Return the result of ``call``; while it fails because of an outage, wait and repeat it.
+
+        Raises the error after ``wait_seconds``. It is raised without ``outage``, so that it counts as an
+        attempt, if the dependency serves others and this call still fails: then the trajectory is to blame.
+        """
+        deadline = time.monotonic() + self._wait_seconds
+        blame: dict[Dependency, _Blame] = {}
+        while True:
+            try:
+                result = await call()
+            except FailureError as error:
+                dependency = error.outage
+                if dependency is None:
+                    raise
+                breaker = self._breaker(dependency)
+                breaker.failed(error.message, error.retry_after)
+                if self._is_own(blame.setdefault(dependency, _Blame(breaker.served)), breaker):
+                    error.outage = None
+                    raise
+                if time.monotonic() >= deadline:
+                    raise
+                with clock.stopped():
+                    await self._pause(breaker, deadline)
+            else:
+                for dependency in blame:
+                    self.succeeded(dependency)
+                return result
+
+    def blocks_claims(self, running: int) -> bool:
+        """Return whether nothing may be claimed: the engines are down, and it is not time to probe them.
+
+        With ``running`` trajectories, these find out that the engines are back.
+        """
+        breaker = self._breakers.get(ENGINES)
+        return breaker is not None and breaker.is_open and (running > 0 or not breaker.probe_is_due)
+
+    def needs_down(self) -> Needs:
+        """Return the tool servers and scorers that are down; not those that a new claim may probe now."""
+        down = {breaker.dependency for breaker in self.open if not breaker.probe_is_due}
+        servers = frozenset(item.name for item in down if item.kind is DependencyKind.TOOL)
+        return Needs(servers, frozenset(scorer for scorer, needs in self._scorers.items() if needs & down))
+
+    def begin_probes(self, servers: tuple[str, ...] | None, scorer: str | None) -> None:
+        """Record that a claim, of a task with these needs, probes what is down. ``servers`` None: all."""
+        needs = self._scorers.get(scorer or "", set())
+        for breaker in self.open:
+            dependency = breaker.dependency
+            is_tool = dependency.kind is DependencyKind.TOOL and (
+                servers is None or dependency.name in servers
+            )
+            if (is_tool or dependency == ENGINES or dependency in needs) and breaker.probe_is_due:
+                breaker.begin_probe()
+
+    def close(self) -> None:
+        """Stop all timers, and wake all calls that wait."""
+        for breaker in self._breakers.values():
+            breaker.close()
+
+    def _breaker(self, dependency: Dependency) -> Breaker:
+        if dependency not in self._breakers:
+            self._breakers[dependency] = Breaker(dependency, lambda: self.changed())
+        return self._breakers[dependency]
+
+    @staticmethod
+    def _is_own(blame: _Blame, breaker: Breaker) -> bool:
+        if breaker.served > blame.served:
+            blame.failures += 1
+            blame.served = breaker.served
+        return blame.failures >= OWN_FAILURES
+
+    @staticmethod
+    async def _pause(breaker: Breaker, deadline: float) -> None:
+        """Wait until the breaker is closed or probed; if it is closed already, for a moment."""
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                if not breaker.is_open:
+                    await asyncio.sleep(FIRST_PROBE_SECONDS)
+                await breaker.wait()
+        except TimeoutError:
+            return

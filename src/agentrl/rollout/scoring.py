@@ -1,0 +1,181 @@
+"""Score sampled trajectories: at once after sampling, or later from the queue in the database."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from agentrl.config.schema import ClaimConfig, SamplingConfig
+from agentrl.data.rescore import scorer_context
+from agentrl.documents.record import Failure
+from agentrl.documents.status import RecordStatus, SlotStatus
+from agentrl.documents.task import Claim
+from agentrl.errors import FailureError, LeaseLostError, ScorerError, StoreError
+from agentrl.registry import allow_imports, is_importable
+from agentrl.rollout.held_claims import HeldClaims
+from agentrl.rollout.outages import OWN_FAILURES, Outages
+from agentrl.rollout.outcome import failure_text
+from agentrl.scoring.scorers import ScorerContext, run_scorer
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 2.0
+"""Interval of looks into the queue while it is empty."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """Scores trajectories under a claim. A trajectory that gets no score stays sampled, and waits for one."""
+
+    store: Store
+    outages: Outages
+    sampling: SamplingConfig
+    claims: ClaimConfig
+    _blame: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Record id → calls that its judge has served others, and its own failures since."""
+
+    async def score(self, claim: Claim, context: ScorerContext) -> bool:
+        """Score a sampled trajectory; return whether it has a score now.
+
+        Raises ConfigError if this process cannot score the task, and LeaseLostError.
+        """
+        await self.store.records.advance(claim, RecordStatus.SCORING)
+        scorer = claim.task.scorer
+        try:
+            result = await run_scorer(scorer, context, self.sampling.scorer_timeout_seconds)
+        except ScorerError as error:
+            self.outages.scorer_failed(scorer, error)
+            await self._postpone(claim, error)
+            return False
+        self.outages.scorer_succeeded(scorer)
+        self._blame.pop(claim.record_id, None)
+        await self.store.claims.score(claim, result.score, result.details)
+        logger.info("scored", extra={"record": claim.record_id, "score": result.score})
+        return True
+
+    async def score_stored(self, claim: Claim) -> bool:
+        """Score a trajectory of the queue; return whether it has a score now.
+
+        Its messages are read from its model calls.
+        """
+        try:
+            scorer = claim.task.scorer
+            if not is_importable(scorer):
+                allow_imports(await self.store.imports.paths())
+            record = await self.store.records.get(claim.record_id)
+            if record is None:
+                raise StoreError(f"there is no Record {claim.record_id}", hint="see agentrl db check")
+            calls = await self.store.model_calls.by_record(claim.record_id)
+            context = scorer_context(claim.task, record, calls, self.sampling.agent_config_path)
+            return await self.score(claim, context)
+        except LeaseLostError:
+            logger.warning("the claim was lost; its score is dropped", extra={"record": claim.record_id})
+            return False
+
+    async def _postpone(self, claim: Claim, error: FailureError) -> None:
+        counts = error.outage is None or self._is_own(claim.record_id, error)
+        message = failure_text(error)
+        status = await self.store.scorings.postpone(
+            claim,
+            Failure(kind=error.kind, message=message),
+            max_scorings=self.claims.max_scorings,
+            backoff_seconds=self.claims.retry_backoff_seconds,
+            counts=counts,
+        )
+        if status is SlotStatus.FAILED:
+            self._blame.pop(claim.record_id, None)
+        logger.warning(
+            "not scored; no attempts left" if status is SlotStatus.FAILED else "not scored; it waits",
+            extra={"record": claim.record_id, "why": message},
+        )
+
+    def _is_own(self, record_id: str, error: FailureError) -> bool:
+        """Return whether the judge serves others and has failed for this Record again and again."""
+        if error.outage is None:
+            return True
+        served = self.outages.served(error.outage)
+        before, failures = self._blame.get(record_id, (served, 0))
+        failures += served > before
+        self._blame[record_id] = served, failures
+        return failures >= OWN_FAILURES
+
+
+class ScoringQueue:
+    """Claims sampled trajectories that wait for a score, and scores them."""
+
+    def __init__(self, scoring: Scoring, *, split: str, owner: str, concurrency: int) -> None:
+        """Score up to ``concurrency`` trajectories of ``split`` at a time."""
+        self._scoring = scoring
+        self._store = scoring.store
+        self._split = split
+        self._owner = owner
+        self._concurrency = concurrency
+        self._held = HeldClaims(scoring.store, scoring.claims, owner, split, self._ended)
+        self._has_ended = asyncio.Event()
+        self._error: BaseException | None = None
+        self._unusable: list[Claim] = []
+        self.scored = 0
+        """Number of trajectories that this queue scored."""
+
+    async def run(self, stop: asyncio.Event, *, until_empty: bool = False) -> None:
+        """Score until ``stop``, or with ``until_empty`` until no trajectory waits for a score.
+
+        Raises the error of a trajectory that this process cannot score, after its claims are released.
+        """
+        heartbeats = asyncio.create_task(self._held.heartbeats())
+        heartbeats.add_done_callback(self._heartbeats_ended)
+        try:
+            while not stop.is_set():
+                if self._error is not None:
+                    raise self._error
+                if await self._claim():
+                    continue
+                if until_empty and not self._held and not await self._store.scorings.waiting(self._split):
+                    return
+                await self._wait(stop)
+        finally:
+            heartbeats.cancel()
+            await asyncio.gather(heartbeats, return_exceptions=True)
+            await self._held.release(self._unusable)
+
+    async def _claim(self) -> bool:
+        """Claim what one group has to score; return whether there was anything."""
+        needs = self._scoring.outages.needs_down()
+        claims = await self._store.scorings.claim(
+            split=self._split,
+            owner=self._owner,
+            lease_seconds=self._scoring.claims.lease_seconds,
+            limit=self._concurrency - len(self._held),
+            without_scorers=needs.scorers,
+        )
+        for claim in claims:
+            self._scoring.outages.begin_probes((), claim.task.scorer)
+            self._held.start(claim, self._scoring.score_stored(claim))
+        return bool(claims)
+
+    def _ended(self, claim: Claim, task: asyncio.Task[bool]) -> None:
+        self._has_ended.set()
+        error = task.exception()
+        if error is not None:
+            self._unusable.append(claim)
+            self._error = error
+        else:
+            self.scored += task.result()
+
+    def _heartbeats_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self._error = task.exception()
+
+    async def _wait(self, stop: asyncio.Event) -> None:
+        """Wait until a score ends, for ``POLL_SECONDS``, or until ``stop``."""
+        self._has_ended.clear()
+        waits = [asyncio.ensure_future(event.wait()) for event in (stop, self._has_ended)]
+        await asyncio.wait(waits, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)

@@ -1,0 +1,28 @@
+"""Exclude tasks from a claim: those that need a tool server, or a scorer, that is down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agentrl.store.connection import Json
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Tool servers and scorers. A task needs the servers in its ``tools``, or every server without them."""
+
+    servers: frozenset[str] = frozenset()
+    scorers: frozenset[str] = frozenset()
+
+    @property
+    def excluded(self) -> Json:
+        """Return a filter for the tasks that need none of them."""
+        needed: list[Json] = []
+        if self.servers:
+            needed += [{"tools": None}, {"tools": {"$in": sorted(self.servers)}}]
+        if self.scorers:
+            needed.append({"scorer": {"$in": sorted(self.scorers)}})
+        return {"$nor": needed} if needed else {}
+
+
+NOTHING = Needs()

@@ -1,0 +1,44 @@
+"""Store the outages that samplers see, and list those that go on."""
+
+from __future__ import annotations
+
+from pymongo import ASCENDING
+
+from agentrl.documents.outage import Outage
+from agentrl.store import slots
+from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.names import OUTAGE
+
+SEEN_SECONDS = 20.0
+"""An outage that its process has not refreshed for this long is not known to go on."""
+
+
+class OutageRecords(Repository):
+    """The calls on Outages. Times are the server's."""
+
+    @database_call
+    async def refresh(
+        self, outage_id: str, *, dependency: str, by: str, why: str, held: int, seconds: float
+    ) -> None:
+        """Store that an outage goes on, and has for ``seconds``. Idempotent."""
+        fields: Json = {
+            "dependency": slots.literal(dependency), "by": slots.literal(by), "why": slots.literal(why),
+            "held": held, "seen_at": "$$NOW", "ended_at": None,
+            "began_at": {"$ifNull": ["$began_at", slots.after(-seconds)]},
+        }  # fmt: skip
+        await self._collection(OUTAGE).update_one({"_id": outage_id}, [{"$set": fields}], upsert=True)
+
+    @database_call
+    async def end(self, outage_id: str) -> None:
+        """Store that an outage has ended."""
+        changes: Json = {"$set": {"held": 0}, "$currentDate": {"seen_at": True, "ended_at": True}}
+        await self._collection(OUTAGE).update_one({"_id": outage_id}, changes)
+
+    @database_call
+    async def ongoing(self) -> list[Outage]:
+        """Return the outages that go on, the longest first."""
+        recent = {"$gte": ["$seen_at", slots.after(-SEEN_SECONDS)]}
+        cursor = self._collection(OUTAGE).find(
+            {"ended_at": None, "$expr": recent}, sort=[("began_at", ASCENDING)]
+        )
+        return [Outage.from_document(document) async for document in cursor]

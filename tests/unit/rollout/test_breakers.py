@@ -1,0 +1,176 @@
+"""Circuit breakers and held calls: what is down is probed by one call, and no attempt is used up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from agentrl.errors import ENGINES, FailureError, ScorerError, ToolServerError, judge, tool_server
+from agentrl.rollout import breaker as breaker_module
+from agentrl.rollout.breaker import OPEN_AFTER, Breaker
+from agentrl.rollout.outages import OWN_FAILURES, Clock, Outages
+
+SEARCH = tool_server("search")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breaker_module, "FIRST_PROBE_SECONDS", 0.01)
+    monkeypatch.setattr(breaker_module, "LONGEST_PROBE_SECONDS", 0.02)
+    monkeypatch.setattr("agentrl.rollout.outages.FIRST_PROBE_SECONDS", 0.01)
+
+
+class Server:
+    """A tool server that is down until it is started; counts the calls that reach it."""
+
+    def __init__(self) -> None:
+        self.is_up = False
+        self.calls = 0
+        self.in_flight = 0
+        self.most_in_flight = 0
+
+    async def call(self) -> str:
+        self.calls += 1
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        await asyncio.sleep(0.001)
+        self.in_flight -= 1
+        if not self.is_up:
+            raise ToolServerError("connection refused", outage=SEARCH)
+        return "found"
+
+
+async def hold(outages: Outages, call: Callable[[], object], seconds: float = 5.0) -> object:
+    async with asyncio.timeout(seconds) as limit:
+        return await outages.hold(call, Clock(limit))  # type: ignore[arg-type]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = asyncio.get_running_loop().time() + 5
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline
+        await asyncio.sleep(0.001)
+
+
+def test_a_breaker_opens_after_consecutive_failures_only() -> None:
+    async def run() -> None:
+        changes: list[bool] = []
+        breaker = Breaker(SEARCH, lambda: changes.append(breaker.is_open))
+        for _ in range(OPEN_AFTER - 1):
+            breaker.failed("refused")
+        breaker.succeeded()
+        for _ in range(OPEN_AFTER - 1):
+            breaker.failed("refused")
+        assert not breaker.is_open
+        breaker.failed("refused again")
+        assert breaker.is_open
+        assert breaker.why == "refused again"
+        breaker.succeeded()
+        assert not breaker.is_open
+        assert changes == [True, False]
+
+    asyncio.run(run())
+
+
+async def test_calls_are_held_while_their_server_is_down_and_one_at_a_time_probes() -> None:
+    outages, server = Outages(), Server()
+    held = [asyncio.create_task(hold(outages, server.call)) for _ in range(20)]
+    await until(lambda: bool(outages.open) and outages.open[0].held >= 19)
+    reached, server.most_in_flight = server.calls, 0
+    await until(lambda: server.calls >= reached + 3)
+    assert server.most_in_flight == 1
+    server.is_up = True
+    assert await asyncio.gather(*held) == ["found"] * 20
+    assert outages.open == []
+
+
+async def test_probes_go_round_so_that_a_call_that_always_fails_holds_nobody_up() -> None:
+    outages, server = Outages(), Server()
+    poison = asyncio.create_task(hold(outages, Server().call))
+    await until(lambda: bool(outages.open))
+    server.is_up = True
+    assert await hold(outages, server.call) == "found"
+    poison.cancel()
+    await asyncio.gather(poison, return_exceptions=True)
+
+
+async def test_a_call_that_fails_while_others_are_served_is_the_trajectorys_own_failure() -> None:
+    outages, server = Outages(), Server()
+    attempts = 0
+
+    async def crash() -> None:
+        nonlocal attempts
+        attempts += 1
+        outages.succeeded(SEARCH)  # another trajectory's call
+        await server.call()
+
+    with pytest.raises(ToolServerError) as error:
+        await hold(outages, crash)
+    assert error.value.outage is None
+    assert attempts == OWN_FAILURES + 1
+
+
+async def test_a_call_is_given_back_after_the_wait_and_still_names_the_outage() -> None:
+    outages = Outages(wait_seconds=0.05)
+    with pytest.raises(ToolServerError) as error:
+        await hold(outages, Server().call)
+    assert error.value.outage == SEARCH
+
+
+async def test_the_clock_of_a_trajectory_stands_still_while_it_is_held() -> None:
+    outages, server = Outages(), Server()
+    asyncio.get_running_loop().call_later(0.3, setattr, server, "is_up", True)
+    assert await hold(outages, server.call, seconds=0.1) == "found"
+    with pytest.raises(TimeoutError):
+        await hold(outages, lambda: asyncio.sleep(5), seconds=0.05)
+
+
+async def test_an_error_without_an_outage_passes_at_once() -> None:
+    async def refuse() -> None:
+        raise FailureError("too long")
+
+    with pytest.raises(FailureError, match="too long"):
+        await hold(Outages(), refuse)
+
+
+async def test_claims_leave_out_what_is_down_until_a_probe_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breaker_module, "FIRST_PROBE_SECONDS", 0.1)
+    outages = Outages()
+    for _ in range(OPEN_AFTER):
+        outages.failed(SEARCH, "refused")
+        outages.scorer_failed("agentcpm", ScorerError("429", outage=judge("gpt")))
+    needs = outages.needs_down()
+    assert (needs.servers, needs.scorers) == ({"search"}, {"agentcpm"})
+    await until(lambda: not outages.needs_down().servers)
+    outages.begin_probes(("search",), "exact")
+    assert outages.needs_down().servers == {"search"}
+    outages.succeeded(SEARCH)
+    outages.scorer_succeeded("agentcpm")
+    assert outages.open == []
+    outages.close()
+
+
+async def test_nothing_is_claimed_while_the_engines_are_down_and_trajectories_wait_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(breaker_module, "FIRST_PROBE_SECONDS", 0.05)
+    outages = Outages()
+    assert not outages.blocks_claims(running=3)
+    for _ in range(OPEN_AFTER):
+        outages.failed(ENGINES, "no engine")
+    assert outages.blocks_claims(running=0)
+    await until(lambda: not outages.blocks_claims(running=0))
+    assert outages.blocks_claims(running=3)
+    outages.close()
+
+
+async def test_a_breaker_waits_as_long_as_the_dependency_asked() -> None:
+    breaker = Breaker(judge("gpt"), lambda: None)
+    for _ in range(OPEN_AFTER):
+        breaker.failed("429", retry_after=0.2)
+    await asyncio.sleep(0.1)
+    assert not breaker.probe_is_due
+    await until(lambda: breaker.probe_is_due)
+    breaker.close()
