@@ -322,16 +322,21 @@ def check_context(configs: Configs) -> Check:
 
 
 def check_agent_config(config: SamplingConfig) -> Check:
-    """Check the endpoints of the judge, which only the scorer ``agentcpm`` needs."""
+    """Check the endpoints of the judge, which some scorers need, and of the browse agent, if it is on."""
     from agentrl.llm.agent_config import load_section
+    from agentrl.tools.browse import open_browse_agent
 
     name, path = "agent config", config.agent_config_path
     try:
         section = load_section(path, "scorer_agent")
+        browse = open_browse_agent(path)
     except AgentRLError as error:
-        found = f"{error.message}; tasks with scorer agentcpm need it"
+        found = f"{error.message}; tasks with scorer agentcpm or rubric need it"
         return Check(name, "fail" if Path(path).exists() else "warn", found, error.hint or "")
-    return Check(name, "ok", f"{path}: {', '.join(endpoint.model for endpoint in section.models)}")
+    found = f"{path}: judge {', '.join(endpoint.model for endpoint in section.models)}"
+    if browse is not None:
+        found += f"; browse agent {', '.join(endpoint.model for endpoint in browse.section.models)}"
+    return Check(name, "ok", found)
 
 
 async def check_tools(config: ToolConfig) -> Check:

@@ -22,6 +22,35 @@ class VersionSpan(Document):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BrowseCall(Document):
+    """One question to the browse agent about one part of a tool's result; ``problem``: no model answered."""
+
+    model: str | None = None
+    reply: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float = 0.0
+    seconds: float
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condensed(Document):
+    """A tool's result that the browse agent condensed; without ``result`` the policy read the original."""
+
+    purpose: str
+    original: str
+    """The first characters of the tool's own result."""
+    chars: int
+    """Length of the tool's own result."""
+    tokens: int
+    calls: tuple[BrowseCall, ...]
+    """One for each part of the result."""
+    result: str | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolExecution(Document):
     """One executed tool call. ``error``: ``result`` is the tool's error text."""
 
@@ -33,6 +62,8 @@ class ToolExecution(Document):
     server: str | None = None
     reward: float | None = None
     """The reward that the tool itself gives to the call, if it gives one."""
+    condensed: Condensed | None = None
+    """Set if the browse agent was asked; ``result`` is what the policy read."""
 
     @property
     def text(self) -> str:

@@ -99,6 +99,14 @@ def load_section(path: str | Path, name: str) -> AgentSection:
     return AgentSection(name=name, models=endpoints, settings=values, **numbers)
 
 
+def has_section(path: str | Path, name: str) -> bool:
+    """Return whether there is such a file with such a section, and its ``status`` is not false."""
+    if not Path(path).exists():
+        return False
+    section = _read(Path(path)).get(name)
+    return isinstance(section, dict) and bool(section.get("status", True))
+
+
 def _endpoint(item: Any, defaults: Mapping[str, Any], where: str) -> ModelEndpoint:
     missing = [key for key in _REQUIRED if not isinstance(item, dict) or not item.get(key)]
     if missing:

@@ -43,6 +43,7 @@ from agentrl.rollout.sampler import SamplerConfig
 from agentrl.rollout.worker import Worker
 from agentrl.scoring.advantages import ESTIMATORS
 from agentrl.store.selection import Selection
+from agentrl.tools.browse import open_browse_agent
 from agentrl.tools.pool import ToolPool
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ async def open_worker(
         problem = context_problem(agent, sampling, router.context_length)
         if problem is not None:
             logger.warning("%s", problem)
-        async with ToolPool(configs[ToolConfig]) as tools:
+        async with ToolPool(configs[ToolConfig], open_browse_agent(sampling.agent_config_path)) as tools:
             yield (
                 Worker(
                     store=store,

@@ -71,6 +71,7 @@ async def _execute(call: ToolCall, tools: Tools) -> ToolExecution:
         seconds=result.seconds,
         server=result.server,
         reward=result.reward,
+        condensed=result.condensed,
     )
 
 

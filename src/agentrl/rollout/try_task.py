@@ -57,6 +57,7 @@ from agentrl.scoring.scorers import ScoreResult, require_scorer
 from agentrl.store.client import Store, open_existing
 from agentrl.store.views.read import WholeTrajectory
 from agentrl.tools.base import Trajectory
+from agentrl.tools.browse import open_browse_agent
 from agentrl.tools.pool import ToolPool
 from agentrl.tools.session import ToolSession
 
@@ -124,7 +125,8 @@ async def try_task(configs: Configs, wanted: str, *, line: int | None, engine_ur
         task = await _task(wanted, line, store)
         _require_usable(configs, task)
         chat_format = await open_format(store, configs)
-        pool = await stack.enter_async_context(ToolPool(configs[ToolConfig]))
+        browse = open_browse_agent(configs[SamplingConfig].agent_config_path)
+        pool = await stack.enter_async_context(ToolPool(configs[ToolConfig], browse))
         claim = Claim(task=task, traj_id=0, attempt=0, owner=_ID)
         trial = _Trial(
             configs=configs,

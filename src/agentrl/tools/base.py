@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from agentrl.documents.model_call import Condensed
 from agentrl.documents.task import Claim
 
 Schema = dict[str, Any]
@@ -21,11 +22,14 @@ class Trajectory:
     """The servers whose tools are offered: the task's ``tools``. None: all."""
     meta: Mapping[str, Any] = field(default_factory=dict)
     """The task's ``meta``."""
+    question: str = ""
+    """The task's query."""
 
     @classmethod
     def of(cls, claim: Claim) -> Trajectory:
         """Return the trajectory of a claim."""
-        return cls(id=claim.record_id, servers=claim.task.tools, meta=claim.task.meta)
+        task = claim.task
+        return cls(id=claim.record_id, servers=task.tools, meta=task.meta, question=task.query)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,8 @@ class ToolResult:
     seconds: float
     server: str
     reward: float | None = None
+    condensed: Condensed | None = None
+    """Set if the browse agent was asked to condense the tool's own text."""
 
 
 class ServerSession(Protocol):

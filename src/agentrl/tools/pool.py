@@ -10,13 +10,14 @@ from typing import Self
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerError
 from agentrl.tools.base import Schema, ToolServer, Trajectory, schema_name
+from agentrl.tools.browse import BrowseAgent
 from agentrl.tools.config import configured_servers
 from agentrl.tools.manager import managed_servers
 from agentrl.tools.mcp.servers import mcp_server
 from agentrl.tools.names import ToolNames
 from agentrl.tools.python import python_servers
 from agentrl.tools.selected import SelectedTools
-from agentrl.tools.session import ToolSession
+from agentrl.tools.session import Condense, ToolSession
 from agentrl.tools.specs import ManagerSpec
 from agentrl.tools.tool_config_file import load_tools
 
@@ -27,8 +28,12 @@ class ToolPool:
     A tool keeps its own name unless several servers have it; then it is offered as ``server.tool``.
     """
 
-    def __init__(self, config: ToolConfig) -> None:
-        """Read the configuration without connecting. Raises ConfigError if it is invalid."""
+    def __init__(self, config: ToolConfig, browse: BrowseAgent | None = None) -> None:
+        """Read the configuration without connecting. Raises ConfigError if it is invalid.
+
+        ``browse`` condenses long results of its tools for the question of the trajectory.
+        """
+        self._browse = browse
         timeout = config.tool_timeout_seconds
         configured = load_tools(config.tool_config_path, call_timeout=timeout)
         self._specs = [*configured_servers(config), *configured.servers]
@@ -96,7 +101,14 @@ class ToolPool:
             self._names(),
             max_chars=self._config.max_tool_result_chars,
             max_parallel=self._config.max_parallel_tool_calls,
+            condense=self._condense_for(trajectory.question),
         )
+
+    def _condense_for(self, question: str) -> Condense | None:
+        browse = self._browse
+        if browse is None:
+            return None
+        return lambda tool, arguments, text: browse.condense(tool, arguments, text, question)
 
     def _add(self, server: ToolServer) -> None:
         if server.name in self._selected:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from agentrl.documents.model_call import Condensed
 from agentrl.tools.base import Rewarding, Schema, ServerSession, ToolResult, schema_name
 from agentrl.tools.names import ToolNames
+
+Condense = Callable[[str, Mapping[str, Any], str], Awaitable[Condensed | None]]
+"""Returns a tool's text condensed, by the tool's name, arguments and text; None leaves it as it is."""
 
 
 class ToolSession:
@@ -22,12 +26,14 @@ class ToolSession:
         *,
         max_chars: int,
         max_parallel: int,
+        condense: Condense | None = None,
     ) -> None:
         """``sessions`` are the trajectory's, by server. A result longer than ``max_chars`` is cut, and
-        ``max_parallel`` calls run at a time."""
+        ``max_parallel`` calls run at a time. ``condense`` may shorten a result before it is cut."""
         self._sessions = sessions
         self._names = names
         self._max_chars = max_chars
+        self._condense = condense
         self._slots = asyncio.Semaphore(max_parallel)
         self._call_rewards: dict[str, list[float]] = {}
 
@@ -73,12 +79,18 @@ class ToolSession:
             seconds = time.monotonic() - start
         if reply.reward is not None:
             self._call_rewards.setdefault(name, []).append(reply.reward)
+        text, condensed = reply.text, None
+        if self._condense is not None and not reply.error:
+            condensed = await self._condense(name, arguments, text)
+            if condensed is not None and condensed.result is not None:
+                text = condensed.result
         return ToolResult(
-            text=_cut(reply.text, reply.max_chars or self._max_chars),
+            text=_cut(text, reply.max_chars or self._max_chars),
             error=reply.error,
             seconds=seconds,
             server=server,
             reward=reply.reward,
+            condensed=condensed,
         )
 
     async def rewards(self) -> dict[str, dict[str, Any]]:

@@ -153,7 +153,18 @@ def _execution(execution: ToolExecution) -> Iterator[RenderableType]:
     what = "error" if execution.error else "result"
     style = "red" if execution.error else "dim"
     yield _indented(plain(f"← {what}{where} in {execution.seconds:.3f} s", style))
+    yield from _condensed(execution)
     yield _indented(plain(execution.result), 4)
+
+
+def _condensed(execution: ToolExecution) -> Iterator[RenderableType]:
+    if (condensed := execution.condensed) is None:
+        return
+    if condensed.problem is not None:
+        yield _indented(plain(f"not condensed: {condensed.problem}", "yellow"))
+        return
+    models = ", ".join(sorted({call.model or "?" for call in condensed.calls}))
+    yield _indented(plain(f"condensed from {condensed.tokens:,} tokens by {models}", "dim"))
 
 
 def _ending(record: Record) -> Iterator[RenderableType]:
