@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import ToolServerError
+from agentrl.tools.sandbox import landlock
 from agentrl.tools.sandbox.limits import SandboxLimits
 from agentrl.tools.sandbox.local import LocalSandbox, _namespace_problem
 
@@ -138,7 +140,11 @@ async def test_a_fork_bomb_meets_the_limit_of_processes(sandbox: LocalSandbox) -
         "    print(n < 17)"
     )
     assert (await sandbox.run(program)).stdout == "True\n"
-    bomb = await sandbox.run("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass")
+    short = LocalSandbox(
+        dataclasses.replace(LIMITS, seconds=1.5), isolation=sandbox._isolation, python=_readable_python()
+    )
+    bomb = await short.run("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass")
+    await short.close()
     assert bomb.exceeded == "time"
 
 
@@ -177,7 +183,7 @@ async def test_the_environment_and_the_descriptors_of_the_sampler_are_not_inheri
         program = (
             "import os\n"
             "print(open('/proc/self/environ').read(), dict(os.environ))\n"
-            "for pid in [p for p in os.listdir('/proc') if p.isdigit()]:\n"
+            f"for pid in (1, os.getppid(), {os.getpid()}):\n"
             "    for name in ('environ', 'cmdline', 'mem'):\n"
             "        try: print(pid, name, open(f'/proc/{pid}/{name}').read(99999))\n"
             "        except OSError: pass\n"
@@ -301,3 +307,19 @@ async def test_an_interpreter_that_cannot_start_is_named(tmp_path: Path) -> None
     with pytest.raises(ToolServerError, match="cannot start a program"):
         await sandbox.run("print(1)")
     await sandbox.close()
+
+
+async def test_files_of_the_user_cannot_be_read_nor_those_of_other_processes(
+    sandbox: LocalSandbox, tmp_path: Path
+) -> None:
+    if sandbox._isolation == "limits" and landlock.version() == 0 and os.geteuid() != 0:
+        pytest.skip("this kernel has no Landlock")
+    secret = tmp_path / "key"
+    secret.write_text("swordfish")
+    program = (
+        f"own = '/proc/{os.getpid()}/'\n"
+        f"for path in ({str(secret)!r}, '/etc/shadow', own + 'mem', own + 'environ'):\n"
+        "    try: print(open(path).read(99))\n"
+        "    except OSError: print('denied')"
+    )
+    assert (await sandbox.run(program)).stdout == "denied\n" * 4

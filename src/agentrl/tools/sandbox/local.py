@@ -19,6 +19,7 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from agentrl.errors import ConfigError, ToolServerError
+from agentrl.tools.sandbox import landlock
 from agentrl.tools.sandbox.limits import Execution, Isolation, SandboxLimits
 
 logger = logging.getLogger(__name__)
@@ -183,10 +184,8 @@ def _namespace_problem() -> str | None:
         except (OSError, subprocess.TimeoutExpired, ToolServerError) as error:
             problem = str(error)
     if problem is not None:
-        logger.warning(
-            "the sandbox has limits only: programs of the model can read what this user can read",
-            extra={"why": problem},
-        )
+        reads = "" if landlock.version() else ": programs can read what this user can read"
+        logger.warning("the sandbox has no namespaces, only limits%s", reads, extra={"why": problem})
     return problem
 
 

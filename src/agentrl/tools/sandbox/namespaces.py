@@ -13,16 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from agentrl.tools.sandbox import linux
-from agentrl.tools.sandbox.program import Job, Streams, become, write_main
+from agentrl.tools.sandbox.program import DEVICES, SYSTEM, Job, Streams, become, write_main
 
 WORK: Final = "/work"
 _INSIDE_USER: Final = 1000
 _HOST_USER_OF_ROOT: Final = 65534
-_SYSTEM: Final = (
-    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache",
-    "/etc/localtime",
-)  # fmt: skip
-_DEVICES: Final = ("full", "null", "random", "urandom", "zero")
 _ALL: Final = (
     linux.CLONE_NEWUSER
     | linux.CLONE_NEWNS
@@ -135,7 +130,7 @@ def _build_root(job: Job, user: int | None) -> None:
     linux.pivot_root("/tmp", "/tmp/old")
     os.chdir("/")
     linux.mount("tmpfs", "/new", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,nr_inodes=1024,mode=755")
-    for path in dict.fromkeys((*_SYSTEM, *job.visible)):
+    for path in dict.fromkeys((*SYSTEM, *job.visible)):
         _show(path)
     _devices()
     _texts()
@@ -177,7 +172,7 @@ def _show(path: str) -> None:
 
 def _devices() -> None:
     os.mkdir("/new/dev")
-    for name in _DEVICES:
+    for name in DEVICES:
         _write(f"/new/dev/{name}", "")
         linux.mount(f"/old/dev/{name}", f"/new/dev/{name}", flags=linux.MS_BIND)
     for place, name in enumerate(("stdin", "stdout", "stderr")):

@@ -7,11 +7,17 @@ import os
 import resource
 import signal
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-from agentrl.tools.sandbox import linux, seccomp
+from agentrl.tools.sandbox import landlock, linux, seccomp
 
 MAIN = "main.py"
+SYSTEM: Final = (
+    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache",
+    "/etc/localtime",
+)  # fmt: skip
+"""What every program may read."""
+DEVICES: Final = ("full", "null", "random", "urandom", "zero")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +74,12 @@ def become(job: Job, directory: str, streams: Streams, user: int | None) -> None
     linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
     if job.namespaces or user is not None:
         linux.drop_capabilities()
+    if not job.namespaces:
+        landlock.restrict(
+            readable=(*SYSTEM, *job.visible, "/proc/self"),
+            devices=[f"/dev/{name}" for name in DEVICES],
+            writable=directory,
+        )
     seccomp.install(namespaces=job.namespaces)
     environment = {
         "HOME": directory, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PATH": "/usr/local/bin:/usr/bin:/bin",

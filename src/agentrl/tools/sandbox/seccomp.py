@@ -21,13 +21,13 @@ _NUMBERS: Final[dict[str, tuple[int, dict[str, int]]]] = {
         {
             "add_key": 248, "bpf": 321, "clone": 56, "clone3": 435, "fsopen": 430, "init_module": 175,
             "finit_module": 313, "io_uring_setup": 425, "kexec_load": 246, "keyctl": 250, "kill": 62,
-            "memfd_create": 319, "memfd_secret": 447, "mount": 165, "move_mount": 429,
+            "memfd_create": 319, "memfd_secret": 447, "mount": 165, "msgget": 68, "move_mount": 429,
             "open_by_handle_at": 304, "open_tree": 428, "perf_event_open": 298, "pidfd_getfd": 438,
             "pidfd_open": 434, "pidfd_send_signal": 424, "pivot_root": 155, "prlimit64": 302,
             "process_vm_readv": 310, "process_vm_writev": 311, "ptrace": 101, "quotactl": 179,
-            "request_key": 249, "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297, "setns": 308,
-            "shmget": 29, "socket": 41, "swapon": 167, "tgkill": 234, "tkill": 200, "umount2": 166,
-            "unshare": 272, "userfaultfd": 323,
+            "request_key": 249, "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297, "semget": 64,
+            "setns": 308, "shmget": 29, "socket": 41, "swapon": 167, "tgkill": 234, "tkill": 200,
+            "umount2": 166, "unshare": 272, "userfaultfd": 323,
         },
     ),
     "aarch64": (
@@ -35,22 +35,23 @@ _NUMBERS: Final[dict[str, tuple[int, dict[str, int]]]] = {
         {
             "add_key": 217, "bpf": 280, "clone": 220, "clone3": 435, "fsopen": 430, "init_module": 105,
             "finit_module": 273, "io_uring_setup": 425, "kexec_load": 104, "keyctl": 219, "kill": 129,
-            "memfd_create": 279, "memfd_secret": 447, "mount": 40, "move_mount": 429,
+            "memfd_create": 279, "memfd_secret": 447, "mount": 40, "msgget": 186, "move_mount": 429,
             "open_by_handle_at": 265, "open_tree": 428, "perf_event_open": 241, "pidfd_getfd": 438,
             "pidfd_open": 434, "pidfd_send_signal": 424, "pivot_root": 41, "prlimit64": 261,
             "process_vm_readv": 270, "process_vm_writev": 271, "ptrace": 117, "quotactl": 60,
-            "request_key": 218, "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240, "setns": 268,
-            "shmget": 194, "socket": 198, "swapon": 224, "tgkill": 131, "tkill": 130, "umount2": 39,
-            "unshare": 97, "userfaultfd": 282,
+            "request_key": 218, "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240, "semget": 190,
+            "setns": 268, "shmget": 194, "socket": 198, "swapon": 224, "tgkill": 131, "tkill": 130,
+            "umount2": 39, "unshare": 97, "userfaultfd": 282,
         },
     ),
 }  # fmt: skip
 
 _DENIED: Final = (
-    "add_key", "bpf", "fsopen", "init_module", "finit_module", "io_uring_setup", "kexec_load", "keyctl",
-    "memfd_create", "memfd_secret", "mount", "move_mount", "open_by_handle_at", "open_tree",
+    "add_key", "bpf", "finit_module", "fsopen", "init_module", "io_uring_setup", "kexec_load", "keyctl",
+    "memfd_create", "memfd_secret", "mount", "move_mount", "msgget", "open_by_handle_at", "open_tree",
     "perf_event_open", "pidfd_getfd", "pivot_root", "process_vm_readv", "process_vm_writev", "ptrace",
-    "quotactl", "request_key", "setns", "shmget", "swapon", "umount2", "unshare", "userfaultfd",
+    "quotactl", "request_key", "semget", "setns", "shmget", "swapon", "umount2", "unshare",
+    "userfaultfd",
 )  # fmt: skip
 
 _SIGNALS: Final = ("kill", "tkill", "pidfd_open", "pidfd_send_signal", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
