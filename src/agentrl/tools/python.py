@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -208,13 +209,28 @@ def _schema(name: str, function: Callable[..., Any], *, bound: bool) -> Schema:
 
 async def _run(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
     """Call ``function`` with validated ``arguments`` and return its result as text."""
-    from pydantic import validate_call
     from pydantic_core import to_json
 
-    value = await _await_or_thread(validate_call(function), **arguments)
+    value = await _await_or_thread(_validated(function), **arguments)
     if isinstance(value, str):
         return value
     return "" if value is None else to_json(value, fallback=str).decode()
+
+
+def _validated(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` or a bound method with its arguments validated."""
+    instance = getattr(function, "__self__", None)
+    if instance is None:
+        return _validator(function)
+    return functools.partial(_validator(function.__func__), instance)  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(maxsize=1024)
+def _validator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the validating function; it is made once, because that takes a millisecond."""
+    from pydantic import validate_call
+
+    return validate_call(function)
 
 
 async def _await_or_thread(function: Callable[..., Any], **arguments: Any) -> Any:

@@ -1,0 +1,135 @@
+"""Measure rollouts against an engine that answers at once, with a real mongod.
+
+    python scripts/bench/rollout.py [--only NAME ...] [--model FOLDER] [--json FILE]
+
+``cpu-6k``, ``cpu-75k``: the sampler's CPU time per turn, 64 concurrent trajectories of 10 turns, from claims
+to scores; ``together``: the time from an answer to the next request of the same trajectory when 64 answers
+arrive together; ``memory``: the peak memory of one sampler with 1,000 concurrent trajectories. Sampler,
+engine and mongod are processes of their own. Without --model a tokenizer is made like that of the tiny
+quickstart. Exits with 1 if a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness import Row, print_rows
+from store_fixtures import server
+
+HERE = Path(__file__).parent
+TURNS = 10
+_TIMEOUT = 600.0
+_MILLI = 1000.0
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One measurement; ``together``: answers leave when so many requests wait."""
+
+    tokens: int
+    groups: int
+    concurrency: int = 64
+    turns: int = TURNS
+    together: int = 1
+
+
+WORKLOADS = {
+    "cpu-6k": Workload(6_000, groups=16),
+    "cpu-75k": Workload(75_000, groups=8),
+    "together": Workload(6_000, groups=16, together=64),
+    "memory": Workload(6_000, groups=125, concurrency=1000, turns=3, together=1000),
+}
+
+
+@contextmanager
+def engine(model: str, work: Workload) -> Iterator[subprocess.Popen[str]]:
+    """Start the engine; its port is the first line of its output."""
+    command = [sys.executable, str(HERE / "rollout_engine.py"), model, str(work.turns), str(work.together)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def measure(uri: str, model: str, work: Workload, profile: str | None = None) -> dict[str, Any]:
+    """Run one workload in new processes."""
+    with engine(model, work) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        options = {
+            "uri": uri, "run": f"bench_rollout_{uuid.uuid4().hex[:8]}", "model": model, "tokens": work.tokens,
+            "engine_url": f"http://127.0.0.1:{process.stdout.readline().strip()}", "groups": work.groups,
+            "generations": 8, "turns": work.turns, "concurrency": work.concurrency, "profile": profile,
+        }  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, str(HERE / "rollout_child.py"), json.dumps(options)],
+            stdout=subprocess.PIPE, text=True, timeout=_TIMEOUT, check=True,
+        )  # fmt: skip
+        process.stdin.write("\n")
+        process.stdin.flush()
+        latencies = json.loads(process.stdout.readline())
+    return {**json.loads(done.stdout.splitlines()[-1]), "latencies": latencies}
+
+
+def row(name: str, found: dict[str, Any]) -> Row:
+    """Return the line of one workload; its ratio is to the target."""
+    if name == "together":
+        p99 = _MILLI * statistics.quantiles(found["latencies"], n=100)[-1]
+        median = _MILLI * statistics.median(found["latencies"])
+        what = "latency of a turn, 64 arriving together: p99 (median)"
+        return Row(
+            what=what, ours=f"{p99:.0f} ms ({median:.0f} ms)", baseline="60 ms", ratio=p99 / 60, target=1.0,
+            more=False,
+        )  # fmt: skip
+    if name == "memory":
+        used = found["peak_bytes"] / _MIB
+        return Row(
+            what="peak memory, 1,000 concurrent trajectories", ours=f"{used:.0f} MiB", baseline="2048 MiB",
+            ratio=used / 2048, target=1.0, more=False,
+        )  # fmt: skip
+    cpu, limit = _MILLI * found["cpu"] / found["turns"], 3.0 if name == "cpu-6k" else 5.0
+    what = f"CPU a turn, 64 concurrent, {name[4:].upper()}-token contexts"
+    return Row(
+        what=what, ours=f"{cpu:.2f} ms", baseline=f"{limit:g} ms", ratio=cpu / limit, target=1.0, more=False
+    )
+
+
+def make_model(folder: Path) -> str:
+    """Write the tokenizer and the chat template of the tiny quickstart."""
+    from agentrl.quickstart.tiny import build_tiny_model
+
+    return str(build_tiny_model(folder / "model", 0))
+
+
+def main(argv: list[str]) -> int:
+    """Run the chosen workloads, print a table, and return 1 if a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", nargs="*", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--model", help="folder of a model; its tokenizer and chat template are used")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--profile", help="print cProfile's table of the sampler, sorted by this column")
+    options = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder, server() as uri:
+        model = options.model or make_model(Path(folder))
+        rows = [row(name, measure(uri, model, WORKLOADS[name], options.profile)) for name in options.only]
+    print_rows("rollouts", rows)
+    if options.json is not None:
+        options.json.write_text(json.dumps([each.plain() for each in rows], indent=2), encoding="utf-8")
+    return int(any(each.passed is False for each in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

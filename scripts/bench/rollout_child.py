@@ -1,0 +1,127 @@
+"""Run one sampler over tasks of one context length, and print its cost as a line of JSON.
+
+python scripts/bench/rollout_child.py '{"uri": …, "engine_url": …, "model": …, "tokens": 6000, …}'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import resource
+import sys
+import time
+from typing import Any
+
+from agentrl import tool
+from agentrl.chat.model_folder import read_chat_files
+from agentrl.config.load import parse
+from agentrl.config.schema import GroupConfig, RunConfig
+from agentrl.documents.serving import InferenceService
+from agentrl.documents.status import ServiceStatus
+from agentrl.documents.task import Slot, Task, task_key
+from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.rollout.sampler import Sampler
+from agentrl.rollout.setup import open_worker, sampler_config
+from agentrl.store.client import open_store
+
+_TEXT = "the of tower river year author page museum century because tool found number first city"
+_WORDS = _TEXT.split()
+_RESULT = " ".join(random.Random(1).choices(_WORDS, k=60))
+
+
+@tool("look")
+async def look(query: str) -> str:
+    """Look a page up."""
+    return f"{query}: {_RESULT}"
+
+
+def make_tasks(options: dict[str, Any]) -> list[Task]:
+    """Return tasks whose prompts have about ``tokens`` tokens."""
+    tokenizer = read_chat_files(options["model"]).tokenizer
+    rng = random.Random(0)
+    words = rng.choices(_WORDS, k=2000)
+    per_word = len(tokenizer.encode(" ".join(words), add_special_tokens=False).ids) / len(words)
+    text = " ".join(rng.choices(_WORDS, k=int(options["tokens"] / per_word)))
+    return [
+        Task(
+            id=task_key("train", 0, str(number)), task_id=str(number), split="train", epoch=0, order=number,
+            query=f"{number} {text}", answer="1", scorer="exact",
+            slots=tuple(Slot(traj_id=each) for each in range(options["generations"])),
+        )
+        for number in range(options["groups"])
+    ]  # fmt: skip
+
+
+async def main(options: dict[str, Any]) -> dict[str, Any]:
+    """Sample every task once; return CPU seconds, turns, wall seconds and peak memory."""
+    flags = {
+        "run_name": options["run"], "db_connection_string": options["uri"],
+        "model_name_or_path": options["model"], "tools": "look", "max_turns": options["turns"],
+        "max_prompt_tokens": 200_000, "max_model_len": 300_000, "heartbeat_seconds": 600,
+        "max_concurrent_samples_per_process": options["concurrency"],
+    }  # fmt: skip
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    configs = parse(words, command="agentrl sample", description="", shown=())
+    async with await open_store(configs[RunConfig]) as store:
+        await store.tasks.load(make_tasks(options))
+        await store.services.register(
+            InferenceService(
+                id="e",
+                url=options["engine_url"],
+                engine="sglang",
+                model=options["model"],
+                host="h",
+                pid=1,
+                status=ServiceStatus.READY,
+                policy_version=0,
+            )
+        )
+        async with open_worker(store, configs) as (worker, _):
+            sampler = Sampler(
+                store,
+                worker,
+                GroupFinalizer(store, GroupConfig(min_score_spread=0.0), split="train", seed=0),
+                sampler_config(configs, "train", epochs=1),
+                _unlimited,
+            )
+            began, cpu = time.perf_counter(), _cpu()
+            await sampler.run(asyncio.Event())
+            seconds, cpu = time.perf_counter() - began, _cpu() - cpu
+        trajectories = options["groups"] * options["generations"]
+        found = await store.database["Record"].count_documents(
+            {"status": {"$in": ["ready", "abandoned"]}, "turns": options["turns"]}
+        )
+        calls = await store.database["DispatchedSamplingTask"].count_documents({})
+        if found != trajectories or calls != trajectories * options["turns"]:
+            raise RuntimeError(f"{found} of {trajectories} trajectories are whole, {calls} calls are stored")
+        await store.database.client.drop_database(options["run"])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"cpu": cpu, "seconds": seconds, "turns": calls, "peak_bytes": peak}
+
+
+async def _unlimited() -> int:
+    return 1_000_000
+
+
+def _cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+if __name__ == "__main__":
+    settings = json.loads(sys.argv[1])
+    if settings.get("profile"):
+        import cProfile
+        import pstats
+
+        profiler = cProfile.Profile(time.process_time)
+        profiler.enable()
+        print(json.dumps(asyncio.run(main(settings))), flush=True)
+        profiler.disable()
+        pstats.Stats(profiler, stream=sys.stderr).sort_stats(settings["profile"]).print_stats(110)
+    else:
+        print(json.dumps(asyncio.run(main(settings))), flush=True)
+    sys.stdout.flush()
+    os._exit(0)

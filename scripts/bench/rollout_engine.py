@@ -1,0 +1,119 @@
+"""Serve an engine that answers at once, over SGLang's HTTP API, for the benchmark of rollouts.
+
+    python scripts/bench/rollout_engine.py MODEL TURNS TOGETHER
+
+Turns 1 to TURNS - 1 of a trajectory call the tool ``look``, the last one answers. With TOGETHER n > 1 the
+answers to n trajectories leave together, when n requests wait. Prints its port. A line on stdin makes it
+print, as JSON, the seconds from each answer to the next request of the same trajectory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import orjson
+
+from agentrl.chat.model_folder import read_chat_files
+
+_WORDS = "the page says that the tower by the river was built in that century and the author lived there"
+
+
+class InstantEngine:
+    """Knows every answer beforehand: one encoded body per turn."""
+
+    def __init__(self, model: str, turns: int, together: int) -> None:
+        files = read_chat_files(model)
+        self._tokenizer = files.tokenizer
+        self._turns = turns
+        self._together = together
+        self._eos = min(files.stop_ids)
+        self._seen: Counter[str] = Counter()
+        self._waiting: list[tuple[asyncio.StreamWriter, str, bytes]] = []
+        self._answered_at: dict[str, float] = {}
+        self.latencies: list[float] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer the requests of one connection."""
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                path = head.split(b" ", 2)[1].decode()
+                length = next(
+                    (
+                        int(line[15:])
+                        for line in head.split(b"\r\n")
+                        if line[:15].lower() == b"content-length:"
+                    ),
+                    0,
+                )
+                body = await reader.readexactly(length)
+                if path == "/generate":
+                    self._generate(writer, orjson.loads(body))
+                else:
+                    info = {"weight_version": "0", "model_path": "", "vocab_size": 1_000_000}
+                    _write(writer, orjson.dumps(info), stream=False)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    def _generate(self, writer: asyncio.StreamWriter, request: dict[str, Any]) -> None:
+        name = request["rid"].partition("-")[2]
+        if name in self._answered_at:
+            self.latencies.append(time.perf_counter() - self._answered_at.pop(name))
+        self._seen[name] += 1
+        body = self._answer(name, self._seen[name], len(request["input_ids"]))
+        self._waiting.append((writer, name, body if not request.get("stream") else b"S" + body))
+        if len(self._waiting) < self._together:
+            return
+        waiting, self._waiting = self._waiting, []
+        now = time.perf_counter()
+        for each, waiter, answer in waiting:
+            if self._seen[waiter] % self._turns:
+                self._answered_at[waiter] = now
+            _write(each, answer.removeprefix(b"S"), stream=answer.startswith(b"S"))
+
+    def _answer(self, name: str, count: int, prompt_tokens: int) -> bytes:
+        turn = (count - 1) % self._turns + 1
+        text = self._text(turn, name)
+        ids = [*self._tokenizer.encode(text, add_special_tokens=False).ids, self._eos]
+        meta = {
+            "finish_reason": {"type": "stop", "matched": self._eos},
+            "output_token_logprobs": [[-0.5 - token / 1e6, token, None] for token in ids],
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": len(ids),
+            "cached_tokens": prompt_tokens,
+            "weight_version": "0",
+        }
+        return orjson.dumps({"text": "", "output_ids": ids, "meta_info": meta})
+
+    def _text(self, turn: int, name: str) -> str:
+        if turn == self._turns:
+            return f"<answer>{len(name) + sum(map(ord, name)) % 2}</answer>"
+        call = {"name": "look", "arguments": {"query": f"{_WORDS} {turn}"}}
+        return f"I look at page {turn}. <tool_call>{json.dumps(call)}</tool_call>"
+
+
+def _write(writer: asyncio.StreamWriter, body: bytes, *, stream: bool) -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: "
+    if not stream:
+        writer.write(head + b"application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        return
+    event = b"data: " + body + b"\n\ndata: [DONE]\n\n"
+    chunked = b"text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    writer.write(head + chunked + b"%x\r\n" % len(event) + event + b"\r\n0\r\n\r\n")
+
+
+async def main(model: str, turns: int, together: int) -> None:
+    """Serve until stdin is closed."""
+    engine = InstantEngine(model, turns, together)
+    server = await asyncio.start_server(engine.serve, "127.0.0.1", 0, limit=2**24)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    while await asyncio.to_thread(sys.stdin.readline):
+        print(json.dumps(engine.latencies), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
