@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from agentrl.config.schema import RunConfig
+from agentrl.errors import ConfigError
 
 KINDS = ("engine", "tool", "scorer", "timeout", "trajectory", "lease", "internal", "group")
 
@@ -15,8 +16,9 @@ def add_rescore(subparsers: Any) -> None:
     parser = subparsers.add_parser("rescore", help="score stored trajectories again from their final answers")
     parser.add_argument("--scorer", help="a name or a path module:function (default: each task's own)")
     parser.add_argument("--split", help="only this split (default: all)")
-    parser.add_argument("--status", action="append", choices=("scored", "ready", "abandoned"), default=[],
-                        help="only Records in this state; may be repeated")  # fmt: skip
+    parser.add_argument("--status", action="append", choices=("scored", "ready", "abandoned", "failed"),
+                        default=[], help="only Records in this state; may be repeated. failed: those that"
+                        " could not be scored; they are scored with the scorer of their task")  # fmt: skip
     parser.add_argument("--task", action="append", default=[], help="only this Task's; may be repeated")
     parser.add_argument("--record", action="append", default=[], help="only this Record; may be repeated")
     parser.add_argument("--concurrency", type=int, default=16, help="scorings at a time (%(default)s)")
@@ -43,6 +45,8 @@ async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
     from agentrl.store.client import open_existing
 
     allow_imports(name.strip() for name in arguments.allowed_modules.split(",") if name.strip())
+    if "failed" in arguments.status:
+        return await _score_failed(run, arguments)
     allow_imports(scorer_weights(arguments.scorer) if arguments.scorer else {})
     if arguments.scorer is not None:
         require_scorer(arguments.scorer)
@@ -72,6 +76,45 @@ async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
     for line in report.remarks():
         print(line)
     return 1 if report.errors else 0
+
+
+async def _score_failed(run: RunConfig, arguments: argparse.Namespace) -> int:
+    """Queue and score what failed in scoring; return 1 if some of it has no score afterwards."""
+    import asyncio
+
+    from agentrl.config.schema import ClaimConfig, SamplingConfig
+    from agentrl.rollout.score import score_queued
+    from agentrl.store.admin.requeue import Requeueing
+    from agentrl.store.client import open_existing
+
+    if arguments.status != ["failed"] or arguments.scorer is not None:
+        raise ConfigError(
+            "--status failed goes with no other --status and no --scorer: what has no score gets it from the"
+            " scorer of its task",
+            hint="run agentrl db rescore once for --status failed, and again for the rest",
+        )
+    sampling = SamplingConfig(
+        scorer_timeout_seconds=arguments.scorer_timeout_seconds,
+        agent_config_path=arguments.agent_config_path,
+        max_concurrent_scorings=arguments.concurrency,
+    )
+    async with await open_existing(run) as store:
+        done = await Requeueing(store.connection).requeue(
+            split=arguments.split, tasks=arguments.task, records=arguments.record, dry_run=arguments.dry_run
+        )
+        scored = 0
+        for split in [] if arguments.dry_run else done.by_split:
+            scored += await score_queued(
+                store, sampling, ClaimConfig(), split, asyncio.Event(), until_empty=True
+            )
+    for why, groups in done.left.items():
+        print(f"left as they are: {groups} groups ({why})")
+    queued = sum(done.by_split.values())
+    if arguments.dry_run:
+        print(f"would be scored: {queued} trajectories")
+        return 0
+    print(f"scored: {scored} of {queued} trajectories; a sampler decides their groups")
+    return 0 if scored >= queued else 1
 
 
 def add_reopen(subparsers: Any) -> None:

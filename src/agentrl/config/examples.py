@@ -25,6 +25,10 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl sample --run_name math --train_file tasks.jsonl --model_name_or_path models/Qwen3-0.6B",
         "agentrl sample --config run.yaml --target_concurrency 4",
     ),
+    "agentrl score": (
+        "agentrl score --run_name math --agent_config_path assets/agent_config.yml",
+        "agentrl score --config run.yaml --until_empty true",
+    ),
     "agentrl train": (
         "agentrl train --run_name math --model_name_or_path models/Qwen3-0.6B --learning_rate 1e-6",
         "accelerate launch --config_file assets/fsdp2_dst.yml -m agentrl.train --config run.yaml --tp_size 2",
