@@ -12,7 +12,7 @@ from agentrl.documents.model_call import ToolExecution
 from agentrl.documents.sanitize_bson import replace_surrogates, sanitize_bson
 from agentrl.errors import ToolServerError
 from agentrl.rollout.model_call import PendingCall, Turn
-from agentrl.tools.base import Schema, ToolResult
+from agentrl.tools.base import Schema, ToolResult, schema_name
 from agentrl.user_code import contain
 
 
@@ -42,6 +42,8 @@ async def run_tool_calls(
     result. Raises ToolServerError if a server is lost; the other calls of the turn are recorded.
     """
     ids = [call["id"] for call in pending.response.get("tool_calls", ())]
+    if {call.name for call in turn.tool_calls} - set(map(schema_name, schemas)):
+        schemas = [*schemas, *await tools.list()]  # a server may have added tools since the prompt
     problems = [validate_call(call, schemas) for call in turn.tool_calls]
     valid = [call for call, problem in zip(turn.tool_calls, problems, strict=True) if problem is None]
     results = await asyncio.gather(*(_execute(call, tools) for call in valid), return_exceptions=True)

@@ -15,7 +15,7 @@ import yaml
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError
 from agentrl.tools.options import OPTION_KEYS, read_options
-from agentrl.tools.specs import HttpSpec, ManagerSpec, Scope, ServerSpec, StdioSpec
+from agentrl.tools.specs import WORKDIR, HttpSpec, ManagerSpec, Scope, ServerSpec, StdioSpec
 from agentrl.tools.values import require_text, require_text_map, require_texts
 
 _STDIO_KEYS = frozenset({"command", "args", "env", "cwd"})
@@ -171,6 +171,8 @@ def _expand(value: Any, where: str) -> Any:
 
     def replace(found: re.Match[str]) -> str:
         name, default = found[1], found[2]
+        if found[0] == WORKDIR:
+            return WORKDIR
         if name not in os.environ and default is None:
             raise ConfigError(
                 f"{where} names ${{{name}}}, which is not set",

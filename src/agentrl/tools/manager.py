@@ -6,113 +6,49 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import httpx
-
-from agentrl.errors import ToolServerError
+from agentrl.config.schema import ToolConfig
 from agentrl.tools.base import Reply, Schema, Trajectory, function_schema, schema_name, timeout_text
-from agentrl.tools.redact import redact_address, redact_secrets
-from agentrl.tools.specs import ManagerSpec
-
-_CONTROL_SECONDS = 30.0
-_EXCERPT = 300
-
-
-class ManagerClient:
-    """HTTP client of one manager. Its errors contain no token of its URL or its headers."""
-
-    def __init__(self, spec: ManagerSpec) -> None:
-        self._spec = spec
-        self._http = httpx.AsyncClient(
-            base_url=spec.url, headers=dict(spec.headers), timeout=_CONTROL_SECONDS
-        )
-
-    async def get(self, path: str) -> dict[str, Any]:
-        """Return the JSON object at ``path``."""
-        try:
-            response = await self._http.get(path)
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from error
-        if response.status_code != 200:
-            raise self.error(
-                f"answered {response.status_code} to {path}: {response.text[:_EXCERPT]}",
-                hint="check --mcp_manager_url and the token in the variable that --mcp_auth_token_env names",
-            )
-        return self.json(response)
-
-    async def post(self, path: str, body: dict[str, Any], timeout: float) -> httpx.Response:
-        """Return the response to ``body``. Raises httpx.ReadTimeout after ``timeout`` seconds."""
-        try:
-            return await self._http.post(path, json=body, timeout=timeout)
-        except httpx.ReadTimeout:
-            raise
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from error
-
-    def json(self, response: httpx.Response) -> dict[str, Any]:
-        """Return the response's JSON object; any other value becomes its ``content``."""
-        try:
-            answer = response.json()
-        except ValueError as error:
-            raise self.error(f"answered no JSON: {response.text[:_EXCERPT]}") from error
-        return answer if isinstance(answer, dict) else {"content": answer}
-
-    def error(self, problem: str, hint: str | None = None) -> ToolServerError:
-        """Return an error about this manager, without secrets."""
-        message = f"MCP manager {redact_address(self._spec)} {redact_secrets(problem, self._spec)}"
-        return ToolServerError(message, hint=hint)
-
-    async def close(self) -> None:
-        """Close the connections. Idempotent."""
-        await self._http.aclose()
-
-    def _unreachable(self, error: httpx.HTTPError) -> ToolServerError:
-        return self.error(
-            f"cannot be reached: {type(error).__name__}: {error}",
-            hint="start it, or correct --mcp_manager_url",
-        )
+from agentrl.tools.limits import CallGate
+from agentrl.tools.manager_client import ManagerAnswer, ManagerClient
+from agentrl.tools.mcp.content import render_content
+from agentrl.tools.specs import Limits, ManagerSpec, Options
 
 
 class ManagedServer:
     """One server of a manager. All servers use the manager's HTTP client; it keeps no trajectory's state."""
 
-    def __init__(self, name: str, manager: ManagerClient, *, call_timeout: float) -> None:
-        """``call_timeout`` bounds one tool call, in seconds."""
+    def __init__(self, name: str, manager: ManagerClient, gate: CallGate) -> None:
+        """``gate`` bounds the calls."""
         self.name = name
         self.schemas: list[Schema] = []
         self._manager = manager
-        self._call_timeout = call_timeout
+        self._gate = gate
 
     async def open(self) -> None:
-        """List the tools: ``GET /server/NAME/tools``."""
+        """List the tools: ``GET /server/NAME/tools``. Raises ToolServerError."""
         answer = await self._manager.get(f"/server/{self.name}/tools")
-        functions = [tool.get("function", tool) for tool in answer.get("tools", [])]
-        self.schemas = sorted(
-            (
-                function_schema(item["name"], item.get("description"), item.get("parameters"))
-                for item in functions
-            ),
-            key=schema_name,
-        )
+        tools = answer.get("tools")
+        entries = [item.get("function", item) for item in tools or () if isinstance(item, Mapping)]
+        schemas = [
+            function_schema(item["name"], item.get("description"), item.get("parameters"))
+            for item in entries
+            if isinstance(item, Mapping) and isinstance(item.get("name"), str)
+        ]
+        self.schemas = sorted(schemas, key=schema_name)
 
     def session(self, trajectory: Trajectory) -> ManagedSession:
         """Return a session that calls the server's tools."""
-        return ManagedSession(self)
+        return ManagedSession(self, trajectory)
 
-    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Reply:
-        """Call ``POST /tool/NAME.TOOL``; an error in the response is the tool's."""
-        try:
-            response = await self._manager.post(
-                f"/tool/{self.name}.{tool}", dict(arguments), self._call_timeout
-            )
-        except httpx.ReadTimeout:
-            return Reply(text=timeout_text(tool, self._call_timeout), error=True)
-        answer = self._manager.json(response)
-        failed = response.status_code >= 400 or answer.get("status_code", 200) >= 400
-        if response.status_code >= 500 and "detail" not in answer:
-            raise self._manager.error(f"answered {response.status_code}")
-        content = answer.get("content", answer.get("detail", ""))
-        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-        return Reply(text=text, error=failed or answer.get("status") == "error")
+    async def call(self, tool: str, arguments: Mapping[str, Any], trajectory: str) -> Reply:
+        """Call ``POST /tool/NAME.TOOL``; an error in the answer is the tool's. Raises ToolServerError."""
+        async with self._gate.enter(tool) as limits:
+            seconds = limits.timeout_seconds or 0.0
+            try:
+                answer = await self._manager.call(self.name, tool, arguments, seconds, trajectory)
+            except TimeoutError:
+                return Reply(text=timeout_text(tool, seconds), error=True)
+        return Reply(text=_text(answer), error=_is_error(answer))
 
     async def close(self) -> None:
         """Close the manager's HTTP client. Idempotent."""
@@ -122,8 +58,9 @@ class ManagedServer:
 class ManagedSession:
     """The calls of one trajectory to a managed server."""
 
-    def __init__(self, server: ManagedServer) -> None:
+    def __init__(self, server: ManagedServer, trajectory: Trajectory) -> None:
         self._server = server
+        self._trajectory = trajectory.id
 
     async def open(self) -> None:
         """Do nothing: the manager keeps no state of a trajectory."""
@@ -133,19 +70,22 @@ class ManagedSession:
         return self._server.schemas
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Reply:
-        """Call one tool."""
-        return await self._server.call(tool, arguments)
+        """Call one tool. Raises ToolServerError."""
+        return await self._server.call(tool, arguments, self._trajectory)
 
     async def close(self) -> None:
         """Do nothing: the manager keeps no state of a trajectory."""
 
 
-async def managed_servers(spec: ManagerSpec, *, call_timeout: float) -> list[ManagedServer]:
+async def managed_servers(spec: ManagerSpec, config: ToolConfig) -> list[ManagedServer]:
     """Return all servers of the manager, or the one that the flags select. Raises ToolServerError."""
-    manager = ManagerClient(spec)
+    manager = ManagerClient(spec, connections=config.max_tool_connections)
     try:
         answer = await manager.get("/servers")
-        names = [str(name) for name in answer.get("servers", [])]
+        listed = answer.get("servers")
+        if not isinstance(listed, list):
+            raise manager.error(f"answered no list of servers to /servers: {str(answer)[:200]}")
+        names = [str(name) for name in listed]
         if spec.server != "all" and spec.server not in names:
             raise manager.error(
                 f"has no server {spec.server!r}", hint=f"--mcp_server_name is one of: all, {', '.join(names)}"
@@ -153,5 +93,24 @@ async def managed_servers(spec: ManagerSpec, *, call_timeout: float) -> list[Man
     except BaseException:
         await manager.close()
         raise
-    chosen = names if spec.server == "all" else [spec.server]
-    return [ManagedServer(name, manager, call_timeout=call_timeout) for name in chosen]
+    base = Limits(timeout_seconds=config.tool_timeout_seconds)
+    return [
+        ManagedServer(name, manager, CallGate(Options(), base, connections=config.max_tool_connections))
+        for name in (names if spec.server == "all" else [spec.server])
+    ]
+
+
+def _text(answer: ManagerAnswer) -> str:
+    """Return the answer's content, or its ``detail``, as text."""
+    content = answer.body
+    if isinstance(content, Mapping) and {"content", "detail"} & set(content):
+        content = content.get("content", content.get("detail"))
+    if isinstance(content, list) and all(isinstance(item, Mapping) and "type" in item for item in content):
+        return render_content(content)
+    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+
+
+def _is_error(answer: ManagerAnswer) -> bool:
+    code = answer.body.get("status_code") if isinstance(answer.body, Mapping) else None
+    status = answer.body.get("status") if isinstance(answer.body, Mapping) else None
+    return answer.status >= 400 or (isinstance(code, int) and code >= 400) or status == "error"

@@ -58,13 +58,12 @@ class ToolPool:
 
     async def open(self) -> None:
         """Connect to every server. Raises ToolServerError for the first that cannot be reached."""
-        timeout = self._config.tool_timeout_seconds
         try:
             for python in self._python:
                 self._add(python)
             for spec in self._specs:
                 if isinstance(spec, ManagerSpec):
-                    for managed in await managed_servers(spec, call_timeout=timeout):
+                    for managed in await managed_servers(spec, self._config):
                         self._add(managed)
                 else:
                     self._add(mcp_server(spec, self._config))

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+WORKDIR = "${workdir}"
+"""In a stdio server's args, env and cwd: a folder of that process alone, deleted when it ends."""
+
 
 class Scope(StrEnum):
     """Who shares one connection."""

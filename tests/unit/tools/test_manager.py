@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Event, Thread
+from threading import Barrier, Event, Thread
 from typing import Any
 
 import pytest
 
 from agentrl.config.schema import ToolConfig
-from agentrl.errors import ToolServerError
+from agentrl.errors import ToolServerError, tool_server
 from agentrl.tools.base import Trajectory, schema_name
 from agentrl.tools.pool import ToolPool
 
@@ -38,12 +39,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         arguments = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "barrier" in arguments:
+            self.server.barrier.wait(30)
         if "wait" in arguments:
             self.server.released.wait(30)
         self.answer(*self.server.answers.get(self.path, ({"status": "success", "content": arguments},)))
 
     def answer(self, body: Any, status: int = 200) -> None:
-        data = json.dumps(body).encode()
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -56,13 +59,15 @@ class Handler(BaseHTTPRequestHandler):
 class Manager(ThreadingHTTPServer):
     answers: dict[str, tuple[Any, ...]]
     released: Event
+    barrier: Barrier
+    request_queue_size = 512
 
 
 @pytest.fixture
 def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Manager]:
     monkeypatch.setenv("MCP_AUTH_TOKEN", "secret")
     server = Manager(("127.0.0.1", 0), Handler)
-    server.answers, server.released = {}, Event()
+    server.answers, server.released, server.barrier = {}, Event(), Barrier(120)
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server
@@ -113,13 +118,51 @@ async def test_a_slow_call_is_given_up(manager: Manager) -> None:
         assert (result.text, result.error) == ("upper was stopped: it did not answer within 0.2 s", True)
 
 
+async def test_a_lost_call_is_its_own_error_and_the_next_one_asks_first(manager: Manager) -> None:
+    manager.answers["/mcpapi/tool/text.upper"] = ({}, 502)
+    async with pool_of(manager) as pool, pool.session(ANY) as tools:
+        lost = await tools.call("upper", {})
+        assert (lost.text, lost.error) == ("upper failed: its server answered HTTP 502", True)
+        manager.answers.clear()
+        assert (await tools.call("upper", {"a": 1})).text == '{"a": 1}'
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (("slow down", 429), "is overloaded: it answered 429"),
+        (("who are you", 401), "answered 401 to /tool/text.upper"),
+        ((b"<h1>Welcome</h1>", 200), "answered no JSON: <h1>Welcome</h1>"),
+    ],
+)
+async def test_a_manager_that_serves_nobody_is_an_outage(
+    manager: Manager, answer: tuple[Any, ...], problem: str
+) -> None:
+    manager.answers["/mcpapi/tool/text.upper"] = answer
+    async with pool_of(manager) as pool, pool.session(ANY) as tools:
+        with pytest.raises(ToolServerError, match=problem) as failed:
+            await tools.call("upper", {})
+        assert failed.value.outage == tool_server("text")
+
+
+async def test_all_calls_reach_the_manager_at_once_and_one_that_is_too_long_is_dropped(
+    manager: Manager,
+) -> None:
+    """The manager answers when all 120 are there; a pool of 100 connections never lets them in."""
+    async with (
+        pool_of(manager, tool_timeout_seconds=10, max_parallel_tool_calls=256) as pool,
+        pool.session(ANY) as tools,
+    ):
+        results = await asyncio.gather(*(tools.call("upper", {"barrier": 120}) for _ in range(120)))
+        assert not any(result.error for result in results)
+        manager.answers["/mcpapi/tool/text.upper"] = ({"content": "x" * 9 * 2**20},)
+        huge = await tools.call("upper", {})
+        assert (huge.text, huge.error) == ("the answer is longer than 8 MiB and was dropped", True)
+
+
 async def test_a_broken_or_absent_manager_is_a_failure(
     manager: Manager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager.answers["/mcpapi/tool/text.upper"] = ({}, 502)
-    async with pool_of(manager) as pool, pool.session(ANY) as tools:
-        with pytest.raises(ToolServerError, match="answered 502"):
-            await tools.call("upper", {})
     monkeypatch.setenv("MCP_AUTH_TOKEN", "wrong")
     with pytest.raises(ToolServerError, match="answered 401 to /servers"):
         await pool_of(manager).open()

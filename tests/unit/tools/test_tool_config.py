@@ -10,7 +10,7 @@ import pytest
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError
 from agentrl.tools.config import configured_servers, load_servers
-from agentrl.tools.specs import HttpSpec, ManagerSpec, StdioSpec
+from agentrl.tools.specs import Hook, HttpSpec, Limits, ManagerSpec, Scope, StdioSpec
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -44,11 +44,89 @@ def test_both_kinds_of_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("servers: {calc: {command: x, args: y}}", "args is 'y'; it must be a list"),
         ("servers: {calc: {url: 3}}", "url is 3; it must be text"),
         ("servers: {calc: {url: x, headers_env: {A: NOT_SET_HERE}}}", "names NOT_SET_HERE, which is not set"),
+        (
+            "servers: {calc: {command: '${NOT_SET_HERE}'}}",
+            "command names \\${NOT_SET_HERE}, which is not set",
+        ),
+        ("servers: {calc: {command: x, scope: mine}}", "scope is 'mine'"),
+        ("servers: {calc: {url: x, transport: stdio}}", "transport is 'stdio', which no URL has"),
+        ("servers: {calc: {url: x, reset: clear}}", "reset clears a trajectory's own server"),
+        ("servers: {calc: {command: x, setup: [{call: y}]}}", "setup\\[0\\] is .* a tool's name"),
+        ("servers: {calc: {command: x, limits: {speed: 1}}}", "limits has unknown keys: speed"),
+        (
+            "servers: {calc: {command: x, limits: {concurrency: 0}}}",
+            "is 0; it must be a number ≥ 1",
+        ),
+        ("servers: {calc: {command: x, ordered: 1}}", "ordered is 1; it must be true or false"),
     ],
 )
 def test_a_wrong_file_is_explained(tmp_path: Path, text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         load_servers(write(tmp_path, text))
+
+
+ENTRY = """
+servers:
+  db:
+    command: ${SHELL_HERE}
+    args: [--db, "${workdir}/data.db", "${env:PORT_HERE:-80}", "$HOME", "a${SHELL_HERE}b"]
+    env: {TOKEN: "${TOKEN_HERE}"}
+    warm: 3
+    ordered: true
+    setup: [{tool: load, arguments: {file: "${meta.file}"}}, ping]
+    teardown: {tool: save}
+    reset: clear
+    offer: [query]
+    resources: true
+    limits: {timeout_seconds: 5, concurrency: 4}
+    tools: {query: {calls_per_minute: 30, concurrency: 1}}
+  web: {url: "https://${HOST_HERE}/sse", transport: sse, scope: trajectory}
+"""
+
+
+def test_every_key_is_read_and_variables_are_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SHELL_HERE": "sh", "TOKEN_HERE": "t:1", "HOST_HERE": "h"}.items():
+        monkeypatch.setenv(name, value)
+    db, web = load_servers(write(tmp_path, ENTRY))
+    assert isinstance(db, StdioSpec)
+    assert db.command == "sh"
+    assert db.args == ("--db", "${workdir}/data.db", "80", "$HOME", "ashb")
+    assert db.env == {"TOKEN": "t:1"}
+    options = db.options
+    assert (options.scope, options.warm, options.ordered, options.offered) == (
+        Scope.TRAJECTORY, 3, True, ("query",),
+    )  # fmt: skip
+    assert options.setup == (Hook(tool="load", arguments={"file": "${meta.file}"}), Hook(tool="ping"))
+    assert (options.teardown, options.reset) == ((Hook(tool="save"),), Hook(tool="clear"))
+    assert (options.resources, options.prompts) == (True, False)
+    base = Limits(timeout_seconds=60, max_result_chars=100)
+    assert options.limits_of("query", base) == Limits(
+        concurrency=1, calls_per_minute=30, timeout_seconds=5, max_result_chars=100
+    )
+    assert options.limits_of("other", base).concurrency == 4
+    assert isinstance(web, HttpSpec)
+    assert (web.url, web.sse, web.options.scope) == ("https://h/sse", True, Scope.TRAJECTORY)
+
+
+def test_the_json_of_other_clients_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY_HERE", "k")
+    path = tmp_path / "claude_desktop_config.json"
+    path.write_text(
+        """{"globalShortcut": "", "mcpServers": {
+        "files": {"command": "npx", "args": ["-y", "fs", "/data"], "type": "stdio", "autoApprove": ["read"]},
+        "web": {"type": "http", "url": "https://h/mcp", "headers": {"Authorization": "Bearer ${KEY_HERE}"}},
+        "old": {"type": "sse", "url": "https://h/sse", "tools": ["*"], "timeout": 30000},
+        "gemini": {"httpUrl": "https://g/mcp", "trust": true},
+        "off": {"command": "x", "disabled": true}}}"""
+    )
+    assert load_servers(path) == [
+        StdioSpec(name="files", command="npx", args=("-y", "fs", "/data")),
+        HttpSpec(name="web", url="https://h/mcp", headers={"Authorization": "Bearer k"}),
+        HttpSpec(name="old", url="https://h/sse", sse=True),
+        HttpSpec(name="gemini", url="https://g/mcp"),
+    ]
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

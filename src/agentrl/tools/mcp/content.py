@@ -78,19 +78,24 @@ def _size(data: str) -> int:
 def _is_said(structured: Any, items: list[Any]) -> bool:
     """Return whether the texts say the structured content already, as the protocol recommends.
 
-    Servers wrap a value that is no object as ``{"result": value}`` and say the value.
+    Servers wrap a value that is no object, as ``{"result": value}`` or under another name, and say the value.
     """
     found = (item.get("text") for item in items if isinstance(item, Mapping))
     texts = [text for text in found if isinstance(text, str)]
     if texts and isinstance(structured, Mapping) and set(structured) == {"result"}:
         return True
-    for text in texts:
-        try:
-            if json.loads(text) == structured:
-                return True
-        except ValueError:
-            continue
-    return False
+    values = [structured]
+    if isinstance(structured, Mapping) and len(structured) == 1:
+        values += structured.values()
+    return any(text in values or _parsed(text) in values for text in texts)
+
+
+def _parsed(text: str) -> Any:
+    """Return the JSON value of ``text``, or ``text`` itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _is_tool(tool: Any) -> bool:

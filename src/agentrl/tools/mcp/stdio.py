@@ -8,14 +8,16 @@ import logging
 import os
 import re
 import signal
+import tempfile
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agentrl.tools.mcp.wire import MAX_MESSAGE_BYTES, TOO_LARGE
 from agentrl.tools.redact import redact_secrets
-from agentrl.tools.specs import StdioSpec
+from agentrl.tools.specs import WORKDIR, StdioSpec
 
 if TYPE_CHECKING:
     from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -26,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _EXIT_SECONDS = 2.0
 """How long a server may take to exit after its stdin closes, and again after SIGTERM."""
-_CHUNK = 2**16
+_CHUNK = 2**18
 _ENDS = 4096
 """Bytes kept of both ends of a line that is too long: they hold the request's id."""
 _MAX_GARBAGE_LINES = 1000
@@ -65,18 +67,24 @@ class StdioProcess:
     @asynccontextmanager
     async def transport(self) -> AsyncIterator[TransportStreams]:
         """Start the process, yield its streams, and end the process group. Raises OSError."""
+        with private_folder(self._spec) as spec:
+            async with self._running(spec) as streams:
+                yield streams
+
+    @asynccontextmanager
+    async def _running(self, spec: StdioSpec) -> AsyncIterator[TransportStreams]:
         import anyio
         from mcp.client.stdio import get_default_environment
 
         process = self._process = await asyncio.create_subprocess_exec(
-            self._spec.command,
-            *self._spec.args,
+            spec.command,
+            *spec.args,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=get_default_environment() | dict(self._spec.env),
-            cwd=self._spec.cwd,
-            limit=MAX_MESSAGE_BYTES,
+            env=get_default_environment() | dict(spec.env),
+            cwd=spec.cwd,
+            limit=_CHUNK,
             start_new_session=True,
         )
         received, read = anyio.create_memory_object_stream[Any](0)
@@ -104,10 +112,10 @@ class StdioProcess:
         """Send each message of stdout to the session; end the stream at EOF or after too much garbage."""
         import anyio
 
-        garbage = 0
+        garbage, lines = 0, LineReader(_stream(process.stdout))
         async with received:
             while garbage < _MAX_GARBAGE_LINES:
-                line = await _read_line(_stream(process.stdout))
+                line = await lines.next()
                 if line is None:
                     return
                 message = _parse(line)
@@ -140,10 +148,27 @@ class StdioProcess:
             await received.aclose()
 
     async def _keep_stderr(self, process: asyncio.subprocess.Process) -> None:
-        while (line := await _read_line(_stream(process.stderr))) is not None:
+        lines = LineReader(_stream(process.stderr))
+        while (line := await lines.next()) is not None:
             text = line[:2000].decode("utf-8", "replace").rstrip()
             self._stderr.append(text)
             logger.debug("tool server: %s", text, extra={"server": self._spec.name})
+
+
+@contextmanager
+def private_folder(spec: StdioSpec) -> Iterator[StdioSpec]:
+    """Yield ``spec`` with ``${workdir}`` replaced by a new folder, which is deleted at the end."""
+    texts = [*spec.args, *spec.env.values(), spec.cwd or ""]
+    if not any(WORKDIR in text for text in texts):
+        yield spec
+        return
+    with tempfile.TemporaryDirectory(prefix=f"agentrl-{spec.name}-", ignore_cleanup_errors=True) as folder:
+        yield replace(
+            spec,
+            args=tuple(arg.replace(WORKDIR, folder) for arg in spec.args),
+            env={name: value.replace(WORKDIR, folder) for name, value in spec.env.items()},
+            cwd=None if spec.cwd is None else spec.cwd.replace(WORKDIR, folder),
+        )
 
 
 def _stream(stream: asyncio.StreamReader | None) -> asyncio.StreamReader:
@@ -152,26 +177,43 @@ def _stream(stream: asyncio.StreamReader | None) -> asyncio.StreamReader:
     return stream
 
 
-async def _read_line(stream: asyncio.StreamReader) -> bytes | None:
-    """Return the next line; of one that is too long, its two ends around a NUL; None at the end."""
-    try:
-        return await stream.readuntil(b"\n")
-    except asyncio.IncompleteReadError as end:
-        return end.partial or None
-    except asyncio.LimitOverrunError:
-        pass
-    first = last = b""
-    while True:
-        try:
-            chunk, ends = await stream.readuntil(b"\n"), True
-        except asyncio.LimitOverrunError:
-            chunk, ends = await stream.read(_CHUNK), False
-        except asyncio.IncompleteReadError as end:
-            chunk, ends = end.partial, True
-        first = first or chunk[:_ENDS]
-        last = (last + chunk)[-_ENDS:]
-        if ends:
-            return first + b"\0" + last
+class LineReader:
+    """Reads lines of bounded length from a pipe. Each byte is searched once."""
+
+    def __init__(self, stream: asyncio.StreamReader) -> None:
+        self._stream = stream
+        self._buffer = bytearray()
+
+    async def next(self) -> bytes | None:
+        """Return the next line; of one that is too long, its two ends around a NUL; None at the end."""
+        searched = 0
+        while True:
+            end = self._buffer.find(b"\n", searched)
+            if end >= 0:
+                return self._take(end + 1)
+            searched = len(self._buffer)
+            if searched > MAX_MESSAGE_BYTES:
+                return await self._skip()
+            chunk = await self._stream.read(_CHUNK)
+            if not chunk:
+                return self._take(searched) or None
+            self._buffer += chunk
+
+    async def _skip(self) -> bytes:
+        first, last = self._take(_ENDS), bytes(self._buffer[-_ENDS:])
+        while chunk := await self._stream.read(_CHUNK):
+            end = chunk.find(b"\n")
+            if end >= 0:
+                self._buffer = bytearray(chunk[end + 1 :])
+                return first + b"\0" + (last + chunk[:end])[-_ENDS:]
+            last = (last + chunk)[-_ENDS:]
+        self._buffer.clear()
+        return first + b"\0" + last
+
+    def _take(self, size: int) -> bytes:
+        taken = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return taken
 
 
 def _parse(line: bytes) -> SessionMessage | None:

@@ -1,0 +1,151 @@
+"""Send HTTP requests to an MCP manager: bounded, sized to the concurrency, and with failures told apart."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from agentrl.errors import ToolServerError, tool_server
+from agentrl.tools.mcp.wire import MAX_MESSAGE_BYTES
+from agentrl.tools.redact import redact_address, redact_secrets
+from agentrl.tools.specs import ManagerSpec
+
+_CONTROL_SECONDS = 30.0
+_SPARE_CONNECTIONS = 8
+_EXCERPT = 300
+_LOGIN, _BUSY = (401, 403), (429, 503)
+_TRAJECTORY_HEADER = "X-AgentRL-Trajectory"
+_NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
+_LOGIN_HINT = "check --mcp_manager_url and the token in the variable that --mcp_auth_token_env names"
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerAnswer:
+    """The manager's answer to a call: the HTTP status, and the JSON or text of its body."""
+
+    status: int
+    body: Any
+
+
+class ManagerClient:
+    """HTTP client of one manager. Its errors contain no token of its URL or its headers."""
+
+    def __init__(self, spec: ManagerSpec, *, connections: int) -> None:
+        """``connections`` calls may be in flight at a time."""
+        self._spec = spec
+        limits = httpx.Limits(
+            max_connections=connections + _SPARE_CONNECTIONS, max_keepalive_connections=connections
+        )
+        self._slots = asyncio.Semaphore(connections)
+        self._http = httpx.AsyncClient(
+            base_url=spec.url, headers=dict(spec.headers), timeout=_CONTROL_SECONDS, limits=limits
+        )
+        self._suspect = False
+        self._checking = asyncio.Lock()
+
+    async def get(self, path: str, server: str = "all") -> dict[str, Any]:
+        """Return the JSON object at ``path``, which ``server`` needs. Raises ToolServerError."""
+        try:
+            answer = await self._send("GET", path, None, _CONTROL_SECONDS, {})
+        except TimeoutError as error:
+            late = f"did not answer {path} within {_CONTROL_SECONDS:g} s"
+            raise self.error(late, server=server) from error
+        except httpx.HTTPError as error:
+            raise self._unreachable(error, server) from error
+        if answer.status != 200 or not isinstance(answer.body, dict):
+            shown = str(answer.body)[:_EXCERPT]
+            problem = f"answered {answer.status} to {path}: {shown}"
+            raise self.error(problem, hint=_LOGIN_HINT, server=server)
+        return answer.body
+
+    async def call(
+        self, server: str, tool: str, arguments: Mapping[str, Any], seconds: float, trajectory: str
+    ) -> ManagerAnswer:
+        """Call a tool. An answer that breaks off is an error of the call: it is not repeated.
+
+        Raises TimeoutError after ``seconds``, and ToolServerError if the manager serves nobody now.
+        """
+        await self._check(server)
+        path, headers = f"/tool/{server}.{tool}", {_TRAJECTORY_HEADER: trajectory}
+        async with self._slots:
+            try:
+                answer = await self._send("POST", path, dict(arguments), seconds, headers)
+            except _NOT_SENT as error:
+                raise self._unreachable(error, server) from error
+            except httpx.HTTPError as error:
+                self._suspect = True
+                lost = f"{tool} failed: the connection to its server broke ({type(error).__name__})"
+                return ManagerAnswer(500, f"{lost}; it may have taken effect")
+        said = isinstance(answer.body, Mapping) and {"detail", "content"} & set(answer.body)
+        if answer.status >= 500 and not said:
+            self._suspect = True
+            return ManagerAnswer(answer.status, f"{tool} failed: its server answered HTTP {answer.status}")
+        return answer
+
+    def error(
+        self, problem: str, *, hint: str | None = None, server: str = "all", retry_after: float | None = None
+    ) -> ToolServerError:
+        """Return an outage of this manager, without secrets; ``server`` is the server that a call needs."""
+        message = f"MCP manager {redact_address(self._spec)} {redact_secrets(problem, self._spec)}"
+        return ToolServerError(message, hint=hint, outage=tool_server(server), retry_after=retry_after)
+
+    async def close(self) -> None:
+        """Close the connections. Idempotent."""
+        await self._http.aclose()
+
+    async def _check(self, server: str) -> None:
+        """After a lost call, ask for the servers before the next one; one request serves all callers."""
+        if not self._suspect:
+            return
+        async with self._checking:
+            if self._suspect:
+                await self.get("/servers", server)
+                self._suspect = False
+
+    async def _send(
+        self, method: str, path: str, body: Any, seconds: float, headers: Mapping[str, str]
+    ) -> ManagerAnswer:
+        """Return the answer. Raises httpx.HTTPError, TimeoutError and ToolServerError."""
+        limits = httpx.Timeout(_CONTROL_SECONDS, read=seconds)
+        async with (
+            asyncio.timeout(seconds),
+            self._http.stream(method, path, json=body, timeout=limits, headers=dict(headers)) as response,
+        ):
+            content = bytearray()
+            async for chunk in response.aiter_bytes():
+                content += chunk
+                if len(content) > MAX_MESSAGE_BYTES:
+                    text = f"the answer is longer than {MAX_MESSAGE_BYTES // 2**20} MiB and was dropped"
+                    return ManagerAnswer(500, {"detail": text})
+        return self._answer(response, bytes(content), path)
+
+    def _answer(self, response: httpx.Response, content: bytes, path: str) -> ManagerAnswer:
+        """Read the body. Raises ToolServerError for a login, an overload, and a page instead of JSON."""
+        text = content.decode("utf-8", "replace")
+        status, server = response.status_code, path.removeprefix("/tool/").partition(".")[0]
+        shown = " ".join(text[:_EXCERPT].split())
+        if status in _LOGIN:
+            raise self.error(f"answered {status} to {path}: {shown}", hint=_LOGIN_HINT, server=server)
+        if status in _BUSY:
+            after = response.headers.get("retry-after", "")
+            seconds = float(after) if after.isdecimal() else None
+            problem = f"is overloaded: it answered {status}: {shown}"
+            raise self.error(problem, server=server, retry_after=seconds)
+        try:
+            return ManagerAnswer(status, json.loads(text))
+        except ValueError as error:
+            if status < 500:
+                raise self.error(f"answered no JSON: {shown}", hint=_LOGIN_HINT, server=server) from error
+            return ManagerAnswer(status, text)
+
+    def _unreachable(self, error: httpx.HTTPError, server: str = "all") -> ToolServerError:
+        return self.error(
+            f"cannot be reached: {type(error).__name__}: {error}",
+            hint="start it, or correct --mcp_manager_url",
+            server=server,
+        )

@@ -1,0 +1,48 @@
+"""Render tool results as text, and normalize what the SDK would refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentrl.tools.mcp.content import normalize_result, render_content
+
+
+@pytest.mark.parametrize(
+    ("text", "structured", "said"),
+    [
+        ('{"a": 1}', {"a": 1}, True),
+        ("5", {"result": 5}, True),
+        ("the text", {"content": "the text"}, True),
+        ('[{"n": 1}]', {"entities": [{"n": 1}]}, True),
+        ("done", {"a": 1}, False),
+        ("done", {"a": 1, "b": "done"}, False),
+    ],
+)
+def test_structured_content_is_shown_unless_the_text_says_it(text: str, structured: Any, said: bool) -> None:
+    shown = render_content([{"type": "text", "text": text}], structured)
+    assert (shown == text) is said
+    assert shown.startswith(text)
+
+
+def test_a_tool_list_loses_output_schemas_and_what_is_no_tool() -> None:
+    tools = [
+        {"name": "a", "inputSchema": {"type": "object"}, "outputSchema": {"type": "object"}, "icons": [1]},
+        {"name": "b", "inputSchema": "none"},
+        {"name": ""},
+        "c",
+    ]
+    listed = normalize_result({"tools": tools, "nextCursor": "n"})
+    assert listed == {
+        "tools": [
+            {"name": "a", "inputSchema": {"type": "object"}},
+            {"name": "b", "inputSchema": {"type": "object", "properties": {}}},
+        ],
+        "nextCursor": "n",
+    }
+
+
+def test_other_results_are_returned_as_they_are() -> None:
+    result = {"contents": [{"uri": "u", "text": "t"}]}
+    assert normalize_result(result) is result

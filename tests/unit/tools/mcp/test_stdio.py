@@ -1,0 +1,57 @@
+"""Read a server's lines: bounded, whole, and without a quadratic search."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from agentrl.tools.mcp import stdio
+from agentrl.tools.mcp.stdio import LineReader, private_folder
+from agentrl.tools.specs import StdioSpec
+
+
+async def lines_of(*chunks: bytes) -> list[bytes]:
+    stream = asyncio.StreamReader()
+    for chunk in chunks:
+        stream.feed_data(chunk)
+    stream.feed_eof()
+    reader, lines = LineReader(stream), []
+    while (line := await reader.next()) is not None:
+        lines.append(line)
+    return lines
+
+
+async def test_lines_are_whole_however_they_arrive() -> None:
+    assert await lines_of(b"a\nb", b"c\n\nd", b"") == [b"a\n", b"bc\n", b"\n", b"d"]
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+async def test_a_line_that_is_too_long_becomes_the_error_of_its_request(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr(stdio, "MAX_MESSAGE_BYTES", 2**20)
+    result = {"content": [{"type": "text", "text": "x" * 3 * 2**20}]}
+    answer = {"id": 7, "result": result} if where == "first" else {"result": result, "id": 7}
+    long, after = await lines_of(json.dumps(answer).encode() + b"\nnext\n")
+    message = stdio._parse(long)
+    assert message is not None
+    assert message.message.id == 7  # type: ignore[union-attr]
+    assert "longer than 1 MiB" in message.message.error.message  # type: ignore[union-attr]
+    assert after == b"next\n"
+    assert stdio._parse(after) is None
+
+
+def test_a_private_folder_is_new_for_each_process_and_deleted() -> None:
+    spec = StdioSpec(name="s", command="c", args=("--db", "${workdir}/a"), env={"HOME": "${workdir}"})
+    with private_folder(spec) as one, private_folder(spec) as two:
+        folder = Path(one.env["HOME"])
+        assert folder.is_dir()
+        assert one.args == ("--db", f"{folder}/a")
+        assert two.env["HOME"] != one.env["HOME"]
+    assert not folder.exists()
+    plain = StdioSpec(name="s", command="c")
+    with private_folder(plain) as same:
+        assert same is plain
