@@ -41,7 +41,7 @@ def public_servers() -> dict[str, Any]:
 def rude_servers(port: int) -> dict[str, Any]:
     """Return the entries of the misbehaving server: a process each, and shared over HTTP."""
     url = f"http://127.0.0.1:{port}"
-    limits = {"timeout_seconds": 20, "max_seconds": 30}
+    limits = {"timeout_seconds": 120, "max_seconds": 240}
     return {
         "rude": {
             "command": sys.executable,
