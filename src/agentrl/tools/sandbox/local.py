@@ -153,7 +153,8 @@ def _answer(out: bytes, problem: bytes) -> dict[str, Any]:
     if "error" in answer:
         raise ToolServerError(
             f"the sandbox cannot start a program: {answer['error']}",
-            hint="the interpreter must be readable by an unprivileged user",
+            hint="as root, other users must be able to read the interpreter (python: /usr/bin/python3) and to"
+            " enter the folder of TMPDIR",
         )
     return answer
 

@@ -64,12 +64,12 @@ def become(job: Job, directory: str, streams: Streams, user: int | None) -> None
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file that grows too large is an OSError
-    os.chdir(directory)
     os.umask(0o077)
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
+    os.chdir(directory)
     _limit(job, user)
     linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
     if job.namespaces or user is not None:
