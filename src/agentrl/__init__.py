@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from agentrl.chat.chat_format import Message
+    from agentrl.chat.parsers.arguments import convert_arguments
     from agentrl.chat.parsers.base import ParsedMessage, ToolCall
     from agentrl.chat.parsers.registry import tool_call_parser
     from agentrl.documents.status import StopReason
@@ -38,7 +39,8 @@ __version__ = "0.1.0"
 __all__ = [
     "LossSettings", "Message", "Outcome", "ParsedMessage", "Rollout", "ScoreResult", "ScoredGroup",
     "ScorerContext", "StopReason", "Store", "TokenBatch", "TokenLosses", "ToolCall", "Turn", "advantage",
-    "agent", "context_manager", "group_filter", "loss", "scorer", "tool", "tool_call_parser", "tracker",
+    "agent", "context_manager", "convert_arguments", "group_filter", "loss", "scorer", "tool",
+    "tool_call_parser", "tracker",
 ]  # fmt: skip
 
 _MODULES = {
@@ -59,6 +61,7 @@ _MODULES = {
     "advantage": "scoring.advantages",
     "agent": "rollout.agents",
     "context_manager": "rollout.context",
+    "convert_arguments": "chat.parsers.arguments",
     "group_filter": "scoring.group_filters",
     "loss": "losses.registry",
     "scorer": "scoring.scorers",

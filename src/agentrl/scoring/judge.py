@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from agentrl.chat.parsers import split_reasoning
 from agentrl.errors import ScorerError, judge
 from agentrl.llm.agent_config import AgentSection, load_section
 from agentrl.llm.ask import Answer, NoAnswerError, ask
@@ -87,9 +88,9 @@ def verdict_of(reply: str) -> bool | None:
     """Return whether a reply says "Correct"; None if it says neither that nor "Incorrect", or both.
 
     The last line holds the verdict and nothing else, except for a label (``Verdict:``) and markup. No
-    earlier line may hold the other verdict. Text before ``</think>`` does not count.
+    earlier line may hold the other verdict. Reasoning does not count, closed or not.
     """
-    lines = [line.replace("*", "").strip(_MARKUP) for line in reply.rpartition("</think>")[2].splitlines()]
+    lines = [line.replace("*", "").strip(_MARKUP) for line in split_reasoning(reply).rest.splitlines()]
     found = [_VERDICT.fullmatch(line) for line in lines if line]
     verdicts = {match.group(1) is None for match in found if match}
     return verdicts.pop() if found and found[-1] and len(verdicts) == 1 else None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from agentrl.chat.parsers import split_reasoning
 from agentrl.errors import ScorerError
 from agentrl.llm.agent_config import load_section
 from agentrl.scoring.judge import ask_judge, judge_prompt, judged_details
@@ -85,7 +86,7 @@ def read_criteria(value: Any) -> list[Criterion]:
 def verdicts_of(reply: str, count: int) -> tuple[bool, ...] | None:
     """Return whether each of ``count`` criteria is met; None unless every one has exactly one verdict."""
     found: dict[int, bool] = {}
-    for line in reply.rpartition("</think>")[2].splitlines():
+    for line in split_reasoning(reply).rest.splitlines():
         match = _LINE.fullmatch(line)
         if match is None:
             continue

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
 from agentrl.chat.parsers import PARSERS, ToolCall, get_parser, parse_text, validate_call
 from agentrl.chat.parsers.arguments import convert_arguments
@@ -173,3 +176,34 @@ def test_untyped_values_take_the_schema_type_and_text_stays_text() -> None:
 def test_a_wrong_schema_is_not_the_models_fault(parameters: dict[str, object]) -> None:
     schema = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     assert validate_call(ToolCall("f", {"a": "b"}), [schema]) is None
+
+
+@pytest.mark.parametrize("name", PARSERS.names())
+def test_a_text_that_repeats_a_mark_ends_without_a_call(name: str) -> None:
+    units = ("<tool_call>", "<tool_call><function=f><parameter=a>", "[f(", '{"name": {"name":', "<think>")
+    for unit in (*units, "[TOOL_CALLS]", "<tool_call>f<arg_key>a</arg_key><arg_value>"):
+        text = unit * (50_000 // len(unit))
+        assert parse_text(get_parser(name), text, [ADD]).tool_calls == ()
+
+
+def test_a_schema_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[object] = []
+    check_schema = Draft202012Validator.check_schema
+    monkeypatch.setattr(
+        Draft202012Validator, "check_schema", lambda schema: (checked.append(schema), check_schema(schema))
+    )
+    parameters = {"type": "object", "properties": {"once": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    for value in range(50):
+        assert validate_call(ToolCall("f", {"once": value}), json.loads(json.dumps(tools))) is None
+    assert validate_call(ToolCall("f", {"once": "1"}), tools) is not None
+    assert len(checked) == 1
+
+
+def test_the_example_parser_reads_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend("assets/examples")
+    text = 'I add.\nCALL add a=1 b=2 note="two words"\nCALL add \'\n'
+    parsed = get_parser("custom_parser:LineParser").parse(text, [ADD])
+    assert parsed.tool_calls == (ToolCall("add", {"a": 1, "b": 2, "note": "two words"}),)
+    assert parsed.content == "I add."
+    assert parsed.error is not None

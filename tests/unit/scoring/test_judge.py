@@ -184,6 +184,7 @@ def test_a_template_of_ones_own_may_hold_other_braces() -> None:
         ("Incorrect\nCorrect", None),
         ("Correct or Incorrect", None),
         ("<think>correct</think>", None),
+        ("<think>So it is\nCorrect", None),
         ("<think>incorrect?</think>correct", True),
         ("uncorrected", None),
         ("", None),

@@ -89,8 +89,10 @@ def _read_function(text: str, at: int, close: str, tools: Tools) -> tuple[ToolCa
     texts: dict[str, str] = {}
     at = skip_space(text, head.end())
     while (parameter := _OPEN.match(text, at)) is not None:
-        value, at = _read_value(text, parameter.end(), known, close)
-        texts[parameter.group(1).strip()] = value
+        key = parameter.group(1).strip()
+        if key in texts:
+            raise CallSyntaxError(f"{name}: the parameter {key} is given twice: {shown(text[at:])}")
+        texts[key], at = _read_value(text, parameter.end(), known, close)
         at = skip_space(text, at)
     if text.startswith(FUNCTION_END, at):
         at += len(FUNCTION_END)
@@ -115,9 +117,11 @@ def _read_value(text: str, at: int, known: frozenset[str] | None, close: str) ->
             depth -= 1
         elif _is_end(text, tag.end(), known, close):
             return _unframed(text[at : tag.start()]), tag.end()
-    ends = [place for mark in (FUNCTION_END, close) if (place := text.find(mark, at)) >= 0]
-    if (following := _next_parameter(text, at, known)) >= 0:
-        ends.append(following)
+    following = _next_parameter(text, at, known)
+    ends = [following] if following >= 0 else []
+    for mark in (FUNCTION_END, close):
+        if (place := text.find(mark, at, min(ends, default=len(text)))) >= 0:
+            ends.append(place)
     if not ends:
         raise CallSyntaxError(f"a parameter is not closed by {PARAMETER_END}: {shown(text[at:])}")
     value = text[at : min(ends)].rstrip()

@@ -137,6 +137,9 @@ def _turn(call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None) -
 def _message(message: Mapping[str, Any], *, skip_calls: bool = False) -> Iterator[RenderableType]:
     role = clean(message.get("role", "?"))
     yield Text(role, style=f"bold {_ROLE_STYLES.get(role, '')}".strip())
+    reasoning = _content(message.get("reasoning_content"))
+    if reasoning.strip():
+        yield _indented(plain(reasoning.strip("\n"), "dim italic"))
     content = _content(message.get("content"))
     if content.strip():
         yield _indented(plain(content.strip("\n")))
