@@ -16,7 +16,7 @@ import pytest
 from agentrl.errors import ToolServerError
 from agentrl.tools.sandbox import landlock
 from agentrl.tools.sandbox.limits import SandboxLimits
-from agentrl.tools.sandbox.local import LocalSandbox, _namespace_problem
+from agentrl.tools.sandbox.local import LocalSandbox, namespace_problem
 
 pytestmark = pytest.mark.integration
 
@@ -37,7 +37,7 @@ MARK = "agentrl-sandbox-left-behind"
 @pytest.fixture(params=["namespaces", "limits"])
 async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[LocalSandbox]:
     """Return a sandbox of each kind; root's own interpreter may be unreadable for other users."""
-    if request.param == "namespaces" and (problem := await asyncio.to_thread(_namespace_problem)):
+    if request.param == "namespaces" and (problem := await asyncio.to_thread(namespace_problem)):
         pytest.skip(f"no namespaces here: {problem}")
     sandbox = LocalSandbox(LIMITS, isolation=request.param, python=_readable_python())
     yield sandbox

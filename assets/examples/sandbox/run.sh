@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train a small model to answer by Python programs that the sandbox runs. Run it from the repository's root.
 #
-#   bash assets/examples/sandbox/run.sh                    30 steps; about five minutes on two cores
+#   bash assets/examples/sandbox/run.sh                    make the model once, then 16 steps
 #   bash assets/examples/sandbox/run.sh --max_steps 60     further flags go to every process
 #
 # Ctrl-C stops everything; the same command resumes. RUN_NAME names the run.

@@ -32,6 +32,8 @@ from agentrl.errors import AgentRLError
 from agentrl.inference.engines.commands import engine_venv, has_gpu, install_hint
 from agentrl.observe.redact import redact
 from agentrl.observe.terminal import stdout_console, table
+from agentrl.tools.sandbox import landlock
+from agentrl.tools.sandbox.local import namespace_problem
 
 State = Literal["ok", "warn", "fail"]
 
@@ -104,6 +106,7 @@ def machine_checks(run: RunConfig, engine: EngineConfig) -> Iterator[Check]:
     for folder in (run.output, run.log_dir, run.mongo_dir):
         yield check_disk(folder)
     yield check_port(engine)
+    yield check_sandbox()
 
 
 def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Check:
@@ -149,6 +152,19 @@ def check_torch() -> Check:
         hint = "pip install a torch build for this GPU's driver (pytorch.org/get-started)"
         return Check("torch", "warn", f"{version} ({build}) does not see this machine's GPU", hint)
     return Check("torch", "ok", f"{version} ({build}); this machine has no GPU")
+
+
+def check_sandbox() -> Check:
+    """Check how the programs of a model are confined on this machine."""
+    name, problem = "sandbox", namespace_problem()
+    if problem is None:
+        return Check(name, "ok", "namespaces: own network, processes and files")
+    hint = f"{problem}; allow user namespaces (sysctl user.max_user_namespaces), or use isolation: docker"
+    if landlock.version():
+        return Check(name, "ok", f"limits and Landlock; no namespaces: {problem}")
+    return Check(
+        name, "warn", f"only limits: programs read this user's files; no namespaces: {problem}", hint
+    )
 
 
 def check_engine_venv(name: str, engine: EngineConfig) -> Check:

@@ -16,7 +16,6 @@ from agentrl.tools.manager import managed_servers
 from agentrl.tools.mcp.servers import mcp_server
 from agentrl.tools.names import ToolNames
 from agentrl.tools.python import python_servers
-from agentrl.tools.selected import SelectedTools
 from agentrl.tools.session import Condense, ToolSession
 from agentrl.tools.specs import ManagerSpec
 from agentrl.tools.tool_config_file import load_tools
@@ -37,7 +36,6 @@ class ToolPool:
         timeout = config.tool_timeout_seconds
         configured = load_tools(config.tool_config_path, call_timeout=timeout)
         self._specs = [*configured_servers(config), *configured.servers]
-        self._selected = configured.selected
         self._python = [*python_servers(config.tools, call_timeout=timeout), *configured.tools]
         self._config = config
         self._servers: dict[str, ToolServer] = {}
@@ -110,8 +108,6 @@ class ToolPool:
         return lambda tool, arguments, text: browse.condense(tool, arguments, text, question)
 
     def _add(self, server: ToolServer) -> None:
-        if server.name in self._selected:
-            server = SelectedTools(server, self._selected[server.name])
         if server.name in self._servers:
             raise ToolServerError(
                 f"two tool servers are named {server.name!r}", hint="rename one in --mcp_servers_file"

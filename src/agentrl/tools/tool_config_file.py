@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,6 @@ class ConfiguredTools:
 
     tools: tuple[StatefulTools, ...] = ()
     servers: tuple[ServerSpec, ...] = ()
-    selected: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """Names of the tools to offer, by MCP server; of a server that is not named, all."""
 
 
 def load_tools(path: str | None, *, call_timeout: float) -> ConfiguredTools:
@@ -34,7 +32,6 @@ def load_tools(path: str | None, *, call_timeout: float) -> ConfiguredTools:
         return ConfiguredTools()
     tools: list[StatefulTools] = []
     servers: list[ServerSpec] = []
-    selected: dict[str, frozenset[str]] = {}
     for place, entry in enumerate(_entries(path)):
         where = f"{path}: tools[{place}]"
         config = _mapping(entry.get("config"), f"{where}.config")
@@ -42,13 +39,10 @@ def load_tools(path: str | None, *, call_timeout: float) -> ConfiguredTools:
         if kind == "native":
             tools.append(_native(entry, config, where, call_timeout))
         elif kind == "mcp" or "mcp" in entry:
-            found, names = _mcp(entry, where)
-            servers += found
-            if names is not None:
-                selected.update({spec.name: names for spec in found if not isinstance(spec, ManagerSpec)})
+            servers += _mcp(entry, where)
         else:
             raise ConfigError(f"{where}.config.type is {kind!r}", hint="it is native or mcp")
-    return ConfiguredTools(tools=tuple(tools), servers=tuple(servers), selected=selected)
+    return ConfiguredTools(tools=tuple(tools), servers=tuple(servers))
 
 
 def _native(
@@ -76,17 +70,23 @@ def _class(name: str, where: str) -> Any:
         raise ConfigError(f"{where}: class_name {name!r} cannot be imported: {error}", hint=hint) from error
 
 
-def _mcp(entry: Mapping[str, Any], where: str) -> tuple[list[ServerSpec], frozenset[str] | None]:
+def _mcp(entry: Mapping[str, Any], where: str) -> list[ServerSpec]:
     mcp = _mapping(entry.get("mcp"), f"{where}.mcp")
     path = mcp.get("mcp_servers_config_path")
     if not isinstance(path, str):
         raise ConfigError(f"{where}.mcp has no mcp_servers_config_path", hint="give the path of a JSON file")
     names = mcp.get("tool_selected_list")
-    if names is None:
-        return load_servers(path), None
-    if not isinstance(names, list):
+    if names is not None and not isinstance(names, list):
         raise ConfigError(f"{where}.mcp.tool_selected_list is {names!r}", hint="give a list of tool names")
-    return load_servers(path), frozenset(map(str, names))
+    specs = load_servers(path)
+    return list(specs) if names is None else [_offering(spec, tuple(map(str, names))) for spec in specs]
+
+
+def _offering(spec: ServerSpec, names: tuple[str, ...]) -> ServerSpec:
+    """Return a server that offers only the tools ``names``."""
+    if isinstance(spec, ManagerSpec):
+        return spec
+    return replace(spec, options=replace(spec.options, offered=names))
 
 
 def _entries(path: str) -> list[Mapping[str, Any]]:

@@ -63,6 +63,24 @@ def test_packages_are_held_against_the_tested_ranges(monkeypatch: pytest.MonkeyP
     assert checks[-1].found.startswith("1 of 3")
 
 
+@pytest.mark.parametrize(
+    ("problem", "landlock", "state", "found"),
+    [
+        (None, 0, "ok", "namespaces"),
+        ("unshare: denied", 5, "ok", "limits and Landlock"),
+        ("unshare: denied", 0, "warn", "programs read this user's files"),
+    ],
+)
+def test_the_sandbox_says_how_programs_are_confined(
+    problem: str | None, landlock: int, state: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "namespace_problem", lambda: problem)
+    monkeypatch.setattr(doctor.landlock, "version", lambda: landlock)
+    check = doctor.check_sandbox()
+    assert check.state == state
+    assert found in check.found
+
+
 def test_a_taken_port_fails() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -16,6 +16,7 @@ from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError, ToolServerError
 from agentrl.tools.base import Trajectory
 from agentrl.tools.pool import ToolPool
+from agentrl.tools.specs import StdioSpec
 from agentrl.tools.stateful import StatefulTool, StatefulTools
 from agentrl.tools.tool_config_file import load_tools
 
@@ -220,5 +221,6 @@ def test_mcp_entries_name_servers_and_the_tools_to_offer(tmp_path: Path) -> None
     mcp = {"mcp_servers_config_path": str(servers), "tool_selected_list": ["find"]}
     path = _write(tmp_path / "tools.yaml", {"class_name": "verl.X", "config": {"type": "mcp"}, "mcp": mcp})
     found = load_tools(path, call_timeout=1)
-    assert [spec.name for spec in found.servers] == ["search"]  # type: ignore[union-attr]
-    assert found.selected == {"search": frozenset({"find"})}
+    (server,) = found.servers
+    assert isinstance(server, StdioSpec)
+    assert (server.name, server.options.offered) == ("search", ("find",))

@@ -82,7 +82,7 @@ class LocalSandbox:
     async def _uses_namespaces(self) -> bool:
         if self._isolation == "limits":
             return False
-        problem = await asyncio.to_thread(_namespace_problem)
+        problem = await asyncio.to_thread(namespace_problem)
         if problem is not None and self._isolation == "namespaces":
             raise ToolServerError(
                 f"this machine allows no sandbox in namespaces: {problem}",
@@ -164,7 +164,7 @@ def _command() -> list[str]:
 
 
 @cache
-def _namespace_problem() -> str | None:
+def namespace_problem() -> str | None:
     """Return why programs cannot run in namespaces here; None if they can. Logs the answer once."""
     with tempfile.TemporaryDirectory(prefix="agentrl-sandbox-") as folder:
         python, prefixes = _interpreter(None)
