@@ -165,6 +165,9 @@ class _Training(_Part):
     async def steps(self, after: int = 0, status: StepStatus | None = None) -> list[TrainStep]:
         return [step for step in self.store.train_steps.values() if step.step > after]
 
+    async def prefix_cache_hit_rate(self, tasks: Sequence[str]) -> float | None:
+        return 0.5 if tasks else None
+
     async def mean_generated_tokens(
         self, *, tasks: Sequence[str] | None = None, records: Sequence[str] | None = None
     ) -> float | None:

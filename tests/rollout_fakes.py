@@ -13,6 +13,7 @@ from agentrl.chat.parsers import get_parser
 from agentrl.chat.template import ChatTemplate
 from agentrl.chat.template_format import TemplateFormat
 from agentrl.documents.model_call import VersionSpan
+from agentrl.documents.partial import PartialGeneration
 from agentrl.documents.sampling import SamplingParams
 from agentrl.inference.generation import Generation
 from agentrl.tools.base import Schema, ToolResult, Trajectory, function_schema
@@ -59,6 +60,7 @@ class ScriptedEngine:
         self.outputs: list[list[int]] = []
         self.version = 3
         self.context_length: int | None = None
+        self.partial: PartialGeneration | None = None
 
     async def generate(self, input_ids: Sequence[int], params: SamplingParams) -> Generation:
         """The next line, closed by the end-of-turn token."""
@@ -82,7 +84,9 @@ class ScriptedEngine:
         )
 
     @asynccontextmanager
-    async def session(self, traj_id: str, group: str | None = None) -> AsyncIterator[ScriptedEngine]:
+    async def session(
+        self, traj_id: str, group: str | None = None, partial: object = None
+    ) -> AsyncIterator[ScriptedEngine]:
         """As a router: itself for every trajectory."""
         yield self
 

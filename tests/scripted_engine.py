@@ -63,6 +63,7 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         self.headers: list[dict[str, str]] = []
         self.url = ""
+        self.vocab_size = VOCAB
         self._serving: set[asyncio.Task[None]] = set()
 
     def service(self, name: str, **fields: Any) -> InferenceService:
@@ -106,8 +107,8 @@ class ScriptedEngine:
         if path == "/abort_request":
             self.aborted.append(body.get("rid", "*"))
         known = {
-            "/model_info": {"model_path": "scripted", "weight_version": "0", "vocab_size": VOCAB},
-            "/server_info": {"context_length": 50},
+            "/model_info": {"model_path": "scripted", "weight_version": "0", "vocab_size": self.vocab_size},
+            "/server_info": {"context_length": 4096},
         }
         content = json.dumps(known.get(path, {})).encode()
         head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n"

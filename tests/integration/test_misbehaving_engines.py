@@ -9,6 +9,7 @@ from scripted_engine import VOCAB, Answer, Call, ScriptedEngine
 
 from agentrl.config.schema import SamplingConfig
 from agentrl.documents.model_call import VersionSpan
+from agentrl.documents.partial import PartialGeneration
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.serving import InferenceService
 from agentrl.errors import ENGINES, ConfigError, EngineError
@@ -256,3 +257,37 @@ async def test_an_engine_with_another_tokenizer_gets_no_calls() -> None:
             services[0] = engine.service("same", tokenizer="sha256 a")
             assert len((await session.generate([4], PARAMS)).output_ids) == 8
         await router.close()
+
+
+async def test_a_cancelled_generation_is_kept_and_resumed_on_newer_weights_with_its_spans() -> None:
+    first, second = ScriptedEngine(hangs), ScriptedEngine(healthy)
+    async with first.serving(), second.serving():
+        services = [first.service("first")]
+
+        async def live() -> Sequence[InferenceService]:
+            return services
+
+        router = EngineRouter(live, max_age=0.0)
+        async with router.session("t") as session:
+            task = asyncio.create_task(session.generate([4, 5], PARAMS))
+            async with asyncio.timeout(10):
+                while not first.calls:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.2)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            kept = session.partial
+        assert kept is not None
+        stored = PartialGeneration.from_document(kept.to_document())
+        services[0] = second.service("second")
+        async with router.session("t2", partial=stored) as session:
+            assert (await session.generate([9, 9], PARAMS)).output_ids[0] == 90, "another prompt"
+        async with router.session("t3", partial=stored) as session:
+            made = await session.generate([4, 5], PARAMS)
+            again = await session.generate([4, 5], PARAMS)
+        await router.close()
+    assert made.output_ids == (1, 2, 3, 90, 91, 92, 93, 94)
+    assert made.logprobs[:3] == pytest.approx((-0.1, -0.2, -0.3))
+    assert [(span.version, span.start, span.end) for span in made.versions] == [(5, 0, 3), (7, 3, 8)]
+    assert again.output_ids == (90, 91, 92, 93, 94, 95, 96, 97)

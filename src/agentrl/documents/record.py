@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from agentrl.documents.base import Document, Root, now
+from agentrl.documents.partial import PartialGeneration
 from agentrl.documents.status import RecordStatus, StopReason
 
 TURN_REWARDS = "turn_rewards"
@@ -59,10 +60,16 @@ class Record(Root):
     context_resets: int = 0
     prompt_tokens: int = 0
     """Tokens of the last model call's prompt."""
+    input_tokens: int = 0
+    """Tokens of the prompts of all model calls."""
+    cached_tokens: int = 0
+    """Tokens of these prompts that the engines had in their prefix caches."""
     generated_tokens: int = 0
     min_version: int | None = None
     max_version: int | None = None
     owner: str | None = None
+    partial: PartialGeneration | None = None
+    """The tokens of a released Record's unfinished model call; the next attempt resumes it."""
     traj: tuple[str, ...] = ()
     """``_id`` of each model call, in order."""
     trained_count: int = 0

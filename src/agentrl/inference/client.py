@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,13 +107,14 @@ class EngineClient:
         *,
         encoded: EncodedIds | None = None,
         routing_key: str | None = None,
+        keep: Callable[[Generation], None] = lambda _: None,
     ) -> Generation:
         """Sample a continuation of ``input_ids``.
 
         An id outside the vocabulary raises EngineRefusedError here, because it crashes SGLang. ``rid`` must
         not be a prefix of the id of another request, because SGLang aborts by prefix. Cancelling the call
         aborts the request in the engine. ``encoded`` keeps the JSON of the ids for the next prompt of the
-        same conversation.
+        same conversation. A cancelled call passes the tokens received so far to ``keep``.
 
         Raises EngineInterruptedError, with the tokens received, if the stream ends early or is silent for
         ``timeout`` seconds, and EngineError if the engine cannot be reached or its answer is malformed.
@@ -136,6 +137,8 @@ class EngineClient:
             await self._abort_quietly(rid)
             raise
         except asyncio.CancelledError:
+            if (part := collector.partial(time.monotonic() - start)) is not None:
+                keep(part)
             await asyncio.shield(self._abort_quietly(rid))
             raise
         return collector.result(time.monotonic() - start)

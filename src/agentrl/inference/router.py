@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
+from agentrl.documents.partial import PartialGeneration
 from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ENGINES, EngineError
@@ -107,10 +108,15 @@ class EngineRouter:
         self._logged_at = float("-inf")
 
     @asynccontextmanager
-    async def session(self, traj_id: str, group: str | None = None) -> AsyncIterator[EngineSession]:
-        """Open a session, whose calls go to one engine; ``group`` names the trajectories of one prompt."""
+    async def session(
+        self, traj_id: str, group: str | None = None, partial: PartialGeneration | None = None
+    ) -> AsyncIterator[EngineSession]:
+        """Open a session, whose calls go to one engine; ``group`` names the trajectories of one prompt.
+
+        The first call with the prompt of ``partial`` resumes it.
+        """
         await self.refresh()
-        session = EngineSession(self, traj_id, group)
+        session = EngineSession(self, traj_id, group, partial)
         try:
             yield session
         finally:

@@ -6,9 +6,10 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
+from agentrl.documents.partial import PartialGeneration, prompt_digest
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ContextFullError, EngineError
 from agentrl.inference.encoded_ids import EncodedIds
@@ -19,6 +20,7 @@ from agentrl.inference.generation import (
     Generation,
     join,
 )
+from agentrl.inference.partial import kept, resumed
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ class Client(Protocol):
         *,
         encoded: EncodedIds | None = None,
         routing_key: str | None = None,
+        keep: Callable[[Generation], None] = lambda _: None,
     ) -> Generation:
         """Sample a continuation of ``input_ids``."""
         ...
@@ -92,13 +95,17 @@ class EngineSession:
     """The model calls of one trajectory; created by ``EngineRouter.session``.
 
     ``url`` is the engine that has the trajectory's prefix in its cache, ``tokens`` the length of its context.
+    ``partial`` holds the tokens of a call that was cancelled or failed; one with the same prompt resumes it.
     """
 
-    def __init__(self, engines: Engines, traj_id: str, group: str | None) -> None:
+    def __init__(
+        self, engines: Engines, traj_id: str, group: str | None, partial: PartialGeneration | None
+    ) -> None:
         self.traj_id = traj_id
         self.group = group
         self.url: str | None = None
         self.tokens = 0
+        self.partial = partial
         self._engines = engines
         self._encoded = EncodedIds()
 
@@ -117,19 +124,42 @@ class EngineSession:
         refuses the request, and EngineError, with the engines as its outage, if no token arrives for
         ``wait_seconds``.
         """
-        engines = self._engines
         limit = self.context_length
         if limit is not None and len(input_ids) >= limit:
             raise ContextFullError(
                 f"a prompt of {len(input_ids):,} tokens leaves nothing of the context of {limit:,} tokens"
             )
-        parts: list[Generation] = []
-        done: list[int] = []
+        parts = self._kept_parts(input_ids)
+        try:
+            return await self._finish(input_ids, params, parts)
+        except EngineRefusedError:
+            raise
+        except BaseException:
+            self.partial = kept(input_ids, parts)
+            raise
+
+    def _kept_parts(self, input_ids: Sequence[int]) -> list[Generation]:
+        """Return the kept tokens of a call with this prompt, and forget them."""
+        partial, self.partial = self.partial, None
+        if partial is None or partial.prompt != prompt_digest(input_ids):
+            return []
+        return [resumed(partial, len(input_ids))]
+
+    async def _finish(
+        self, input_ids: Sequence[int], params: SamplingParams, parts: list[Generation]
+    ) -> Generation:
+        """Append further parts to ``parts`` until the generation is complete; return it."""
+        engines = self._engines
+        done = [token for part in parts for token in part.output_ids]
         start = time.monotonic()
         deadline = start + engines.wait_seconds
         failures = 0
+        if parts and (reason := _reason(parts[-1], done, params, engines.tokens)) != "abort":
+            return join(parts, reason, len(input_ids), 0.0)
         while True:
-            part, why = await self._part([*input_ids, *done], _remaining(params, len(done)), deadline)
+            part, why = await self._part(
+                [*input_ids, *done], _remaining(params, len(done)), deadline, parts.append
+            )
             if part is not None:
                 parts.append(part)
                 done.extend(part.output_ids)
@@ -143,7 +173,11 @@ class EngineSession:
             await engines.wait(f"{self.traj_id}: {why}", deadline, failures)
 
     async def _part(
-        self, input_ids: Sequence[int], params: SamplingParams, deadline: float
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        deadline: float,
+        keep: Callable[[Generation], None],
     ) -> tuple[Generation | None, str]:
         """Return the tokens of one request, if there are any, and why it may have to be continued."""
         engines = self._engines
@@ -151,7 +185,12 @@ class EngineSession:
         rid = f"{uuid.uuid4().hex}-{self.traj_id}"
         try:
             part = await client.generate(
-                input_ids, params, rid, encoded=self._encoded, routing_key=self.group or self.traj_id
+                input_ids,
+                params,
+                rid,
+                encoded=self._encoded,
+                routing_key=self.group or self.traj_id,
+                keep=keep,
             )
         except EngineRefusedError:
             raise

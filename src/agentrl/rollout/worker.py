@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig
+from agentrl.documents.partial import PartialGeneration
 from agentrl.documents.record import Failure
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.scorer_sum import scorer_weights
@@ -53,15 +54,24 @@ logger = logging.getLogger(__name__)
 _DEPENDENCIES = frozenset({"engine", "tool"})
 """Kinds of failure that a signal to other processes can cause."""
 
+_KEEP_SECONDS = 2.0
 _SIGNAL_SECONDS = 0.5
 """Longest delay until this process notices a signal that also ended a tool server or an engine."""
+
+
+class ResumableEngine(Engine, Protocol):
+    """An engine that keeps the tokens of a call that was cancelled or failed: ``EngineSession``."""
+
+    partial: PartialGeneration | None
 
 
 class Router(Protocol):
     """Access to the engines: ``EngineRouter``."""
 
-    def session(self, traj_id: str, group: str | None = None) -> AbstractAsyncContextManager[Engine]:
-        """Return the engine of one trajectory of a group."""
+    def session(
+        self, traj_id: str, group: str | None = None, partial: PartialGeneration | None = None
+    ) -> AbstractAsyncContextManager[ResumableEngine]:
+        """Return the engine of one trajectory of a group; a call with the prompt of ``partial`` resumes."""
         ...
 
 
@@ -156,7 +166,11 @@ class Worker:
                 lambda: stack.enter_async_context(self.tools.session(Trajectory.of(claim))), clock
             )
             tools = HeldTools(session, self.outages, clock)
-            engine = await stack.enter_async_context(self.router.session(claim.record_id, claim.task.id))
+            partial = await self.store.records.latest_partial(claim) if claim.attempt > 1 else None
+            engine = await stack.enter_async_context(
+                self.router.session(claim.record_id, claim.task.id, partial)
+            )
+            await stack.enter_async_context(self._keeping_partial(claim, engine))
             schemas = await contain(tools.list, "tools", ToolServerError)
             rollout = Rollout(
                 claim,
@@ -179,6 +193,19 @@ class Worker:
             tool_rewards=rollout.tool_rewards,
         )
         return rollout, outcome
+
+    @asynccontextmanager
+    async def _keeping_partial(self, claim: Claim, engine: ResumableEngine) -> AsyncIterator[None]:
+        """Store the tokens of an unfinished model call if the trajectory is cancelled or given back."""
+        try:
+            yield
+        except (asyncio.CancelledError, FailureError) as error:
+            is_over = isinstance(error, FailureError) and error.outage is None
+            if engine.partial is not None and not is_over:
+                with suppress(StoreError, TimeoutError):  # the next attempt then begins without them
+                    async with asyncio.timeout(_KEEP_SECONDS):
+                        await self.store.records.keep_partial(claim, engine.partial)
+            raise
 
     async def _run_agent(self, agent: Agent, name: str, rollout: Rollout, writer: CallWriter) -> Outcome:
         """Run the agent and store all its model calls, also if the agent failed."""

@@ -11,6 +11,7 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import DuplicateKeyError
 
 from agentrl.documents.base import plain
+from agentrl.documents.partial import PartialGeneration
 from agentrl.documents.record import Record
 from agentrl.documents.status import RECORD_EDGES, RecordStatus, sources
 from agentrl.documents.task import Claim
@@ -67,6 +68,27 @@ class Records(Repository):
         Raises LeaseLostError if the claim is lost, StoreError if the transition is not allowed.
         """
         await self._advancing.write(_Advance(claim, status, plain(fields)))
+
+    @database_call
+    async def keep_partial(self, claim: Claim, partial: PartialGeneration) -> None:
+        """Store the tokens of an unfinished model call in the Record of a claim, if it is still held."""
+        query = {
+            "_id": claim.record_id, "owner": claim.owner, "status": RecordStatus.RUNNING.value,
+        }  # fmt: skip
+        await self._collection(RECORD).update_one(query, {"$set": {"partial": partial.to_document()}})
+
+    @database_call
+    async def latest_partial(self, claim: Claim) -> PartialGeneration | None:
+        """Return the unfinished model call of the previous attempt, if that attempt was released."""
+        found = await self._collection(RECORD).find_one(
+            {
+                "task": claim.task.id, "traj_id": claim.traj_id, "attempt": claim.attempt - 1,
+                "status": RecordStatus.RELEASED.value,
+            },
+            {"partial": 1},
+        )  # fmt: skip
+        stored = None if found is None else found.get("partial")
+        return None if stored is None else PartialGeneration.from_document(stored)
 
     @database_call
     async def get(self, record_id: str) -> Record | None:

@@ -270,6 +270,23 @@ class Training(Groups, Steps):
         return None
 
     @database_call
+    async def prefix_cache_hit_rate(self, tasks: Sequence[str]) -> float | None:
+        """Return the fraction of prompt tokens of the Records of ``tasks`` that engines had cached."""
+        pipeline: list[Json] = [
+            {"$match": {"task": {"$in": list(tasks)}}},
+            {
+                "$group": {
+                    "_id": None,
+                    "input": {"$sum": "$input_tokens"},
+                    "cached": {"$sum": "$cached_tokens"},
+                }
+            },
+        ]
+        async for group in await self._collection(RECORD).aggregate(pipeline):
+            return float(group["cached"] / group["input"]) if group["input"] else None
+        return None
+
+    @database_call
     async def counts(self, split: str) -> dict[DataStatus, int]:
         """Return the number of DBRecordData per status; every status is a key."""
         counts = dict.fromkeys(DataStatus, 0)

@@ -156,12 +156,12 @@ async def step_window(store: Store, split: str, groups: Sequence[str]) -> Window
 
 
 async def window_metrics(store: Store, window: Window, trained: Sequence[str]) -> dict[str, Any]:
-    """Return ``trajectory_means``, ``masked_calls`` and ``length_bias`` of the window.
+    """Return ``trajectory_means``, ``masked_calls``, ``length_bias`` and ``prefix_cache_hit_rate``.
 
     ``masked_calls`` counts model calls that a sampling parameter excludes from training. ``length_bias`` is
     the mean number of generated tokens of the Records ``trained``, divided by that of all scored Records in
     the window, stale and filtered ones included. Below 1, training sees shorter trajectories than the policy
-    generates.
+    generates. ``prefix_cache_hit_rate`` is the fraction of prompt tokens that engines did not compute again.
     """
     metrics: dict[str, Any] = trajectory_means(window.groups)
     metrics["masked_calls"] = sum(
@@ -171,6 +171,9 @@ async def window_metrics(store: Store, window: Window, trained: Sequence[str]) -
     trained_mean = await store.training.mean_generated_tokens(records=trained)
     if sampled_mean and trained_mean:
         metrics["length_bias"] = trained_mean / sampled_mean
+    hit_rate = await store.training.prefix_cache_hit_rate(window.tasks)
+    if hit_rate is not None:
+        metrics["prefix_cache_hit_rate"] = hit_rate
     return metrics
 
 

@@ -174,11 +174,23 @@ def _engine_table(state: RunState, alive_seconds: float) -> Table:
                 Text(str(engine.status), style="green") if alive else Text("dead", style="red"),
                 MISSING if engine.policy_version is None else engine.policy_version,
                 engine.running_requests,
+                fixed(engine.tokens_per_second, 1),
+                fixed(engine.prefix_cache_hit_rate, 2),
                 age(engine.heartbeat, state.at),
                 excerpt(engine.detail or "", 60),
             ]
         )
-    columns = ["url", "engine", "status", "version", "running", "heartbeat", "detail"]
+    columns = [
+        "url",
+        "engine",
+        "status",
+        "version",
+        "running",
+        "tokens/s",
+        "prompt cached",
+        "heartbeat",
+        "detail",
+    ]
     return table("Engines", columns, rows, text=3)
 
 

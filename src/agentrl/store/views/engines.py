@@ -19,7 +19,10 @@ _SPEEDS: Json = {
             {"$project": as_is("_id")},
             join(
                 MODEL_CALL, "_id", "record", "calls",
-                {"$project": as_is("engine", "generate_seconds", "generated_tokens", "created_at")},
+                {"$project": as_is(
+                    "engine", "generate_seconds", "generated_tokens", "prompt_tokens", "cached_tokens",
+                    "created_at",
+                )},
             ),
             {"$unwind": "$calls"},
             {
@@ -27,6 +30,8 @@ _SPEEDS: Json = {
                     "_id": "$calls.engine",
                     "calls": {"$sum": 1},
                     "generated_tokens": {"$sum": "$calls.generated_tokens"},
+                    "prompt_tokens": {"$sum": "$calls.prompt_tokens"},
+                    "cached_tokens": {"$sum": "$calls.cached_tokens"},
                     "seconds": {"$sum": "$calls.generate_seconds"},
                     "slowest": {"$max": "$calls.generate_seconds"},
                     "last_call_at": {"$max": "$calls.created_at"},
@@ -82,9 +87,11 @@ ENGINES: list[Json] = [
             "seconds_per_call": ratio("$speed.seconds", "$speed.calls"),
             "slowest_seconds": "$speed.slowest",
             "tokens_per_second": ratio("$speed.generated_tokens", "$speed.seconds"),
+            "prefix_cache_hit_rate": ratio("$speed.cached_tokens", "$speed.prompt_tokens"),
             "last_call_at": "$speed.last_call_at",
             "seconds_since_heartbeat": seconds("$heartbeat", "$$NOW"),
-            **as_is("running_requests", "detail", "host", "pid", "started_at", "heartbeat"),
+            **as_is("running_requests", "running_tokens", "context_length"),
+            **as_is("detail", "host", "pid", "started_at", "heartbeat"),
         }
     },
 ]  # fmt: skip

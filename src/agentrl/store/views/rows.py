@@ -150,9 +150,12 @@ class EngineRow(Root):
     seconds_per_call: float | None = None
     slowest_seconds: float | None = None
     tokens_per_second: float | None = None
+    prefix_cache_hit_rate: float | None = None
     last_call_at: datetime | None = None
     seconds_since_heartbeat: float | None = None
     running_requests: int = 0
+    running_tokens: int = 0
+    context_length: int | None = None
     detail: str | None = None
     host: str
     pid: int
