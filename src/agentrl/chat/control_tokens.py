@@ -34,13 +34,13 @@ class ControlTokens:
         """``template`` is a chat template: the tags that it writes are control tokens too."""
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
-        self.special_ids = frozenset(added)
         texts = {
             token.content
             for token in added.values()
             if token.content.strip() and (token.special or _is_tag(token.content, template or ""))
         }
         self._control = frozenset(texts)
+        self.special_ids = frozenset(number for number, token in added.items() if token.content in texts)
         self._spoken = frozenset(text for text in texts if _SPOKEN.search(text))
         odd = sorted((text for text in texts if not re.fullmatch(_SHAPED, text)), key=len, reverse=True)
         self._pattern = re.compile(f"(?=({'|'.join([*map(re.escape, odd), _SHAPED])})).", re.DOTALL)
@@ -72,6 +72,10 @@ class ControlTokens:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids`` with special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def texts(self) -> list[str]:
+        """Return the texts of all control tokens."""
+        return sorted(self._control)
 
     def token_id(self, text: str) -> int | None:
         """Return the id of one token."""

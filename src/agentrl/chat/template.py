@@ -22,14 +22,17 @@ from agentrl.errors import ModelError, TrajectoryError
 class ChatTemplate:
     """A compiled chat template with its variables."""
 
-    def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
-        """Compile ``source``; ``variables`` are ``bos_token``, ``eos_token``, …, and template arguments.
+    def __init__(
+        self, source: str, variables: Mapping[str, Any], arguments: Mapping[str, Any] | None = None
+    ) -> None:
+        """Compile ``source``; ``variables`` are ``bos_token``, …, ``arguments`` ``--chat_template_kwargs``.
 
         Raises ModelError for a template that is not valid Jinja.
         """
         self.source = source
-        self._variables = dict(variables)
-        self.digest = hashlib.sha256(source.encode("utf-8", "replace")).hexdigest()[:16]
+        self._variables = {**variables, **(arguments or {})}
+        hashed = source + (json.dumps(arguments, sort_keys=True) if arguments else "")
+        self.digest = hashlib.sha256(hashed.encode("utf-8", "replace")).hexdigest()[:16]
         self.marks_assistant = _GENERATION_TAG.search(source) is not None
         """Whether the template marks assistant text by ``{% generation %}``, as ``render_marked`` needs."""
         try:

@@ -31,20 +31,30 @@ class TemplateFormat:
     name = "template"
 
     def __init__(
-        self, template: ChatTemplate, tokens: ControlTokens, parser: ToolCallParser, stop_ids: Iterable[int]
+        self,
+        template: ChatTemplate,
+        tokens: ControlTokens,
+        parser: ToolCallParser,
+        stop_ids: Iterable[int],
+        parser_name: str = "hermes",
     ) -> None:
         """``stop_ids`` close an assistant turn."""
         self.template = template
         self.tokens = tokens
         self._parser = parser
+        self._parser_name = parser_name
         self.stop_ids = frozenset(stop_ids)
         self._prompts: dict[str, list[int]] = {}
         """The latest prompts and their ids: all trajectories of a group start with one prompt."""
 
+    def with_parser(self, parser: ToolCallParser, name: str) -> TemplateFormat:
+        """Return the same format with another parser of tool calls."""
+        return TemplateFormat(self.template, self.tokens, parser, self.stop_ids, name)
+
     @property
     def description(self) -> str:
         """Return one line about the format."""
-        return "the model's chat template, and a text parser of its tool calls"
+        return f"the model's chat template, tool calls by the text parser {self._parser_name}"
 
     @property
     def agreed_settings(self) -> dict[str, str]:
@@ -59,6 +69,10 @@ class TemplateFormat:
         if len(self._prompts) > _MAX_PROMPTS:
             del self._prompts[next(iter(self._prompts))]
         return list(ids)
+
+    def render_closed(self, messages: Sequence[Message], tools: ToolSchemas | None) -> list[int]:
+        """Return a conversation that ends with its last message."""
+        return self.tokens.encode(self._text(messages, tools, add_generation_prompt=False))
 
     def next_prompt(
         self,

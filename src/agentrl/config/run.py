@@ -87,6 +87,19 @@ class ModelConfig(Flags):
         within="[2, inf)",
         unit="tokens",
     )
+    chat_format: str = flag(
+        "auto",
+        "how messages become token ids: auto (the renderer whose ids are those of the model's template, else"
+        " the template), template, or a renderer by name, e.g. qwen3; docs/chat_formats.md lists them",
+    )
+    chat_template_kwargs: str = flag(
+        "{}", "JSON of arguments for the chat template, e.g. '{\"enable_thinking\": false}'"
+    )
+    thinking_retention: Literal["template", "all", "tool_cycle"] = flag(
+        "template",
+        "which earlier thoughts stay in the context: as the template keeps them, all, or those since the last"
+        " user message (tool_cycle); where they are dropped, the next prompt is a new branch",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,3 +47,8 @@ class ToolConfig(Flags):
         unit="calls",
         per_process=True,
     )
+
+    @property
+    def any_named(self) -> bool:
+        """Return whether a flag names tools."""
+        return bool(self.tools or self.tool_config_path or self.mcp_manager_url or self.mcp_servers_file)

@@ -106,7 +106,8 @@ async def open_format(store: Store | None, configs: Configs) -> ChatFormat:
     model = configs[ModelConfig]
     folder = await model_folder(store, model)
     parser = configs[AgentConfig].tool_call_parser
-    return await asyncio.to_thread(open_chat_format, folder, model, parser)
+    with_tools = configs[ToolConfig].any_named
+    return await asyncio.to_thread(open_chat_format, folder, model, parser, with_tools=with_tools)
 
 
 def sampling_params(sampling: SamplingConfig, chat_format: ChatFormat) -> SamplingParams:

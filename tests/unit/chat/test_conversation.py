@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rollout_fakes import END, END_OF_TEXT, byte_tokenizer, format_of
 
 from agentrl.chat.conversation import Conversation
+from agentrl.chat.model_folder import read_chat_files
 from agentrl.chat.open_format import open_chat_format
 from agentrl.chat.template_format import TemplateFormat
 from agentrl.config.schema import ModelConfig
@@ -188,9 +189,10 @@ def test_a_folder_gives_template_special_tokens_and_stops(tmp_path: Path) -> Non
         ' {"name": "tool_use", "template": "{{ eos_token }}"}]}'
     )
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [258]}')
-    chat_format = open_chat_format(tmp_path, ModelConfig())
-    assert chat_format.stop_ids == {END, END_OF_TEXT}
-    assert chat_format.template.render([], None, add_generation_prompt=True) == "<|im_end|>"
+    files = read_chat_files(tmp_path)
+    assert files.stop_ids == {END, END_OF_TEXT}
+    assert files.template == "{{ eos_token }}"
+    assert files.special_tokens == {"eos_token": "<|im_end|>"}
 
 
 def test_the_template_agrees_with_transformers(tmp_path: Path) -> None:

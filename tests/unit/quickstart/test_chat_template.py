@@ -35,9 +35,9 @@ def folder(request: pytest.FixtureRequest, tiny_folder: Path) -> Path:
 
 
 def opened(folder: Path) -> TemplateFormat:
-    chat_format = open_chat_format(folder, ModelConfig())
-    assert isinstance(chat_format, TemplateFormat)
-    return chat_format
+    base = open_chat_format(folder, ModelConfig(), with_tools=True).base
+    assert isinstance(base, TemplateFormat)
+    return base
 
 
 def call(expression: Any, name: str = "calculate") -> dict[str, Any]:

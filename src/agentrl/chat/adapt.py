@@ -1,0 +1,152 @@
+"""Rewrite messages into the form that one chat template can render without losing any of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from agentrl.chat.chat_format import Message
+from agentrl.chat.parsers.reasoning import THINK, ReasoningTags
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adaptation:
+    """What a template needs. The default changes only where reasoning is kept."""
+
+    reasoning: Literal["field", "text"] = "field"
+    """A thought is a field of its message (``reasoning_content``, ``thinking``), or tagged text before the
+    content."""
+    tags: ReasoningTags = THINK
+    arguments_as_text: bool = False
+    """Arguments are JSON text, not an object."""
+    content_apart: bool = False
+    """Text beside calls becomes a message of its own before them."""
+    one_call_each: bool = False
+    """Parallel calls become one message each, with the result behind it."""
+    orphans_as_user: bool = False
+    """A tool message without a call becomes a user message."""
+    calls_as_text: bool = False
+    """Calls become text of the content, in the Hermes form."""
+
+    def apply(self, messages: Iterable[Message]) -> list[Message]:
+        """Return the messages in this form."""
+        adapted = [self.apply_to_one(message) for message in messages]
+        if self.content_apart:
+            adapted = [part for message in adapted for part in _content_apart(message)]
+        if self.one_call_each:
+            adapted = _one_call_each(adapted)
+        return [_as_user(message) for message in adapted] if self.orphans_as_user else adapted
+
+    def describe(self) -> str:
+        """Return what is changed, as the end of a sentence; empty if nothing is."""
+        changes = [
+            (self.arguments_as_text, "arguments as JSON text"),
+            (self.content_apart, "text beside calls as a message before them"),
+            (self.one_call_each, "parallel calls as one message each"),
+            (self.orphans_as_user, "errors of malformed calls as user messages"),
+            (self.calls_as_text, "calls as text in the Hermes form"),
+        ]
+        return ", ".join(text for is_changed, text in changes if is_changed)
+
+    def apply_to_one(self, message: Message) -> Message:
+        """Return one message in this form, with all its calls in it."""
+        if message.get("role") != "assistant":
+            return message
+        adapted = dict(message)
+        reasoning = adapted.pop("reasoning_content", None) or adapted.pop("thinking", None)
+        adapted.pop("thinking", None)
+        content = adapted.get("content") or ""
+        if reasoning and self.reasoning == "text":
+            content = f"{self.tags.open}\n{reasoning}\n{self.tags.close}\n\n{content}"
+        elif reasoning:
+            adapted |= {"reasoning_content": reasoning, "thinking": reasoning}
+        calls = [self._call(call) for call in adapted.pop("tool_calls", None) or ()]
+        if calls and self.calls_as_text:
+            content = "\n".join([*([content] if content else []), *map(_call_text, calls)])
+        elif calls:
+            adapted["tool_calls"] = calls
+        adapted["content"] = content
+        return adapted
+
+    def _call(self, call: Any) -> dict[str, Any]:
+        function = dict(call.get("function") or call)
+        arguments = function.get("arguments")
+        if self.arguments_as_text and not isinstance(arguments, str):
+            function["arguments"] = json.dumps(arguments or {}, ensure_ascii=False)
+        elif not self.arguments_as_text and isinstance(arguments, str):
+            function["arguments"] = _decoded(arguments)
+        return {"type": "function", **{k: v for k, v in call.items() if k == "id"}, "function": function}
+
+
+def _call_text(call: Message) -> str:
+    function = {"name": call["function"]["name"], "arguments": call["function"].get("arguments") or {}}
+    return f"<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>"
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _content_apart(message: Message) -> list[Message]:
+    """Return the message in two if it has both text and calls; content beside calls is None then."""
+    if not message.get("tool_calls"):
+        return [message]
+    spoken = {key: value for key, value in message.items() if key != "tool_calls"}
+    called = {"role": "assistant", "content": None, "tool_calls": message["tool_calls"]}
+    return [spoken, called] if message.get("content") else [{**spoken, **called}]
+
+
+def _one_call_each(messages: Sequence[Message]) -> list[Message]:
+    """Give each call a message of its own, followed by its result."""
+    found: list[Message] = []
+    place = 0
+    while place < len(messages):
+        message = messages[place]
+        place += 1
+        calls = message.get("tool_calls") or []
+        if not calls:
+            found.append(message)
+            continue
+        results = []
+        while place < len(messages) and messages[place].get("role") == "tool":
+            results.append(messages[place])
+            place += 1
+        rest = {key: value for key, value in message.items() if key != "tool_calls"}
+        for index, call in enumerate(calls):
+            found.append({**rest, "tool_calls": [call]})
+            rest = {"role": "assistant", "content": None if rest.get("content") is None else ""}
+            found.extend(_results_of(call, index, calls, results))
+    return found
+
+
+def _results_of(
+    call: dict[str, Any], index: int, calls: Sequence[dict[str, Any]], results: Sequence[Message]
+) -> list[Message]:
+    """Return the results of one call, by id or by order; the last call also gets what belongs to none."""
+    ids = [other.get("id") for other in calls]
+    own = [
+        result
+        for place, result in enumerate(results)
+        if (result.get("tool_call_id") == call.get("id") if call.get("id") else place == index)
+    ]
+    if index < len(calls) - 1:
+        return own
+    known = {id(result) for result in own}
+    others = [
+        result
+        for place, result in enumerate(results)
+        if id(result) not in known
+        and (result.get("tool_call_id") not in ids if call.get("id") else place >= len(calls))
+    ]
+    return [*own, *others]
+
+
+def _as_user(message: Message) -> Message:
+    if message.get("role") != "tool" or message.get("tool_call_id"):
+        return message
+    return {"role": "user", "content": message.get("content")}

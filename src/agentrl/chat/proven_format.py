@@ -1,0 +1,147 @@
+"""A chat format with what its proof found: how to write messages for it, and which thoughts it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from agentrl.chat.adapt import Adaptation
+from agentrl.chat.chat_format import (
+    ChatFormat,
+    Message,
+    ThinkingRetention,
+    TokenizedConversation,
+    ToolSchemas,
+)
+from agentrl.chat.parsers import ParsedMessage
+
+KeptThoughts = Literal["all", "tool_cycle", "none"]
+"""Earlier thoughts that a template renders: all, those since the last user message, none."""
+
+_KEPT = {
+    "all": "stay in the context",
+    "tool_cycle": "stay until the next user message",
+    "none": "are dropped at every turn",
+}
+
+
+class RenderingFormat(ChatFormat, Protocol):
+    """A chat format that can also render a conversation without a generation prompt."""
+
+    def render_closed(self, messages: Sequence[Message], tools: ToolSchemas | None) -> list[int]:
+        """Return a conversation that ends with its last message."""
+        ...
+
+
+class ProvenFormat:
+    """A format that renders every message of the proof's conversation.
+
+    Where earlier thoughts are dropped, the next prompt is a branch: ``next_prompt`` returns None.
+    """
+
+    def __init__(
+        self,
+        base: RenderingFormat,
+        adaptation: Adaptation,
+        template_keeps: KeptThoughts,
+        retention: ThinkingRetention,
+        tool_problems: Sequence[str] = (),
+    ) -> None:
+        """``tool_problems``: why the format cannot be used with tools."""
+        self.base = base
+        self.retention = retention
+        self.adaptation = adaptation
+        self.template_keeps = template_keeps
+        self.keeps: KeptThoughts = template_keeps if retention == "template" else retention
+        self.tool_problems = tuple(tool_problems)
+        self.name = base.name
+        self.stop_ids = base.stop_ids
+
+    def without_tools(self, problem: str) -> ProvenFormat:
+        """Return the same format, not to be used with tools because of ``problem``."""
+        return ProvenFormat(self.base, self.adaptation, self.template_keeps, self.retention, [problem])
+
+    @property
+    def description(self) -> str:
+        """Return one line: the format, its changes of messages, and what becomes of earlier thoughts."""
+        thoughts = f"earlier thoughts {_KEPT[self.keeps]}"
+        if self.keeps != self.template_keeps:
+            thoughts += f" (in the template they {_KEPT[self.template_keeps]})"
+        changed = self.adaptation.describe()
+        parts = [self.base.description, *([f"with {changed}"] if changed else []), thoughts]
+        return "; ".join([*parts, *(["without tools"] if self.tool_problems else [])])
+
+    @property
+    def agreed_settings(self) -> dict[str, str]:
+        """Return what all samplers of a run must have in common."""
+        return {**self.base.agreed_settings, "thinking_retention": self.keeps}
+
+    def render(self, messages: Sequence[Message], tools: ToolSchemas | None) -> list[int]:
+        """Return the prompt of a conversation, up to where the assistant continues."""
+        return self.base.render(self.adaptation.apply(self._retained(messages)), tools)
+
+    def render_closed(self, messages: Sequence[Message], tools: ToolSchemas | None) -> list[int]:
+        """Return a conversation that ends with its last message."""
+        return self.base.render_closed(self.adaptation.apply(self._retained(messages)), tools)
+
+    def next_prompt(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        history: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: ToolSchemas | None,
+    ) -> list[int] | None:
+        """Return the ids between a generation and the next one; None where a thought is dropped."""
+        if self._drops_a_thought(history, new_messages):
+            return None
+        adapt = self.adaptation
+        written = [*adapt.apply(history[:-1]), adapt.apply_to_one(history[-1])]
+        return self.base.next_prompt(prompt_ids, output_ids, written, adapt.apply(new_messages), tools)
+
+    def parse(
+        self, output_ids: Sequence[int], tools: ToolSchemas, prompt_ids: Sequence[int] = ()
+    ) -> ParsedMessage:
+        """Return the message in generated ids."""
+        return self.base.parse(output_ids, tools, prompt_ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of generated ids with special tokens, without the ids that close the turn."""
+        return self.base.decode(ids)
+
+    def tokenize(self, messages: Sequence[Message], tools: ToolSchemas | None) -> TokenizedConversation:
+        """Return a whole conversation and a mask of what the assistant says."""
+        return self.base.tokenize(self.adaptation.apply(self._retained(messages)), tools)
+
+    def _drops_a_thought(self, history: Sequence[Message], new_messages: Sequence[Message]) -> bool:
+        """Return whether a thought of the last prompt or output is not in the next prompt.
+
+        Earlier ones were dropped before.
+        """
+        if self.keeps == "none":
+            return _has_thought(history[-1])
+        if self.keeps == "all" or not any(message.get("role") == "user" for message in new_messages):
+            return False
+        return any(_has_thought(message) for message in history[_last_question(history) :])
+
+    def _retained(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return messages without the thoughts that ``--thinking_retention tool_cycle`` drops."""
+        if self.keeps != "tool_cycle" or self.template_keeps != "all":
+            return messages
+        question = _last_question(messages)
+        return [*map(without_thought, messages[:question]), *messages[question:]]
+
+
+def _last_question(messages: Sequence[Message]) -> int:
+    """Return the place of the last user message; 0 if there is none."""
+    places = (place for place in range(len(messages) - 1, -1, -1) if messages[place].get("role") == "user")
+    return next(places, 0)
+
+
+def _has_thought(message: Message) -> bool:
+    return message.get("role") == "assistant" and bool(message.get("reasoning_content"))
+
+
+def without_thought(message: Message) -> Message:
+    """Return the message without its reasoning."""
+    return {key: value for key, value in message.items() if key not in ("reasoning_content", "thinking")}
