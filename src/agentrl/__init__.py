@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from agentrl.rollout.rollout import Rollout
     from agentrl.scoring.advantages import advantage
     from agentrl.scoring.group_filters import ScoredGroup, group_filter
-    from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
+    from agentrl.scoring.scorers import ScoredCall, ScorerContext, ScoreResult, scorer
     from agentrl.store.notebook import Store
     from agentrl.tools.python import tool
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "LossSettings", "Message", "Outcome", "ParsedMessage", "Rollout", "ScoreResult", "ScoredGroup",
-    "ScorerContext", "StopReason", "Store", "TokenBatch", "TokenLosses", "ToolCall", "Turn", "advantage",
-    "agent", "context_manager", "convert_arguments", "group_filter", "loss", "scorer", "tool",
+    "LossSettings", "Message", "Outcome", "ParsedMessage", "Rollout", "ScoreResult", "ScoredCall",
+    "ScoredGroup", "ScorerContext", "StopReason", "Store", "TokenBatch", "TokenLosses", "ToolCall", "Turn",
+    "advantage", "agent", "context_manager", "convert_arguments", "group_filter", "loss", "scorer", "tool",
     "tool_call_parser", "tracker",
 ]  # fmt: skip
 
@@ -50,6 +50,7 @@ _MODULES = {
     "ParsedMessage": "chat.parsers.base",
     "Rollout": "rollout.rollout",
     "ScoreResult": "scoring.scorers",
+    "ScoredCall": "scoring.scorers",
     "ScoredGroup": "scoring.group_filters",
     "ScorerContext": "scoring.scorers",
     "StopReason": "documents.status",

@@ -33,6 +33,7 @@ scorer_agent:
     ("fields", "message"),
     [
         ({"scorer": "exakt"}, "did you mean 'exact'"),
+        ({"scorer": "0.5*exact + 0.5*fromat"}, "did you mean 'format'"),
         ({"scorer": "module_of_another_host:score"}, "No module named 'module_of_another_host'"),
         ({"scorer": "broken_module:score"}, "RuntimeError: no licence"),
         ({"agent_name": "nobody"}, "unknown agent 'nobody'"),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from agentrl.config.schema import ClaimConfig, SamplingConfig
 from agentrl.data.rescore import scorer_context
 from agentrl.documents.record import Failure
+from agentrl.documents.scorer_sum import scorer_weights
 from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.documents.task import Claim
 from agentrl.errors import FailureError, LeaseLostError, ScorerError, StoreError
@@ -64,8 +65,7 @@ class Scoring:
         Its messages are read from its model calls.
         """
         try:
-            scorer = claim.task.scorer
-            if not is_importable(scorer):
+            if not all(map(is_importable, scorer_weights(claim.task.scorer))):
                 allow_imports(await self.store.imports.paths())
             record = await self.store.records.get(claim.record_id)
             if record is None:

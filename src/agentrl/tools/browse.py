@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentrl.chat.parsers import split_reasoning
 from agentrl.documents.model_call import BrowseCall, Condensed
 from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.errors import ConfigError
@@ -206,7 +207,7 @@ def _messages(values: Mapping[str, str], chunk: str, part: str) -> Messages:
 
 
 def _text(reply: str) -> str | None:
-    return reply.rpartition("</think>")[2].strip() or None
+    return split_reasoning(reply).rest.strip() or None
 
 
 def _joined(replies: Sequence[str], rest: int) -> str:

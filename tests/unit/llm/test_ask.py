@@ -14,6 +14,7 @@ import pytest_asyncio
 from agentrl.llm import ask as ask_module
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint
 from agentrl.llm.ask import Answer, NoAnswerError, ask, spending
+from agentrl.llm.client import endpoint_client
 from agentrl.llm.deadline import Deadline
 from agentrl.llm.limits import Window
 
@@ -42,7 +43,7 @@ def section(
     endpoints = tuple(
         ModelEndpoint(model=model, base_url=llm.url, api_key="k", **(limits or {})) for model in models
     )
-    values = {"max_retries": 2, "retry_delay": 0.01, "timeout": 20.0, **settings}
+    values = {"max_retries": 2, "retry_delay": 0.01, "timeout": 60.0, **settings}
     return AgentSection(name="scorer_agent", models=endpoints, **values)
 
 
@@ -50,13 +51,16 @@ def read(text: str) -> str | None:
     return text if text.startswith("yes") else None
 
 
-async def put(section: AgentSection, seconds: float = 20.0) -> Answer[str]:
+async def put(section: AgentSection, seconds: float = 60.0) -> Answer[str]:
     return await ask(section, QUESTION, read, Deadline(seconds))
 
 
 async def test_a_model_that_hangs_leaves_the_next_its_share_of_the_time(llm: fake_llm.FakeLLM) -> None:
-    llm.replies = {"a": [fake_llm.HANG], "b": ["yes"]}
-    answer = await put(section(llm, "a", "b", max_retries=3, timeout=60.0), seconds=0.6)
+    llm.replies = {"a": ["yes", fake_llm.HANG], "b": ["yes"]}
+    both = section(llm, "a", "b", max_retries=3, timeout=60.0)
+    await put(both)  # connects
+    llm.asked.clear()
+    answer = await put(both, seconds=3.0)
     assert (answer.model, answer.reply) == ("b", "yes")
     assert llm.models == ["a", "b"]
 
@@ -64,7 +68,7 @@ async def test_a_model_that_hangs_leaves_the_next_its_share_of_the_time(llm: fak
 @pytest.mark.parametrize(
     ("reply", "problem", "is_outage", "requests"),
     [
-        (fake_llm.HANG, "timed out: no reply within 0.2 s", True, 2),
+        (fake_llm.HANG, r"timed out: no reply within 0\.3 s", True, 2),
         (fake_llm.CLOSE, "unreachable: RemoteProtocolError", True, 2),
         (fake_llm.HALF, "unreachable", True, 2),
         (fake_llm.HTML, "not a chat completion: a web page", True, 2),
@@ -84,8 +88,10 @@ async def test_a_model_that_hangs_leaves_the_next_its_share_of_the_time(llm: fak
 async def test_every_misbehaviour_has_a_name_and_the_next_model_answers(
     llm: fake_llm.FakeLLM, reply: str | int, problem: str, is_outage: bool, requests: int
 ) -> None:
-    llm.replies = {"a": [reply], "b": ["yes"]}
-    timeout = 0.2 if reply == fake_llm.HANG else 10.0
+    llm.replies = {"a": ["yes", reply], "b": ["yes"]}
+    await put(section(llm, "a"))  # connects
+    llm.asked.clear()
+    timeout = 0.3 if reply == fake_llm.HANG else 60.0
     assert (await put(section(llm, "a", "b", timeout=timeout))).model == "b"
     assert llm.models == ["a"] * requests + ["b"]
     with pytest.raises(NoAnswerError, match=problem) as caught:
@@ -102,7 +108,7 @@ async def test_a_server_that_is_not_there_is_an_outage(llm: fake_llm.FakeLLM) ->
 
 
 async def test_retry_after_pauses_the_model_for_every_question(llm: fake_llm.FakeLLM) -> None:
-    llm.replies, llm.retry_after = {"a": [429, "yes"], "b": ["yes b"]}, "30"
+    llm.replies, llm.retry_after = {"a": [429, "yes"], "b": ["yes b"]}, "300"
     both = section(llm, "a", "b")
     assert (await put(both)).model == "b"
     assert (await put(both)).model == "b"
@@ -137,11 +143,19 @@ async def test_connections_are_kept_alive(llm: fake_llm.FakeLLM) -> None:
 async def test_concurrency_is_bounded_and_waiting_takes_no_time_of_the_question(
     llm: fake_llm.FakeLLM,
 ) -> None:
-    llm.replies, llm.seconds = {"a": ["yes"]}, 0.1
+    llm.replies, llm.seconds = {"a": ["yes"]}, 0.01
     few = section(llm, "a", limits={"max_concurrency": 2})
-    answers = await asyncio.gather(*(put(few, seconds=0.5) for _ in range(20)))
+    answers = await asyncio.gather(*(put(few) for _ in range(20)))
     assert len(answers) == 20
     assert llm.most_under_way == 2
+    limits = (await endpoint_client(few.models[0])).limits
+    await limits.acquire(1)
+    await limits.acquire(1)
+    waiting = asyncio.create_task(put(few, seconds=2.0))
+    await asyncio.sleep(2.5)
+    limits.release()
+    assert (await waiting).reply == "yes"
+    limits.release()
 
 
 async def test_requests_and_tokens_a_minute_are_bounded(

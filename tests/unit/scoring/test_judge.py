@@ -32,7 +32,7 @@ async def llm(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[fake_llm.FakeLLM
 
 def write_config(tmp_path: Path, llm: fake_llm.FakeLLM, *models: str, **settings: Any) -> str:
     entries = [{"model": model, "base_url": llm.url, "api_key": "${JUDGE_KEY}"} for model in models]
-    section = {"models": entries, "retry_delay": 0.01, "max_retries": 2, "timeout": 10, **settings}
+    section = {"models": entries, "retry_delay": 0.01, "max_retries": 2, "timeout": 60, **settings}
     path = tmp_path / "agent_config.yml"
     path.write_text(yaml.safe_dump({"scorer_agent": section}))
     return str(path)
@@ -48,7 +48,7 @@ async def test_a_verdict_is_a_score(
 ) -> None:
     llm.replies = {"a": [reply]}
     path = write_config(tmp_path, llm, "a", input_price=10_000, output_price=0)
-    result = await run_scorer("agentcpm", context(path), 30)
+    result = await run_scorer("agentcpm", context(path), 60)
     assert result.score == expected
     assert result.details.pop("seconds") > 0
     assert result.details == {
@@ -68,15 +68,16 @@ async def test_no_answer_and_an_equal_answer_ask_nobody(tmp_path: Path, llm: fak
 
 async def test_the_next_model_is_asked_when_one_fails(tmp_path: Path, llm: fake_llm.FakeLLM) -> None:
     llm.replies = {"a": [500], "b": ["well", "Correct"]}
-    result = await run_scorer("agentcpm", context(write_config(tmp_path, llm, "a", "b")), 30)
+    result = await run_scorer("agentcpm", context(write_config(tmp_path, llm, "a", "b")), 60)
     assert (result.score, result.details["judge"], result.details["requests"]) == (1.0, "b", 4)
     assert llm.models == ["a", "a", "b", "b"]
 
 
 async def test_the_next_model_is_asked_within_the_scorers_time(tmp_path: Path, llm: fake_llm.FakeLLM) -> None:
-    llm.replies = {"a": [fake_llm.HANG], "b": ["Correct"]}
+    llm.replies = {"a": ["Correct", fake_llm.HANG], "b": ["Correct"]}
     path = write_config(tmp_path, llm, "a", "b", max_retries=3, timeout=60)
-    assert (await run_scorer("agentcpm", context(path), 2)).details["judge"] == "b"
+    await run_scorer("agentcpm", context(path, "the first question connects"), 60)
+    assert (await run_scorer("agentcpm", context(path), 4)).details["judge"] == "b"
 
 
 async def test_an_answer_that_is_neither_is_a_failure_of_the_trajectory(
@@ -84,31 +85,31 @@ async def test_an_answer_that_is_neither_is_a_failure_of_the_trajectory(
 ) -> None:
     llm.replies = {"a": [401], "b": ["perhaps"]}
     with pytest.raises(ScorerError, match=r"a: asks for a login.*b: cannot be read: 'perhaps'") as caught:
-        await run_scorer("agentcpm", context(write_config(tmp_path, llm, "a", "b")), 30)
+        await run_scorer("agentcpm", context(write_config(tmp_path, llm, "a", "b")), 60)
     assert caught.value.outage is None
 
 
 async def test_judges_that_are_all_down_are_an_outage(tmp_path: Path, llm: fake_llm.FakeLLM) -> None:
-    llm.replies, llm.retry_after = {"a": [429], "b": [fake_llm.HTML]}, "30"
+    llm.replies, llm.retry_after = {"a": [429], "b": [fake_llm.HTML]}, "300"
     llm.error = "the key secret is used up"
     with pytest.raises(ScorerError, match=r"a: .*b: not a chat completion: a web page") as caught:
-        await run_scorer("agentcpm", context(write_config(tmp_path, llm, "a", "b")), 10)
+        await run_scorer("agentcpm", context(write_config(tmp_path, llm, "a", "b")), 60)
     outage = caught.value.outage
     assert outage is not None
-    assert (outage.kind, outage.name, caught.value.retry_after) == (DependencyKind.JUDGE, "a, b", 30.0)
+    assert (outage.kind, outage.name, caught.value.retry_after) == (DependencyKind.JUDGE, "a, b", 300.0)
     assert "secret" not in str(caught.value)
 
 
 async def test_equal_questions_are_judged_once(tmp_path: Path, llm: fake_llm.FakeLLM) -> None:
     llm.replies, llm.seconds = {"a": ["Correct"]}, 0.1
     given = context(write_config(tmp_path, llm, "a"))
-    results = await asyncio.gather(*(run_scorer("agentcpm", given, 10) for _ in range(8)))
-    results.append(await run_scorer("agentcpm", given, 10))
+    results = await asyncio.gather(*(run_scorer("agentcpm", given, 60) for _ in range(8)))
+    results.append(await run_scorer("agentcpm", given, 60))
     assert [result.score for result in results] == [1.0] * 9
     assert sum(not result.details["cached"] for result in results) == 1
     assert "cost" not in results[-1].details
     assert len(llm.asked) == 1
-    await run_scorer("agentcpm", context(given.agent_config_path, "another city"), 10)
+    await run_scorer("agentcpm", context(given.agent_config_path, "another city"), 60)
     assert len(llm.asked) == 2
 
 
@@ -117,13 +118,13 @@ async def test_a_cancelled_caller_leaves_the_others_their_answer(
 ) -> None:
     llm.replies, llm.seconds = {"a": ["Correct"]}, 0.3
     given = context(write_config(tmp_path, llm, "a"))
-    first = asyncio.create_task(run_scorer("agentcpm", given, 10))
-    second = asyncio.create_task(run_scorer("agentcpm", given, 10))
+    first = asyncio.create_task(run_scorer("agentcpm", given, 60))
+    second = asyncio.create_task(run_scorer("agentcpm", given, 60))
     async with asyncio.timeout(10):
         while not llm.asked:  # noqa: ASYNC110  another task appends
             await asyncio.sleep(0.01)
     first.cancel()
-    assert (await asyncio.wait_for(second, 10)).score == 1.0
+    assert (await asyncio.wait_for(second, 60)).score == 1.0
     assert len(llm.asked) == 1
 
 
@@ -153,7 +154,7 @@ async def test_an_answer_cannot_talk_to_the_judge(tmp_path: Path, llm: fake_llm.
     for template in (None, "{question} {labeled_answer} {pred_answer}"):
         settings = {} if template is None else {"judge_prompt_template": template}
         path = write_config(tmp_path, llm, "a", **settings)
-        assert (await run_scorer("agentcpm", context(path, attack), 10)).score == 0.0
+        assert (await run_scorer("agentcpm", context(path, attack), 60)).score == 0.0
         assert "<|im_" not in str(llm.asked[-1]["messages"])
 
 
@@ -275,10 +276,10 @@ async def test_a_rubric_is_a_weighted_score(
     monkeypatch.setattr(rubric_module, "_verdicts", SharedAnswers())
     llm.replies = {"a": [reply]}
     path = write_config(tmp_path, llm, "a")
-    result = await run_scorer("rubric", rubric_context(path, RUBRIC), 10)
+    result = await run_scorer("rubric", rubric_context(path, RUBRIC), 60)
     assert result.score == expected
     assert ("names the river" in result.details["met"]) is (expected > 0)
-    assert (await run_scorer("rubric", rubric_context(path, RUBRIC, None), 10)).score == 0.0
+    assert (await run_scorer("rubric", rubric_context(path, RUBRIC, None), 60)).score == 0.0
     assert len(llm.asked) == 1
 
 
@@ -290,7 +291,7 @@ async def test_a_rubric_needs_one_verdict_for_each_criterion(
 ) -> None:
     llm.replies = {"a": [reply]}
     with pytest.raises(ScorerError, match="a: cannot be read") as caught:
-        await run_scorer("rubric", rubric_context(write_config(tmp_path, llm, "a"), RUBRIC), 10)
+        await run_scorer("rubric", rubric_context(write_config(tmp_path, llm, "a"), RUBRIC), 60)
     assert caught.value.outage is None
 
 
@@ -306,4 +307,4 @@ async def test_a_rubric_needs_one_verdict_for_each_criterion(
 )
 async def test_a_malformed_rubric_is_named(rubric: Any, problem: str) -> None:
     with pytest.raises(ScorerError, match=problem):
-        await run_scorer("rubric", rubric_context("nowhere.yml", rubric), 10)
+        await run_scorer("rubric", rubric_context("nowhere.yml", rubric), 60)

@@ -45,7 +45,7 @@ def write_config(tmp_path: Path, llm: fake_llm.FakeLLM, *names: str, **settings:
     entries = [{"model": name, "base_url": llm.url, "api_key": "k"} for name in names or ("a",)]
     section = {
         "models": entries, "status": True, "browse_tools": ["visit"], "retry_delay": 0.01, "max_retries": 1,
-        "timeout": 10, **settings,
+        "timeout": 60, **settings,
     }  # fmt: skip
     path = tmp_path / "agent_config.yml"
     path.write_text(yaml.safe_dump({"browse_agent": section}))

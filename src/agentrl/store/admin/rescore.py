@@ -11,7 +11,7 @@ from typing import Any
 from pymongo import ASCENDING, UpdateOne
 
 from agentrl.documents.base import plain
-from agentrl.documents.record import Record
+from agentrl.documents.record import TURN_REWARDS, Record
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Begin, Task
 from agentrl.errors import StoreError
@@ -174,11 +174,12 @@ def _query(
 
 
 def _with_score(record: Record, new: NewScore | None) -> Record:
-    """Return the Record with its new score; the Record itself if score and scorer are the same."""
+    """Return the Record with its new score; the Record itself if nothing of the score changed."""
     if new is None or record.score is None:
         return record
-    same_scorer = record.score_details.get("scorer") == new.details.get("scorer")
-    if record.score == new.score and same_scorer:
+    compared = ("scorer", TURN_REWARDS)
+    is_same = all(record.score_details.get(key) == new.details.get(key) for key in compared)
+    if record.score == new.score and is_same:
         return record
     return dataclasses.replace(record, score=new.score, score_details=new.details)
 
