@@ -178,6 +178,18 @@ class SamplingConfig(Flags):
     sync_sampling: bool = flag(
         False, "sample the groups of a step only after the previous step has been published"
     )
+    oversample_groups: int = flag(
+        0,
+        "groups sampled beyond those that the steps need: a step trains the first that are ready and does not"
+        " wait for the slowest",
+        within="[0, inf)",
+        unit="groups",
+    )
+    tail_policy: Literal["carry", "cut"] = flag(
+        "carry",
+        "trajectories that still run when the steps that they were sampled for are trained: carry (they go on"
+        " with newer weights) or cut (they end, and their groups keep the scored ones)",
+    )
     engine_timeout_seconds: float = flag(
         120.0,
         "longest time without a token of a model call; it then continues from its tokens on another engine",

@@ -20,7 +20,9 @@ class Admission:
     Groups are trained in the order in which they began. With at most (``max_staleness`` + 1) ×
     ``groups_per_step`` groups open, including the step in progress, a group that begins with the newest
     weights is trained at most ``max_staleness`` steps later. Unpublished weights, and engines that serve
-    older ones, reduce this limit by the number of optimizer steps that they lag.
+    older ones, reduce this limit by the number of optimizer steps that they lag. ``oversample_groups`` more
+    may be open, so that a step does not wait for the slowest: of those that it leaves behind, some may become
+    stale.
     """
 
     sampling: SamplingConfig
@@ -48,4 +50,6 @@ class Admission:
                 served = min(served, 0 if serving is None else serving.step)
         lag = max(trained, published) - served
         groups = max(0, self.max_staleness + 1 - lag) * self.training.groups_per_step
+        if groups:
+            groups += self.sampling.oversample_groups
         return GroupLimit(groups, after_step=trained, engines_lag=served < published)

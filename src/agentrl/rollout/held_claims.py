@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema import ClaimConfig
@@ -79,6 +79,18 @@ class HeldClaims:
             with log_store_errors(logger, "leases could not be renewed"):
                 lost = await self._store.claims.heartbeat(held, self._config.lease_seconds)
                 self._give_up({claim.record_id for claim in lost})
+
+    async def cancel(self, records: Collection[str]) -> list[Claim]:
+        """Cancel the work on the claims of ``records``; return those whose work had not ended."""
+        chosen = {task: claim for task, claim in self._running.items() if claim.record_id in records}
+        for task in chosen:
+            task.cancel()
+        if chosen:
+            await asyncio.wait(list(chosen), timeout=_CANCEL_SECONDS)
+        cancelled = [claim for task, claim in chosen.items() if not task.done() or task.cancelled()]
+        for task in chosen:
+            self._running.pop(task, None)
+        return cancelled
 
     async def release(self, unusable: Sequence[Claim] = ()) -> bool:
         """Let the work finish for ``GRACE_SECONDS``, then cancel it and release its claims, and ``unusable``.

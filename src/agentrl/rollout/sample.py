@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from agentrl.config.agreed_settings import sampler_settings
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
@@ -51,6 +53,8 @@ async def sample(configs: Configs) -> None:
                 await store.settings.begin("chat", worker.chat_format.agreed_settings, "sample")
                 finalizer = GroupFinalizer(store, groups, split=TRAIN_SPLIT, seed=run.seed)
                 admission = Admission(sampling, configs[TrainConfig])
+                if sampling.tail_policy == "cut":
+                    config = replace(config, cut_after=admission.max_staleness + 1)
                 sampler = Sampler(
                     store,
                     worker,

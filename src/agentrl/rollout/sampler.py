@@ -18,6 +18,7 @@ from agentrl.rollout.held_claims import HeldClaims, bounded
 from agentrl.rollout.housekeeping import EpochPlan, Housekeeping
 from agentrl.rollout.outage_reports import report_outages
 from agentrl.rollout.scoring import ScoringQueue
+from agentrl.rollout.tails import Tails
 from agentrl.rollout.worker import Worker
 from agentrl.store.admission import GroupLimit
 from agentrl.store.selection import Selection
@@ -58,6 +59,8 @@ class SamplerConfig:
     selection: Selection | None = None
     """None: groups begin in the order of their tasks."""
     idle_exit_seconds: float | None = None
+    cut_after: int | None = None
+    """Steps after which a trajectory that still runs is cut; None: never."""
 
 
 class Sampler:
@@ -78,6 +81,7 @@ class Sampler:
         self._groups_allowed = groups_allowed
         self._outages = worker.outages
         self._held = HeldClaims(store, config.claims, config.owner, config.split, self._ended)
+        self._tails = None if config.cut_after is None else Tails(store, self._held, config.cut_after)
         self._queue = ScoringQueue(
             worker.scoring, split=config.split, owner=f"{config.owner}-scoring", concurrency=config.scorings
         )
@@ -105,11 +109,13 @@ class Sampler:
     async def run(self, stop: asyncio.Event) -> None:
         """Sample until done or stopped; then finish or release the claims still held."""
         self._outages.changed = self._changed.set
-        jobs = (
+        jobs = [
             self._held.heartbeats(), self._housekeeping.finalize_own(), self._housekeeping.work_for_all(),
             self._watch_work(), self._watch_training(), self._queue.run(stop),
             report_outages(self._store, self._outages, self._config.owner),
-        )  # fmt: skip
+        ]  # fmt: skip
+        if self._tails is not None:
+            jobs.append(self._tails.run(self._freed))
         background = [asyncio.create_task(job) for job in jobs]
         for task in background:
             task.add_done_callback(self._background_task_ended)
@@ -189,10 +195,16 @@ class Sampler:
     def _start(self, claim: Claim) -> None:
         self._outages.begin_probes(claim.task.tools, claim.task.scorer)
         self._held.start(claim, self._worker.run(claim))
+        if self._tails is not None:
+            self._tails.begin(claim)
 
-    def _ended(self, claim: Claim, task: asyncio.Task[bool]) -> None:
+    def _freed(self) -> None:
+        """Note that a trajectory has ended: its group may be complete, and another may begin."""
         self._housekeeping.trajectory_ended()
         self._changed.set()
+
+    def _ended(self, claim: Claim, task: asyncio.Task[bool]) -> None:
+        self._freed()
         error = task.exception()
         if error is not None:
             self._unusable.append(claim)

@@ -104,3 +104,10 @@ async def test_synchronous_sampling_waits_for_weights_and_engines(
     state: Any, engine: int | None, groups: int
 ) -> None:
     assert (await admission(sync=True).groups_allowed(state, served(engine))).groups == groups
+
+
+@pytest.mark.parametrize(("state", "groups"), [(store(5, 5, 5), 7), (store(6, 6, last_step=7), 0)])
+async def test_oversampled_groups_come_on_top_of_those_that_may_begin_at_all(state: Any, groups: int) -> None:
+    sampling = SamplingConfig(sync_sampling=True, oversample_groups=3)
+    allowed = Admission(sampling, TrainConfig(groups_per_step=4))
+    assert (await allowed.groups_allowed(state, [6])).groups == groups
