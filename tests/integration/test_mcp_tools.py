@@ -27,7 +27,7 @@ SERVER = str(Path(__file__).parent / "servers" / "demo_server.py")
 
 
 def stdio_entry(*more: str) -> dict[str, object]:
-    return {"command": "python", "args": [SERVER, "stdio", *more]}
+    return {"command": "python", "args": [SERVER, "stdio", *more], "scope": "shared"}
 
 
 def config_of(tmp_path: Path, servers: dict[str, object], **flags: object) -> ToolConfig:
@@ -36,8 +36,8 @@ def config_of(tmp_path: Path, servers: dict[str, object], **flags: object) -> To
     return ToolConfig(mcp_servers_file=str(path), **flags)
 
 
-def start_http(port: int) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
+def start_http(port: int, *more: str) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, SERVER, str(port), *more], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:
         with socket.socket() as probe:
@@ -96,6 +96,29 @@ async def test_many_calls_at_once_share_one_connection(tmp_path: Path) -> None:
         assert [result.text for result in results] == [str(2 * i) for i in range(32)]
         pids = await asyncio.gather(*(pool.call("pid", {}) for _ in range(4)))
         assert len({result.text for result in pids}) == 1
+
+
+async def test_the_older_transport_is_spoken_too(tmp_path: Path) -> None:
+    port = free_port()
+    process = start_http(port, "sse")
+    try:
+        entry = {"url": f"http://127.0.0.1:{port}/sse", "transport": "sse"}
+        async with open_tools(config_of(tmp_path, {"old": entry})) as tools:
+            assert (await tools.call("add", {"a": 2, "b": 3})).text == "5"
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+async def test_a_server_of_the_newest_protocol_announces_its_new_tool(
+    tmp_path: Path, http_server: tuple[str, int, list[subprocess.Popen[bytes]]]
+) -> None:
+    for entry in ({"url": http_server[0]}, stdio_entry()):
+        async with open_tools(config_of(tmp_path, {"demo": entry})) as tools:
+            first = (await tools.call("grow", {})).text
+            second = (await tools.call("add", {"a": 1, "b": 1})).text
+            assert "the tools of this server changed: now also" in first + second
+            assert (await tools.call("grown", {"q": "x"})).text == "about x"
 
 
 async def test_tools_of_one_name_on_two_servers_are_prefixed(

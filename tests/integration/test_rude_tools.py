@@ -256,6 +256,21 @@ async def test_a_server_that_admits_nobody_is_named(
     assert failed.value.outage == tool_server("rude")
 
 
+async def test_any_other_manager_url_is_a_plain_server_with_the_token(
+    web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connector, "RECONNECT_DELAYS", (0.0,))
+    config = ToolConfig(mcp_manager_url=f"http://127.0.0.1:{web.port}/private", mcp_server_name="search")
+    monkeypatch.setenv("MCP_AUTH_TOKEN", "let me in")
+    async with open_tools(config) as tools:
+        result = await tools.call("read", {})
+        assert (result.text, result.server) == ("", "search")
+    monkeypatch.setenv("MCP_AUTH_TOKEN", "another token")
+    with pytest.raises(ToolServerError, match="asks for a login") as failed:
+        await ToolPool(config).open()
+    assert "another token" not in str(failed.value)
+
+
 async def test_a_login_that_expires_and_an_overload_are_outages_not_results(tmp_path: Path, web: Web) -> None:
     async with open_tools(config_of(tmp_path, web.entry("busy"))) as tools:
         with pytest.raises(ToolServerError, match=r"overloaded \(HTTP 429\): slow down") as failed:

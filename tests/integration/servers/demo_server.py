@@ -1,10 +1,10 @@
-"""An MCP server for tests: ``demo_server.py stdio|PORT [NAME]``."""
+"""An MCP server for tests: ``demo_server.py stdio|PORT [NAME|sse]``; ``sse``: over the older HTTP+SSE."""
 
 import asyncio
 import os
 import sys
 
-from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("demo", log_level="CRITICAL")
@@ -47,12 +47,22 @@ def die() -> str:
     os._exit(3)
 
 
+@server.tool()
+async def grow(context: Context) -> str:
+    """Add a tool and announce it."""
+    server.add_tool(only_on_the_second, name="grown")
+    await context.notify_tools_changed()
+    return "grew"
+
+
 def only_on_the_second(q: str) -> str:
     """Look up."""
     return f"about {q}"
 
 
 if __name__ == "__main__":
+    if sys.argv[2:] == ["sse"]:
+        server.run("sse", port=int(sys.argv[1]))
     if len(sys.argv) > 2:
         server.add_tool(only_on_the_second, name=sys.argv[2])
     if sys.argv[1] == "stdio":

@@ -1,7 +1,8 @@
 """An MCP server that misbehaves on purpose, in plain JSON-RPC: ``rude_server.py stdio|PORT``.
 
-Over HTTP, the path chooses how: /mcp is well-behaved, /login asks for one, /busy is overloaded, /html answers
-a page, /garbage no JSON, /short less than it announces, /sse the answer as a stream that may break off.
+Over HTTP, the path chooses how: /mcp is well-behaved, /login asks for a login and /private for a token, /busy
+is overloaded, /html answers a page, /garbage no JSON, /short less than it announces, /sse the answer as a
+stream that may break off.
 """
 
 from __future__ import annotations
@@ -211,7 +212,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         message = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         is_call = message["method"] == "tools/call"
-        if self.path == "/login" or not self.rude.logged_in:
+        is_private = self.path == "/private" and self.headers.get("Authorization") != "Bearer let me in"
+        if self.path == "/login" or is_private or not self.rude.logged_in:
             return self.say(401, "text/html", b"<h1>Please log in</h1>", {"WWW-Authenticate": "Bearer"})
         if self.path == "/busy" and is_call:
             return self.say(429, "text/plain", b"slow down", {"Retry-After": "7"})
