@@ -361,6 +361,7 @@ async def test_the_pool_is_as_large_as_the_concurrency(tmp_path: Path, web: Web)
         calls = (tools.call("barrier", {"calls": 160}) for _ in range(160))
         results = await asyncio.gather(*calls)
         assert [result.text for result in results if result.error] == []
+        assert (await tools.call("barrier", {"calls": 1})).text == "161"  # none was called twice
 
 
 async def test_resources_and_prompts_are_tools_on_request(tmp_path: Path) -> None:

@@ -148,6 +148,7 @@ class Rude:
             "pid": str(os.getpid()),
             "huge": "x" * (2**20 * arguments.get("megabytes", 0)),
             "read": ",".join(self.lines),
+            "barrier": str(self.waiting),
             "meta": json.dumps(meta),
         }
         return {"content": [{"type": "text", "text": shown.get(name, f"{name} done")}]}
