@@ -294,6 +294,17 @@ async def test_turn_rewards_come_from_the_scorer_or_else_from_the_tools() -> Non
     assert "turn_rewards" not in without.details
 
 
+async def test_the_example_rewards_calls_whose_tools_worked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend("assets/examples")
+    calls = tuple(
+        ScoredCall(content="", tool_calls=tools, status=status, tool_rewards=())
+        for tools, status in ((("add",), "completed"), (("add",), "toolfailed"), ((), "completed"))
+    )
+    given = ScorerContext(query="q", final_answer="4", answer="4", calls=calls)
+    result = await run_scorer("1.0*exact + 0.5*custom_turn_rewards:tool_use", given, 10)
+    assert (result.score, result.details["turn_rewards"]) == (1.0, [0.5, -0.5, 0.0])
+
+
 async def test_turn_rewards_for_other_calls_than_there_are_fail() -> None:
     given = ScorerContext(query="q", final_answer="4", calls=(call(),))
     with pytest.raises(ScorerError, match=r"returned the turn rewards \[1.0, 0.0\] for 1 model calls"):
