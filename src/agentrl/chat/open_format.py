@@ -14,6 +14,7 @@ from agentrl.chat.chat_format import ToolSchemas
 from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.model_folder import ChatFiles, read_chat_files
 from agentrl.chat.parsers import PARSERS, ToolCallParser, get_parser
+from agentrl.chat.parsers.detect import parser_of_template
 from agentrl.chat.parsers.reasoning import tags_in
 from agentrl.chat.proof import CONVERSATION, ENDS, TOOLS, prove, reads_its_calls
 from agentrl.chat.proven_format import ProvenFormat, RenderingFormat
@@ -25,9 +26,6 @@ from agentrl.config.schema import ModelConfig
 from agentrl.errors import ConfigError, ModelError, TrajectoryError
 
 logger = logging.getLogger(__name__)
-
-_PARSER = "hermes"
-"""The parser of a template's tool calls if ``--tool_call_parser`` names none."""
 
 
 def open_chat_format(
@@ -114,7 +112,8 @@ class _Opener:
         proven = self._prove(template)
         if self.parser is not None or proven.tool_problems or proven.adaptation.calls_as_text:
             return proven
-        for name in sorted(PARSERS.names(), key=lambda name: name != _PARSER):
+        likely = parser_of_template(template.template.source)
+        for name in sorted(PARSERS.names(), key=lambda name: name != likely):
             candidate = template.with_parser(get_parser(name), name)
             if reads_its_calls(candidate, proven.adaptation):
                 return self._prove(candidate)
@@ -135,7 +134,7 @@ class _Opener:
                 hint="give one by --chat_template FILE; see assets/chat_templates for examples",
             )
         template = ChatTemplate(self.files.template, self.files.special_tokens, self.kwargs)
-        parser = self.parser or _PARSER
+        parser = self.parser or parser_of_template(template.source)
         return TemplateFormat(template, self.tokens, get_parser(parser), self.files.stop_ids, parser)
 
     def _parser(self) -> ToolCallParser | None:

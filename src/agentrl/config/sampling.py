@@ -129,7 +129,7 @@ class AgentConfig(Flags):
     tool_call_parser: str | None = flag(
         None,
         "how tool calls are written: hermes, qwen3_coder, llama, … (docs/tool_calls.md), or your own as"
-        " module:name (default: as the chat format knows it; hermes for a template)",
+        " module:name (default: as the chat format or the marks in the chat template say)",
     )
     trajectory_timeout_seconds: float = flag(
         3600.0, "timeout of one trajectory", within="(0, inf)", unit="seconds"
