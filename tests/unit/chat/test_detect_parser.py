@@ -21,6 +21,7 @@ from agentrl.chat.parsers.detect import _MARKS, parser_of_template
             "llama",
         ),
         ("{{ '[TOOL_CALLS] [' }}", "mistral"),
+        ("{{ '<|tool_call>call:' }}", "gemma4"),
         ("{{ message.content }}", "hermes"),
     ],
 )

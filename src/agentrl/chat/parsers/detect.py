@@ -15,6 +15,7 @@ _MARKS = (
     ("<arg_key>", "glm45"),
     ("<function=", "qwen3_coder"),
     ("[TOOL_CALLS]", "mistral"),
+    ("<|tool_call>", "gemma4"),
     ("<|action_start|>", "internlm"),
     ("<TOOLCALL>", "nemotron"),
     ("<|tool_call_start|>", "lfm2"),

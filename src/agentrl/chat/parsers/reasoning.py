@@ -25,6 +25,7 @@ REASONING_TAGS = (
     ReasoningTags("<|START_THINKING|>", "<|END_THINKING|>"),
     ReasoningTags("<|thought_start|>", "<|thought_end|>"),
     ReasoningTags("◁think▷", "◁/think▷"),
+    ReasoningTags("<|channel>thought", "<channel|>"),
     ReasoningTags("<|inner_prefix|>", "<|inner_suffix|>"),
     ReasoningTags("[unused16]", "[unused17]"),
 )
@@ -33,6 +34,7 @@ REASONING_TAGS = (
 _CALLS = {
     "<tool_call>": "</tool_call>",
     "<tool_calls>": "</tool_calls>",
+    "<|tool_call>": "<tool_call|>",
     "<|tool_call_start|>": "<|tool_call_end|>",
     "<|tool_calls_section_begin|>": "<|tool_calls_section_end|>",
     "<｜tool▁calls▁begin｜>": "<｜tool▁calls▁end｜>",

@@ -10,8 +10,8 @@ from agentrl.registry import Registry
 ParserFactory = Callable[[], ToolCallParser]
 
 _FILES = (
-    "deepseek", "glm", "harmony", "hermes", "invoke", "kimi", "llama", "marked", "mistral", "pythonic",
-    "qwen",
+    "deepseek", "gemma", "glm", "harmony", "hermes", "invoke", "kimi", "llama", "marked", "mistral",
+    "pythonic", "qwen",
 )  # fmt: skip
 
 PARSERS: Registry[ParserFactory] = Registry(

@@ -1,0 +1,93 @@
+"""Parse the format of Gemma 4: ``<|tool_call>call:NAME{key:<|"|>text<|"|>,n:1}<tool_call|>``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from agentrl.chat.parsers.base import CallSyntaxError, ToolCall, Tools, shown, skip_space
+from agentrl.chat.parsers.literals import read_literal
+from agentrl.chat.parsers.marked import Block, MarkedParser
+from agentrl.chat.parsers.registry import tool_call_parser
+
+QUOTE = '<|"|>'
+
+_HEAD = re.compile(r"\s*call:([^\s{}]+)\s*(?=\{)")
+_KEY = re.compile(r"\s*([^\s:,{}\[\]<]+)\s*:")
+_BARE = re.compile(r"[^,{}\[\]]*")
+_DEPTH = 64
+"""Deepest nesting of values."""
+
+
+@tool_call_parser("gemma4")
+class GemmaParser(MarkedParser):
+    """Objects with bare keys; strings stand between marks of their own, so no bracket in them counts."""
+
+    opens = ("<|tool_call>",)
+    close = "<tool_call|>"
+
+    def read(self, text: str, at: int, tools: Tools) -> Block:
+        """Return the call of one block. Raises CallSyntaxError."""
+        head = _HEAD.match(text, at)
+        if head is None:
+            raise CallSyntaxError(f"the tool call is not of the form call:NAME{{…}}: {shown(text[at:])}")
+        arguments, end = _read_value(text, head.end(), 0)
+        return Block(end, [ToolCall(head.group(1), arguments)])
+
+
+def _read_value(text: str, at: int, depth: int) -> tuple[Any, int]:
+    """Return the value at ``at`` and the place behind it. Raises CallSyntaxError."""
+    at = skip_space(text, at)
+    if depth > _DEPTH:
+        raise CallSyntaxError(f"the tool call is nested too deeply: {shown(text[at:])}")
+    if text.startswith(QUOTE, at):
+        return _read_string(text, at)
+    if text.startswith("{", at):
+        return _read_object(text, at + 1, depth)
+    if text.startswith("[", at):
+        return _read_list(text, at + 1, depth)
+    bare = _BARE.match(text, at)
+    word = bare.group() if bare else ""
+    try:
+        return read_literal(word), at + len(word)
+    except ValueError:
+        return word.strip(), at + len(word)
+
+
+def _read_string(text: str, at: int) -> tuple[str, int]:
+    end = text.find(QUOTE, at + len(QUOTE))
+    if end < 0:
+        raise CallSyntaxError(f"a string of the tool call is not closed by {QUOTE}: {shown(text[at:])}")
+    return text[at + len(QUOTE) : end], end + len(QUOTE)
+
+
+def _read_object(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
+    found: dict[str, Any] = {}
+    while True:
+        at = skip_space(text, at, ",")
+        if text.startswith("}", at):
+            return found, at + 1
+        if text.startswith(QUOTE, at):
+            key, at = _read_string(text, at)
+            at = skip_space(text, at)
+            if not text.startswith(":", at):
+                raise CallSyntaxError(f"the key {key} of the tool call has no value: {shown(text[at:])}")
+            at += 1
+        else:
+            bare = _KEY.match(text, at)
+            if bare is None:
+                raise CallSyntaxError(f"the tool call is not key:value,…: {shown(text[at:])}")
+            key, at = bare.group(1), bare.end()
+        found[key], at = _read_value(text, at, depth + 1)
+
+
+def _read_list(text: str, at: int, depth: int) -> tuple[list[Any], int]:
+    found: list[Any] = []
+    while True:
+        at = skip_space(text, at, ",")
+        if text.startswith("]", at):
+            return found, at + 1
+        if at >= len(text) or text[at] == "}":
+            raise CallSyntaxError(f"a list of the tool call is not closed: {shown(text[at:])}")
+        value, at = _read_value(text, at, depth + 1)
+        found.append(value)
