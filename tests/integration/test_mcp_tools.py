@@ -81,7 +81,8 @@ async def test_stdio_server_answers_and_its_errors_are_results(tmp_path: Path) -
 
 
 async def test_a_slow_call_is_stopped_and_the_server_stays(tmp_path: Path) -> None:
-    config = config_of(tmp_path, {"demo": stdio_entry()}, tool_timeout_seconds=0.5)
+    entry = {**stdio_entry(), "tools": {"wait": {"timeout_seconds": 0.5}}}
+    config = config_of(tmp_path, {"demo": entry})
     async with open_tools(config) as pool:
         before = await pool.call("pid", {})
         slow = await pool.call("wait", {"seconds": 30})

@@ -40,6 +40,8 @@ SCHEMAS: dict[str, Json] = {
     "meta": {},
     "wait": {"seconds": "number"},
     "barrier": {"calls": "integer"},
+    "peak": {},
+    "sessions": {},
     "log_out": {},
     "ask": {},
 }
@@ -69,7 +71,7 @@ class Rude:
         self.extra = False
         self.logged_in = True
         self.sessions: set[str] = set()
-        self.waiting = 0
+        self.waiting = self.running = self.peak = 0
         self.arrived = threading.Condition()
 
     def answer(self, message: Json, send: Send) -> Json | None:
@@ -141,7 +143,10 @@ class Rude:
         if name == "log_out":
             self.logged_in = False
         if name == "wait":
+            self.running += 1
+            self.peak = max(self.peak, self.running)
             time.sleep(arguments["seconds"])
+            self.running -= 1
         if name == "barrier":
             self.barrier(arguments["calls"])
         shown = {
@@ -149,6 +154,8 @@ class Rude:
             "huge": "x" * (2**20 * arguments.get("megabytes", 0)),
             "read": ",".join(self.lines),
             "barrier": str(self.waiting),
+            "peak": str(self.peak),
+            "sessions": str(len(self.sessions)),
             "meta": json.dumps(meta),
         }
         return {"content": [{"type": "text", "text": shown.get(name, f"{name} done")}]}
