@@ -1,8 +1,6 @@
 """A tool-call parser of your own: a call is a line ``CALL name key=value key="some text"``.
 
-Name it on every sampler, no registration needed; the folder must be on PYTHONPATH::
-
-    agentrl sample --tool_call_parser custom_parser:LineParser …
+Name it on every sampler by --tool_call_parser custom_parser:LineParser; the folder must be on PYTHONPATH.
 """
 
 import shlex
@@ -18,9 +16,7 @@ class LineParser:
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedMessage:
         """Return content, calls, and what is wrong with the first malformed one; the text has no thoughts."""
-        content: list[str] = []
-        calls: list[ToolCall] = []
-        error = None
+        content, calls, error = list[str](), list[ToolCall](), None
         for line in text.splitlines():
             if not line.startswith("CALL "):
                 content.append(line)
