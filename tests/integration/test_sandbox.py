@@ -15,6 +15,7 @@ import pytest
 
 from agentrl.errors import ToolServerError
 from agentrl.tools.sandbox import landlock
+from agentrl.tools.sandbox.launcher_process import LAUNCHER
 from agentrl.tools.sandbox.limits import SandboxLimits
 from agentrl.tools.sandbox.local import LocalSandbox, namespace_problem
 
@@ -341,6 +342,7 @@ async def test_files_of_the_user_cannot_be_read_nor_those_of_other_processes(
 
 SAMPLER = """
 import asyncio, sys
+from agentrl.tools.sandbox.launcher_process import LAUNCHER
 from agentrl.tools.sandbox.limits import SandboxLimits
 from agentrl.tools.sandbox.local import LocalSandbox
 python = sys.argv[3] or None
@@ -369,3 +371,15 @@ async def test_a_program_ends_with_a_sampler_that_is_killed(sandbox: LocalSandbo
         sampler.kill()
         await sampler.wait()
     await _until(lambda: not _processes_with(mark))
+
+
+async def test_a_launcher_that_dies_ends_its_programs_and_is_started_again(sandbox: LocalSandbox) -> None:
+    command = f"[sys.executable, '-c', {SLEEP!r}, {MARK!r}]"
+    call = asyncio.create_task(sandbox.run(f"import os, sys\nos.execv(sys.executable, {command})"))
+    await _until(lambda: bool(_processes_with(MARK)))
+    assert LAUNCHER._process is not None
+    LAUNCHER._process.kill()
+    with pytest.raises(ToolServerError, match="launcher ended"):
+        await call
+    await _until(lambda: not _processes_with(MARK))
+    assert (await sandbox.run("print(1)")).stdout == "1\n"

@@ -1,6 +1,7 @@
 """Supervise one program: start it, read its output, watch its limits, kill all that it started.
 
-A sampler starts this as a process of its own, writes a job to its standard input and reads one JSON object.
+A sampler starts this once, as a process of its own. For each program it passes a connection, writes a job and
+reads one JSON object. A sampler that closes its side ends the program.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 from agentrl.tools.sandbox import linux, namespaces
 from agentrl.tools.sandbox.plain import PlainRun, descendants
@@ -21,6 +23,8 @@ from agentrl.tools.sandbox.program import Job, Streams
 
 _POLL_SECONDS: Final = 0.05
 _CHUNK: Final = 65536
+LENGTH_BYTES: Final = 8
+"""A job is preceded by its length."""
 
 
 class _Run(Protocol):
@@ -68,22 +72,54 @@ class Capture:
 
 
 def main() -> None:
-    """Run the job on standard input; write its result to standard output."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGTERM)
-    linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
-    linux.prctl(linux.PR_SET_DUMPABLE, 1)
-    job = Job(**json.loads(sys.stdin.buffer.read()))
+    """Start a supervisor for each connection that arrives on standard input, until that is closed."""
+    control = socket.socket(fileno=os.dup(0))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    while True:
+        message, connections, _, _ = socket.recv_fds(control, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        if not message:
+            return
+        if os.fork() == 0:
+            control.close()
+            _serve(socket.socket(fileno=connections[0]))
+        os.close(connections[0])
+
+
+def _serve(connection: socket.socket) -> NoReturn:
+    """Run the job of one connection, and answer on it."""
     try:
-        result = supervise(job)
-    except OSError as error:
-        result = {"error": str(error)}
-    sys.stdout.write(json.dumps(result))
-    sys.stdout.flush()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGTERM)
+        linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
+        size = int.from_bytes(_receive(connection, LENGTH_BYTES), "big")
+        job = Job(**json.loads(_receive(connection, size)))
+        try:
+            result = supervise(job, connection.fileno())
+        except OSError as error:
+            result = {"error": str(error)}
+        connection.sendall(json.dumps(result).encode())
+    except BaseException:  # noqa: BLE001  a supervisor must not return into the loop of its parent
+        os._exit(1)
+    os._exit(0)
 
 
-def supervise(job: Job) -> dict[str, Any]:
-    """Run the program to its end and return what ``Execution`` holds. Raises OSError if it cannot start."""
+def _receive(connection: socket.socket, size: int) -> bytes:
+    received = b""
+    while len(received) < size:
+        chunk = connection.recv(min(_CHUNK, size - len(received)))
+        if not chunk:
+            raise EOFError
+        received += chunk
+    return received
+
+
+def supervise(job: Job, connection: int) -> dict[str, Any]:
+    """Run the program to its end and return what ``Execution`` holds. Raises OSError if it cannot start.
+
+    The program is killed when the sampler closes ``connection``.
+    """
     limits = job.limits
     out_read, out_write = os.pipe()
     error_read, error_write = os.pipe()
@@ -97,7 +133,7 @@ def supervise(job: Job) -> dict[str, Any]:
     try:
         for descriptor in (streams.stdin, streams.stdout, streams.stderr):
             os.close(descriptor)
-        exceeded, peak = _watch(run, captures, started, job)
+        exceeded, peak = _watch(run, captures, started, job, connection)
     finally:
         ended = run.end()
     if "error" in ended and exceeded is None:
@@ -153,14 +189,18 @@ class _NamespaceRun:
         return answer
 
 
-def _watch(run: _Run, captures: list[Capture], started: float, job: Job) -> tuple[str | None, int]:
+def _watch(
+    run: _Run, captures: list[Capture], started: float, job: Job, connection: int
+) -> tuple[str | None, int]:
     """Wait for the end of the program or of its limits; return the limit exceeded and the largest memory."""
     deadline = started + float(job.limits["seconds"])
     memory, peak = job.mebibytes << 20, 0
     while True:
         open_pipes = [capture.descriptor for capture in captures if not capture.closed]
         wait = min(_POLL_SECONDS, max(0.0, deadline - time.monotonic()))
-        readable, _, _ = select.select([run.waits_on, *open_pipes], [], [], wait)
+        readable, _, _ = select.select([run.waits_on, connection, *open_pipes], [], [], wait)
+        if connection in readable:
+            return "connection", peak
         for capture in captures:
             if not capture.read():
                 return "output", peak

@@ -14,20 +14,16 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from agentrl.errors import ConfigError, ToolServerError
 from agentrl.tools.sandbox import landlock
+from agentrl.tools.sandbox.launcher_process import LAUNCHER, encode_job
 from agentrl.tools.sandbox.limits import Execution, Isolation, SandboxLimits
 
 logger = logging.getLogger(__name__)
 
-_SOURCE: Final = str(Path(__file__).resolve().parents[3])
-_START: Final = (
-    f"import sys; sys.path.insert(0, {_SOURCE!r}); from agentrl.tools.sandbox.launcher import main; main()"
-)
 _GRACE_SECONDS: Final = 20.0
 """Time beyond a program's own limit for the launcher to start it, end it and keep its files."""
 
@@ -112,44 +108,38 @@ def _slot() -> asyncio.Semaphore:
 
 
 async def _launch(job: Mapping[str, Any], limits: SandboxLimits) -> dict[str, Any]:
-    """Run one launcher; end it, and with it the program, on cancellation and after a hard time limit."""
-    launcher = await asyncio.create_subprocess_exec(
-        *_command(),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={"PATH": "/usr/bin:/bin"},
-        start_new_session=True,
-    )
+    """Run one program; end it on cancellation and after a hard time limit."""
+    reader, writer = await asyncio.open_connection(sock=LAUNCHER.connect())
     try:
         async with asyncio.timeout(limits.seconds + _GRACE_SECONDS):
-            out, problem = await launcher.communicate(json.dumps(job).encode())
+            writer.write(encode_job(job))
+            await writer.drain()
+            return _answer(await reader.read())
     except TimeoutError as error:
-        raise ToolServerError(
-            "the sandbox did not end its program", hint="is this machine overloaded?"
-        ) from error
+        hint = "look for overload of this machine"
+        raise ToolServerError("the sandbox did not end its program", hint=hint) from error
+    except OSError as error:
+        raise ToolServerError(f"the sandbox's launcher ended: {error}") from error
     finally:
-        if launcher.returncode is None:
-            await _end(launcher)
-    return _answer(out, problem)
+        await _disconnect(reader, writer)
 
 
-async def _end(launcher: asyncio.subprocess.Process) -> None:
-    """Stop a launcher, which kills its program first; kill it if that takes too long."""
-    with contextlib.suppress(ProcessLookupError):
-        launcher.terminate()
-    try:
-        await asyncio.wait_for(launcher.communicate(), _GRACE_SECONDS)
-    except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            launcher.kill()
+async def _disconnect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Close the connection; wait until the launcher, if it has not answered, has killed the program."""
+    with contextlib.suppress(OSError, TimeoutError):
+        if not reader.at_eof():
+            writer.write_eof()
+            await asyncio.wait_for(reader.read(), _GRACE_SECONDS)
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
 
 
-def _answer(out: bytes, problem: bytes) -> dict[str, Any]:
+def _answer(out: bytes) -> dict[str, Any]:
     try:
         answer: dict[str, Any] = json.loads(out)
     except ValueError as error:
-        raise ToolServerError(f"the sandbox failed: {problem.decode(errors='replace')[-500:]}") from error
+        raise ToolServerError("the sandbox's launcher ended without an answer") from error
     if "error" in answer:
         raise ToolServerError(
             f"the sandbox cannot start a program: {answer['error']}",
@@ -157,10 +147,6 @@ def _answer(out: bytes, problem: bytes) -> dict[str, Any]:
             " enter the folder of TMPDIR",
         )
     return answer
-
-
-def _command() -> list[str]:
-    return [sys.executable, "-I", "-S", "-c", _START]
 
 
 @cache
@@ -173,16 +159,12 @@ def namespace_problem() -> str | None:
             "namespaces": True, "keep_files": False, "limits": dataclasses.asdict(SandboxLimits()),
         }  # fmt: skip
         try:
-            done = subprocess.run(
-                _command(),
-                input=json.dumps(job).encode(),
-                capture_output=True,
-                env={"PATH": "/usr/bin:/bin"},
-                timeout=_GRACE_SECONDS,
-                check=False,
-            )
-            problem = None if _answer(done.stdout, done.stderr)["exit_code"] == 0 else done.stdout.decode()
-        except (OSError, subprocess.TimeoutExpired, ToolServerError) as error:
+            with LAUNCHER.connect() as connection:
+                connection.settimeout(_GRACE_SECONDS)
+                connection.sendall(encode_job(job))
+                answer = _answer(b"".join(iter(lambda: connection.recv(65536), b"")))
+            problem = None if answer["exit_code"] == 0 else answer["stderr"]
+        except (OSError, ToolServerError) as error:
             problem = str(error)
     if problem is not None:
         reads = "" if landlock.version() else ": programs can read what this user can read"

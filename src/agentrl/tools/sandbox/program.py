@@ -17,6 +17,8 @@ SYSTEM: Final = (
     "/etc/localtime",
 )  # fmt: skip
 """What every program may read."""
+_DESCRIPTORS: Final = 256
+"""Above the descriptors of a launcher, which has about ten."""
 DEVICES: Final = ("full", "null", "random", "urandom", "zero")
 
 
@@ -61,6 +63,9 @@ def become(job: Job, directory: str, streams: Streams, user: int | None) -> None
     os.setsid()
     for target, source in enumerate((streams.stdin, streams.stdout, streams.stderr)):
         os.dup2(source, target)
+    for descriptor in range(3, _DESCRIPTORS):
+        with contextlib.suppress(OSError):
+            os.set_inheritable(descriptor, False)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file that grows too large is an OSError
