@@ -39,6 +39,9 @@ SECONDS = 120.0
 _RESERVE = 0.05
 """Fraction of the scorer's time that is kept to report which models failed, and how."""
 
+_KEPT_CHARS = 8192
+"""Characters of a reply that a Record keeps: its end, where the verdict is."""
+
 _LABEL = r"(?:final\s+)?(?:verdict|answer|judge?ment|decision|grade|result|conclusion)"
 _VERDICT = re.compile(rf"(?:{_LABEL}\s*(?:is\s*)?:?\s*)?(in)?correct", re.IGNORECASE)
 _MARKUP = " \t*_`\"'“”‘’.!"
@@ -118,7 +121,8 @@ async def ask_judge(section: AgentSection, messages: Messages, read: Callable[[s
 def judged_details(answer: Answer[Any], *, is_new: bool) -> dict[str, Any]:
     """Return what a Record keeps of a judgement: model, reply, and what this score took."""
     spent = answer.spent
-    details: dict[str, Any] = {"judge": answer.model, "reply": answer.reply, "cached": not is_new}
+    reply = answer.reply if len(answer.reply) <= _KEPT_CHARS else f"…{answer.reply[-_KEPT_CHARS:]}"
+    details: dict[str, Any] = {"judge": answer.model, "reply": reply, "cached": not is_new}
     if is_new:
         details |= {
             "requests": spent.requests,

@@ -59,6 +59,13 @@ async def test_a_verdict_is_a_score(
     assert "the city of light" in llm.asked[0]["messages"][1]["content"]
 
 
+async def test_the_end_of_a_long_reply_is_kept(tmp_path: Path, llm: fake_llm.FakeLLM) -> None:
+    llm.replies = {"a": ["why " * 10_000 + "\nCorrect"]}
+    result = await run_scorer("agentcpm", context(write_config(tmp_path, llm, "a")), 60)
+    assert len(result.details["reply"]) == 1 + 8192
+    assert result.details["reply"].endswith("\nCorrect")
+
+
 async def test_no_answer_and_an_equal_answer_ask_nobody(tmp_path: Path, llm: fake_llm.FakeLLM) -> None:
     path = write_config(tmp_path, llm, "a")
     assert (await run_scorer("asearcher", context(path, None), 5)).score == 0.0
