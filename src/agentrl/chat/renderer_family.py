@@ -10,7 +10,8 @@ from typing import Any
 from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.harmony_vocabulary import harmony_vocabulary
 from agentrl.chat.model_folder import ChatFiles
-from agentrl.chat.parsers import ToolCallParser
+from agentrl.chat.parsers import ToolCallParser, get_parser, tags_in
+from agentrl.chat.parsers.detect import parser_of_template
 from agentrl.chat.renderer_format import RendererFormat
 from agentrl.chat.renderer_tokenizer import RendererTokenizer
 from agentrl.errors import ConfigError
@@ -115,4 +116,14 @@ def make_renderer_format(
             f"the chat format {name} does not fit this model: {error}",
             hint="give another by --chat_format, or other --chat_template_kwargs",
         ) from error
-    return RendererFormat(renderer, extender, tokens, stop_ids=files.stop_ids, parser=parser)
+    template = files.template or ""
+    has_reader = files.template is not None and name != _HARMONY
+    return RendererFormat(
+        renderer,
+        extender,
+        tokens,
+        stop_ids=files.stop_ids,
+        parser=parser,
+        reader=get_parser(parser_of_template(template)) if has_reader else None,
+        tags=tags_in(template),
+    )

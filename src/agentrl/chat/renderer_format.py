@@ -10,9 +10,21 @@ import numpy as np
 
 from agentrl.chat.chat_format import Message, TokenizedConversation, ToolSchemas
 from agentrl.chat.control_tokens import ControlTokens
-from agentrl.chat.parsers import ParsedMessage, ToolCall, ToolCallParser
+from agentrl.chat.parsers import (
+    ParsedMessage,
+    ReasoningTags,
+    ToolCall,
+    ToolCallParser,
+    opens_thought,
+    split_reasoning,
+)
 from agentrl.chat.parsers.base import shown
+from agentrl.chat.parsers.marked import MarkedParser
+from agentrl.chat.parsers.reasoning import THINK, SplitText
 from agentrl.errors import TrajectoryError
+
+_PROMPT_END = 16
+"""Tokens at the end of a prompt that tell whether it opens a thought."""
 
 _HARMONY = "gpt-oss"
 """Its encoder takes the text of messages as text; no mark may reach it."""
@@ -29,8 +41,14 @@ class RendererFormat:
         *,
         stop_ids: Iterable[int] = (),
         parser: ToolCallParser | None = None,
+        reader: ToolCallParser | None = None,
+        tags: ReasoningTags = THINK,
     ) -> None:
-        """``parser`` replaces the renderer's own; ``stop_ids`` are further ids that close a turn."""
+        """``parser`` replaces the renderer's own; ``stop_ids`` are further ids that close a turn.
+
+        ``reader`` reads the calls that the renderer finds by their ids: it knows more of what models write
+        between the marks. ``tags`` tell a thought that is not closed.
+        """
         import renderers
 
         self.name = str(renderer.config.name)
@@ -39,6 +57,8 @@ class RendererFormat:
         self._renderer = renderer
         self._extender = extender
         self._parser = parser
+        self._reader = reader
+        self._tags = tags
         self.stop_ids = frozenset(renderer.get_stop_token_ids()) | frozenset(stop_ids)
 
     @property
@@ -83,6 +103,9 @@ class RendererFormat:
             list(output_ids), tools=list(tools) or None, prompt_ids=list(prompt_ids)
         )
         reasoning = str(parsed.reasoning_content or "")
+        spoken = self._split(output_ids, prompt_ids)
+        if spoken.is_open:
+            return ParsedMessage(spoken.rest.strip(), reasoning=spoken.reasoning)
         if self._parser is not None and parsed.reasoning_complete is not False:
             own = self._parser.parse(self._text_after_thought(output_ids, reasoning), tools)
             return ParsedMessage(own.content, own.tool_calls, own.error, reasoning)
@@ -94,6 +117,11 @@ class RendererFormat:
                 calls.append(ToolCall(str(call.name), dict(_arguments(call.arguments) or {})))
             else:
                 error = error or problem
+        if self._reader is not None and (parsed.tool_calls or not self._quotes_a_mark(spoken.rest)):
+            read = self._reader.parse(spoken.rest, tools)
+            if read.tool_calls and (read.error is None or error is not None):
+                content = read.content if read.error is None else spoken.rest.strip()
+                return ParsedMessage(content, read.tool_calls, read.error, reasoning)
         content = (
             str(parsed.content or "") if error is None else self._text_after_thought(output_ids, reasoning)
         )
@@ -146,6 +174,18 @@ class RendererFormat:
             f"the chat format {self.name} cannot render the roles [{roles}]: {error}",
             hint="give another by --chat_format",
         )
+
+    def _quotes_a_mark(self, text: str) -> bool:
+        """Return whether ``text`` holds a mark of calls; in a text without a call's ids it is a quotation."""
+        return not isinstance(self._reader, MarkedParser) or any(mark in text for mark in self._reader.opens)
+
+    def _split(self, output_ids: Sequence[int], prompt_ids: Sequence[int]) -> SplitText:
+        """Split the generated text into thoughts and the rest; harmony's channels are no tags."""
+        text = self.decode(output_ids)
+        if self.name == _HARMONY:
+            return SplitText("", text)
+        opened = opens_thought(self.tokens.decode(prompt_ids[-_PROMPT_END:]), self._tags)
+        return split_reasoning(text, self._tags, opened=opened)
 
     def _text_after_thought(self, output_ids: Sequence[int], reasoning: str) -> str:
         text = self.decode(output_ids)

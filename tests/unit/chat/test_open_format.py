@@ -225,3 +225,28 @@ def test_fine_tuning_trains_what_the_assistant_says(tmp_path: Path, name: str) -
     trained = chat_format.decode(whole.input_ids[whole.is_trainable].tolist())
     assert all(word in trained for word in ("Lisbon", "Prague", "granite", "Vienna", "obsidian"))
     assert not any(word in trained for word in ("walnut", "tagus", "pelican", "danube", "orchid"))
+
+
+def test_nothing_in_an_open_thought_of_a_renderer_is_a_call_or_content(tmp_path: Path) -> None:
+    chat_format = of_family(tmp_path, "qwen3")
+    encode = chat_format.base.tokens.encode  # type: ignore[attr-defined]
+    call = '<tool_call>\n{"name": "find_river", "arguments": {"city": "Lisbon"}}\n</tool_call>'
+    cut = chat_format.parse(encode(f"<think>\nI write {call} <answer>4</answer>"), TOOLS)
+    assert (cut.content, cut.tool_calls, cut.error) == ("", (), None)
+    assert "<answer>4</answer>" in cut.reasoning
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n{"name": "find_river", "arguments": {"city": "Lisbon"}}',
+        '<tool_call>{"name": "find_river", "parameters": {"city": "Lisbon"}}</tool_call>',
+        '<think>\nI ask.\n</think>\n\n<tool_call>{"name": "find_river", "arguments": {"city": "Lisbon"}}',
+    ],
+)
+def test_a_renderer_finds_a_call_and_the_text_parser_reads_it(tmp_path: Path, text: str) -> None:
+    chat_format = opened(tmp_path, models.KEEPS_ALL, name="qwen3", **FAMILIES["qwen3"])
+    ids = chat_format.base.tokens.encode(text)  # type: ignore[attr-defined]
+    parsed = chat_format.parse(ids, TOOLS)
+    assert [(call.name, call.arguments) for call in parsed.tool_calls] == [("find_river", {"city": "Lisbon"})]
+    assert parsed.error is None
