@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from agentrl.config.load import CommandParser
 from agentrl.config.schema import RunConfig
@@ -30,12 +31,16 @@ from agentrl.store.client import Store, open_store
 from chaos.actors import Actor, watch
 from chaos.chaos_run import LEASE_SECONDS, OPENINGS, RUN, ChaosRun
 from chaos.database import Database, SingleServer, ThreeServers
+from chaos.drills import DRILLS, run_drills
+from chaos.drills import Report as DrillReport
 from chaos.faults import Injector
 from chaos.opener import SPLIT
 from chaos.plan import Members, make_plan
 from chaos.report import Report, check_run, examine
 
 logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 READY_SECONDS = 300.0
 """Time limit of the first optimizer step, before any fault."""
@@ -59,6 +64,8 @@ class Options:
     replica_set: bool
     keep: Path | None
     tasks: int
+    drills: float | None
+    only: str | None
 
 
 def main(argv: list[str]) -> int:
@@ -70,7 +77,7 @@ def main(argv: list[str]) -> int:
     folder = folder.resolve()
     if options.keep is not None and folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"--keep {folder} is not empty", hint="name a new folder")
-    report = asyncio.run(_interruptible(run(options, folder)))
+    report = asyncio.run(_interruptible(_work(options, folder)))
     for line in report.lines():
         print(line)
     if report.violations or options.keep:
@@ -78,6 +85,12 @@ def main(argv: list[str]) -> int:
     else:
         shutil.rmtree(folder, ignore_errors=True)
     return 1 if report.violations else 0
+
+
+async def _work(options: Options, folder: Path) -> Report | DrillReport:
+    if options.drills is None:
+        return await run(options, folder)
+    return await run_drills(folder, options.drills, [options.only] if options.only else DRILLS)
 
 
 async def run(options: Options, folder: Path) -> Report:
@@ -185,7 +198,7 @@ async def _reach(condition: Callable[[], Awaitable[bool]], seconds: float, other
         await asyncio.sleep(_POLL_SECONDS)
 
 
-async def _interruptible(work: Coroutine[None, None, Report]) -> Report:
+async def _interruptible(work: Coroutine[None, None, R]) -> R:
     """Return the result of ``work``; SIGTERM cancels it, so that it stops its processes."""
     task = asyncio.ensure_future(work)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -203,6 +216,10 @@ def _parse(argv: list[str]) -> Options:
     parser.add_argument(
         "--replica_set", action="store_true", help="three mongods; the primary is killed often"
     )
+    parser.add_argument(
+        "--drills", type=float, metavar="SECONDS", help="instead: an outage of each service, so long"
+    )
+    parser.add_argument("--only", choices=DRILLS, help="with --drills: the outage of this service alone")
     parser.add_argument("--keep", type=Path, help="run in this folder, and keep it")
     options = Options(**vars(parser.parse_args(argv)))
     if options.minutes <= 0 or options.gap <= 0 or options.tasks <= 0:

@@ -62,7 +62,12 @@ class Breaker:
     @property
     def probe_is_due(self) -> bool:
         """Return whether new work may probe the dependency: it is time, and no call waits or probes."""
-        return self.is_open and not self._waiting and not self._probing and time.monotonic() >= self._probe_at
+        return self.probe_due_for(0.0)
+
+    def probe_due_for(self, seconds: float) -> bool:
+        """Return whether ``probe_is_due`` has been true for ``seconds``."""
+        is_free = self.is_open and not self._waiting and not self._probing
+        return is_free and time.monotonic() >= self._probe_at + seconds
 
     def failed(self, why: str, retry_after: float | None = None) -> None:
         """Record a failed call. ``retry_after`` is the wait in seconds that the dependency asked for."""

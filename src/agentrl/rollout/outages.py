@@ -18,6 +18,9 @@ T = TypeVar("T")
 OWN_FAILURES = 3
 """Failed calls of one trajectory, each after the dependency has served others: the trajectory is to blame."""
 
+_QUEUE_SECONDS = 5.0
+"""Time for trajectories that wait for a score to probe a judge before new ones may."""
+
 
 class Clock:
     """The time limit of a trajectory; it stands still while the trajectory is held."""
@@ -63,6 +66,8 @@ class Outages:
         self._breakers: dict[Dependency, Breaker] = {}
         self._scorers: dict[str, set[Dependency]] = {}
         """Scorer → the dependencies whose outages it has reported."""
+        self._probers: dict[Dependency, str] = {}
+        """Dependency → the trajectory that was chosen last to probe it."""
 
     @property
     def open(self) -> list[Breaker]:
@@ -129,15 +134,26 @@ class Outages:
         breaker = self._breakers.get(ENGINES)
         return breaker is not None and breaker.is_open and (running > 0 or not breaker.probe_is_due)
 
-    def needs_down(self) -> Needs:
-        """Return the tool servers and scorers that are down; not those that a new claim may probe now."""
-        down = {breaker.dependency for breaker in self.open if not breaker.probe_is_due}
+    def needs_down(self, record_id: str | None = None, *, of_new: bool = False) -> Needs:
+        """Return the tool servers and scorers that are down; not those that the caller may probe now.
+
+        ``record_id`` is a trajectory that may have been chosen to probe. ``of_new`` trajectories leave judges
+        to those that wait for a score, and probe only if none does.
+        """
+        down = {
+            breaker.dependency
+            for breaker in self.open
+            if self._probers.get(breaker.dependency) != (record_id or "")
+            and not breaker.probe_due_for(
+                _QUEUE_SECONDS if of_new and breaker.dependency.kind is DependencyKind.JUDGE else 0.0
+            )
+        }
         servers = frozenset(item.name for item in down if item.kind is DependencyKind.TOOL)
         return Needs(servers, frozenset(scorer for scorer, needs in self._scorers.items() if needs & down))
 
-    def begin_probes(self, servers: tuple[str, ...] | None, scorer: str | None) -> None:
-        """Record that a claim, of a task with these needs, probes what is down. ``servers`` None: all."""
-        needs = self._scorers.get(scorer or "", set())
+    def begin_probes(self, record_id: str, servers: tuple[str, ...] | None, scorer: str) -> None:
+        """Record that a trajectory of a task with these needs probes what is down; ``servers`` None: all."""
+        needs = self._scorers.get(scorer, set())
         for breaker in self.open:
             dependency = breaker.dependency
             is_tool = dependency.kind is DependencyKind.TOOL and (
@@ -145,6 +161,7 @@ class Outages:
             )
             if (is_tool or dependency == ENGINES or dependency in needs) and breaker.probe_is_due:
                 breaker.begin_probe()
+                self._probers[dependency] = record_id
 
     def close(self) -> None:
         """Stop all timers, and wake all calls that wait."""

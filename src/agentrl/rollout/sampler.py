@@ -174,7 +174,7 @@ class Sampler:
                 max_groups_open=await self._limit() if opens else 0,
                 max_attempts=self._config.claims.max_attempts,
                 selection=self._config.selection,
-                without=self._outages.needs_down(),
+                without=self._outages.needs_down(of_new=True),
             )
         except StoreUnavailableError:
             if stop.is_set():
@@ -193,7 +193,7 @@ class Sampler:
         return limit
 
     def _start(self, claim: Claim) -> None:
-        self._outages.begin_probes(claim.task.tools, claim.task.scorer)
+        self._outages.begin_probes(claim.record_id, claim.task.tools, claim.task.scorer)
         self._held.start(claim, self._worker.run(claim))
         if self._tails is not None:
             self._tails.begin(claim)

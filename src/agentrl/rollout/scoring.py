@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_AT_ONCE = 16
+"""Largest number of trajectories of one group that are claimed together."""
+
 POLL_SECONDS = 2.0
 """Interval of looks into the queue while it is empty."""
 
@@ -150,11 +153,11 @@ class ScoringQueue:
             split=self._split,
             owner=self._owner,
             lease_seconds=self._scoring.claims.lease_seconds,
-            limit=self._concurrency - len(self._held),
+            limit=min(self._concurrency - len(self._held), 1 if self._scoring.outages.open else _AT_ONCE),
             without_scorers=needs.scorers,
         )
         for claim in claims:
-            self._scoring.outages.begin_probes((), claim.task.scorer)
+            self._scoring.outages.begin_probes(claim.record_id, (), claim.task.scorer)
             self._held.start(claim, self._scoring.score_stored(claim))
         return bool(claims)
 

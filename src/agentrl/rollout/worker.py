@@ -226,10 +226,10 @@ class Worker:
                 "record": claim.record_id, "stop": str(outcome.stop_reason), "turns": rollout.turns,
             },
         )  # fmt: skip
-        if claim.task.scorer in self.outages.needs_down().scorers:
+        if claim.task.scorer in self.outages.needs_down(claim.record_id).scorers:
             await self.store.claims.release(claim)
             return False
-        self.outages.begin_probes((), claim.task.scorer)
+        self.outages.begin_probes(claim.record_id, (), claim.task.scorer)
         return await self.scoring.score(claim, scorer_context(claim.task, rollout, outcome, self.sampling))
 
     async def _give_back(self, claim: Claim, error: FailureError) -> None:

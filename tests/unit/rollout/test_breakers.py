@@ -144,7 +144,7 @@ async def test_claims_leave_out_what_is_down_until_a_probe_is_due(monkeypatch: p
     needs = outages.needs_down()
     assert (needs.servers, needs.scorers) == ({"search"}, {"agentcpm"})
     await until(lambda: not outages.needs_down().servers)
-    outages.begin_probes(("search",), "exact")
+    outages.begin_probes("train/0/a/0/1", ("search",), "exact")
     assert outages.needs_down().servers == {"search"}
     outages.succeeded(SEARCH)
     outages.scorer_succeeded("agentcpm")
@@ -174,3 +174,20 @@ async def test_a_breaker_waits_as_long_as_the_dependency_asked() -> None:
     assert not breaker.probe_is_due
     await until(lambda: breaker.probe_is_due)
     breaker.close()
+
+
+async def test_a_judge_is_probed_by_what_waits_for_a_score_and_else_by_the_trajectory_that_was_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agentrl.rollout.outages._QUEUE_SECONDS", 0.2)
+    outages = Outages()
+    for _ in range(OPEN_AFTER):
+        outages.scorer_failed("agentcpm", ScorerError("429", outage=judge("gpt")))
+    await until(lambda: not outages.needs_down().scorers)
+    assert outages.needs_down(of_new=True).scorers == {"agentcpm"}
+    await until(lambda: not outages.needs_down(of_new=True).scorers)
+    outages.begin_probes("chosen", None, "agentcpm")
+    assert outages.needs_down(of_new=True).scorers == {"agentcpm"}
+    assert outages.needs_down("another").scorers == {"agentcpm"}
+    assert outages.needs_down("chosen").scorers == frozenset()
+    outages.close()
