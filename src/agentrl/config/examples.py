@@ -27,7 +27,7 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
     ),
     "agentrl score": (
         "agentrl score --run_name math --agent_config_path assets/agent_config.yml",
-        "agentrl score --config run.yaml --until_empty true",
+        "agentrl score --config run.yaml --max_concurrent_scorings 64",
     ),
     "agentrl train": (
         "agentrl train --run_name math --model_name_or_path models/Qwen3-0.6B --learning_rate 1e-6",

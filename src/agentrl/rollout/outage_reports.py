@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from agentrl.errors import StoreError
 from agentrl.observe.redact import redact_and_cut
 from agentrl.rollout.breaker import Breaker
 from agentrl.rollout.outages import Outages
@@ -18,16 +20,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REPORT_SECONDS = 2.0
+_END_SECONDS = 2.0
 _WHY_CHARS = 500
 
 
 async def report_outages(store: Store, outages: Outages, owner: str) -> None:
-    """Store every ``REPORT_SECONDS`` which dependencies are down, until cancelled."""
+    """Store every ``REPORT_SECONDS`` which dependencies are down, until cancelled; then end them all."""
     reports = _Reports(store, owner)
-    while True:
-        with log_store_errors(logger, "outages could not be stored"):
-            await reports.write(outages.open)
-        await asyncio.sleep(REPORT_SECONDS)
+    try:
+        while True:
+            with log_store_errors(logger, "outages could not be stored"):
+                await reports.write(outages.open)
+            await asyncio.sleep(REPORT_SECONDS)
+    finally:
+        with suppress(TimeoutError, StoreError):
+            async with asyncio.timeout(_END_SECONDS):
+                await reports.write([])
 
 
 class _Reports:
@@ -41,7 +49,7 @@ class _Reports:
     async def write(self, down: list[Breaker]) -> None:
         """Refresh the outages that go on, and end the others."""
         for breaker, (outage_id, began) in list(self._ongoing.items()):
-            if breaker.down_since != began:
+            if breaker not in down or breaker.down_since != began:
                 await self._store.outages.end(outage_id)
                 del self._ongoing[breaker]
         for breaker in down:
