@@ -98,6 +98,8 @@ class FakeTools:
         self.text: str | None = None
         self.raised: Exception | None = None
         self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.rewards: list[float] = []
+        """The rewards of the next calls of ``add``."""
 
     def list(self, servers: Sequence[str] | None = None) -> Sequence[Schema]:
         """The two tools, or none where the task wants none."""
@@ -119,7 +121,8 @@ class FakeTools:
         if name == "fail":
             return ToolResult(text="it broke", error=True, seconds=0.0, server="fake")
         text = self.text or str(arguments["a"] + arguments["b"])
-        return ToolResult(text=text, error=False, seconds=0.0, server="fake")
+        reward = self.rewards.pop(0) if self.rewards else None
+        return ToolResult(text=text, error=False, seconds=0.0, server="fake", reward=reward)
 
 
 class FakeSession:

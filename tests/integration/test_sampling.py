@@ -116,6 +116,25 @@ async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 30) -
         await asyncio.sleep(0.02)
 
 
+async def test_a_tools_reward_is_credited_to_the_model_call_that_used_it(store: Store) -> None:
+    await store.tasks.load([task("a", scorer="0.5*exact + 0.5*format")])
+    setting = Setting(store, right_then_wrong())
+    setting.tools.rewards = [1.0, 0.0]
+    await setting.run()
+    records = await setting.records("train/0/a")
+    rewarded = next(record for record in records if record.turn_rewards == (1.0, 0.0))
+    other = next(record for record in records if record is not rewarded)
+    assert other.turn_rewards == (0.0, 0.0)
+    assert (rewarded.turn_advantages, other.turn_advantages) == ((1.0, 0.0), (-1.0, 0.0))
+    assert sorted(record.score or 0.0 for record in records) == [0.5, 1.0]
+    async for data in store.database["DBRecordData"].find({}):
+        record = rewarded if data["record"] == rewarded.id else other
+        assert record.advantage is not None
+        expected = {0: record.advantage + record.turn_advantages[0], 1: record.advantage}
+        trained = {call: value for call, value in expected.items() if value != 0}
+        assert {span["call"]: span["advantage"] for span in data["spans"]} == trained
+
+
 async def test_a_group_is_sampled_scored_and_made_into_training_data(store: Store) -> None:
     await store.tasks.load([task("a")])
     setting = Setting(store, right_then_wrong())
