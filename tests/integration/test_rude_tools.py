@@ -452,6 +452,23 @@ async def test_over_http_a_trajectory_may_have_a_session_of_its_own(tmp_path: Pa
     assert opened == [0, 2]
 
 
+async def test_a_process_with_an_abandoned_call_serves_no_other_trajectory(tmp_path: Path) -> None:
+    entry = stdio(reset="clear", warm=1, tools={"hang": {"timeout_seconds": 0.2}})
+    async with ToolPool(config_of(tmp_path, entry)) as pool:
+        abandoned = set()
+        for number, seconds in enumerate((30, 0.1)):
+            async with pool.session(trajectory(number)) as tools:
+                abandoned.add(await pid_of(tools))
+                call = asyncio.create_task(tools.call("hang", {}))
+                await asyncio.wait([call], timeout=seconds)
+                call.cancel()
+                await asyncio.gather(call, return_exceptions=True)
+        for number in range(3):
+            async with pool.session(trajectory(number)) as tools:
+                assert await pid_of(tools) not in abandoned
+    assert len(abandoned) == 2
+
+
 async def test_a_process_that_cannot_be_reset_is_replaced(tmp_path: Path) -> None:
     pids = set()
     async with ToolPool(config_of(tmp_path, stdio(reset="die", warm=1))) as pool:

@@ -57,9 +57,12 @@ class DedicatedServer:
         self._fill()
         return connection
 
-    def give_back(self, connection: Connection, meta: Mapping[str, str]) -> None:
-        """Reset a connection for the next trajectory, or replace it, in the background."""
-        self._later(self._recycle(connection, meta))
+    def give_back(self, connection: Connection, meta: Mapping[str, str], *, is_idle: bool) -> None:
+        """Reset an idle connection for the next trajectory, or replace it, in the background.
+
+        One that may still work on an abandoned call is replaced: the call could change what comes after.
+        """
+        self._later(self._recycle(connection, meta) if is_idle else connection.close())
 
     def discard(self, connection: Connection, why: str) -> None:
         """Close a connection that is lost, in the background."""
@@ -129,6 +132,8 @@ class DedicatedSession(McpSession):
         self._connection: Connection | None = None
         self._taking = asyncio.Lock()
         self._was_lost = False
+        self._running = 0
+        self._has_abandoned = False
 
     async def prepare(self) -> None:
         """Take a connection now if there are setup hooks; else at the first call."""
@@ -149,9 +154,14 @@ class DedicatedSession(McpSession):
         """Call one tool. A call that the server may have received is never repeated: its state is gone."""
         for is_last in (False, True):
             connection = await self._own()
+            self._running += 1
             try:
                 return self._noted(await connection.call(tool, arguments, limits, self.meta))
+            except asyncio.CancelledError:
+                self._has_abandoned = True
+                raise
             except TimeoutError:
+                self._has_abandoned = True
                 if not await connection.answers():
                     self._lose(connection, "it did not answer a call, nor a list of its tools")
                 reply = Reply(text=timeout_text(tool, limits.timeout_seconds or 0.0), error=True)
@@ -165,6 +175,8 @@ class DedicatedSession(McpSession):
                     return self._noted(Reply(text=lost_text(tool, self._server.name), error=True))
                 if is_last:
                     raise self._server.unreachable(lost) from lost
+            finally:
+                self._running -= 1
         raise AssertionError("the last attempt returns or raises")
 
     async def close(self) -> None:
@@ -175,7 +187,8 @@ class DedicatedSession(McpSession):
             return
         if connection.alive:
             await self.run_teardown(self._on(connection))
-            self._server.give_back(connection, self.meta)
+            is_idle = not self._has_abandoned and self._running == 0
+            self._server.give_back(connection, self.meta, is_idle=is_idle)
         else:
             self._server.discard(connection, "it ended before its trajectory")
 
