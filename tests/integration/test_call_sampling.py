@@ -90,6 +90,7 @@ class Session:
 
     client: EngineClient
     calls: int = 0
+    context_length: int | None = None
 
     async def generate(self, input_ids: Sequence[int], params: SamplingParams) -> Generation:
         self.calls += 1

@@ -60,7 +60,7 @@ async def test_a_task_is_tried_and_nothing_is_stored(
     assert await try_task(configs, given, line=None, engine_url=engine) == 0
     shown = capsys.readouterr().out
     assert "turn 1 ·" in shown
-    assert "turn 2 ·" in shown
+    assert "length_limit_error" in shown
     assert "expected   2" in shown
     assert "SCORED  score 0.000" in shown
     assert "\x1b]0" not in shown

@@ -281,7 +281,8 @@ def test_the_examples_of_each_command_are_of_that_command() -> None:
             for word in example.split():
                 known = {field.name for group in (*GROUPS, SFTConfig) for field in fields(group)}
                 if word.startswith("--") and command not in HAND_PARSED:
-                    assert word.removeprefix("--") in known | {"config", "config_file", "limit"}, example
+                    known |= {"config", "config_file", "limit", "until_empty"}
+                    assert word.removeprefix("--") in known, example
 
 
 def test_run_flags_of_the_original_documents_exist() -> None:
