@@ -164,7 +164,7 @@ def _problems(
         for end in ends:
             prompt = proven.render(messages[:end], tools)
             text = proven.decode(prompt)
-            yield from _lost(text, proven.adaptation.apply(map(without_thought, messages[:end])))
+            yield from lost(text, proven.adaptation.apply(map(without_thought, messages[:end])))
             if end > 2:
                 yield from _extension_problems(proven, messages[:end], prompt, tools)
     except TrajectoryError as error:
@@ -185,7 +185,7 @@ def _extension_problems(
         yield "cannot extend a prompt"
         return
     text = proven.decode(added)
-    yield from _lost(text, messages[place + 1 :])
+    yield from lost(text, messages[place + 1 :])
     yield from _renamed(text, messages[place + 1 :])
     reordered = proven.adaptation.one_call_each and len(messages) - place > 2
     if not reordered and list(prompt[len(prompt) - len(added) :]) != added:
@@ -223,7 +223,7 @@ def reads_its_calls(base: RenderingFormat, adaptation: Adaptation) -> bool:
     return True
 
 
-def _lost(text: str, messages: Iterable[Message]) -> Iterator[str]:
+def lost(text: str, messages: Iterable[Message]) -> Iterator[str]:
     """Find each message in ``text``, in order."""
     place = 0
     for message in messages:
@@ -268,7 +268,7 @@ def _problems_of_error(proven: ProvenFormat) -> Iterator[str]:
     """Answer a malformed call: a tool message without a call."""
     try:
         prompt = proven.render(_ERROR, TOOLS)
-        yield from _lost(proven.decode(prompt), _ERROR)
+        yield from lost(proven.decode(prompt), _ERROR)
         yield from _extension_problems(proven, _ERROR, prompt, TOOLS)
     except TrajectoryError as error:
         yield f"fails: {error.message}"
