@@ -68,6 +68,7 @@ class _Opener:
     def _choose(self, folder: str) -> ProvenFormat:
         """Return the renderer with the template's ids, else the template, else the family's renderer."""
         refusal: ModelError | None = None
+        template = None
         try:
             template = self._template(folder)
             for candidate in self._candidates(names_for_tokenizer(self.tokens)):
@@ -81,7 +82,7 @@ class _Opener:
         for candidate in self._candidates(names_of_type(str(self.files.config.get("model_type", "")))):
             with suppress(ModelError):
                 of_family = self._prove(candidate)
-                if not of_family.tool_problems:
+                if not of_family.tool_problems and _begins_alike(candidate, template):
                     return of_family
         if refusal is not None:
             raise refusal
@@ -150,6 +151,15 @@ class _Opener:
 
 def _rendered(base: RenderingFormat, end: int, tools: ToolSchemas | None = None) -> list[int]:
     return base.render(CONVERSATION[:end], tools)
+
+
+def _begins_alike(candidate: RendererFormat, template: TemplateFormat | None) -> bool:
+    """Return whether a first prompt is the template's, or continues it: a thought opened there stays open."""
+    try:
+        theirs = [] if template is None else _rendered(template, ENDS[0])
+    except TrajectoryError:
+        return True
+    return _rendered(candidate, ENDS[0])[: len(theirs)] == theirs
 
 
 def _template_kwargs(model: ModelConfig) -> dict[str, Any]:

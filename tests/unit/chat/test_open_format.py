@@ -205,6 +205,21 @@ def test_the_format_is_chosen_by_the_ids_of_the_template_and_not_by_name(tmp_pat
         opened(tmp_path, models.KEEPS_ALL, name="gemma4")
 
 
+def test_a_familys_renderer_begins_as_the_template_does(tmp_path: Path) -> None:
+    begin, _, user, assistant = models.DEEPSEEK[:4]
+    template = (
+        f"{begin}{{%- for m in messages if m.role != 'tool' %}}{{{{ '{user}' if m.role == 'user' else"
+        f" '{assistant}' if m.role == 'assistant' else '' }}}}{{{{ m.content }}}}{{%- endfor %}}"
+        f"{{%- if add_generation_prompt %}}{{{{ '{assistant}' }}}}OPEN{{% endif %}}"
+    )
+    files = FAMILIES["deepseek-v3"]
+    assert opened(tmp_path, template.replace("OPEN", ""), **files).name == "deepseek-v3"
+    assert opened(tmp_path, template.replace("OPEN", "<think>"), **files).name == "deepseek-r1"
+    own = opened(tmp_path, template.replace("OPEN", "<think>Well,"), **files)
+    assert own.name == "template"
+    assert "without tools" in own.description
+
+
 def test_a_template_that_loses_a_plain_message_is_refused(tmp_path: Path) -> None:
     loses = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
     with pytest.raises(ModelError, match="loses the system message"):
