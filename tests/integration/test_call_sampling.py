@@ -32,6 +32,7 @@ from agentrl.inference.generation import Generation
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import load_policy
 from agentrl.rollout.context import CONTEXT_MANAGERS
+from agentrl.rollout.model_call import PendingCall
 from agentrl.rollout.rollout import Rollout
 from agentrl.store.groups import GroupOutcome
 from agentrl.train.step import forward_backward
@@ -109,8 +110,8 @@ async def sample(
     """One trajectory whose agent makes a call for each of ``turns``, with its parameters."""
     calls: list[DispatchedSamplingTask] = []
 
-    async def write(call: DispatchedSamplingTask) -> None:
-        calls.append(call)
+    async def write(call: PendingCall) -> None:
+        calls.append(call.document())
 
     async with opened(served) as engine:
         rollout = Rollout(
