@@ -213,7 +213,6 @@ async def run_drills(folder: Path, seconds: float, names: Sequence[str] = DRILLS
                 await _scores(store, _SCORED_BETWEEN, _READY_SECONDS)
                 for name in names:
                     report.drills.append(await _drill(scene, store, name, seconds))
-                    await _scores(store, _SCORED_BETWEEN, _RESUME_SECONDS)
                 report.scored = (await _count(store)).scored
         await _check(scene, report)
     finally:
