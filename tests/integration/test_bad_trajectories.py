@@ -151,7 +151,7 @@ async def test_each_fails_alone_and_the_others_are_scored(store: Store) -> None:
         assert (await record_of(store, f"train/0/{name}")).score == 1.0
     expected = {f"agent {does}": failure for does, failure in BAD_AGENTS.items()}
     expected |= {f"scorer {does}": failure for does, failure in BAD_SCORERS.items()}
-    expected["scorer exit"] = ("scorer", "scorer sys:exit raised SystemExit")
+    expected["scorer exit"] = ("scorer", "scorer sys:exit: raised SystemExit")
     for name, (kind, message) in expected.items():
         record = await record_of(store, f"train/0/{name}")
         assert record.status is RecordStatus.FAILED, name

@@ -79,7 +79,6 @@ async def test_what_can_be_used_passes_and_a_judge_that_is_away_is_a_warning(
         ({"agent_name": "nobody"}, "unknown agent 'nobody'"),
         ({"scorer": "nowhere"}, "unknown scorer 'nowhere'"),
         ({"answer_schema": "two words"}, "answer_schema is 'two words'"),
-        ({"scorer": "agentcpm"}, "no_such.yml cannot be read"),
     ],
 )
 async def test_what_is_loaded_later_stops_the_sampler_and_no_slot_fails(
@@ -87,8 +86,6 @@ async def test_what_is_loaded_later_stops_the_sampler_and_no_slot_fails(
 ) -> None:
     await store.tasks.load([task("a", slots=1, **fields)])
     setting = Setting(store, "<answer>4</answer>", claims={"max_attempts": 1})
-    config = SamplingConfig(agent_config_path="no_such.yml")
-    object.__setattr__(setting.worker, "sampling", config)
     with pytest.raises(ConfigError) as caught:
         await setting.run()
     assert message in str(caught.value)
@@ -102,6 +99,22 @@ async def test_what_is_loaded_later_stops_the_sampler_and_no_slot_fails(
     await store.tasks.load([task("a", slots=1, **corrected)], update=True)
     await again.run()
     assert (await store.tasks.counts("train"))[TaskStatus.COMPLETED] == 1
+
+
+async def test_a_judge_without_a_configuration_stops_the_sampler_and_the_trajectory_stays_sampled(
+    store: Store,
+) -> None:
+    await store.tasks.load([task("a", slots=1, scorer="agentcpm")])
+    setting = Setting(store, "<answer>4</answer>", claims={"max_attempts": 1})
+    config = SamplingConfig(agent_config_path="no_such.yml")
+    object.__setattr__(setting.worker, "sampling", config)
+    with pytest.raises(ConfigError, match=r"no_such.yml cannot be read"):
+        await setting.run()
+    found = await store.tasks.get("train/0/a")
+    assert found is not None
+    (slot,) = found.slots
+    assert (slot.status, slot.owner) == (SlotStatus.SAMPLED, None)
+    assert {record.status for record in await setting.records("train/0/a")} == {RecordStatus.COMPLETED}
 
 
 async def test_a_host_without_pythonpath_leaves_the_tasks_to_the_others(
