@@ -42,5 +42,5 @@ COLLECTIONS: Final = (
     OUTAGE,
 )
 
-SCHEMA_VERSION: Final = 4
+SCHEMA_VERSION: Final = 5
 """Version of the schema that this code reads and writes. A database without one in ``Run`` has version 1."""

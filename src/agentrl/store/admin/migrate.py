@@ -100,6 +100,11 @@ async def span_temperatures(database: AsyncDatabase[Json]) -> int:
     return changed
 
 
+async def nothing(database: AsyncDatabase[Json]) -> int:
+    """4 → 5: older code cannot read the slot status ``sampled``; validators and indexes are updated later."""
+    return 0
+
+
 def _with_temperatures(data: Json, found: Mapping[tuple[str, int], Any]) -> list[Json]:
     def of_call(index: int) -> float:
         value = found.get((data["record"], index))
@@ -126,6 +131,12 @@ MIGRATIONS: Final[tuple[Migration, ...]] = (
         target=4,
         what="spans of training data have the temperature of their model call",
         run=span_temperatures,
+    ),
+    Migration(
+        origin=4,
+        target=5,
+        what="slots may wait for a score, and Outage lists what is down; no document changes",
+        run=nothing,
     ),
 )  # fmt: skip
 """In order; each starts from the version that the one before reaches."""
