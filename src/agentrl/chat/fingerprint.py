@@ -6,7 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from agentrl.errors import ModelError
+from agentrl.chat.model_folder import read_tokenizer_file
 
 _PROBE = (
     "The 3 quick foxes ran 1,048,576 m; naïve café, Ünïcödé, 你好世界, привет, emoji 🙂🚀.\n\n\tdef f(x):\n"
@@ -20,19 +20,11 @@ def tokenizer_fingerprint(folder: str | Path) -> str | None:
 
     Raises ModelError for a tokenizer that cannot be read.
     """
-    from tokenizers import Tokenizer
-
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         return None
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:
-        raise ModelError(
-            f"{path} is not a tokenizer: {error}", hint="copy the model's folder again"
-        ) from error
+    tokenizer = read_tokenizer_file(path)
     vocabulary = sorted(tokenizer.get_vocab(with_added_tokens=True).items())
-    tokenizer.no_truncation()
     ids = tokenizer.encode(_PROBE, add_special_tokens=False).ids
     content = json.dumps([vocabulary, ids], ensure_ascii=True).encode()
     return f"sha256 {hashlib.sha256(content).hexdigest()[:16]}"

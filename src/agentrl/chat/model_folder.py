@@ -48,6 +48,22 @@ def read_chat_files(folder: str | Path, chat_template: str | Path | None = None)
     )
 
 
+def read_tokenizer_file(path: Path) -> Tokenizer:
+    """Read a ``tokenizer.json``; truncation and padding are off.
+
+    Raises ModelError for a file that is not a tokenizer.
+    """
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise ModelError(
+            f"{path} is not a tokenizer: {error}", hint="copy the model's folder again"
+        ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
@@ -62,15 +78,7 @@ def _read_tokenizer(root: Path) -> Tokenizer:
     """Read ``tokenizer.json``; convert an older format by transformers."""
     path = root / "tokenizer.json"
     if path.is_file():
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:
-            raise ModelError(
-                f"{path} is not a tokenizer: {error}", hint="copy the model's folder again"
-            ) from error
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer
+        return read_tokenizer_file(path)
     if not any((root / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
         raise ModelError(
             f"{root} has no tokenizer.json",

@@ -22,7 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sft": ("agentrl.cli.sft", "supervised fine-tuning on conversations"),
     "audit": ("agentrl.cli.audit", "look at a run: its state, a trajectory, its curve"),
     "parity": ("agentrl.cli.parity", "compare the trainer's logprobs with an engine's"),
-    "doctor": ("agentrl.cli.doctor", "check this machine, and say how to fix each fault"),
+    "doctor": ("agentrl.cli.doctor.command", "check this machine, and say how to fix each fault"),
     "quickstart": ("agentrl.cli.quickstart", "the whole loop on this machine"),
 }
 

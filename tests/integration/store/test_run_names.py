@@ -48,7 +48,7 @@ def test_names_of_the_servers_own_databases_create_nothing(
 async def test_the_doctor_creates_nothing(
     store: Store, run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from agentrl.cli.doctor import check_database
+    from agentrl.cli.doctor.services import check_database
 
     monkeypatch.chdir(tmp_path)
     before = await databases(store)

@@ -1,0 +1,157 @@
+"""Check the machine: Python, packages, torch, engine venvs, disks, ports, and the sandbox."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from agentrl.cli.doctor.check import Check
+from agentrl.config.schema import EngineConfig, RunConfig
+from agentrl.inference.engines.commands import engine_venv, has_gpu, install_hint
+from agentrl.tools.sandbox import landlock
+from agentrl.tools.sandbox.local import namespace_problem
+
+_OLDEST_PYTHON = (3, 11)
+_GIB = 2**30
+_DISK_FAIL, _DISK_WARN = 1 * _GIB, 10 * _GIB
+_PROBE_SECONDS = 120.0
+_TORCH_PROBE = (
+    "import torch; found = torch.cuda.is_available();"
+    "print(torch.__version__, torch.version.cuda or torch.version.hip or 'cpu',"
+    " torch.cuda.get_device_name(0) if found else '-', sep='|')"
+)
+
+
+def machine_checks(run: RunConfig, engine: EngineConfig) -> Iterator[Check]:
+    """Yield the checks of the machine itself."""
+    yield check_python()
+    yield from check_packages()
+    yield check_torch()
+    yield check_engine_venv("sglang", engine)
+    yield check_engine_venv("vllm", engine)
+    for folder in (run.output, run.log_dir, run.mongo_dir):
+        yield check_disk(folder)
+    yield check_port(engine)
+    yield check_sandbox()
+
+
+def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Check:
+    """Check the version of Python."""
+    found = ".".join(map(str, version))
+    if version[:2] < _OLDEST_PYTHON:
+        return Check(
+            "python", "fail", found, "use Python 3.11 or newer: PYTHON=python3.11 bash scripts/setup.sh"
+        )
+    return Check("python", "ok", f"{found} ({sys.executable})")
+
+
+def check_packages(distribution: str = "agentrl") -> Iterator[Check]:
+    """Check each dependency against its tested range; one row if all are fine."""
+    requirements = [Requirement(line) for line in metadata.requires(distribution) or ()]
+    needed = [item for item in requirements if item.marker is None or item.marker.evaluate({"extra": ""})]
+    good = 0
+    for item in needed:
+        try:
+            version = metadata.version(item.name)
+        except metadata.PackageNotFoundError:
+            yield Check(f"package {item.name}", "fail", "not installed", f"pip install '{item}'")
+            continue
+        if item.specifier.contains(version, prereleases=True):
+            good += 1
+        else:
+            found = f"{version}, tested with {item.specifier}"
+            yield Check(f"package {item.name}", "warn", found, f"pip install '{item}'")
+    if good:
+        yield Check("packages", "ok", f"{good} of {len(needed)} are installed in the tested range")
+
+
+def check_torch() -> Check:
+    """Check that torch can be imported and that its build sees the machine's GPU."""
+    done = _probe([sys.executable, "-c", _TORCH_PROBE])
+    if done is None or done.returncode != 0:
+        reason = "no answer in time" if done is None else _last_line(done.stderr)
+        return Check("torch", "fail", f"cannot be imported: {reason}", "bash scripts/setup.sh")
+    version, build, device = done.stdout.strip().splitlines()[-1].split("|")
+    if device != "-":
+        return Check("torch", "ok", f"{version} on {device} ({build})")
+    if has_gpu():
+        hint = "pip install a torch build for this GPU's driver (pytorch.org/get-started)"
+        return Check("torch", "warn", f"{version} ({build}) does not see this machine's GPU", hint)
+    return Check("torch", "ok", f"{version} ({build}); this machine has no GPU")
+
+
+def check_sandbox() -> Check:
+    """Check how the programs of a model are confined on this machine."""
+    name, problem = "sandbox", namespace_problem()
+    if problem is None:
+        return Check(name, "ok", "namespaces: own network, processes and files")
+    hint = f"{problem}; allow user namespaces (sysctl user.max_user_namespaces), or use isolation: docker"
+    if landlock.version():
+        return Check(name, "ok", f"limits and Landlock; no namespaces: {problem}")
+    return Check(
+        name, "warn", f"only limits: programs read this user's files; no namespaces: {problem}", hint
+    )
+
+
+def check_engine_venv(name: str, engine: EngineConfig) -> Check:
+    """Check the venv of SGLang or vLLM, which only ``--engine`` of that name needs."""
+    venv = engine_venv(name)
+    python = venv / "bin" / "python"
+    probe = f"import importlib.metadata as m; print(m.version(m.packages_distributions()[{name!r}][0]))"
+    done = _probe([str(python), "-c", probe]) if python.is_file() else None
+    if done is not None and done.returncode == 0:
+        return Check(name, "ok", f"{done.stdout.strip()} in {venv}")
+    found = f"not installed in {venv}"
+    if engine.engine == name:
+        return Check(name, "fail", found, install_hint(name))
+    return Check(name, "ok", f"{found}; --engine {engine.engine} does not need it")
+
+
+def check_disk(folder: str) -> Check:
+    """Check the free space and the write permission where ``folder`` is or will be."""
+    place = Path(folder).absolute()
+    while not place.exists():
+        place = place.parent
+    name = f"disk {folder}"
+    if not os.access(place, os.W_OK):
+        return Check(name, "fail", f"{place} is not writable", "choose another folder, or change its owner")
+    free = shutil.disk_usage(place).free
+    found = f"{free / _GIB:.1f} GiB free"
+    if free < _DISK_WARN:
+        hint = "free space there; weights and checkpoints take several times the model's size"
+        return Check(name, "fail" if free < _DISK_FAIL else "warn", found, hint)
+    return Check(name, "ok", found)
+
+
+def check_port(engine: EngineConfig) -> Check:
+    """Check that the engine's address can be bound."""
+    name = f"port {engine.host}:{engine.port or 'any'}"
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in engine.host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((engine.host, engine.port))
+    except OSError as error:
+        return Check(
+            name, "fail", f"cannot be bound: {error.strerror or error}", "give another --host or --port 0"
+        )
+    return Check(name, "ok", "free")
+
+
+def _probe(command: list[str]) -> subprocess.CompletedProcess[str] | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False)
+    except (subprocess.TimeoutExpired, OSError):
+        return None
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "no output"

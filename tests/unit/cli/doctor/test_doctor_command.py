@@ -1,0 +1,26 @@
+"""``agentrl doctor``: its table and its exit code."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentrl.cli.doctor import command
+from agentrl.cli.doctor.check import Check, State
+
+
+@pytest.mark.parametrize(("state", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
+def test_only_a_failed_check_sets_the_exit_code(
+    state: State,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def no_checks(configs: object) -> list[Check]:
+        return []
+
+    check = Check("disk [x]", state, "found this", "do that")
+    monkeypatch.setattr(command, "machine_checks", lambda run, engine: [check])
+    monkeypatch.setattr(command, "_run_checks", no_checks)
+    assert command.main([]) == code
+    out = capsys.readouterr().out
+    assert all(part in out for part in (state, "disk [x]", "found this", "do that"))

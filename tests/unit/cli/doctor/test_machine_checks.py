@@ -1,0 +1,118 @@
+"""``agentrl doctor`` on a machine: Python, packages, torch, engines, disks, ports, and the sandbox."""
+
+from __future__ import annotations
+
+import socket
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from agentrl.cli.doctor import machine
+from agentrl.config.schema import EngineConfig
+
+
+def test_an_old_python_fails_with_a_hint() -> None:
+    check = machine.check_python((3, 10, 4))
+    assert check.state == "fail"
+    assert "3.11" in check.hint
+    assert machine.check_python().state == "ok"
+
+
+def test_packages_are_held_against_the_tested_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"good": "1.5", "old": "0.9"}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    wanted = [
+        "good>=1,<2",
+        "old>=1",
+        "gone>=3",
+        "extra>=1; extra == 'dev'",
+        "other>=1; sys_platform == 'win32'",
+    ]
+    monkeypatch.setattr(metadata, "requires", lambda name: wanted)
+    monkeypatch.setattr(metadata, "version", version)
+    checks = list(machine.check_packages())
+    assert {check.name: check.state for check in checks} == {
+        "package old": "warn",
+        "package gone": "fail",
+        "packages": "ok",
+    }
+    assert {check.hint for check in checks if check.hint} == {"pip install 'old>=1'", "pip install 'gone>=3'"}
+    assert checks[-1].found.startswith("1 of 3")
+
+
+@pytest.mark.parametrize(
+    ("problem", "landlock", "state", "found"),
+    [
+        (None, 0, "ok", "namespaces"),
+        ("unshare: denied", 5, "ok", "limits and Landlock"),
+        ("unshare: denied", 0, "warn", "programs read this user's files"),
+    ],
+)
+def test_the_sandbox_says_how_programs_are_confined(
+    problem: str | None, landlock: int, state: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "namespace_problem", lambda: problem)
+    monkeypatch.setattr(machine.landlock, "version", lambda: landlock)
+    check = machine.check_sandbox()
+    assert check.state == state
+    assert found in check.found
+
+
+def test_a_taken_port_fails() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        check = machine.check_port(EngineConfig(port=taken.getsockname()[1]))
+    assert check.state == "fail"
+    assert "--port 0" in check.hint
+    assert machine.check_port(EngineConfig()).state == "ok"
+
+
+@pytest.mark.parametrize(("free", "state"), [(2**40, "ok"), (5 * 2**30, "warn"), (2**20, "fail")])
+def test_disk_space_is_told(free: int, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type("Usage", (), {"free": free})
+    monkeypatch.setattr("shutil.disk_usage", lambda place: usage)
+    check = machine.check_disk(str(tmp_path / "not" / "yet"))
+    assert check.state == state
+    assert bool(check.hint) is (state != "ok")
+
+
+@pytest.mark.parametrize("name", ["sglang", "vllm"])
+def test_an_engine_with_a_venv_is_needed_by_its_flag_alone(
+    name: Literal["sglang", "vllm"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"AGENTRL_{name.upper()}_VENV", str(tmp_path))
+    assert machine.check_engine_venv(name, EngineConfig()).state == "ok"
+    failed = machine.check_engine_venv(name, EngineConfig(engine=name))
+    assert failed.state == "fail"
+    assert f"scripts/setup_{name}.sh" in failed.hint
+
+
+def test_a_torch_that_does_not_import_fails_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_TORCH_PROBE", "raise ImportError('libtorch is broken')")
+    check = machine.check_torch()
+    assert check.state == "fail"
+    assert "libtorch is broken" in check.found
+
+
+@pytest.mark.parametrize(
+    ("answer", "gpu", "state"),
+    [
+        ("2.13.0+cpu|cpu|-", False, "ok"),
+        ("2.13.0+cpu|cpu|-", True, "warn"),
+        ("2.13.0|13.0|NVIDIA H200", True, "ok"),
+    ],
+)
+def test_torch_is_held_against_the_gpu(
+    answer: str, gpu: bool, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_TORCH_PROBE", f"print({answer!r})")
+    monkeypatch.setattr(machine, "has_gpu", lambda: gpu)
+    assert machine.check_torch().state == state
