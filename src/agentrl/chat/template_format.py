@@ -44,6 +44,7 @@ class TemplateFormat:
         self._parser = parser
         self._parser_name = parser_name
         self.stop_ids = frozenset(stop_ids)
+        self._tags = tags_in(template.source)
         self._prompts: dict[str, list[int]] = {}
         """The latest prompts and their ids: all trajectories of a group start with one prompt."""
 
@@ -92,9 +93,8 @@ class TemplateFormat:
         self, output_ids: Sequence[int], tools: ToolSchemas, prompt_ids: Sequence[int] = ()
     ) -> ParsedMessage:
         """Return the message in generated ids."""
-        tags = tags_in(self.template.source)
-        opened = opens_thought(self.tokens.decode(prompt_ids[-_PROMPT_END:]), tags)
-        return parse_text(self._parser, self.decode(output_ids), tools, tags, opened=opened)
+        opened = opens_thought(self.tokens.decode(prompt_ids[-_PROMPT_END:]), self._tags)
+        return parse_text(self._parser, self.decode(output_ids), tools, self._tags, opened=opened)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of generated ids with special tokens, without the ids that close the turn."""

@@ -70,11 +70,11 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, Document):
         return value.to_document()
-    if isinstance(value, Enum):
-        return value.value
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    if isinstance(value, Mapping):
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, (dict, Mapping)):
         return {key: plain(item) for key, item in value.items()}
     return value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -16,7 +16,8 @@ _MAX_DEPTH = 40
 def replace_surrogates(value: Any) -> Any:
     """Return ``value`` with every lone surrogate in its strings replaced: no encoder accepts one."""
     if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode("utf-8")
+        is_plain = type(value) is str and value.isascii()
+        return value if is_plain else value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, (list, tuple)):
         return [replace_surrogates(item) for item in value]
     if isinstance(value, dict):
@@ -30,10 +31,12 @@ def sanitize_bson(value: Any, depth: int = 0) -> Any:
     Lone surrogates, and NUL in keys, are replaced. Integers beyond 64 bits, nesting beyond 40 levels and
     other objects become strings, sets become lists, and numbers of other libraries become Python's.
     """
-    if value is None or isinstance(value, (bool, bytes, datetime)):
-        return value
+    if value is None or isinstance(value, (bool, float, bytes, datetime)):
+        return float(value) if isinstance(value, float) else value
     if isinstance(value, str):
         return replace_surrogates(value)
+    if isinstance(value, (list, dict)) and depth < _MAX_DEPTH:
+        return _sanitize_items(value, depth + 1)
     if isinstance(value, numbers.Integral):
         whole = int(value)
         return whole if -_INT64 <= whole < _INT64 else str(whole)
@@ -41,16 +44,20 @@ def sanitize_bson(value: Any, depth: int = 0) -> Any:
         return float(value)
     if isinstance(value, (list, tuple, set, frozenset, Mapping)) and depth >= _MAX_DEPTH:
         return _to_text(value)
-    if isinstance(value, (list, tuple)):
-        return [sanitize_bson(item, depth + 1) for item in value]
     if isinstance(value, (set, frozenset)):
-        return [sanitize_bson(item, depth + 1) for item in sorted(value, key=repr)]
-    if isinstance(value, Mapping):
+        return _sanitize_items(sorted(value, key=repr), depth + 1)
+    if isinstance(value, (tuple, Mapping)):
+        return _sanitize_items(value, depth + 1)
+    return replace_surrogates(str(value))
+
+
+def _sanitize_items(value: Mapping[Any, Any] | Sequence[Any], depth: int) -> Any:
+    if isinstance(value, (dict, Mapping)):
         return {
-            replace_surrogates(str(key)).replace("\0", "\ufffd"): sanitize_bson(item, depth + 1)
+            replace_surrogates(str(key)).replace("\0", "\ufffd"): sanitize_bson(item, depth)
             for key, item in value.items()
         }
-    return replace_surrogates(str(value))
+    return [sanitize_bson(item, depth) for item in value]
 
 
 def _to_text(value: Any) -> str:

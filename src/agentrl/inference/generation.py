@@ -147,12 +147,16 @@ class Collector:
             raise self._malformed(f"{len(chunk.logprobs)} logprobs for {len(chunk.ids)} tokens")
         if len(self.ids) + len(chunk.ids) > self.max_new_tokens:
             raise self._malformed(f"more than the {self.max_new_tokens} tokens asked for")
-        for token in chunk.ids:
-            if type(token) is not int or not 0 <= token < self.vocab_size:
-                raise self._malformed(f"token id {token!r}, outside the vocabulary of {self.vocab_size} ids")
-        for logprob in chunk.logprobs:
-            if not math.isfinite(logprob) or logprob > _LARGEST_LOGPROB:
-                raise self._malformed(f"logprob {logprob!r}")
+        if not chunk.ids:
+            return
+        if set(map(type, chunk.ids)) != {int} or min(chunk.ids) < 0 or max(chunk.ids) >= self.vocab_size:
+            wrong = next(
+                token for token in chunk.ids if type(token) is not int or not 0 <= token < self.vocab_size
+            )
+            raise self._malformed(f"token id {wrong!r}, outside the vocabulary of {self.vocab_size} ids")
+        if not all(map(math.isfinite, chunk.logprobs)) or max(chunk.logprobs) > _LARGEST_LOGPROB:
+            odd = next(each for each in chunk.logprobs if not math.isfinite(each) or each > _LARGEST_LOGPROB)
+            raise self._malformed(f"logprob {odd!r}")
 
     def _checked_spans(self) -> tuple[VersionSpan, ...]:
         """Return the engine's spans, cut to the number of tokens; EngineError if they leave a gap."""
@@ -191,6 +195,11 @@ def join_spans(parts: Sequence[Sequence[VersionSpan]]) -> list[VersionSpan]:
 
 def join(parts: Sequence[Generation], reason: FinishReason, prompt_tokens: int, seconds: float) -> Generation:
     """Concatenate the consecutive parts of one generation."""
+    if len(parts) == 1:
+        merged = tuple(join_spans([parts[0].versions]))
+        return replace(
+            parts[0], versions=merged, finish_reason=reason, prompt_tokens=prompt_tokens, seconds=seconds
+        )
     spans: list[list[VersionSpan]] = []
     offset = 0
     for part in parts:

@@ -158,7 +158,10 @@ class EngineSession:
             return join(parts, reason, len(input_ids), 0.0)
         while True:
             part, why = await self._part(
-                [*input_ids, *done], _remaining(params, len(done)), deadline, parts.append
+                [*input_ids, *done] if done else input_ids,
+                _remaining(params, len(done)),
+                deadline,
+                parts.append,
             )
             if part is not None:
                 parts.append(part)

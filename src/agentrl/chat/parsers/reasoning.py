@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import cache
 
 from agentrl.chat.parsers.base import ParsedMessage, ToolCallParser, Tools
 
@@ -113,7 +114,7 @@ def parse_text(
 
 def _opening(text: str, tags: ReasoningTags) -> int:
     """Return where the next thought opens outside tool calls; -1 without one."""
-    marks = re.compile("|".join(map(re.escape, (tags.open, *_CALLS))))
+    marks = _marks(tags.open)
     at = 0
     while (mark := marks.search(text, at)) is not None:
         if mark.group() == tags.open:
@@ -123,6 +124,12 @@ def _opening(text: str, tags: ReasoningTags) -> int:
         if at < 0:
             return -1
     return -1
+
+
+@cache
+def _marks(opening: str) -> re.Pattern[str]:
+    """Return the pattern of what opens a thought or a tool call."""
+    return re.compile("|".join(map(re.escape, (opening, *_CALLS))))
 
 
 def _join(thoughts: list[str]) -> str:
