@@ -29,7 +29,7 @@ from typing import ClassVar
 
 
 class DependencyKind(StrEnum):
-    """A kind of service that trajectories need and do not own."""
+    """A kind of service that trajectories depend on."""
 
     ENGINE = "engine"
     TOOL = "tool"

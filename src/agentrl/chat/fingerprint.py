@@ -1,4 +1,4 @@
-"""Fingerprint a tokenizer by what it does, so that files that were saved again compare equal."""
+"""Hash the behaviour of a tokenizer, so that copies of it whose files differ compare equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Give openai-harmony, which gpt-oss needs, its vocabulary from the model's own tokenizer: no download."""
+"""Build the vocabulary of openai-harmony, for gpt-oss, from the model's tokenizer, without a download."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prove a chat format on the model at hand: render one conversation turn by turn and look for every message.
+"""Prove that a chat format loses no message: render a conversation turn by turn, and search for each one.
 
 The conversation has thoughts, parallel calls, their results, an error, and further questions. Every text in
 it is a word of its own, so a missing or misplaced one is found.
@@ -81,7 +81,7 @@ CONVERSATION: list[Message] = [
 """Five turns: two parallel calls, an answer, a call, an answer, a question."""
 
 ENDS = (2, 5, 7, 9, 11)
-"""Where the assistant continues: the number of messages before it."""
+"""Numbers of messages after which the assistant continues."""
 
 _PLAIN: list[Message] = [
     *CONVERSATION[:2],
@@ -159,7 +159,7 @@ def _problems(
     ends: Iterable[int],
     tools: ToolSchemas | None,
 ) -> Iterator[str]:
-    """Say what the format loses, renames or repeats, turn by turn."""
+    """Yield what the format loses, renames or repeats, turn by turn."""
     try:
         for end in ends:
             prompt = proven.render(messages[:end], tools)
@@ -177,7 +177,7 @@ def _extension_problems(
     prompt: Sequence[int],
     tools: ToolSchemas | None,
 ) -> Iterator[str]:
-    """Generate the last assistant message and extend it by the messages after it."""
+    """Yield what is wrong when the last assistant message is extended by those after it."""
     place = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
     before, output = generated(proven, messages[: place + 1], tools)
     added = proven.next_prompt(before, output, messages[: place + 1], messages[place + 1 :], tools)
@@ -195,7 +195,7 @@ def _extension_problems(
 def generated(
     base: RenderingFormat, messages: Sequence[Message], tools: ToolSchemas | None
 ) -> tuple[list[int], list[int]]:
-    """Return a prompt and what a model generates after it to say the last of ``messages``.
+    """Return a prompt, and the ids that a model generates after it as the last of ``messages``.
 
     A prompt that opens a thought where the message has none is cut before that.
     """
@@ -224,7 +224,7 @@ def reads_its_calls(base: RenderingFormat, adaptation: Adaptation) -> bool:
 
 
 def lost(text: str, messages: Iterable[Message]) -> Iterator[str]:
-    """Find each message in ``text``, in order."""
+    """Yield the messages that ``text`` lacks, reorders or repeats."""
     place = 0
     for message in messages:
         for what, word in _words(message):
@@ -250,7 +250,7 @@ def _words(message: Message) -> Iterator[tuple[str, str]]:
 
 
 def _renamed(text: str, messages: Sequence[Message]) -> Iterator[str]:
-    """Look for the name of another tool before each result."""
+    """Yield the tool results that ``text`` attributes to another tool."""
     place = 0
     for message in messages:
         end = text.find(message["content"], place)
@@ -265,7 +265,7 @@ def _renamed(text: str, messages: Sequence[Message]) -> Iterator[str]:
 
 
 def _problems_of_error(proven: ProvenFormat) -> Iterator[str]:
-    """Answer a malformed call: a tool message without a call."""
+    """Yield what is wrong with a tool message without a call, the answer to a malformed call."""
     try:
         prompt = proven.render(_ERROR, TOOLS)
         yield from lost(proven.decode(prompt), _ERROR)
@@ -302,7 +302,7 @@ def _kept(base: RenderingFormat, adaptation: Adaptation) -> KeptThoughts:
 
 
 def _forged(base: RenderingFormat, tokens: ControlTokens) -> Iterator[str]:
-    """Write every control token into a message: it must add none to the prompt."""
+    """Yield a problem if the texts of control tokens in a message become control tokens."""
     system, user = CONVERSATION[:2]
     attack = {"role": "user", "content": " ".join(["walnut", *tokens.texts()])}
     result = {**_result(1, _FIRST, ""), "content": attack["content"]}

@@ -1,4 +1,4 @@
-"""A chat format with what its proof found: how to write messages for it, and which thoughts it keeps."""
+"""Use a chat format as its proof allows: adapt messages to it, and keep or drop earlier thoughts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ProvenFormat:
 
     @property
     def description(self) -> str:
-        """Return one line: the format, its changes of messages, and what becomes of earlier thoughts."""
+        """Return one line: the format, its changes of messages, and whether earlier thoughts stay."""
         thoughts = f"earlier thoughts {_KEPT[self.keeps]}"
         if self.keeps != self.template_keeps:
             thoughts += f" (in the template they {_KEPT[self.template_keeps]})"

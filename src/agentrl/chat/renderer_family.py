@@ -48,7 +48,7 @@ _TOKENS: dict[str, tuple[str, ...]] = {
     "llama-3": ("<|start_header_id|>", "<|eom_id|>"),
     "minimax-m2": ("<minimax:tool_call>",),
 }
-"""The renderers, and tokens without which a tokenizer cannot be of the family."""
+"""Renderer → control tokens that every tokenizer of its family has."""
 
 _FAMILIES = {
     "gemma4": ("gemma4",),
@@ -61,7 +61,7 @@ _FAMILIES = {
     "minimax": ("minimax-m2",),
     "inkling": ("inkling",),
 }
-"""Renderers of a ``model_type`` whose own template may be missing or lose messages."""
+"""``model_type`` → renderers to try if the model's own template is missing or loses messages."""
 
 
 def renderer_names() -> list[str]:

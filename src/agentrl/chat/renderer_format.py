@@ -1,4 +1,4 @@
-"""The chat format of a model family that the ``renderers`` package knows: it parses by token ids."""
+"""Render and parse by the ``renderers`` package, which knows model families by their token ids."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PROMPT_END = 16
 """Tokens at the end of a prompt that tell whether it opens a thought."""
 
 _HARMONY = "gpt-oss"
-"""Its encoder takes the text of messages as text; no mark may reach it."""
+"""Its own encoder keeps text as text, so its messages are not marked by ``ControlTokens.protect``."""
 
 
 class RendererFormat:
@@ -176,11 +176,11 @@ class RendererFormat:
         )
 
     def _quotes_a_mark(self, text: str) -> bool:
-        """Return whether ``text`` holds a mark of calls; in a text without a call's ids it is a quotation."""
+        """Return whether ``text`` holds a mark of calls as plain text, which is a quotation and no call."""
         return not isinstance(self._reader, MarkedParser) or any(mark in text for mark in self._reader.opens)
 
     def _split(self, output_ids: Sequence[int], prompt_ids: Sequence[int]) -> SplitText:
-        """Split the generated text into thoughts and the rest; harmony's channels are no tags."""
+        """Split the generated text into thoughts and the rest; harmony uses channels instead of tags."""
         text = self.decode(output_ids)
         if self.name == _HARMONY:
             return SplitText("", text)
@@ -206,7 +206,7 @@ def _problem(call: Any) -> str | None:
 
 
 def _arguments(value: Any) -> dict[str, Any] | None:
-    """Return arguments as an object; None if they are none."""
+    """Return arguments as an object; None if they are not an object."""
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else {}

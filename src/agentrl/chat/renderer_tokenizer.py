@@ -9,7 +9,7 @@ from agentrl.chat.control_tokens import ControlTokens
 
 
 class RendererTokenizer:
-    """What ``renderers`` asks of a tokenizer. Text that ``ControlTokens.protect`` marked stays text."""
+    """The tokenizer that ``renderers`` expects. Text that ``ControlTokens.protect`` marked stays text."""
 
     name_or_path = ""
     unk_token_id: int | None = None

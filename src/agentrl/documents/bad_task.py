@@ -1,4 +1,4 @@
-"""Say why a task of a file cannot be loaded."""
+"""Define the error of a task that cannot be loaded, and name kinds of JSON values in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PartialGeneration: the tokens of a generation that its sampler did not finish; the next attempt does."""
+"""PartialGeneration: the tokens of an unfinished generation, which the next attempt resumes."""
 
 from __future__ import annotations
 

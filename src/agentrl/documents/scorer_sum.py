@@ -19,7 +19,7 @@ def sum_name(weights: Mapping[str, float]) -> str:
         raise ValueError("it names no scorer")
     for name, weight in weights.items():
         if not name or name != "".join(name.split()):
-            raise ValueError(f"{name!r} is no name of a scorer")
+            raise ValueError(f"{name!r} is not the name of a scorer")
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
             raise ValueError(f"the weight of {name} is {weight!r}, which is not a number")
     if list(weights.values()) == [1]:

@@ -166,7 +166,7 @@ def nearest_field(name: str) -> str | None:
 def make_task(item: Any, split: str, epoch: int, num_generations: int) -> Task:
     """Return the Task of one JSON value, with ``order`` 0. Raises BadTaskError."""
     if not isinstance(item, dict):
-        raise BadTaskError(f"a task is a JSON object, and this is {kind_of(item)}")
+        raise BadTaskError(f"the task is {kind_of(item)}; it must be a JSON object")
     check_bson_limits(item)
     rest = dict(item)
     task_id = _take_id(rest)
@@ -200,7 +200,7 @@ def _take_id(rest: dict[str, Any]) -> str:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, (str, int)):
-            raise BadTaskError(f"{name} is {kind_of(value)}, and it is text or a whole number")
+            raise BadTaskError(f"{name} is {kind_of(value)}; it must be text or a whole number")
         if not str(value).strip():
             raise BadTaskError(f"{name} is empty")
         return str(value)
@@ -240,7 +240,7 @@ def _take_query(rest: dict[str, Any]) -> str | None:
         if value is None:
             continue
         if not isinstance(value, str):
-            raise BadTaskError(f"{name} is {kind_of(value)}, and it is text")
+            raise BadTaskError(f"{name} is {kind_of(value)}; it must be text")
         if not value.strip():
             raise BadTaskError(f"{name} is empty")
         return value
@@ -279,7 +279,7 @@ def _take_system_prompt(rest: dict[str, Any], chat: Chat) -> str | None:
 def _take(rest: dict[str, Any], name: str, kind: type) -> Any:
     value = rest.pop(name, None)
     if value is not None and not isinstance(value, kind):
-        raise BadTaskError(f"{name} is {kind_of(value)}, and it is {kind_of(kind())}")
+        raise BadTaskError(f"{name} is {kind_of(value)}; it must be {kind_of(kind())}")
     return value
 
 
@@ -322,9 +322,9 @@ def _take_max_turns(rest: dict[str, Any]) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int):
-        raise BadTaskError(f"max_turns is {kind_of(value)}, and it is a whole number")
+        raise BadTaskError(f"max_turns is {kind_of(value)}; it must be a whole number")
     if value < 1:
-        raise BadTaskError(f"max_turns is {value}, and it is at least 1")
+        raise BadTaskError(f"max_turns is {value}; it must be at least 1")
     return value
 
 

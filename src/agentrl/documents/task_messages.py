@@ -50,7 +50,7 @@ def read_prompt(field: str, value: Any) -> tuple[str, Chat]:
     messages = _messages(field, value)
     roles = [message["role"] for message in messages]
     if "user" not in roles:
-        raise BadTaskError(f"{field} has no user message, and the question is one")
+        raise BadTaskError(f"{field} has no user message; the question must be one")
     last = len(roles) - 1 if roles[-1] == "user" else roles.index("user")
     question: str = messages[last]["content"]
     if not question.strip():
@@ -66,13 +66,13 @@ def _chat(field: str, messages: list[Message]) -> Chat:
 
 def _messages(field: str, value: Any) -> list[Message]:
     if not isinstance(value, list):
-        raise BadTaskError(f"{field} is {kind_of(value)}, and it is a list of chat messages")
+        raise BadTaskError(f"{field} is {kind_of(value)}; it must be a list of chat messages")
     return [_message(f"{field}[{index}]", item) for index, item in enumerate(value)]
 
 
 def _message(where: str, item: Any) -> Message:
     if not isinstance(item, dict):
-        raise BadTaskError(f"{where} is {kind_of(item)}, and a message is an object with a role")
+        raise BadTaskError(f"{where} is {kind_of(item)}; it must be an object with a role")
     role = item.get("role")
     if role not in ROLES:
         raise BadTaskError(f"{where}: the role is {_excerpt(role)}; choose one of {', '.join(ROLES)}")
@@ -82,7 +82,7 @@ def _message(where: str, item: Any) -> Message:
         raise BadTaskError(f"{where}: a message of role {role} has no {_excerpt(unknown[0])}")
     for key in sorted(_KEYS[role] - {"content", "tool_calls"}):
         if not isinstance(message.get(key, ""), str):
-            raise BadTaskError(f"{where}: {key} is {kind_of(message[key])}, and it is text")
+            raise BadTaskError(f"{where}: {key} is {kind_of(message[key])}; it must be text")
     if message.get("content") is None and not message.get("tool_calls"):
         raise BadTaskError(f"{where}: content is missing")
     return {**message, "content": _text(where, message.get("content", ""))}
@@ -94,7 +94,7 @@ def _text(where: str, content: Any) -> str:
         return content
     parts = content if isinstance(content, list) else []
     if not parts or not all(_is_text_part(part) for part in parts):
-        raise BadTaskError(f"{where}: content is {kind_of(content)}, and it is text or a list of text parts")
+        raise BadTaskError(f"{where}: content is {kind_of(content)}; it must be text or a list of text parts")
     return "".join(part["text"] for part in parts)
 
 
@@ -139,7 +139,7 @@ def _result(where: str, message: Message, open_calls: dict[str, str]) -> Message
 
 def _calls(where: str, value: Any, index: int) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
-        raise BadTaskError(f"{where}: tool_calls is {kind_of(value)}, and it is a list of calls")
+        raise BadTaskError(f"{where}: tool_calls is {kind_of(value)}; it must be a list of calls")
     calls = [
         _call(f"{where}.tool_calls[{place}]", item, f"shot{index % 1000:03d}{place % 100:02d}")
         for place, item in enumerate(value)
@@ -157,7 +157,7 @@ def _call(where: str, item: Any, default_id: str) -> dict[str, Any]:
         raise BadTaskError(f'{where}: a call is {{"function": {{"name": …, "arguments": {{…}}}}}}')
     call_id = item.get("id") or default_id
     if not isinstance(call_id, str):
-        raise BadTaskError(f"{where}: id is {kind_of(call_id)}, and it is text")
+        raise BadTaskError(f"{where}: id is {kind_of(call_id)}; it must be text")
     arguments = _arguments(where, function.get("arguments"))
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -169,7 +169,7 @@ def _arguments(where: str, value: Any) -> dict[str, Any]:
         except (ValueError, RecursionError) as error:
             raise BadTaskError(f"{where}: arguments are not JSON: {_excerpt(value)}") from error
     if not isinstance(value, (dict, type(None))):
-        raise BadTaskError(f"{where}: arguments are {kind_of(value)}, and they are an object")
+        raise BadTaskError(f"{where}: arguments are {kind_of(value)}; they must be an object")
     return value or {}
 
 

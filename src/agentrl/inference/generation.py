@@ -1,4 +1,4 @@
-"""Generation: the tokens of one model call with their logprobs, policy versions and end."""
+"""Define a generation: the tokens of one model call with their logprobs, policy versions and end."""
 
 from __future__ import annotations
 

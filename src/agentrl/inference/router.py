@@ -29,7 +29,7 @@ _GROUPS_KEPT = 4096
 
 
 class Watch(Protocol):
-    """Learns whether there is an engine that generates: ``EngineWatch``."""
+    """Gets reports on whether any engine generates: ``EngineWatch``."""
 
     def engines_down(self, why: str) -> None:
         """Record that a model call found no engine that works."""
@@ -182,7 +182,7 @@ class EngineRouter:
             await self.wait(self._no_engine(session), deadline)
 
     def assign(self, session: EngineSession, url: str | None) -> None:
-        """Move the session to the engine at ``url``; None takes it from its engine."""
+        """Move the session to the engine at ``url``; None detaches it."""
         self._sessions.discard(session)
         session.url = url
         if url is not None:
@@ -193,7 +193,7 @@ class EngineRouter:
                     self._groups.pop(next(iter(self._groups)))
 
     def avoid(self, session: EngineSession) -> None:
-        """Take the session from its engine, which failed; no session gets it for a while."""
+        """Detach the session from its engine, which failed and gets no session for a while."""
         if session.url is not None:
             self._avoided_until[session.url] = time.monotonic() + self._suspect_seconds
             for engines in self._groups.values():
@@ -218,7 +218,7 @@ class EngineRouter:
         await asyncio.sleep(min(self._backoff * 2 ** min(attempt - 1, 4), max(deadline - now, 0.0)))
 
     def generated(self) -> None:
-        """Tell the watch that an engine has generated."""
+        """Report to the watch that an engine has generated."""
         if self._watch is not None:
             self._watch.engines_up()
 

@@ -1,4 +1,4 @@
-"""The model calls of one trajectory: each generation survives aborts, pauses and the deaths of engines."""
+"""Make the model calls of one trajectory: a generation survives aborts, pauses and engines that die."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ class Engines(Protocol):
         ...
 
     def assign(self, session: EngineSession, url: str | None) -> None:
-        """Move the session to the engine at ``url``; None takes it from its engine."""
+        """Move the session to the engine at ``url``; None detaches it."""
         ...
 
     def avoid(self, session: EngineSession) -> None:
-        """Take the session from its engine, which failed."""
+        """Detach the session from its engine, which failed."""
         ...
 
     def generated(self) -> None:

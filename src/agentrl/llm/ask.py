@@ -39,7 +39,7 @@ _budgets: dict[str, Budget] = {}
 
 @dataclass(slots=True, kw_only=True)
 class Spent:
-    """What a question has taken so far: requests of all models, their tokens, cost and time."""
+    """The usage of a question so far: requests to all models, their tokens, cost and time."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -128,7 +128,7 @@ class _Question(Generic[T]):
             delay = max(delay, client.limits.paused_seconds())
             if self.deadline.left() - until < delay + _LEAST_SECONDS:
                 if client.limits.paused_seconds() > 0:
-                    problem = f"it asks to be left alone for {delay:.3g} s"
+                    problem = f"it asks for a pause of {delay:.3g} s"
                 break
             await asyncio.sleep(delay)
             try:

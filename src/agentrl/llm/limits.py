@@ -73,7 +73,7 @@ class Limits:
         self._not_before = max(self._not_before, time.monotonic() + seconds)
 
     def paused_seconds(self) -> float:
-        """Return how long the endpoint must be left alone."""
+        """Return the seconds until the endpoint may be asked again."""
         return max(0.0, self._not_before - time.monotonic())
 
     async def acquire(self, tokens: int) -> Use:

@@ -1,4 +1,4 @@
-"""A circuit breaker: the state of one dependency, the calls that wait for it, and which of them probes it."""
+"""Hold the calls that need a dependency while it is down, and let one probe it: a circuit breaker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPEN_AFTER = 3
 """Consecutive failed calls, over all trajectories of the process, that open a breaker."""
 
 FIRST_PROBE_SECONDS, LONGEST_PROBE_SECONDS = 1.0, 15.0
-"""Wait before the first probe of a dependency that is down; it doubles with each probe up to the longest."""
+"""Wait before the first probe of a dependency that is down; each failed probe doubles it, up to the last."""
 
 _PROBE_LIMIT_SECONDS = 120.0
 """Time after which a probe without a result no longer keeps others from probing."""

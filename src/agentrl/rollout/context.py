@@ -1,4 +1,4 @@
-"""Context managers: what to do with a full context, chosen by ``--new_context``."""
+"""Manage a full context: end the trajectory, discard messages, or summarize, as ``--new_context`` says."""
 
 from __future__ import annotations
 

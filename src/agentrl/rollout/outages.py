@@ -1,4 +1,4 @@
-"""Outages of what trajectories need: hold calls while a dependency is down, and say what may be claimed."""
+"""Hold calls while a dependency is down, and decide what may be claimed meanwhile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl.store.needs import Needs
 T = TypeVar("T")
 
 OWN_FAILURES = 3
-"""Failed calls of one trajectory, each after the dependency has served others: the trajectory is to blame."""
+"""Failures of one call, each after the dependency served others, that fail the trajectory's attempt."""
 
 _QUEUE_SECONDS = 5.0
 """Time for trajectories that wait for a score to probe a judge before new ones may."""

@@ -1,4 +1,4 @@
-"""Scorer ``format``: whether a trajectory kept to the form, whatever it answered."""
+"""Scorer ``format``: whether a trajectory kept to the prescribed form, right or wrong."""
 
 from __future__ import annotations
 

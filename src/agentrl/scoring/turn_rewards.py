@@ -1,4 +1,4 @@
-"""Rewards per model call: check what scorers return, and compute each call's advantage from them.
+"""Check the rewards that scorers give to single model calls, and compute each call's advantage.
 
 A call's reward comes from the scorer or, if the scorer gives none, from the tools that the call used. It is
 credited to the tokens of that call alone, beside the advantage of the trajectory's score.
@@ -76,7 +76,7 @@ def turn_advantages(records: Sequence[Record], config: GroupConfig) -> dict[str,
 
 
 def turn_rewards_agree(records: Sequence[Record], min_spread: float) -> bool:
-    """Return whether the turn rewards differ at no place by ``min_spread`` or more."""
+    """Return whether the turn rewards differ by less than ``min_spread`` at every place."""
     longest = max((len(record.turn_rewards) for record in records), default=0)
     return all(agrees(_column(records, index), min_spread) for index in range(longest))
 

@@ -1,4 +1,4 @@
-"""The queue of sampled trajectories that wait for a score: claim them, hand them back, count them."""
+"""Queue sampled trajectories for a score: claim them, hand them back, count them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interfaces of tools, independent of any protocol: a server, and its session with one trajectory."""
+"""Define tools independently of any protocol: a server, and its session with one trajectory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """A server's answer to one call. ``error``: the call failed; the model reads the text, nothing fails."""
+    """A server's answer to one call. ``error``: the call failed, and the model reads the text."""
 
     text: str
     error: bool = False

@@ -1,4 +1,4 @@
-"""Condense long results of tools by an LLM, for the question at hand: the browse agent.
+"""Condense long tool results by an LLM, for the question of the task: the browse agent.
 
 It reads section ``browse_agent`` of ``--agent_config_path``. Its calls are recorded with the tool execution;
 the policy reads the condensed text as the tool's result, and none of it is trained.

@@ -1,4 +1,4 @@
-"""Send HTTP requests to an MCP manager: bounded, sized to the concurrency, and with failures told apart."""
+"""Send HTTP requests to an MCP manager, with bounded time and size, and a named error for each failure."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class ManagerClient:
         await self._http.aclose()
 
     async def _check(self, server: str) -> None:
-        """After a lost call, ask for the servers before the next one; one request serves all callers."""
+        """Test the manager after a lost call, before the next one; one request serves all callers."""
         if not self._suspect:
             return
         async with self._checking:

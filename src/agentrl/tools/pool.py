@@ -1,4 +1,4 @@
-"""The tool servers of one process: open them, give each trajectory a session, close them."""
+"""Open the tool servers of one process, give each trajectory a session, and close them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tools of one trajectory: list them, call them by name, and release their state at the end."""
+"""List the tools of one trajectory, call them by name, and release their state at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools with state by trajectory: classes with ``create``, ``execute``, ``calc_reward`` and ``release``.
+"""Run tools with state by trajectory: classes with ``create``, ``execute``, ``calc_reward`` and ``release``.
 
 The methods are verl's, so that its tool classes work unchanged. One object serves all trajectories; each
 trajectory has an instance id of its own.
@@ -268,7 +268,7 @@ def _text(response: Any) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite number; None for what is none."""
+    """Return a finite number; None for any other value."""
     if isinstance(value, numbers.Real) and math.isfinite(value):
         return float(value)
     return None

@@ -41,7 +41,7 @@ def load_tools(path: str | None, *, call_timeout: float) -> ConfiguredTools:
         elif kind == "mcp" or "mcp" in entry:
             servers += _mcp(entry, where)
         else:
-            raise ConfigError(f"{where}.config.type is {kind!r}", hint="it is native or mcp")
+            raise ConfigError(f"{where}.config.type is {kind!r}", hint="choose native or mcp")
     return ConfiguredTools(tools=tuple(tools), servers=tuple(servers))
 
 

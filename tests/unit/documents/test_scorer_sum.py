@@ -37,7 +37,7 @@ def test_a_plain_name_has_the_weight_1(name: str) -> None:
         ({}, "scorer: it names no scorer"),
         ({"exact": "much"}, "the weight of exact is 'much'"),
         ({"exact": True}, "the weight of exact is True"),
-        ({"my scorer": 1.0}, "'my scorer' is no name of a scorer"),
+        ({"my scorer": 1.0}, "'my scorer' is not the name of a scorer"),
         (["exact"], "scorer is a list"),
         ("", "scorer is empty"),
     ],

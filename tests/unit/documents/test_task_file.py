@@ -71,7 +71,7 @@ def test_all_fields_and_the_rest_in_meta(tmp_path: Path) -> None:
     [
         ("{not json", "not JSON"),
         ('{"id": "x", "query": "?", "answer": NaN}', "not JSON: NaN"),
-        ('"text"', "a task is a JSON object"),
+        ('"text"', "must be a JSON object"),
         ('{"id": "x"}', "query is missing"),
         ('{"id": "x", "query": ""}', "query is empty"),
         ('{"id": "x", "query": 3}', "query is a number"),

@@ -97,7 +97,7 @@ def test_the_query_at_the_end_of_the_messages_is_asked_once() -> None:
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ("x", "messages is text, and it is a list of chat messages"),
+        ("x", "messages is text; it must be a list of chat messages"),
         (["x"], r"messages\[0\] is text"),
         (
             [USER, {"role": "robot", "content": ""}],

@@ -113,7 +113,7 @@ async def test_retry_after_pauses_the_model_for_every_question(llm: fake_llm.Fak
     assert (await put(both)).model == "b"
     assert (await put(both)).model == "b"
     assert llm.models == ["a", "b", "b"]  # the second question does not ask the paused model
-    with pytest.raises(NoAnswerError, match="left alone for") as caught:
+    with pytest.raises(NoAnswerError, match="asks for a pause of") as caught:
         await put(section(llm, "a"))
     assert caught.value.is_outage
 

@@ -1,4 +1,4 @@
-"""The parsed assistant message, and the reading of JSON tool calls that many formats use."""
+"""Define the parsed assistant message, and read the JSON tool calls that many formats use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHOWN = 120
 """Longest quotation of the model's text in an error message, in characters."""
 
 MOST_FAILURES = 16
-"""Malformed calls in a text after which a parser stops: a model that repeats itself costs linear time."""
+"""Number of malformed calls after which a parser stops, so that a repetitive text costs linear time."""
 
 Tools = Sequence[Mapping[str, Any]]
 """The function schemas of the tools offered, as in an OpenAI request."""

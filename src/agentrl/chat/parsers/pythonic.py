@@ -32,7 +32,7 @@ class PythonicParser:
     """Lists of calls anywhere in the text, in ``<|python_start|>`` and ``<|python_end|>`` or without."""
 
     def parse(self, text: str, tools: Tools) -> ParsedMessage:
-        """Parse a message. A list that holds no readable call is content; its first problem is told."""
+        """Parse a message. A list that holds no readable call is content; its first problem is reported."""
         text = text.replace("<|python_start|>", "").replace("<|python_end|>", "")
         outside: list[str] = []
         calls: list[ToolCall] = []
@@ -93,7 +93,7 @@ class OlmoParser(TaggedPythonParser):
 def read_python_calls(text: str, at: int, closing: str) -> Block:
     """Read calls that are separated by commas or lines, up to ``closing`` or the end of the text.
 
-    A call that cannot be read is skipped and told; those around it are kept.
+    A call that cannot be read is skipped and reported; those around it are kept.
     """
     block = Block(at)
     failures = 0

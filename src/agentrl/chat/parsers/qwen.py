@@ -133,7 +133,7 @@ def _read_value(text: str, at: int, known: frozenset[str] | None, close: str) ->
 
 
 def _is_end(text: str, at: int, known: frozenset[str] | None, close: str) -> bool:
-    """Return whether a closing tag before ``at`` is one of the format: something of it follows."""
+    """Return whether a closing tag before ``at`` ends a value: what follows it belongs to the format."""
     at = skip_space(text, at)
     following = _OPEN.match(text, at)
     if following is not None:

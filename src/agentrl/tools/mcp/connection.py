@@ -33,7 +33,7 @@ _TOTAL_FACTOR = 10.0
 """Longest call with progress, in timeouts, unless ``max_seconds`` is set."""
 _EXCERPT = 500
 _SDK_LOGGERS = ("mcp.client.streamable_http", "mcp.client.sse", "client", "mcp.shared.jsonrpc_dispatcher")
-"""They log a traceback for every answer that is no MCP; the call's reply or failure says it already."""
+"""Loggers of the SDK that are silenced: they log tracebacks of errors that the call already reports."""
 
 
 class LostError(Exception):
@@ -46,7 +46,7 @@ class LostError(Exception):
 
 
 class RefusedError(Exception):
-    """The server answers nobody now: a login is missing, it is overloaded, or it speaks no MCP."""
+    """The server refuses all calls now: it asks for a login, is overloaded, or does not speak MCP."""
 
     def __init__(self, reason: str, *, retry_after: float | None = None) -> None:
         super().__init__(reason)

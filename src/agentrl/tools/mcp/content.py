@@ -1,4 +1,4 @@
-"""Render a tool's result as text for the model, whatever content it has; name what no text can show."""
+"""Render a tool's result as text for the model; describe content that is not text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An MCP server of which each trajectory has its own: processes from a warm pool, reset or replaced."""
+"""Give each trajectory a connection of its own to an MCP server: from a warm pool, reset or replaced."""
 
 from __future__ import annotations
 

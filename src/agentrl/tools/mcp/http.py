@@ -1,4 +1,4 @@
-"""Open HTTP connections to MCP servers: pools as large as the concurrency, failures that stay one call's.
+"""Open HTTP connections to MCP servers: a pool as large as the concurrency, and failures of single calls.
 
 The SDK ends a whole connection when one request fails in transport. Here such a failure becomes the JSON-RPC
 error of that request, with a code that says whether the server can have received it.

@@ -1,4 +1,4 @@
-"""One trajectory's calls to an MCP server: hooks, limits, order, and notes on what changed meanwhile."""
+"""Call an MCP server for one trajectory: hooks, limits, order, and notes on tools that changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An MCP server that all trajectories share: one connection, many callers, one reconnect for all of them."""
+"""Share one connection to an MCP server among all trajectories; reconnect once for all callers."""
 
 from __future__ import annotations
 

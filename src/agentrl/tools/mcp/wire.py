@@ -21,7 +21,7 @@ TIMED_OUT = -32001
 NOT_SENT = -32090
 """No server has received the request: it may be sent again."""
 REFUSED = -32091
-"""The server answers nobody now: it asks for a login, is overloaded, or answers no MCP."""
+"""The server refuses all calls now: it asks for a login, is overloaded, or does not speak MCP."""
 TOO_LARGE = -32092
 """The answer is longer than MAX_MESSAGE_BYTES."""
 

@@ -1,4 +1,4 @@
-"""The limits of one program in the sandbox, and the result of running it."""
+"""Define the limits of one program in the sandbox, and the result of running it."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def open_sandbox(config: Mapping[str, Any]) -> Sandbox:
         return DockerSandbox(limits, image=str(config.get("image", "python:3.12-slim")))
     if isolation not in ("auto", "namespaces", "limits"):
         raise ConfigError(
-            f"{WHERE}: isolation is {isolation!r}", hint="it is auto, namespaces, limits or docker"
+            f"{WHERE}: isolation is {isolation!r}", hint="choose auto, namespaces, limits or docker"
         )
     visible = config.get("visible", [])
     if not isinstance(visible, list) or not all(isinstance(path, str) for path in visible):

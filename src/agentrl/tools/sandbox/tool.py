@@ -1,4 +1,4 @@
-"""The tool ``code_interpreter``: run Python that the model writes in a sandbox of its trajectory."""
+"""Run Python that the model writes in a sandbox of its trajectory: the tool ``code_interpreter``."""
 
 from __future__ import annotations
 
