@@ -12,6 +12,7 @@ from typing import Any
 
 from agentrl.chat.chat_format import ToolSchemas
 from agentrl.chat.control_tokens import ControlTokens
+from agentrl.chat.cycle_proof import may_skip_cycles
 from agentrl.chat.model_folder import ChatFiles, read_chat_files
 from agentrl.chat.parsers import PARSERS, ToolCallParser, get_parser
 from agentrl.chat.parsers.detect import parser_of_template
@@ -144,9 +145,10 @@ class _Opener:
     def _prove(self, base: RenderingFormat) -> ProvenFormat:
         try:
             tags = tags_in(self.files.template or "")
-            return prove(base, self.tokens, self.model.thinking_retention, tags)
+            proven = prove(base, self.tokens, self.model.thinking_retention, tags)
         except TrajectoryError as error:
             raise ModelError(error.message, hint=error.hint) from error
+        return proven.skipping_cycles() if may_skip_cycles(proven) else proven
 
 
 def _rendered(base: RenderingFormat, end: int, tools: ToolSchemas | None = None) -> list[int]:

@@ -14,6 +14,7 @@ from agentrl.chat.chat_format import (
     ToolSchemas,
 )
 from agentrl.chat.parsers import ParsedMessage
+from agentrl.errors import TrajectoryError
 
 KeptThoughts = Literal["all", "tool_cycle", "none"]
 """Earlier thoughts that a template renders: all, those since the last user message, none."""
@@ -46,20 +47,44 @@ class ProvenFormat:
         template_keeps: KeptThoughts,
         retention: ThinkingRetention,
         tool_problems: Sequence[str] = (),
+        *,
+        skips_cycles: bool = False,
     ) -> None:
-        """``tool_problems``: why the format cannot be used with tools."""
+        """``tool_problems``: why the format cannot be used with tools.
+
+        ``skips_cycles``: what follows a generation does not depend on the tool cycle before it.
+        """
         self.base = base
         self.retention = retention
         self.adaptation = adaptation
         self.template_keeps = template_keeps
         self.keeps: KeptThoughts = template_keeps if retention == "template" else retention
         self.tool_problems = tuple(tool_problems)
+        self.skips_cycles = skips_cycles
         self.name = base.name
         self.stop_ids = base.stop_ids
 
     def without_tools(self, problem: str) -> ProvenFormat:
         """Return the same format, not to be used with tools because of ``problem``."""
-        return ProvenFormat(self.base, self.adaptation, self.template_keeps, self.retention, [problem])
+        return ProvenFormat(
+            self.base,
+            self.adaptation,
+            self.template_keeps,
+            self.retention,
+            [problem],
+            skips_cycles=self.skips_cycles,
+        )
+
+    def skipping_cycles(self) -> ProvenFormat:
+        """Return the same format, which renders no tool cycle again to extend a prompt."""
+        return ProvenFormat(
+            self.base,
+            self.adaptation,
+            self.template_keeps,
+            self.retention,
+            self.tool_problems,
+            skips_cycles=True,
+        )
 
     @property
     def description(self) -> str:
@@ -96,8 +121,15 @@ class ProvenFormat:
         if self._drops_a_thought(history, new_messages):
             return None
         adapt = self.adaptation
-        written = [*adapt.apply(history[:-1]), adapt.apply_to_one(history[-1])]
-        return self.base.next_prompt(prompt_ids, output_ids, written, adapt.apply(new_messages), tools)
+        last, new = adapt.apply_to_one(history[-1]), adapt.apply(new_messages)
+        before = without_cycle(history[:-1]) if self.skips_cycles else history[:-1]
+        try:
+            return self.base.next_prompt(prompt_ids, output_ids, [*adapt.apply(before), last], new, tools)
+        except TrajectoryError:
+            if len(before) == len(history) - 1:
+                raise
+            written = [*adapt.apply(history[:-1]), last]
+            return self.base.next_prompt(prompt_ids, output_ids, written, new, tools)
 
     def parse(
         self, output_ids: Sequence[int], tools: ToolSchemas, prompt_ids: Sequence[int] = ()
@@ -136,6 +168,15 @@ def _last_question(messages: Sequence[Message]) -> int:
     """Return the place of the last user message; 0 if there is none."""
     places = (place for place in range(len(messages) - 1, -1, -1) if messages[place].get("role") == "user")
     return next(places, 0)
+
+
+def without_cycle(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return messages up to the last user message, if only assistant and tool messages follow it."""
+    question = _last_question(messages)
+    after = messages[question + 1 :]
+    roles = {message.get("role") for message in after}
+    is_cycle = bool(messages) and messages[question].get("role") == "user"
+    return messages[: question + 1] if is_cycle and roles <= {"assistant", "tool"} else messages
 
 
 def _has_thought(message: Message) -> bool:
