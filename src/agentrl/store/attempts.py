@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ from agentrl.store.slots import FREE, QUEUED, lease_lost, lost_claims
 from agentrl.store.write_coalescer import WriteCoalescer
 
 _UNFINISHED = values((RecordStatus.CREATED, RecordStatus.RUNNING, *SAMPLED))
-_MAX_DOUBLINGS = 9
 _CLAIMS_PER_TRANSACTION = 256
 
 
@@ -118,13 +116,11 @@ class Attempts(Repository):
         An open slot may be claimed again after a back-off, which doubles with each attempt that counts and
         varies randomly by ±50 %. The Record becomes FAILED and keeps ``failure``.
         """
-        spread_ms = backoff_seconds * 1000 * random.uniform(0.5, 1.5)
-        doublings = {"$min": [{"$subtract": [slots.ATTEMPTS, 1]}, _MAX_DOUBLINGS]}
-        wait_ms = {"$toLong": {"$multiply": [spread_ms, {"$pow": [2, doublings]}]}}
-        fields = {**FREE, "status": failed_or_open(max_attempts), "not_before": slots.after(wait_ms)}
+        not_before = slots.after_backoff(backoff_seconds, {"$subtract": [slots.ATTEMPTS, 1]})
+        fields = {**FREE, "status": failed_or_open(max_attempts), "not_before": not_before}
 
         async def write(session: AsyncClientSession) -> Task:
-            task = await self._change(claim, fields, session)
+            task = await slots.update_slot(self._connection, claim, fields, session)
             await end_record(self._connection, claim, failure, session)
             return task
 
@@ -235,15 +231,6 @@ class Attempts(Repository):
             return lost
 
         return await self._connection.transaction(write)
-
-    async def _change(self, claim: Claim, fields: Json, session: AsyncClientSession) -> Task:
-        task = await self._collection(TASK).find_one_and_update(
-            slots.held(claim), slots.change_slot(claim, fields), session=session,
-            return_document=ReturnDocument.AFTER,
-        )  # fmt: skip
-        if task is None:
-            raise lease_lost(claim)
-        return Task.from_document(task)
 
 
 def failed_or_open(max_attempts: int) -> Json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Collection, Sequence
 
 from pymongo import ASCENDING, ReturnDocument, UpdateOne
@@ -18,9 +17,8 @@ from agentrl.store.attempts import CompletedGroups
 from agentrl.store.claims import new_claims
 from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import RECORD, TASK
-from agentrl.store.slots import FREE, lease_lost
+from agentrl.store.slots import FREE
 
-_MAX_DOUBLINGS = 9
 _IS_SAMPLED: Json = {"$eq": ["$$slot.status", SlotStatus.SAMPLED.value]}
 
 
@@ -79,26 +77,14 @@ class Scorings(Repository):
         to blame: an outage. At ``max_scorings`` the Record fails; ``agentrl db rescore`` scores it again.
         """
         tried = {"$add": [{"$ifNull": ["$$slot.scorings", 0]}, int(counts)]}
-        doublings = {"$min": [tried, _MAX_DOUBLINGS]}
-        wait_ms = {
-            "$toLong": {
-                "$multiply": [backoff_seconds * 500 * random.uniform(0.5, 1.5), {"$pow": [2, doublings]}]
-            }
-        }
         is_last = {"$and": [counts, {"$gte": [tried, max_scorings]}]}
         fields = {
-            **FREE, "scorings": tried, "not_before": slots.after(wait_ms),
+            **FREE, "scorings": tried, "not_before": slots.after_backoff(backoff_seconds / 2, tried),
             "status": {"$cond": [is_last, SlotStatus.FAILED.value, SlotStatus.SAMPLED.value]},
         }  # fmt: skip
 
         async def write(session: AsyncClientSession) -> Task:
-            document = await self._collection(TASK).find_one_and_update(
-                slots.held(claim), slots.change_slot(claim, fields), session=session,
-                return_document=ReturnDocument.AFTER,
-            )  # fmt: skip
-            if document is None:
-                raise lease_lost(claim)
-            task = Task.from_document(document)
+            task = await slots.update_slot(self._connection, claim, fields, session)
             await self._hand_back(claim, why, _slot_status(task, claim), session)
             return task
 

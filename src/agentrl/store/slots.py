@@ -6,19 +6,22 @@ evaluates text as an expression.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
+from pymongo import ReturnDocument
 from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.status import SlotStatus, TaskStatus
-from agentrl.documents.task import Claim
+from agentrl.documents.task import Claim, Task
 from agentrl.errors import LeaseLostError
 from agentrl.store.connection import Connection, Json
 from agentrl.store.names import TASK
 
 LEASE_DEADLINE = "lease_deadline"
 """Field of a Task: the earliest expiry of its slots' leases; null if no slot is running."""
+_MAX_DOUBLINGS = 9
 _TERMINAL = [SlotStatus.SCORED.value, SlotStatus.FAILED.value]
 ATTEMPTS: Json = {"$subtract": ["$$slot.attempt", {"$ifNull": ["$$slot.released", 0]}]}
 """Number of attempts at ``$$slot`` that count towards ``max_attempts``."""
@@ -65,6 +68,16 @@ def after(seconds: float | Json) -> Json:
     """Return the expression for the server's time plus ``seconds``; an expression is in milliseconds."""
     milliseconds = round(seconds * 1000) if isinstance(seconds, (int, float)) else seconds
     return {"$add": ["$$NOW", milliseconds]}
+
+
+def after_backoff(seconds: float, doublings: Json) -> Json:
+    """Return the expression for the server's time plus ``seconds``, doubled up to ``doublings`` times.
+
+    At most 9 doublings count. The wait varies randomly by ±50 %, so that slots do not come back all at once.
+    """
+    bounded = {"$min": [doublings, _MAX_DOUBLINGS]}
+    spread_ms = seconds * 1000 * random.uniform(0.5, 1.5)
+    return after({"$toLong": {"$multiply": [spread_ms, {"$pow": [2, bounded]}]}})
 
 
 def expired(max_attempts: int) -> Json:
@@ -211,3 +224,15 @@ def lease_lost(claim: Claim) -> LeaseLostError:
         f"the lease of {claim.owner} on {claim.record_id} expired, and another sampler took the slot over",
         hint="nothing is lost: another attempt replaces this one; if it happens often, raise --lease_seconds",
     )
+
+
+async def update_slot(
+    connection: Connection, claim: Claim, fields: Json, session: AsyncClientSession
+) -> Task:
+    """Set ``fields`` of the claim's slot and return the Task. Raises LeaseLostError."""
+    task = await connection.collection(TASK).find_one_and_update(
+        held(claim), change_slot(claim, fields), session=session, return_document=ReturnDocument.AFTER
+    )
+    if task is None:
+        raise lease_lost(claim)
+    return Task.from_document(task)

@@ -27,6 +27,18 @@ class Blocker(StrEnum):
     NO_RULES = "no rules"  # it does not store the rules by which it was decided
 
 
+def selection(split: str | None, tasks: Sequence[str], records: Sequence[str]) -> Json:
+    """Return the filter of a command's Records: None and empty sequences select all."""
+    query: Json = {}
+    if split is not None:
+        query["split"] = split
+    if tasks:
+        query["task"] = {"$in": list(tasks)}
+    if records:
+        query["_id"] = {"$in": list(records)}
+    return query
+
+
 class GroupChangedError(Exception):
     """Another process changed the group since it was read: read it again and retry."""
 

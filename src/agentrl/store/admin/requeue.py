@@ -10,7 +10,14 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.store import slots
-from agentrl.store.admin.regroup import Blocker, GroupBlockedError, GroupChange, find_blocker, regroup
+from agentrl.store.admin.regroup import (
+    Blocker,
+    GroupBlockedError,
+    GroupChange,
+    find_blocker,
+    regroup,
+    selection,
+)
 from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.names import RECORD, TASK
 
@@ -43,12 +50,7 @@ class Requeueing(Repository):
             "status": RecordStatus.FAILED.value, "failure.kind": _SCORER, "completed_at": {"$ne": None},
             "pruned_at": None,
         }  # fmt: skip
-        if split is not None:
-            query["split"] = split
-        if tasks:
-            query["task"] = {"$in": list(tasks)}
-        if records:
-            query["_id"] = {"$in": list(records)}
+        query |= selection(split, tasks, records)
         done = Requeued()
         found = self._collection(RECORD).aggregate(
             [

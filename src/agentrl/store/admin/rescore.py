@@ -23,6 +23,7 @@ from agentrl.store.admin.regroup import (
     GroupChangedError,
     find_blocker,
     regroup,
+    selection,
 )
 from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.groups import Decide, GroupOutcome, StoredGroup
@@ -163,14 +164,8 @@ class Rescoring(Repository):
 def _query(
     split: str | None, tasks: Sequence[str], records: Sequence[str], statuses: Sequence[RecordStatus]
 ) -> Json:
-    query: Json = {"status": {"$in": [status.value for status in statuses]}, "score": {"$ne": None}}
-    if split is not None:
-        query["split"] = split
-    if tasks:
-        query["task"] = {"$in": list(tasks)}
-    if records:
-        query["_id"] = {"$in": list(records)}
-    return query
+    scored: Json = {"status": {"$in": [status.value for status in statuses]}, "score": {"$ne": None}}
+    return scored | selection(split, tasks, records)
 
 
 def _with_score(record: Record, new: NewScore | None) -> Record:
