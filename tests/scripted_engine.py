@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
+
+from tcp_server import TcpServer
 
 from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
@@ -54,17 +55,16 @@ class Call:
         await self.write(b"data: [DONE]\n\n")
 
 
-class ScriptedEngine:
+class ScriptedEngine(TcpServer):
     """Answers each generation with the next of ``answers``, and every later one with the last."""
 
     def __init__(self, *answers: Answer) -> None:
+        super().__init__()
         self.answers = list(answers)
         self.calls: list[dict[str, Any]] = []
         self.aborted: list[str] = []
         self.headers: list[dict[str, str]] = []
-        self.url = ""
         self.vocab_size = VOCAB
-        self._serving: set[asyncio.Task[None]] = set()
 
     def service(self, name: str, **fields: Any) -> InferenceService:
         values = {"status": ServiceStatus.READY, "policy_version": 0, **fields}
@@ -72,28 +72,12 @@ class ScriptedEngine:
             id=name, url=self.url, engine="sglang", model="scripted", host="h", pid=1, **values
         )
 
-    @asynccontextmanager
-    async def serving(self) -> AsyncIterator[ScriptedEngine]:
-        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        try:
-            yield self
-        finally:
-            server.close()
-            for task in self._serving:
-                task.cancel()
-            await asyncio.gather(*self._serving, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._serving.add(task)
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer), contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
             headers = dict(line.split(": ", 1) for line in lines if line)
             body = json.loads(await reader.readexactly(int(headers.get("content-length", 0))) or b"{}")
             await self._answer(first.split()[1], body, headers, writer)
-        self._serving.discard(task)
 
     async def _answer(
         self, path: str, body: dict[str, Any], headers: dict[str, str], writer: asyncio.StreamWriter

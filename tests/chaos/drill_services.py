@@ -18,7 +18,6 @@ from agentrl.chat.model_folder import read_chat_files
 
 HOST = "127.0.0.1"
 _THINK_SECONDS = 0.4
-_ASKED = "the converted value is asked for"
 _CALL = {"name": "convert", "arguments": {"value": 1, "from_unit": "km", "to_unit": "m"}}
 
 Answer = Callable[[str, bytes], "tuple[int, str, bytes, float]"]

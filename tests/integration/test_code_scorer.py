@@ -14,7 +14,6 @@ from agentrl.scoring.scorers import ScorerContext, ScoreResult, run_scorer
 pytestmark = pytest.mark.integration
 
 SUMS = [{"input": "1 2\n", "output": "3"}, {"input": "4 5", "output": "9\n"}]
-TOO_FEW_FILES = {"tests": SUMS, "sandbox": {"files": 0}}
 SQUARE = ["assert square(3) == 9", "assert square(-2) == 4\nassert square(0) == 0"]
 
 

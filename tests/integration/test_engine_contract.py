@@ -20,6 +20,7 @@ from engine_policy import (
     sampled_logprobs,
     save_model,
 )
+from tcp_server import TcpServer
 
 from agentrl.config.schema import AgentConfig, EngineConfig, ModelConfig
 from agentrl.documents.model_call import VersionSpan
@@ -429,29 +430,15 @@ async def routed(served: Served) -> AsyncIterator[EngineRouter]:
     await router.close()
 
 
-class CutAfter:
+class CutAfter(TcpServer):
     """A TCP proxy that resets each connection after ``limit`` bytes of an answer to a generation."""
 
     def __init__(self, target: str, limit: int) -> None:
-        self.url = ""
+        super().__init__()
         self._port = int(target.rpartition(":")[2])
         self._limit = limit
-        self._serving: set[asyncio.Task[None]] = set()
 
-    @asynccontextmanager
-    async def serving(self) -> AsyncIterator["CutAfter"]:
-        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        yield self
-        server.close()
-        for task in self._serving:
-            task.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._serving.add(task)
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection("127.0.0.1", self._port)
         copying = asyncio.create_task(self._copy(reader, back, None))
         try:
