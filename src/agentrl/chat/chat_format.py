@@ -31,7 +31,7 @@ class TokenizedConversation:
 
 
 class ChatFormat(Protocol):
-    """Messages ⇄ token ids. Text inside messages never becomes a control token."""
+    """Converts messages to token ids and back. Text inside messages never becomes a control token."""
 
     @property
     def name(self) -> str:

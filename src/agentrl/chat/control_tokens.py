@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 _MARK = f"mark{uuid.uuid4().hex}"
-"""Nobody outside this process knows it, and no model reads it."""
+"""Random in each process, so untrusted text cannot hold it. It is removed before tokenization."""
 
 _SHAPED = r"<[^<>]{1,80}>|\[[^\[\]]{1,80}\]"
 _KEYWORDS = re.compile(
@@ -24,7 +24,7 @@ _KEYWORDS = re.compile(
     re.IGNORECASE,
 )
 _SPOKEN = re.compile(r"think|tool.?call|tool.?sep|function|parameter|arg_|python_tag|code", re.IGNORECASE)
-"""Tags that an assistant writes itself: in its messages they are what they are."""
+"""Tags that an assistant may write: they are not marked in its messages."""
 
 
 class ControlTokens:
@@ -49,7 +49,7 @@ class ControlTokens:
     def protect(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return messages whose text holds no control token for ``encode``.
 
-        Tags of thoughts and tool calls stay what they are in assistant and system messages.
+        Tags of thoughts and tool calls are not marked in assistant and system messages.
         """
         return [self._marked(dict(message), self._allowed(str(message.get("role")))) for message in messages]
 

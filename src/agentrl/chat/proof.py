@@ -122,7 +122,7 @@ def prove(base: RenderingFormat, tokens: ControlTokens, retention: ThinkingReten
 
 
 def _with_tools(base: RenderingFormat, adaptation: Adaptation) -> tuple[Adaptation, list[str]]:
-    """Return the smallest adaptation that loses nothing of a conversation with tools; else what is lost."""
+    """Return the smallest adaptation that loses nothing of a conversation with tools; else the problems."""
     first: list[str] | None = None
     for written_out, apart, one_each in sorted(product((False, True), repeat=3), key=sum):
         tried = replace(

@@ -197,7 +197,7 @@ def _is_assistant(message: Mapping[str, Any]) -> bool:
 
 
 def _problem(call: Any) -> str | None:
-    """Return what is wrong with a call that the renderer found; None if nothing is."""
+    """Return the problem of a call that the renderer found; None if it is well-formed."""
     status = str(call.status)
     if status == "unknown_tool" or (status == "ok" and _arguments(call.arguments) is not None):
         return None

@@ -63,7 +63,7 @@ class ToolExecution(Document):
     reward: float | None = None
     """The reward that the tool itself gives to the call, if it gives one."""
     condensed: Condensed | None = None
-    """Set if the browse agent was asked; ``result`` is what the policy read."""
+    """Set if the browse agent was called; ``result`` is the text that the policy read."""
 
     @property
     def text(self) -> str:

@@ -15,7 +15,7 @@ _MINUTE = 60.0
 
 @dataclass(slots=True)
 class Use:
-    """An amount used at a time; ``amount`` is an estimate until the reply says what it was."""
+    """An amount used at a time; ``amount`` is an estimate until the reply reports the exact one."""
 
     at: float
     amount: int
@@ -69,7 +69,7 @@ class Limits:
         self._not_before = 0.0
 
     def pause(self, seconds: float) -> None:
-        """Send nothing for ``seconds``: the endpoint asked for it (Retry-After)."""
+        """Pause requests for ``seconds``, as the endpoint's Retry-After asks."""
         self._not_before = max(self._not_before, time.monotonic() + seconds)
 
     def paused_seconds(self) -> float:

@@ -52,7 +52,7 @@ class Budget:
 
 
 def context_problem(agent: AgentConfig, sampling: SamplingConfig, context_length: int | None) -> str | None:
-    """Return what of the limits the context cannot hold; None if all fits or the length is unknown."""
+    """Return why the limits exceed the context; None if they fit or the length is unknown."""
     longest = agent.max_prompt_tokens + sampling.max_new_tokens
     if context_length is None or longest <= context_length:
         return None

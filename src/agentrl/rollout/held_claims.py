@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 5.0
-"""Time for the work on claims to finish after the process is asked to stop."""
+"""Time for the work on claims to finish after a stop signal."""
 
 _CANCEL_SECONDS = 5.0
 """Time for cancelled tasks to end."""
@@ -109,7 +109,7 @@ class HeldClaims:
         return await bounded(self._release([*left.values(), *unusable]))
 
     async def _release_unheard(self) -> None:
-        """Release the claims whose answer was lost in an outage of the database: nobody works on them.
+        """Release claims that the database granted in an answer that an outage lost.
 
         An answer may still be on its way, so a claim is released when it is found for the second time.
         """

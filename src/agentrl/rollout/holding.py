@@ -15,7 +15,7 @@ from agentrl.tools.base import Schema, ToolResult
 
 
 class EngineWatch:
-    """What the router of a process reports: whether there is an engine that generates."""
+    """Receives the router's reports: whether any engine generates."""
 
     def __init__(self, outages: Outages) -> None:
         self._outages = outages

@@ -259,6 +259,6 @@ class Sampler:
                 await asyncio.sleep(_REST_SECONDS)
 
     async def _release_claims(self) -> None:
-        """Let trajectories finish for a moment, release the other claims, and finalize what is complete."""
+        """Let trajectories finish for a moment, release the other claims, and finalize complete groups."""
         if await self._held.release(self._unusable):
             await bounded(self._housekeeping.finalize_completed())

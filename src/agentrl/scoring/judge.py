@@ -119,7 +119,7 @@ async def ask_judge(section: AgentSection, messages: Messages, read: Callable[[s
 
 
 def judged_details(answer: Answer[Any], *, is_new: bool) -> dict[str, Any]:
-    """Return what a Record keeps of a judgement: model, reply, and what this score took."""
+    """Return the details of a judgement for the Record: model, reply, and the usage of this score."""
     spent = answer.spent
     reply = answer.reply if len(answer.reply) <= _KEPT_CHARS else f"…{answer.reply[-_KEPT_CHARS:]}"
     details: dict[str, Any] = {"judge": answer.model, "reply": reply, "cached": not is_new}

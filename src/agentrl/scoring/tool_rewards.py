@@ -9,7 +9,7 @@ from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
 async def tool_rewards(context: ScorerContext) -> ScoreResult:
     """Return the sum of all rewards that tools gave, to calls and to their state; 0 without one.
 
-    The score holds them all, so none is credited to a single model call as well.
+    The score includes every reward, so no reward is also credited to a single model call.
     """
     by_tool = {
         name: sum(given.get("calls", ())) + (given.get("state") or 0.0)

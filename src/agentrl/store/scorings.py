@@ -40,7 +40,7 @@ class Scorings(Repository):
     ) -> list[Claim]:  # fmt: skip
         """Claim up to ``limit`` sampled slots of one Task, the earliest group first; empty if there is none.
 
-        Tasks whose scorer is in ``without_scorers`` are left alone.
+        Tasks whose scorer is in ``without_scorers`` are skipped.
         """
         excluded: Json = {"scorer": {"$nin": sorted(without_scorers)}} if without_scorers else {}
         query = {

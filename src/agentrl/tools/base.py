@@ -54,7 +54,7 @@ class ToolResult:
     server: str
     reward: float | None = None
     condensed: Condensed | None = None
-    """Set if the browse agent was asked to condense the tool's own text."""
+    """Set if the browse agent tried to condense the tool's own text."""
 
 
 class ServerSession(Protocol):

@@ -68,7 +68,7 @@ class ManagerClient:
     ) -> ManagerAnswer:
         """Call a tool. An answer that breaks off is an error of the call: it is not repeated.
 
-        Raises TimeoutError after ``seconds``, and ToolServerError if the manager serves nobody now.
+        Raises TimeoutError after ``seconds``, and ToolServerError if the manager refuses all calls now.
         """
         await self._check(server)
         path, headers = f"/tool/{server}.{tool}", {_TRAJECTORY_HEADER: trajectory}

@@ -31,7 +31,7 @@ class Limits:
     timeout_seconds: float | None = None
     """Longest silence: each progress message restarts it."""
     max_seconds: float | None = None
-    """Longest call, whatever its progress; by default ten times the timeout."""
+    """Longest call, even with progress messages; by default ten times the timeout."""
     max_result_chars: int | None = None
 
     def over(self, base: Limits) -> Limits:
@@ -57,7 +57,7 @@ class Hook:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What every MCP server's entry may set, whatever its transport."""
+    """Options of every MCP server's entry, for every transport."""
 
     scope: Scope = Scope.SHARED
     warm: int = 1

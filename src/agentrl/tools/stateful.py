@@ -252,7 +252,7 @@ def _result(result: Any) -> tuple[str, float | None]:
 
 
 def _text(response: Any) -> str:
-    """Return the text of a response; of pictures and films it says that they are there."""
+    """Return the text of a response; images and videos are replaced by a notice."""
     if isinstance(response, str):
         return response
     if response is None:

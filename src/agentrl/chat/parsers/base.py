@@ -107,7 +107,7 @@ def call_of(value: Any) -> ToolCall:
 
 
 def calls_of(value: Any) -> tuple[list[ToolCall], str | None]:
-    """Return the calls of one decoded call or of a list of them, and what is wrong with the first bad one."""
+    """Return the calls of one decoded call or of a list of calls, and the problem of the first bad one."""
     calls: list[ToolCall] = []
     error = None
     for item in value if isinstance(value, list) else [value]:

@@ -13,11 +13,11 @@ from agentrl.chat.parsers.arguments import parameters_of
 from agentrl.chat.parsers.base import ToolCall, Tools
 
 Check = Callable[[Mapping[str, Any]], str | None]
-"""Returns what is wrong with the arguments of a call."""
+"""Returns the problem of a call's arguments; None if they fit the schema."""
 
 
 def validate_call(call: ToolCall, tools: Tools) -> str | None:
-    """Return None if ``call`` matches one of the ``tools``, else what is wrong with it.
+    """Return None if ``call`` matches one of the ``tools``, else the problem as text.
 
     Arguments of a tool with an invalid schema are not validated.
     """

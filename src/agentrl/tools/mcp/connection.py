@@ -37,7 +37,7 @@ _SDK_LOGGERS = ("mcp.client.streamable_http", "mcp.client.sse", "client", "mcp.s
 
 
 class LostError(Exception):
-    """A call was lost. ``sent``: the server may have received it. ``whole``: the connection is lost too."""
+    """A call was lost. ``sent``: the server may have received it. ``whole``: so was the connection."""
 
     def __init__(self, reason: str, *, sent: bool, whole: bool) -> None:
         super().__init__(reason)

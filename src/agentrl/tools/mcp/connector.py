@@ -19,7 +19,7 @@ _MAX_BACKOFF_SECONDS = 15.0
 
 
 class Connector:
-    """Opens connections. While a server is down, one series of attempts serves all who ask meanwhile."""
+    """Opens connections. While a server is down, concurrent callers share one series of attempts."""
 
     def __init__(self, spec: McpSpec, *, connections: int, read_seconds: float, parallel: int) -> None:
         """``parallel`` connections are opened at a time."""

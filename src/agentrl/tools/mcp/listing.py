@@ -61,7 +61,7 @@ class Listing:
         return self._listed.extras
 
     def on_message(self, message: Any) -> None:
-        """Take note of a notification that the tools changed."""
+        """Record a notification that the tools changed."""
         from mcp_types import ToolListChangedNotification
 
         if isinstance(message, ToolListChangedNotification):
@@ -104,7 +104,7 @@ class Listing:
                 self._settled.set()
 
     async def _subscribe(self) -> None:
-        """Subscribe to changes where the protocol version needs it; older servers notify unasked."""
+        """Subscribe to changes where the protocol version needs it; older servers need no subscription."""
         from mcp.client.subscriptions import ListenNotSupportedError
 
         tools = self._client.server_capabilities.tools

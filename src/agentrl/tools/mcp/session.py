@@ -105,7 +105,7 @@ class McpSession(ABC):
         return await request(hook.tool, arguments, self._gate.limits(hook.tool))
 
     def _filled(self, value: Any) -> Any:
-        """Replace ``${trajectory}`` and ``${meta.KEY}``; one alone keeps the value's type."""
+        """Replace ``${trajectory}`` and ``${meta.KEY}``; a text of one placeholder keeps the value's type."""
         if isinstance(value, Mapping):
             return {key: self._filled(item) for key, item in value.items()}
         if isinstance(value, list):

@@ -76,7 +76,7 @@ class SharedServer:
         return asyncio.shield(self._testing)
 
     def unreachable(self, refused: RefusedError | LostError) -> ToolServerError:
-        """Return the error of a server that nobody can use now."""
+        """Return the error of a server that refuses all calls or cannot be reached."""
         retry_after = refused.retry_after if isinstance(refused, RefusedError) else None
         return self._connector.unreachable(str(refused), retry_after=retry_after)
 

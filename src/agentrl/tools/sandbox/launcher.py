@@ -57,7 +57,7 @@ class Capture:
     closed: bool = False
 
     def read(self) -> bool:
-        """Read what is there; return False if the limit is exceeded."""
+        """Read the available bytes; return False if the limit is exceeded."""
         while not self.closed:
             try:
                 chunk = os.read(self.descriptor, _CHUNK)

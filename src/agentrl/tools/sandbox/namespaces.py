@@ -1,4 +1,4 @@
-"""Run the program in namespaces of its own: no network, no other process, no file but those it needs."""
+"""Run the program in new namespaces: no network, no other processes, and only the files that it needs."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _KILL_SECONDS: Final = 5.0
 
 
 class PlainRun:
-    """The program as a child of this process, which adopts all that the program leaves behind."""
+    """The program as a child of this process, which adopts the processes that it leaves behind."""
 
     def __init__(self, job: Job, streams: Streams) -> None:
         self._job = job
