@@ -44,7 +44,8 @@ ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler_module, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(housekeeping, "HOUSEKEEPING_SECONDS", 0.1)
-    monkeypatch.setattr(scoring_module, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(scoring_module, "FIRST_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(scoring_module, "LONGEST_POLL_SECONDS", 0.05)
     monkeypatch.setattr(held_claims, "GRACE_SECONDS", 0.1)
 
 

@@ -108,7 +108,7 @@ class Sampler:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Sample until done or stopped; then finish or release the claims still held."""
-        self._outages.changed = self._changed.set
+        self._outages.changed = self._outage_changed
         jobs = [
             self._held.heartbeats(), self._housekeeping.finalize_own(), self._housekeeping.work_for_all(),
             self._watch_work(), self._watch_training(), self._queue.run(stop),
@@ -128,6 +128,10 @@ class Sampler:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
         logger.info("sampler ends", extra={"scored": self.scored})
+
+    def _outage_changed(self) -> None:
+        self._changed.set()
+        self._queue.wake()
 
     async def _claim_and_start(self, stop: asyncio.Event) -> None:
         busy_at = time.monotonic()

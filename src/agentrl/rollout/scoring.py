@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 _AT_ONCE = 16
 """Largest number of trajectories of one group that are claimed together."""
 
-POLL_SECONDS = 2.0
-"""Interval of looks into the queue while it is empty."""
+FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS = 2.0, 8.0
+"""Interval of looks into the queue; it doubles with each look that finds nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,8 @@ class ScoringQueue:
         self._owner = owner
         self._concurrency = concurrency
         self._held = HeldClaims(scoring.store, scoring.claims, owner, split, self._ended)
-        self._has_ended = asyncio.Event()
+        self._woken = asyncio.Event()
+        self._poll_seconds = FIRST_POLL_SECONDS
         self._error: BaseException | None = None
         self._unusable: list[Claim] = []
         self.scored = 0
@@ -161,8 +162,12 @@ class ScoringQueue:
             self._held.start(claim, self._scoring.score_stored(claim))
         return bool(claims)
 
+    def wake(self) -> None:
+        """Look into the queue now, and often for a while."""
+        self._woken.set()
+
     def _ended(self, claim: Claim, task: asyncio.Task[bool]) -> None:
-        self._has_ended.set()
+        self.wake()
         error = task.exception()
         if error is not None:
             self._unusable.append(claim)
@@ -175,10 +180,12 @@ class ScoringQueue:
             self._error = task.exception()
 
     async def _wait(self, stop: asyncio.Event) -> None:
-        """Wait until a score ends, for ``POLL_SECONDS``, or until ``stop``."""
-        self._has_ended.clear()
-        waits = [asyncio.ensure_future(event.wait()) for event in (stop, self._has_ended)]
-        await asyncio.wait(waits, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        """Wait until ``wake``, ``stop``, or the next look; looks become rarer while nothing waits."""
+        waits = [asyncio.ensure_future(event.wait()) for event in (stop, self._woken)]
+        await asyncio.wait(waits, timeout=self._poll_seconds, return_when=asyncio.FIRST_COMPLETED)
+        longer = min(2 * self._poll_seconds, LONGEST_POLL_SECONDS)
+        self._poll_seconds = FIRST_POLL_SECONDS if self._woken.is_set() else longer
+        self._woken.clear()
         for wait in waits:
             wait.cancel()
         await asyncio.gather(*waits, return_exceptions=True)

@@ -14,7 +14,7 @@ from db_command import agentrl_db
 
 from agentrl.cli.tasks import main
 from agentrl.config.load import Configs
-from agentrl.config.schema import AgentConfig, GroupConfig, RunConfig, TaskConfig
+from agentrl.config.schema import AgentConfig, GroupConfig, RunConfig, TaskConfig, ToolConfig
 from agentrl.registry import is_importable
 from agentrl.rollout.load_tasks import load_tasks
 from agentrl.rollout.setup import allow_configured_imports
@@ -39,7 +39,8 @@ def allowed_by(run: RunConfig, *names: str, train_file: str | None = None, modul
     """Which names a sampler with these flags may import."""
     tasks = TaskConfig(train_file=train_file, allowed_modules=modules)
     configs: Configs = {
-        TaskConfig: tasks, AgentConfig: AgentConfig(), GroupConfig: GroupConfig(), RunConfig: run,
+        TaskConfig: tasks, AgentConfig: AgentConfig(), ToolConfig: ToolConfig(), GroupConfig: GroupConfig(),
+        RunConfig: run,
     }  # fmt: skip
 
     async def start() -> list[bool]:

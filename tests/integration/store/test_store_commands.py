@@ -21,7 +21,9 @@ from agentrl.documents.status import RecordStatus, ServiceStatus, TaskStatus
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.housekeeping import EpochPlan
+from agentrl.rollout.outages import Outages
 from agentrl.rollout.sampler import Sampler, SamplerConfig
+from agentrl.rollout.scoring import Scoring
 from agentrl.store.admission import GroupLimit
 from agentrl.store.client import Store, open_store
 from agentrl.store.training import StaleVersions
@@ -217,6 +219,12 @@ async def test_a_look_for_leases_that_ran_out_reads_no_task_whose_leases_run(wat
 class NoWorker:
     """Nothing is ever claimed, so nothing is ever run."""
 
+    def __init__(self, store: Store) -> None:
+        self.outages = Outages()
+        self.scoring = Scoring(
+            store=store, outages=self.outages, sampling=SamplingConfig(), claims=ClaimConfig()
+        )
+
     async def run(self, claim: object) -> bool:
         raise AssertionError("an idle sampler claims nothing")
 
@@ -233,7 +241,7 @@ async def idle_run(store: Store, trainer_side: Store) -> None:
         plan=EpochPlan(epochs=1, seed=0, num_generations=2, shuffle=False),
     )  # fmt: skip
     finalizer = GroupFinalizer(store, GroupConfig(), split="train", seed=0)
-    sampler = Sampler(store, NoWorker(), finalizer, config, allowed)  # type: ignore[arg-type]
+    sampler = Sampler(store, NoWorker(store), finalizer, config, allowed)  # type: ignore[arg-type]
     settings = StreamSettings(
         groups_per_step=2,
         num_epochs=1,
