@@ -99,9 +99,12 @@ class StdioProcess:
         finally:
             for stream in (read, write):
                 stream.close()
-            await _end(process)
-            for pump in pumps:
-                pump.cancel()
+            try:
+                await _end(process)
+            finally:
+                for pump in pumps:
+                    pump.cancel()
+                process._transport.close()  # type: ignore[attr-defined]  # closes pipes that hold unread bytes
             await asyncio.gather(*pumps, return_exceptions=True)
             for stream in (received, to_send):
                 stream.close()
