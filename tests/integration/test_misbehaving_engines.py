@@ -212,7 +212,7 @@ BROKEN = {
     garbage: "invalid JSON",
     no_events: "a line that is no event",
     another_shape: "in an unknown format",
-    a_list: "JSON that is no object",
+    a_list: "JSON that is not an object",
     unknown_reason: "finish reason 'exploded'",
     spans_with_a_gap: "version spans that do not cover 3 tokens",
 }

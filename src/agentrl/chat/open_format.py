@@ -173,7 +173,7 @@ def _template_kwargs(model: ModelConfig) -> dict[str, Any]:
         ) from error
     if not isinstance(kwargs, dict):
         raise ConfigError(
-            f"--chat_template_kwargs is no JSON object: {model.chat_template_kwargs}",
+            f"--chat_template_kwargs is not a JSON object: {model.chat_template_kwargs}",
             hint="give '{\"enable_thinking\": false}'",
         )
     return kwargs

@@ -147,7 +147,7 @@ async def _events(pieces: AsyncIterator[bytes], where: str) -> AsyncIterator[byt
 def _object(data: bytes, where: str) -> dict[str, Any]:
     answer = _parse(data, where)
     if not isinstance(answer, dict):
-        raise malformed(where, f"with JSON that is no object: {data[:_EXCERPT]!r}")
+        raise malformed(where, f"with JSON that is not an object: {data[:_EXCERPT]!r}")
     return answer
 
 

@@ -95,7 +95,7 @@ def call_of(value: Any) -> ToolCall:
     """Return the tool call of a decoded ``{"name": …, "arguments": {…}}``. Raises CallSyntaxError."""
     if not isinstance(value, Mapping):
         raise CallSyntaxError(
-            f"the tool call is no JSON object but {type(value).__name__}: {shown(str(value))}"
+            f"the tool call is not a JSON object but {type(value).__name__}: {shown(str(value))}"
         )
     if "name" not in value and isinstance(value.get("function"), Mapping):
         value = value["function"]
@@ -126,7 +126,7 @@ def arguments_of(value: Any, name: str, key: str = ARGUMENT_KEYS[0]) -> dict[str
         value = load_json(value) if value.strip() else {}
     if not isinstance(value, dict):
         raise CallSyntaxError(
-            f'"{key}" of {name} is no JSON object but {type(value).__name__}: {shown(str(value))}'
+            f'"{key}" of {name} is not a JSON object but {type(value).__name__}: {shown(str(value))}'
         )
     return value
 

@@ -35,12 +35,12 @@ def literal_of(node: ast.expr) -> Any:
         value = literal_of(node.operand)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return -value if isinstance(node.op, ast.USub) else value
-    raise ValueError(f"{ast.unparse(node)[:120]} is no literal")
+    raise ValueError(f"{ast.unparse(node)[:120]} is not a literal")
 
 
 def _key_of(node: ast.expr | None) -> str:
     if node is None:
-        raise ValueError("** is no literal")
+        raise ValueError("** is not a literal")
     key = literal_of(node)
     if isinstance(key, (list, dict)):
         raise ValueError(f"a key is {type(key).__name__}")

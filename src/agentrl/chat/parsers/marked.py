@@ -115,7 +115,7 @@ def read_json_calls(text: str, at: int) -> Block:
         block.error = block.error or error
     if block.end == at:
         decode_json(text, at)
-        raise CallSyntaxError(f"the tool call is no JSON object: {shown(text[at:])}")
+        raise CallSyntaxError(f"the tool call is not a JSON object: {shown(text[at:])}")
     return block
 
 

@@ -105,7 +105,7 @@ def read_python_calls(text: str, at: int, closing: str) -> Block:
         head = _CALL.match(text, at)
         try:
             if head is None:
-                raise CallSyntaxError(f"the tool call is no function call: {shown(text[at:])}")
+                raise CallSyntaxError(f"the tool call is not a function call: {shown(text[at:])}")
             end, source = _arguments_end(text, head.end() - 1)
             block.calls.append(_read_call(head.group()[:-1].strip(), source))
             at = end
@@ -172,7 +172,7 @@ def _read_call(name: str, source: str) -> ToolCall:
             arguments[str(item.arg).removeprefix(_MARK)] = literal_of(item.value)
         except (ValueError, RecursionError) as error:
             raise CallSyntaxError(
-                f"{name}: {item.arg} is no literal: {shown(ast.unparse(item.value))}"
+                f"{name}: {item.arg} is not a literal: {shown(ast.unparse(item.value))}"
             ) from error
     return ToolCall(name, arguments)
 

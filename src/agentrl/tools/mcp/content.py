@@ -78,7 +78,8 @@ def _size(data: str) -> int:
 def _is_said(structured: Any, items: list[Any]) -> bool:
     """Return whether the texts say the structured content already, as the protocol recommends.
 
-    Servers wrap a value that is no object, as ``{"result": value}`` or under another name, and say the value.
+    Servers wrap a value that is not an object as ``{"result": value}``, or under another name, and say the
+    value.
     """
     found = (item.get("text") for item in items if isinstance(item, Mapping))
     texts = [text for text in found if isinstance(text, str)]
