@@ -201,7 +201,7 @@ def _problem(call: Any) -> str | None:
     status = str(call.status)
     if status == "unknown_tool" or (status == "ok" and _arguments(call.arguments) is not None):
         return None
-    what = "its arguments are no JSON object" if status == "ok" else status.replace("_", " ")
+    what = "its arguments are not a JSON object" if status == "ok" else status.replace("_", " ")
     return f"the tool call cannot be read ({what}): {shown(call.raw)}"
 
 

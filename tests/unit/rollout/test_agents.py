@@ -67,7 +67,7 @@ async def test_the_stored_ids_are_the_prompts_and_outputs_of_the_engine() -> Non
         ("<tool_call>{oops</tool_call>", "not JSON"),
         ('<tool_call>{"name": "ad", "arguments": {}}</tool_call>', "did you mean 'add'"),
         ('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "'b' is a required property"),
-        ('<tool_call>{"name": "add", "arguments": 3}</tool_call>', "no JSON object"),
+        ('<tool_call>{"name": "add", "arguments": 3}</tool_call>', "not a JSON object"),
     ],
 )
 async def test_a_malformed_call_is_told_to_the_model(said: str, problem: str) -> None:

@@ -15,7 +15,7 @@ def read_literal(text: str) -> Any:
     try:
         return literal_of(ast.parse(text.strip(), mode="eval").body)
     except _PARSE_ERRORS as error:
-        raise ValueError(f"no literal: {error}") from error
+        raise ValueError(f"not a literal: {error}") from error
 
 
 def literal_of(node: ast.expr) -> Any:
