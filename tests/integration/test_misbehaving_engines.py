@@ -210,7 +210,7 @@ BROKEN = {
     too_many_tokens: "more than the 8 tokens asked for",
     a_web_page: "please log in",
     garbage: "invalid JSON",
-    no_events: "a line that is no event",
+    no_events: "a line that is not an event",
     another_shape: "in an unknown format",
     a_list: "JSON that is not an object",
     unknown_reason: "finish reason 'exploded'",

@@ -156,7 +156,9 @@ async def test_an_outage_within_db_wait_seconds_loses_nothing(
     with retry_outages(60), caplog.at_level(logging.WARNING):
         await Setting(store, say).run()
     records = await store.records.by_task("train/0/a")
-    assert [(record.attempt, record.score) for record in records] == [(1, 1.0)] * 4
+    sampled = [record for record in records if record.status is not RecordStatus.RELEASED]
+    assert [record.score for record in sampled] == [1.0] * 4
+    assert sum(record.status is RecordStatus.RELEASED for record in records) <= 1  # the claim in flight
     assert caplog.text.count("the database is unavailable") == 1
     assert "the database is back" in caplog.text
 

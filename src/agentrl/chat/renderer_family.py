@@ -93,7 +93,7 @@ def make_renderer_format(
     """
     if name not in _TOKENS:
         raise ConfigError(
-            f"there is no chat format {name!r}", hint=f"choose auto, template, {', '.join(sorted(_TOKENS))}"
+            f"unknown chat format {name!r}", hint=f"choose auto, template, {', '.join(sorted(_TOKENS))}"
         )
     missing = [token for token in _TOKENS[name] if tokens.token_id(token) is None]
     if missing:

@@ -141,7 +141,7 @@ async def _events(pieces: AsyncIterator[bytes], where: str) -> AsyncIterator[byt
             if line.startswith(_DATA):
                 yield line[len(_DATA) :].strip()
             elif line.strip() and not line.startswith((b":", b"event:", b"id:", b"retry:")):
-                raise malformed(where, f"with a line that is no event: {line[:_EXCERPT]!r}")
+                raise malformed(where, f"with a line that is not an event: {line[:_EXCERPT]!r}")
 
 
 def _object(data: bytes, where: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class Admission:
     ``groups_per_step`` groups open, including the step in progress, a group that begins with the newest
     weights is trained at most ``max_staleness`` steps later. Unpublished weights, and engines that serve
     older ones, reduce this limit by the number of optimizer steps that they lag. ``oversample_groups`` more
-    may be open, so that a step does not wait for the slowest: of those that it leaves behind, some may become
+    may be open, so that a step does not wait for the slowest groups. Groups that miss their step may become
     stale.
     """
 

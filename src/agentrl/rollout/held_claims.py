@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,9 @@ _CANCEL_SECONDS = 5.0
 
 RELEASE_SECONDS = 5.0
 """Time to release claims; after it their leases expire instead."""
+
+UNHEARD_SECONDS = 3.0
+"""Interval of looks for claims whose answer was lost, for one lease after an outage of the database."""
 
 
 class HeldClaims:
@@ -68,11 +72,15 @@ class HeldClaims:
 
     async def heartbeats(self) -> None:
         """Renew every lease; cancel the work on claims that others took over."""
+        due = time.monotonic() + self._config.heartbeat_seconds
         while True:
-            await asyncio.sleep(self._config.heartbeat_seconds)
+            await asyncio.sleep(min(self._config.heartbeat_seconds, UNHEARD_SECONDS))
             if self._store.seconds_since_outage < self._config.lease_seconds:
                 with log_store_errors(logger, "claims could not be listed"):
                     await self._release_unheard()
+            if time.monotonic() < due:
+                continue
+            due = time.monotonic() + self._config.heartbeat_seconds
             held = list(self._running.values())
             if not held:
                 continue

@@ -60,7 +60,7 @@ class HeldTools:
         return await self._outages.hold(self._tools.list, self._clock)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Run one tool. A result that is no error shows that its server is up."""
+        """Run one tool. A successful result shows that its server is up."""
         result = await self._outages.hold(lambda: self._tools.call(name, arguments), self._clock)
         if not result.error:
             self._outages.succeeded(tool_server(result.server))

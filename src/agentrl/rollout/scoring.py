@@ -72,7 +72,10 @@ class Scoring:
                 allow_imports(await self.store.imports.paths())
             record = await self.store.records.get(claim.record_id)
             if record is None:
-                raise StoreError(f"there is no Record {claim.record_id}", hint="see agentrl db check")
+                raise StoreError(
+                    f"Record {claim.record_id} does not exist",
+                    hint="list all inconsistencies: agentrl db check",
+                )
             calls = await self.store.model_calls.by_record(claim.record_id)
             context = scorer_context(claim.task, record, calls, self.sampling.agent_config_path)
             return await self.score(claim, context)

@@ -11,6 +11,7 @@ import inspect
 import logging
 import math
 import numbers
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,8 +43,8 @@ class ToolSchema(_Open):
     function: FunctionSchema
 
 
-class StatefulTool:
-    """Base class of a tool with state by trajectory. Override what the tool needs; ``execute`` is needed.
+class StatefulTool(ABC):
+    """Base class of a tool with state by trajectory. Override ``execute``, and what else the tool needs.
 
     The reward of a call and that of the state are stored in the Record and reach the scorer.
     """
@@ -55,21 +56,23 @@ class StatefulTool:
 
     def get_openai_tool_schema(self) -> Any:
         """Return the function schema for a configuration that gives none."""
-        raise NotImplementedError("give tool_schema in the tool configuration")
+        raise ConfigError(
+            f"{type(self).__name__} has no function schema", hint="give tool_schema in the tool configuration"
+        )
 
     async def create(self, instance_id: str, **kwargs: Any) -> str:
         """Prepare the state of one trajectory; return its instance id."""
         return instance_id
 
+    @abstractmethod
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         """Run one call; return its text, or ``(text, reward, metrics)``."""
-        raise NotImplementedError
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
         """Return the reward of the trajectory's state at its end; None if the tool gives none."""
         return None
 
-    async def release(self, instance_id: str, **kwargs: Any) -> None:
+    async def release(self, instance_id: str, **kwargs: Any) -> None:  # noqa: B027 - a hook that may stay empty
         """Release the state of one trajectory."""
 
 

@@ -199,7 +199,7 @@ def test_template_arguments_reach_templates_and_renderers(tmp_path: Path) -> Non
 
 def test_the_format_is_chosen_by_the_ids_of_the_template_and_not_by_name(tmp_path: Path) -> None:
     assert opened(tmp_path, models.KEEPS_ALL, model_type="qwen3").name == "template"
-    with pytest.raises(ConfigError, match="there is no chat format 'qwen'"):
+    with pytest.raises(ConfigError, match="unknown chat format 'qwen'"):
         opened(tmp_path, models.KEEPS_ALL, name="qwen")
     with pytest.raises(ConfigError, match=r"its tokenizer has no <\|turn>"):
         opened(tmp_path, models.KEEPS_ALL, name="gemma4")

@@ -81,7 +81,7 @@ def test_any_text_is_read_without_raising(name: str, text: str) -> None:
         ("llama", "<|python_tag|>", "no tool call behind"),
         ("llama", '{"name": "add", "parameters": 3}', "not a JSON object but int"),
         ("minicpm", "<|tool_call_start|>add(", "not closed"),
-        ("minicpm", "<|tool_call_start|>add(a b)<|tool_call_end|>", "no Python call"),
+        ("minicpm", "<|tool_call_start|>add(a b)<|tool_call_end|>", "not a Python call"),
         ("minicpm", "<|tool_call_start|>add(1, 2)<|tool_call_end|>", "key=value"),
         ("minicpm", "<|tool_call_start|>add(a=b)<|tool_call_end|>", "not a literal"),
         ("minicpm", "<|tool_call_start|>x = 1<|tool_call_end|>", "not a function call"),

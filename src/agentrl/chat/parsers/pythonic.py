@@ -187,7 +187,7 @@ def _parse(name: str, source: str) -> ast.Call:
             continue
         if isinstance(found, ast.Call):
             return found
-    raise CallSyntaxError(f"the tool call is no Python call ({problem}): {shown(name + source)}")
+    raise CallSyntaxError(f"the tool call is not a Python call ({problem}): {shown(name + source)}")
 
 
 def _without_fence(block: str) -> str:
