@@ -22,11 +22,15 @@ class Call:
 
     def __init__(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         self.body = body
-        self.ids: list[int] = body["input_ids"]
-        self.max_new_tokens: int = body["sampling_params"]["max_new_tokens"]
+        self.ids: list[int] = body.get("input_ids") or body["token_ids"]
+        limits = body["sampling_params"]
+        self.max_new_tokens: int = limits.get("max_new_tokens") or limits["max_tokens"]
+        self.is_whole = False
+        """Answer with one JSON object instead of a stream."""
         self._writer = writer
 
     async def head(self, kind: str = "text/event-stream", status: str = "200 OK") -> None:
+        kind = "application/json" if self.is_whole else kind
         head = f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\nconnection: close\r\n\r\n"
         await self.write(head.encode())
 
@@ -35,7 +39,8 @@ class Call:
         await self._writer.drain()
 
     async def event(self, event: Any) -> None:
-        await self.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        content = json.dumps(event).encode()
+        await self.write(content if self.is_whole else b"data: " + content + b"\n\n")
 
     async def tokens(
         self, ids: Sequence[int], total: int, reason: str | None = None, *, version: str = "0", **meta: Any
@@ -82,7 +87,7 @@ class ScriptedEngine(TcpServer):
     async def _answer(
         self, path: str, body: dict[str, Any], headers: dict[str, str], writer: asyncio.StreamWriter
     ) -> None:
-        if path == "/generate":
+        if path in ("/generate", "/inference/v1/generate"):
             self.calls.append(body)
             self.headers.append(headers)
             answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
@@ -93,6 +98,7 @@ class ScriptedEngine(TcpServer):
         known = {
             "/model_info": {"model_path": "scripted", "weight_version": "0", "vocab_size": self.vocab_size},
             "/server_info": {"context_length": 4096},
+            "/weight_info": {"weight_version": "0"},
         }
         content = json.dumps(known.get(path, {})).encode()
         head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n"

@@ -14,6 +14,7 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.serving import InferenceService
 from agentrl.errors import ENGINES, ConfigError, EngineError
 from agentrl.inference.client import EngineClient
+from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.generation import (
     EngineAnswerError,
     EngineInterruptedError,
@@ -227,6 +228,50 @@ async def test_a_malformed_answer_is_named_and_another_engine_answers(broken: An
     assert made.output_ids == (90, 91, 92, 93, 94, 95, 96, 97)
 
 
+WHOLE = [
+    too_few_logprobs, nan_as_null, nan, a_positive_logprob, a_foreign_id, too_many_tokens, another_shape,
+    unknown_reason, spans_with_a_gap,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", WHOLE, ids=lambda answer: answer.__name__)
+async def test_a_malformed_answer_that_is_not_streamed_is_named_alike(broken: Answer) -> None:
+    async def whole(call: Call) -> None:
+        call.is_whole = True
+        await broken(call)
+
+    with pytest.raises(EngineAnswerError, match=BROKEN[broken]) as raised:
+        await one_call(whole)
+    assert raised.value.outage == ENGINES
+
+
+VLLM_BROKEN = {
+    "few": ({"token_ids": [1, 2, 3], "logprobs": {"content": [{"logprob": -1}]}}, "1 logprobs for 3 tokens"),
+    "none": ({"token_ids": [1, 2], "logprobs": None}, "0 logprobs for 2 tokens"),
+    "null": ({"token_ids": [1], "logprobs": {"content": [{"logprob": None}]}}, "in an unknown format"),
+    "nan": ({"token_ids": [1], "logprobs": {"content": [{"logprob": "NaN"}]}}, "logprob nan"),
+    "shape": ({"text": "hello"}, "in an unknown format"),
+    "foreign": ({"token_ids": [VOCAB], "logprobs": {"content": [{"logprob": -1}]}}, "token id 100"),
+}
+
+
+@pytest.mark.parametrize("name", VLLM_BROKEN)
+@pytest.mark.parametrize("is_whole", [False, True], ids=["streamed", "whole"])
+async def test_a_malformed_answer_of_vllm_is_named(name: str, is_whole: bool) -> None:
+    choice, reason = VLLM_BROKEN[name]
+
+    async def answer(call: Call) -> None:
+        call.is_whole = is_whole
+        await call.head()
+        await call.event({"choices": [{"finish_reason": "stop", **choice}]})
+
+    async with ScriptedEngine(answer).serving() as engine:
+        client = engine_client("vllm", engine.url, 5.0, vocab_size=VOCAB)
+        with pytest.raises(EngineAnswerError, match=reason):
+            await client.generate([4, 5], PARAMS, "one")
+        await client.close()
+
+
 async def test_a_refused_request_is_not_sent_again() -> None:
     engine = ScriptedEngine(refuses)
     with pytest.raises(EngineRefusedError, match="exceeds the context") as raised:
@@ -254,6 +299,7 @@ async def test_an_engine_with_another_tokenizer_gets_no_calls() -> None:
             with pytest.raises(EngineError, match="another tokenizer") as raised:
                 await session.generate([4], PARAMS)
             assert raised.value.outage == ENGINES
+            assert "same --model_name_or_path" in str(raised.value.hint)
             services[0] = engine.service("same", tokenizer="sha256 a")
             assert len((await session.generate([4], PARAMS)).output_ids) == 8
         await router.close()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from agentrl.config.load import parse
 from agentrl.config.schema import (
     AgentConfig,
+    EngineListConfig,
     ModelConfig,
     RunConfig,
     SamplingConfig,
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> int:
         command="agentrl eval",
         description="Samples --eval_file at one policy version, --num_generations trajectories per task (1 by"
         " default), and prints mean score, pass rate, pass@k and failures.",
-        shown=[RunConfig, ModelConfig, TaskConfig, SamplingConfig, AgentConfig, ToolConfig],
+        shown=[RunConfig, ModelConfig, TaskConfig, SamplingConfig, AgentConfig, ToolConfig, EngineListConfig],
         extra=[EvalConfig],
     )
     if configs[TaskConfig].eval_file is None:

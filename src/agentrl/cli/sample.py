@@ -8,6 +8,7 @@ from agentrl.config.load import parse
 from agentrl.config.schema import (
     AgentConfig,
     ClaimConfig,
+    EngineListConfig,
     GroupConfig,
     ModelConfig,
     RunConfig,
@@ -33,6 +34,7 @@ def main(argv: list[str]) -> int:
             ToolConfig,
             ClaimConfig,
             GroupConfig,
+            EngineListConfig,
         ],
         validate=require_trainable,
     )

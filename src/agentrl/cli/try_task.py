@@ -6,7 +6,15 @@ import asyncio
 from dataclasses import dataclass
 
 from agentrl.config.load import parse
-from agentrl.config.schema import AgentConfig, ModelConfig, RunConfig, SamplingConfig, ToolConfig, flag
+from agentrl.config.schema import (
+    AgentConfig,
+    EngineListConfig,
+    ModelConfig,
+    RunConfig,
+    SamplingConfig,
+    ToolConfig,
+    flag,
+)
 from agentrl.errors import ConfigError
 
 
@@ -27,7 +35,7 @@ def main(argv: list[str]) -> int:
         command="agentrl try TASK",
         description="Runs one trajectory of TASK and prints it; nothing is stored. TASK is a JSON object, the"
         " id of a task of the run, or a task file.",
-        shown=[RunConfig, ModelConfig, SamplingConfig, AgentConfig, ToolConfig],
+        shown=[RunConfig, ModelConfig, SamplingConfig, AgentConfig, ToolConfig, EngineListConfig],
         extra=[TryConfig],
     )
     if wanted is None:

@@ -103,7 +103,32 @@ class ModelConfig(Flags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(Flags):
+class EngineListConfig(Flags):
+    """How samplers find engines: by their heartbeats in the database, or through a router."""
+
+    section = "engines"
+
+    router_url: str | None = flag(
+        None,
+        "URL of an sglang-router: engines register there, and samplers send it all model calls (default: each"
+        " sampler chooses among the live engines itself)",
+        per_process=True,
+    )
+    heartbeat_seconds: float = flag(
+        2.0,
+        "interval of an engine's heartbeat; after five missed ones it counts as dead",
+        within="(0, inf)",
+        unit="seconds",
+    )
+
+    @property
+    def alive_seconds(self) -> float:
+        """Age of the last heartbeat above which an engine counts as dead."""
+        return _MISSED_HEARTBEATS * self.heartbeat_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(EngineListConfig):
     """One inference engine."""
 
     section = "inference"
@@ -127,26 +152,9 @@ class EngineConfig(Flags):
     max_total_tokens: int = flag(
         65536, "size of the KV cache", within="[1, inf)", unit="tokens", per_process=True
     )
-    router_url: str | None = flag(
-        None,
-        "URL of an sglang-router: engines register there, and samplers send it all model calls (default: each"
-        " sampler chooses among the live engines itself)",
-        per_process=True,
-    )
-    heartbeat_seconds: float = flag(
-        2.0,
-        "interval of an engine's heartbeat; after five missed ones it counts as dead",
-        within="(0, inf)",
-        unit="seconds",
-    )
     engine_start_seconds: float = flag(
         300.0, "how long an engine may take to start", within="(0, inf)", unit="seconds", per_process=True
     )
     engine_args: str = flag(
         "", "further arguments of the SGLang or vLLM server, as one string", per_process=True
     )
-
-    @property
-    def alive_seconds(self) -> float:
-        """Age of the last heartbeat above which an engine counts as dead."""
-        return _MISSED_HEARTBEATS * self.heartbeat_seconds

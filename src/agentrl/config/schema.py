@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 from agentrl.config.fields import flag
 from agentrl.config.loss import LossConfig
-from agentrl.config.run import EngineConfig, ModelConfig, RunConfig
+from agentrl.config.run import EngineConfig, EngineListConfig, ModelConfig, RunConfig
 from agentrl.config.sampling import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig, TaskConfig
 from agentrl.config.tools import ToolConfig
 from agentrl.config.training import (
@@ -21,9 +21,10 @@ from agentrl.config.training import (
 )
 
 __all__ = [
-    "GROUPS", "AdapterConfig", "AgentConfig", "ClaimConfig", "EngineConfig", "GroupConfig", "IgnoredConfig",
-    "LossConfig", "MemoryConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "RunConfig",
-    "SamplingConfig", "TaskConfig", "ToolConfig", "TrainConfig", "flag", "sections",
+    "GROUPS", "AdapterConfig", "AgentConfig", "ClaimConfig", "EngineConfig", "EngineListConfig",
+    "GroupConfig", "IgnoredConfig", "LossConfig", "MemoryConfig", "ModelConfig", "OptimConfig",
+    "ParallelConfig", "RunConfig", "SamplingConfig", "TaskConfig", "ToolConfig", "TrainConfig", "flag",
+    "sections",
 ]  # fmt: skip
 
 GROUPS: tuple[type, ...] = (

@@ -55,10 +55,6 @@ class Answer:
         while isinstance(event := await self._connection.next_event(), h11.Data):
             yield bytes(event.data)
 
-    async def body(self) -> bytes:
-        """Return the whole body."""
-        return b"".join([piece async for piece in self.pieces()])
-
 
 class Connections:
     """The connections to one server: as many as requests run at a time."""

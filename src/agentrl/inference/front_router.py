@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import Any
 
 from agentrl.errors import EngineError
+from agentrl.inference.generation import known_format
 from agentrl.inference.http import EngineHttp
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class FrontRouter:
         failed = False
         while True:
             try:
-                if await self._worker(worker_url) is None:
+                if await self._worker_id(worker_url) is None:
                     await self._http.respond("POST", "/workers", {"url": worker_url}, statuses=(200, 202))
                     log.info("registered at the router %s", self._http.url)
                 failed = False
@@ -41,11 +41,13 @@ class FrontRouter:
         """Remove ``worker_url`` from the router, so that it sends no more calls; then close."""
         with contextlib.suppress(EngineError, TimeoutError):  # the router's health check removes it later
             async with asyncio.timeout(_LEAVE_SECONDS):
-                worker = await self._worker(worker_url)
+                worker = await self._worker_id(worker_url)
                 if worker is not None:
-                    await self._http.respond("DELETE", f"/workers/{worker['id']}", statuses=(200, 202))
+                    await self._http.respond("DELETE", f"/workers/{worker}", statuses=(200, 202))
         await self._http.close()
 
-    async def _worker(self, worker_url: str) -> dict[str, Any] | None:
-        workers = (await self._http.call("GET", "/workers")).get("workers", [])
-        return next((worker for worker in workers if worker.get("url") == worker_url), None)
+    async def _worker_id(self, worker_url: str) -> str | None:
+        """Return the id of the worker at ``worker_url``; None if the router has none."""
+        answer = await self._http.call("GET", "/workers")
+        with known_format(f"{self._http.url}/workers", answer):
+            return next((str(w["id"]) for w in answer.get("workers", []) if w["url"] == worker_url), None)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from agentrl.errors import ENGINES, EngineError
 
 FinishReason = Literal["stop", "length", "abort"]
 
+_EXCERPT = 300
 _LARGEST_LOGPROB = 1e-3
 """Rounding may put the logprob of a token with probability 1 slightly above 0."""
 
@@ -181,6 +183,15 @@ def malformed(url: str, what: str) -> EngineAnswerError:
         hint="its answer is not used; see the engine's log, and restart it",
         outage=ENGINES,
     )
+
+
+@contextmanager
+def known_format(url: str, answer: Any) -> Iterator[None]:
+    """Raise EngineAnswerError if reading ``answer`` in this block finds another format."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise malformed(url, f"in an unknown format ({error!r}): {str(answer)[:_EXCERPT]}") from error
 
 
 def join_spans(parts: Sequence[Sequence[VersionSpan]]) -> list[VersionSpan]:

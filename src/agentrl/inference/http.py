@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import h11
@@ -20,9 +21,26 @@ _CONNECT_SECONDS = 10.0
 _KEEP_ALIVE_SECONDS = 4.0
 """Below the 5 s after which uvicorn closes an idle connection."""
 _EXCERPT = 300
-_LARGEST_EVENT = 64 * 1024 * 1024
+_END_SECONDS = 1.0
+"""How long a server may take to end a stream after ``[DONE]``."""
+_LARGEST = 64 * 1024 * 1024
+"""Most bytes of an event, and of an answer that is not a stream."""
 _JSON = {"content-type": "application/json"}
 _DATA, _DONE = b"data:", b"[DONE]"
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A whole answer; ``kind`` is its content type."""
+
+    status: int
+    kind: str
+    content: bytes
+
+    @property
+    def text(self) -> str:
+        """The content, with a replacement character for each byte that is not UTF-8."""
+        return self.content.decode("utf-8", "replace")
 
 
 class EngineHttp:
@@ -51,10 +69,9 @@ class EngineHttp:
     ) -> dict[str, Any]:
         """Return the JSON object of an answer; an empty dict for an empty or plain-text one."""
         response = await self.respond(method, path, body, timeout)
-        kind = response.headers.get("content-type", "")
-        if "html" in kind:
+        if "html" in response.kind:
             raise malformed(f"{self.url}{path}", f"with a web page: {response.text[:_EXCERPT]}")
-        if "json" not in kind:
+        if "json" not in response.kind:
             return {}
         answer = _parse(response.content, f"{self.url}{path}")
         return answer if isinstance(answer, dict) else {"value": answer}
@@ -67,22 +84,29 @@ class EngineHttp:
         timeout: float = CONTROL_SECONDS,
         *,
         statuses: Collection[int] = (200,),
-    ) -> httpx2.Response:
-        """Return the answer if its status is one of ``statuses``; else raise, 4xx as EngineRefusedError."""
+    ) -> Response:
+        """Return the answer if its status is one of ``statuses``; else raise, 4xx as EngineRefusedError.
+
+        ``timeout`` limits the whole call, in seconds.
+        """
         limits = httpx2.Timeout(timeout, connect=_CONNECT_SECONDS)
         content = None if body is None else orjson.dumps(body)
+        headers = _JSON if content else None
         try:
-            response = await self._client.request(
-                method, path, content=content, headers=_JSON if content else None, timeout=limits
-            )
-        except httpx2.TimeoutException as error:
+            async with (
+                asyncio.timeout(timeout),  # the client's own limit starts again with each byte
+                self._client.stream(method, path, content=content, headers=headers, timeout=limits) as answer,
+            ):
+                received = await _limited(answer.aiter_bytes(), f"{self.url}{path}")
+                response = Response(answer.status_code, answer.headers.get("content-type", ""), received)
+        except (httpx2.TimeoutException, TimeoutError) as error:
             raise EngineError(
                 f"engine {self.url}{path} did not answer within {timeout:g} s", outage=ENGINES
             ) from error
         except httpx2.HTTPError as error:
             raise _unreachable(f"{self.url}{path}", error) from error
-        if response.status_code not in statuses:
-            raise self._refusal(path, response.status_code, response.text)
+        if response.status not in statuses:
+            raise self._refusal(path, response.status, response.text)
         return response
 
     async def stream(
@@ -95,6 +119,7 @@ class EngineHttp:
         """
         where = f"{self.url}{path}"
         loop = asyncio.get_running_loop()
+        is_done = False
         try:
             async with (
                 asyncio.timeout(timeout) as clock,
@@ -102,16 +127,19 @@ class EngineHttp:
             ):
                 kind = answer.headers.get("content-type", "")
                 if answer.status != 200 or "event-stream" not in kind:
-                    yield self._single_event(path, answer.status, kind, await answer.body())
+                    body = await _limited(answer.pieces(), where)
+                    yield self._single_event(path, answer.status, kind, body)
                     return
-                is_done = False
                 async for data in _events(answer.pieces(), where):
-                    clock.reschedule(loop.time() + timeout)
-                    is_done = is_done or data == _DONE  # the connection is kept only if all is read
+                    if is_done:
+                        continue  # the connection is kept only if all is read
+                    is_done = data == _DONE
+                    clock.reschedule(loop.time() + (_END_SECONDS if is_done else timeout))
                     if not is_done:
                         yield _object(data, where)
         except TimeoutError as error:
-            raise EngineError(f"engine {where} sent no token for {timeout:g} s", outage=ENGINES) from error
+            if not is_done:
+                raise silent(where, timeout) from error
         except (OSError, h11.ProtocolError) as error:
             raise _unreachable(where, error) from error
 
@@ -130,13 +158,24 @@ class EngineHttp:
         return EngineError(message, outage=ENGINES)
 
 
+async def _limited(pieces: AsyncIterator[bytes], where: str) -> bytes:
+    """Return the joined pieces. Raises EngineAnswerError for more than ``_LARGEST`` bytes."""
+    found, size = [], 0
+    async for piece in pieces:
+        size += len(piece)
+        if size > _LARGEST:
+            raise malformed(where, f"with more than {_LARGEST} bytes")
+        found.append(piece)
+    return b"".join(found)
+
+
 async def _events(pieces: AsyncIterator[bytes], where: str) -> AsyncIterator[bytes]:
     """Yield the data of each server-sent event; ignore comments and other fields."""
     rest = b""
     async for piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
-        if len(rest) > _LARGEST_EVENT:
-            raise malformed(where, f"with an event of more than {_LARGEST_EVENT} bytes")
+        if len(rest) > _LARGEST:
+            raise malformed(where, f"with an event of more than {_LARGEST} bytes")
         for line in lines:
             if line.startswith(_DATA):
                 yield line[len(_DATA) :].strip()
@@ -156,6 +195,11 @@ def _parse(data: bytes, where: str) -> Any:
         return orjson.loads(data)
     except ValueError as error:
         raise malformed(where, f"invalid JSON: {data[:_EXCERPT]!r}") from error
+
+
+def silent(where: str, seconds: float) -> EngineError:
+    """Return the error for a stream at the address ``where`` without a token for ``seconds``."""
+    return EngineError(f"engine {where} sent no token for {seconds:g} s", outage=ENGINES)
 
 
 def _unreachable(where: str, error: Exception) -> EngineError:

@@ -24,6 +24,11 @@ LiveEngines = Callable[[], Awaitable[Sequence[InferenceService]]]
 
 _USABLE = (ServiceStatus.READY, ServiceStatus.UPDATING)
 _LOG_SECONDS = 30.0
+_NONE_HINT = "start an engine: agentrl serve --run_name … --model_name_or_path …"
+_FOREIGN_HINT = (
+    "give `agentrl serve` and `agentrl sample` the same --model_name_or_path, or folders with the same"
+    " tokenizer.json"
+)
 _GROUPS_KEPT = 4096
 """Groups whose engines are remembered; an engine's cache holds fewer."""
 
@@ -209,7 +214,7 @@ class EngineRouter:
         if now >= deadline:
             raise EngineError(
                 f"{why}: no new token for {self.wait_seconds:g} s (--engine_wait_seconds)",
-                hint="start an engine: agentrl serve --run_name … --model_name_or_path …",
+                hint=_FOREIGN_HINT if self._foreign and not self._usable() else _NONE_HINT,
                 outage=ENGINES,
             )
         if now - self._logged_at >= _LOG_SECONDS:

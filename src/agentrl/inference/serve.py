@@ -18,7 +18,8 @@ from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
 from agentrl.documents.serving import InferenceService, PolicyVersion
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError, EngineError, PublishError
-from agentrl.inference.client import EngineClient, EngineLoad
+from agentrl.inference.client import EngineClient
+from agentrl.inference.control import EngineLoad
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port, require_free_port
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _UPDATE_SECONDS = 600.0
 _FOLLOW_POLL_SECONDS = 2.0
+_RESUME_TRIES = 5
 
 
 async def serve(configs: Configs) -> None:
@@ -203,12 +205,25 @@ class ServedEngine:
     async def _switch(self, version: PolicyVersion) -> None:
         await self._client.check_instance(self._process.instance)
         self._status = ServiceStatus.UPDATING
-        await self._client.pause("retract")
         try:
+            await self._client.pause("retract")
             await self._client.update_weights(version.location, version.id)
         finally:
-            await self._client.resume()
+            await self._resume()
             self._status = ServiceStatus.READY
+
+    async def _resume(self) -> None:
+        """Resume the engine; end it if it is still paused after ``_RESUME_TRIES`` attempts."""
+        for _ in range(_RESUME_TRIES):
+            try:
+                await self._client.resume()
+            except EngineError as error:
+                log.error("the engine does not resume: %s; trying again", error.message)
+                await asyncio.sleep(self._config.heartbeat_seconds)
+            else:
+                return
+        log.error("the engine stays paused after %d attempts to resume it; it ends now", _RESUME_TRIES)
+        await self._process.stop()
 
 
 async def _starting_weights(store: Store, model: ModelConfig) -> tuple[int, str]:

@@ -43,6 +43,15 @@ def test_help_ends_well_and_imports_nothing_heavy(command: str | None) -> None:
     assert result.stderr.splitlines()[-1] == "heavy: []"
 
 
+@pytest.mark.parametrize("command", ["serve", "sample", "eval", "try"])
+def test_help_of_a_command_that_calls_engines_says_how_it_finds_them(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    assert "--router_url" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("words", [["train", "--no_such_flag", "1"], ["sample", "--seed", "many"]])
 def test_a_wrong_flag_ends_with_2_and_imports_nothing_heavy(words: list[str]) -> None:
     result = _probe(*words)

@@ -58,7 +58,7 @@ async def server() -> AsyncIterator[Server]:
 async def ask(connections: Connections) -> bytes:
     async with connections.post("/x", b"{}", {"content-type": "text/plain"}) as answer:
         assert (answer.status, answer.headers["content-type"]) == (200, "text/plain")
-        return await answer.body()
+        return b"".join([piece async for piece in answer.pieces()])
 
 
 async def test_a_connection_is_kept_after_a_whole_answer(server: Server) -> None:

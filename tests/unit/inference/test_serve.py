@@ -12,7 +12,7 @@ from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.documents.serving import InferenceService, PolicyVersion
 from agentrl.documents.status import ServiceStatus, VersionStatus
 from agentrl.errors import EngineError, PublishError, StoreError, StoreUnavailableError
-from agentrl.inference.client import EngineLoad, ModelInfo
+from agentrl.inference.control import EngineLoad, ModelInfo
 from agentrl.inference.generation import EngineRefusedError
 from agentrl.inference.serve import ServedEngine, _starting_weights
 from agentrl.weights.manifest import write_manifest
@@ -78,6 +78,7 @@ class Client:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.refuses = False
+        self.failing_pauses = self.failing_resumes = 0
 
     async def load(self) -> EngineLoad:
         return EngineLoad(requests=3, tokens=700)
@@ -87,6 +88,9 @@ class Client:
 
     async def pause(self, mode: str) -> None:
         self.calls.append(("pause", mode))
+        if self.failing_pauses:
+            self.failing_pauses -= 1
+            raise EngineError("no answer")
 
     async def update_weights(self, path: str, version: int) -> None:
         self.calls.append(("update", path, version))
@@ -95,6 +99,9 @@ class Client:
 
     async def resume(self) -> None:
         self.calls.append(("resume",))
+        if self.failing_resumes:
+            self.failing_resumes -= 1
+            raise EngineError("no answer")
 
     async def check_instance(self, expected: str | None) -> None:
         if expected != Process.instance:
@@ -114,6 +121,9 @@ class Process:
 
     async def wait_ready(self, client: Client, seconds: float) -> None:
         return None
+
+    async def stop(self) -> None:
+        self.returncode = -15
 
     def log_tail(self) -> str:
         return "Segmentation fault"
@@ -190,6 +200,27 @@ async def test_an_engine_that_refuses_a_version_keeps_its_weights(harness: Harne
     beat = harness.store.services.beats[-1]
     assert (beat["policy_version"], beat["status"]) == (0, ServiceStatus.READY)
     assert "does not fit" in beat["detail"]
+
+
+async def test_an_engine_is_resumed_whatever_failed(harness: Harness, tmp_path: Path) -> None:
+    version = published(tmp_path / "v1", 1)
+    harness.client.failing_pauses = 1
+    await harness.engine.update(version)
+    assert harness.client.calls == [("pause", "retract"), ("resume",)]
+    assert harness.store.services.beats[-1]["status"] is ServiceStatus.READY
+    harness.client.calls.clear()
+    harness.client.failing_resumes = 2
+    await harness.engine.update(version)
+    assert harness.client.calls == [*updates(version), ("resume",), ("resume",)]
+    assert harness.store.services.beats[-1]["policy_version"] == 1
+    assert harness.process.returncode is None
+
+
+async def test_an_engine_that_stays_paused_is_ended(harness: Harness, tmp_path: Path) -> None:
+    harness.client.failing_resumes = 99
+    await harness.engine.update(published(tmp_path / "v1", 1))
+    assert harness.client.calls.count(("resume",)) == 5
+    assert harness.process.returncode == -15
 
 
 async def test_it_registers_follows_versions_and_stops(harness: Harness, tmp_path: Path) -> None:

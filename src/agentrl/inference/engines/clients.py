@@ -13,15 +13,15 @@ from typing import Any
 import orjson
 
 from agentrl.documents.sampling import LogprobsOf, SamplingParams, logprobs_of
-from agentrl.inference.client import (
-    EngineClient,
-    EngineLoad,
-    ModelInfo,
-    PauseMode,
-    instance_of,
-    vocab_size_of,
+from agentrl.inference.client import EngineClient
+from agentrl.inference.control import EngineLoad, ModelInfo, PauseMode, instance_of, vocab_size_of
+from agentrl.inference.generation import (
+    Chunk,
+    EngineRefusedError,
+    known_format,
+    policy_version,
+    version_spans,
 )
-from agentrl.inference.generation import Chunk, EngineRefusedError, policy_version, version_spans
 
 _FLUSH_TRIES, _FLUSH_SECONDS = 10, 0.2
 _REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} (\S+)$", re.MULTILINE)
@@ -49,20 +49,23 @@ class VllmClient(EngineClient):
         """Return whether the engine takes requests; vLLM itself reports healthy while it is paused."""
         if not await super().health():
             return False
-        return not (await self._get("/is_paused"))["is_paused"]
+        return not await self._is_paused()
 
     async def instance(self) -> str | None:
         """Return the instance name, which ends one of the names of the served model."""
-        names = [str(model["id"]) for model in (await self._get("/v1/models")).get("data", ())]
+        answer = await self._get("/v1/models")
+        with known_format(self.url, answer):
+            names = [str(model["id"]) for model in answer.get("data", ())]
         return next((found for name in names if (found := instance_of(name)) is not None), None)
 
     async def model_info(self) -> ModelInfo:
         """Return the served model and its policy version; ``model_path`` is that of the server's start."""
-        model = (await self._get("/v1/models"))["data"][0]
-        path = str(model["root"])
+        answer = await self._get("/v1/models")
+        with known_format(self.url, answer):
+            model = answer["data"][0]
+            path, length = str(model["root"]), model.get("max_model_len")
         version = await self._version_at_start()
         vocab_size = await asyncio.to_thread(vocab_size_of, path)
-        length = model.get("max_model_len")
         return ModelInfo(model_path=path, version=version, vocab_size=vocab_size, context_length=length)
 
     async def server_info(self) -> dict[str, Any]:
@@ -99,7 +102,7 @@ class VllmClient(EngineClient):
         """Load the weights in ``path``, after checking the files: vLLM crashes if it cannot load them."""
         info = await self.model_info()
         await asyncio.to_thread(_check_same_tensors, Path(info.model_path), Path(path))
-        is_paused = (await self._get("/is_paused"))["is_paused"]
+        is_paused = await self._is_paused()
         if not is_paused:
             await self._post("/pause?mode=wait", {}, self._timeout)
         try:
@@ -145,7 +148,14 @@ class VllmClient(EngineClient):
 
     async def _version_at_start(self) -> int:
         """Return the served version: vLLM names versions only at the end of a stream."""
-        return policy_version((await self._get("/weight_info"))["weight_version"], self.url)
+        answer = await self._get("/weight_info")
+        with known_format(self.url, answer):
+            return policy_version(answer["weight_version"], self.url)
+
+    async def _is_paused(self) -> bool:
+        answer = await self._get("/is_paused")
+        with known_format(self.url, answer):
+            return bool(answer["is_paused"])
 
 
 def _check_same_tensors(served: Path, offered: Path) -> None:
