@@ -1,4 +1,7 @@
-"""Trajectories through a real sglang-router in front of two engines: affinity, aborts, a dying engine."""
+"""Trajectories through a real sglang-router in front of two local engines, and of two real SGLang servers.
+
+They keep their engine, resume aborted calls, and lose no token when one of the engines dies.
+"""
 
 import asyncio
 import os
@@ -22,7 +25,7 @@ from agentrl.inference.front_router import FrontRouter
 from agentrl.inference.http import EngineHttp
 from agentrl.inference.router import EngineRouter
 
-pytestmark = [pytest.mark.integration, pytest.mark.sglang, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.integration, pytest.mark.sglang, pytest.mark.timeout(600)]
 
 SHORT = SamplingParams(max_new_tokens=12, extra={"ignore_eos": True})
 LONG_TOKENS = 1500
@@ -54,9 +57,11 @@ def started(tmp_path: Path) -> Iterator[list[EngineProcess]]:
 
 
 @asynccontextmanager
-async def fleet(folder: str, python: str, started: list[EngineProcess], logs: Path) -> AsyncIterator[str]:
+async def fleet(
+    kind: str, folder: str, python: str, started: list[EngineProcess], logs: Path
+) -> AsyncIterator[str]:
     """Two engines registered at a router; yields the router's URL once it has both."""
-    config = EngineConfig(max_total_tokens=16384)
+    config = EngineConfig(engine=kind, max_total_tokens=16384, inf_mem_ratio=0.1)  # type: ignore[arg-type]
     urls = []
     for number in range(2):
         port = free_port(config.host)
@@ -72,7 +77,7 @@ async def fleet(folder: str, python: str, started: list[EngineProcess], logs: Pa
     router = f"http://{config.host}:{port}"
     for url, process in zip([*urls, router], started, strict=True):
         async with EngineClient(url) as client:
-            await process.wait_ready(client, 60.0)
+            await process.wait_ready(client, 150.0)
     fronts = [FrontRouter(router) for _ in urls]
     keeping = [asyncio.create_task(front.keep(url)) for front, url in zip(fronts, urls, strict=True)]
     await workers(router, 2)
@@ -102,12 +107,13 @@ async def no_engines() -> list[InferenceService]:
     return []
 
 
+@pytest.mark.parametrize("kind", ["local", "sglang"])
 async def test_trajectories_run_through_a_router(
-    folder: str, router_python: str, started: list[EngineProcess], tmp_path: Path
+    kind: str, folder: str, router_python: str, started: list[EngineProcess], tmp_path: Path
 ) -> None:
-    async with fleet(folder, router_python, started, tmp_path) as url:
+    async with fleet(kind, folder, router_python, started, tmp_path) as url:
         router = EngineRouter(no_engines, router_url=url, vocab_size=512, backoff=0.05)
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(240):
             counts = await asyncio.gather(*(turns(router, folder, number) for number in range(2)))
             assert sum(cached for cached, _ in counts) >= 0.9 * sum(known for _, known in counts)
             await an_engine_dies(router, folder, started[0])
