@@ -75,14 +75,17 @@ class ToolExecution(Document):
 class DispatchedSamplingTask(Root):
     """One model call. ``id`` is ``record_id/index``.
 
-    The prompt is the parent's prompt, the parent's output, then ``context_ids``. A call without a parent (the
-    first one, and the first after a context reset) has the whole prompt in ``context_ids``.
+    The prompt is the parent's prompt, the parent's output, then ``context_ids``. A call without a parent has
+    the whole prompt in ``context_ids``: the first call, the first one after a context reset, and each one
+    whose prompt drops earlier thoughts.
     """
 
     id: str
     record: str
     index: int
     parent: str | None
+    drops_thoughts: bool = False
+    """The prompt leaves out thoughts of the call before, as the chat format does, and so continues none."""
     status: CallStatus
     messages: tuple[dict[str, Any], ...]
     """The messages that were added after the parent's response.
@@ -113,6 +116,11 @@ class DispatchedSamplingTask(Root):
     logprobs: bytes
     """float32 logprob of each output id; ``logprobs_of`` names the distribution."""
     logprobs_of: LogprobsOf = "policy"
+
+    @property
+    def is_context_reset(self) -> bool:
+        """Return whether the prompt is the first of a context that a context manager started."""
+        return self.parent is None and self.index > 0 and not self.drops_thoughts
 
 
 def strip_tool_results(

@@ -58,6 +58,7 @@ class Record(Root):
     turns: int = 0
     tool_calls: int = 0
     context_resets: int = 0
+    """Contexts that a context manager started. Prompts that drop earlier thoughts are not counted."""
     prompt_tokens: int = 0
     """Tokens of the last model call's prompt."""
     input_tokens: int = 0

@@ -39,7 +39,8 @@ class TrainableSpan(Document):
 class DBRecordData(Root):
     """The token tree of one trajectory. ``id`` is the Record's ``_id``.
 
-    A trajectory without a context reset is one node; each context reset starts a new root.
+    A trajectory whose prompts continue each other is one node. Each prompt that does not starts a new root:
+    after a context reset, or where earlier thoughts are dropped.
     """
 
     id: str

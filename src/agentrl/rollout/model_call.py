@@ -59,6 +59,7 @@ class PendingCall:
     record: str
     index: int
     parent: str | None
+    drops_thoughts: bool = False
     messages: tuple[Message, ...]
     tools: tuple[Schema, ...] | None
     context_ids: list[int]
@@ -99,6 +100,7 @@ class PendingCall:
             record=self.record,
             index=self.index,
             parent=self.parent,
+            drops_thoughts=self.drops_thoughts,
             status=self.status,
             messages=tuple(sanitize_bson(message) for message in self.messages),
             response=sanitize_bson(self.response),

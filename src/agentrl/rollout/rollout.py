@@ -131,8 +131,10 @@ class Rollout:
         await self.finish()
         conversation = self._conversation
         context_ids = conversation.context_ids()
-        if conversation.starts_branch:
-            self._parent, answered = None, []
+        before = self._parent
+        parent = None if conversation.starts_branch else before
+        if parent is None:
+            answered = []
         new_messages = strip_tool_results(conversation.new_messages, answered)
         prompt_ids = conversation.prompt_ids()
         params = self._params.replace(**changes).seeded(*self._seed, self.turns)
@@ -153,9 +155,10 @@ class Rollout:
         self._pending = PendingCall(
             record=self._record_id,
             index=self.turns,
-            parent=self._parent,
+            parent=parent,
+            drops_thoughts=parent is None and before is not None,
             messages=new_messages,
-            tools=None if self._parent else tuple(self.schemas),
+            tools=None if parent else tuple(self.schemas),
             context_ids=context_ids,
             params=params,
             generation=generation,

@@ -268,7 +268,7 @@ def _record(trial: _Trial, failure: object) -> Record:
         owner=_ID,
         turns=len(calls),
         tool_calls=sum(len(call.tool_executions) for call in calls),
-        context_resets=sum(call.parent is None for call in calls[1:]),
+        context_resets=sum(call.is_context_reset for call in calls),
         prompt_tokens=calls[-1].prompt_tokens if calls else 0,
         generated_tokens=sum(call.generated_tokens for call in calls),
         min_version=min(versions, default=None),

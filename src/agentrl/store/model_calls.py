@@ -125,14 +125,13 @@ async def read_model_calls(
 
 def _count(call: DispatchedSamplingTask) -> list[Json]:
     versions = [span.version for span in call.versions]
-    context_reset = int(call.parent is None and call.index > 0)
     return [
         {
             "$set": {
                 "traj": {"$concatArrays": ["$traj", [slots.literal(call.id)]]},
                 "turns": {"$add": ["$turns", 1]},
                 "tool_calls": {"$add": ["$tool_calls", len(call.tool_executions)]},
-                "context_resets": {"$add": ["$context_resets", context_reset]},
+                "context_resets": {"$add": ["$context_resets", int(call.is_context_reset)]},
                 "prompt_tokens": call.prompt_tokens,
                 "input_tokens": _plus("input_tokens", call.prompt_tokens),
                 "cached_tokens": _plus("cached_tokens", call.cached_tokens),

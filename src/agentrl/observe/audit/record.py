@@ -120,7 +120,9 @@ def _turn(call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None) -
     if call.status is not CallStatus.COMPLETED:
         title += f" · {call.status}"
     yield Rule(plain(title), align="left", style="dim")
-    if call.parent is None and call.index > 0:
+    if call.drops_thoughts:
+        yield Text("earlier thoughts are dropped: this is the whole new prompt", style="dim italic")
+    elif call.is_context_reset:
         yield Text("the context was reset: this is the whole new prompt", style="dim italic")
     for message in strip_tool_results(call.messages, parent.tool_executions if parent else ()):
         if "execution" not in message:

@@ -40,7 +40,7 @@ _BYTES = 4
 _PACKED = ("context_ids", "output_ids", "logprobs")
 
 _CALL_FIELDS = {
-    "record": 1, "index": 1, "parent": 1, "status": 1, "versions": 1, "prompt_tokens": 1,
+    "record": 1, "index": 1, "parent": 1, "drops_thoughts": 1, "status": 1, "versions": 1, "prompt_tokens": 1,
     "generated_tokens": 1, "created_at": 1, "packed_in_gridfs": 1,
     "executions": {"$size": "$tool_executions"},
     **{name: {"$binarySize": f"${name}"} for name in _PACKED},
@@ -168,7 +168,9 @@ def call_problems(record: Json, calls: Sequence[Json]) -> Iterator[Problem]:
 
 def _sums(record: Json, calls: Sequence[Json]) -> list[tuple[str, Any, Any]]:
     versions = [span["version"] for call in calls for span in call["versions"]]
-    resets = sum(call["parent"] is None and call["index"] > 0 for call in calls)
+    resets = sum(
+        call["parent"] is None and call["index"] > 0 and not call.get("drops_thoughts") for call in calls
+    )
     return [
         ("turns", len(calls), record["turns"]),
         ("tool_calls", sum(call["executions"] for call in calls), record["tool_calls"]),

@@ -1,0 +1,125 @@
+"""Play random conversations with every context manager: each generated token is trained once, exactly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import chat_models as models
+import pytest
+from trajectories import Trajectory, converted
+
+from agentrl.chat.chat_format import Message
+from agentrl.chat.open_format import open_chat_format
+from agentrl.chat.proven_format import ProvenFormat
+from agentrl.config.schema import ModelConfig
+from agentrl.documents.packing import unpack_ids
+from agentrl.documents.status import StopReason
+from agentrl.documents.training import DBRecordData
+from agentrl.rollout.outcome import Outcome
+from agentrl.rollout.rollout import ContextManager, Rollout
+
+TEMPLATES = {"all": models.KEEPS_ALL, "tool_cycle": models.KEEPS_CYCLE, "none": models.KEEPS_NONE}
+MANAGERS = ("disabled", "discard_all_tools", "discard_all", "summarize", "custom")
+SEEDS = range(3)
+
+
+@pytest.fixture(scope="module", params=TEMPLATES)
+def chat_format(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ProvenFormat:
+    """A template that keeps all thoughts, those of a tool cycle, or none."""
+    folder: Path = tmp_path_factory.mktemp("model")
+    models.write_model(folder, TEMPLATES[request.param])
+    proven = open_chat_format(folder, ModelConfig(chat_format="template"))
+    assert proven.keeps == request.param
+    proven.tokens = proven.base.tokens  # type: ignore[attr-defined]  # the scripted engine encodes its lines
+    return proven
+
+
+async def keep_latest(rollout: Rollout) -> list[Message] | None:
+    """A context manager that keeps the latest messages, so also results without their calls."""
+    return [*rollout.first_messages, *rollout.messages[len(rollout.first_messages) :][-2:]]
+
+
+def lines(chance: random.Random) -> Iterator[str]:
+    """Turns with and without thoughts, text and parallel calls; no two are equal."""
+    number = 0
+    while True:
+        number += 1
+        thought = f"<think>\nthought {number} {'x' * chance.randrange(60)}\n</think>\n\n"
+        call = f'<tool_call>\n{{"name": "add", "arguments": {{"a": {number}, "b": 2}}}}\n</tool_call>'
+        parts = [
+            thought if chance.random() < 0.6 else "",
+            f"text {number} " if chance.random() < 0.6 else "",
+            call * chance.randrange(3),
+        ]
+        yield "".join(parts) or f"text {number}"
+
+
+async def play(seed: int, chat_format: ProvenFormat, manager: str) -> Trajectory:
+    chance = random.Random(seed)
+    said = lines(chance)
+
+    async def wander(rollout: Rollout) -> Outcome:
+        for number in range(8):
+            turn = await rollout.generate()
+            if turn.tool_calls or turn.error:
+                await rollout.call_tools(turn)
+            if chance.random() < 0.4 or not turn.tool_calls:
+                rollout.append_messages([{"role": "user", "content": f"question {number}"}])
+            if chance.random() < 0.15 and not await rollout.reset_context():
+                return Outcome(StopReason.LENGTH_LIMIT)
+        return Outcome(StopReason.TURNS_LIMIT)
+
+    trajectory = Trajectory(
+        lambda _: next(said),
+        new_context="disabled" if manager == "custom" else manager,
+        max_prompt_tokens=2400,
+        prompt_reserve_tokens=900,
+    )
+    trajectory.engine.chat_format = chat_format  # type: ignore[assignment]
+    trajectory.tools.text = "x" * chance.randrange(1, 200)
+    if manager == "custom":
+        custom: ContextManager = keep_latest
+        trajectory.manager = custom
+    await trajectory.run(wander)
+    return trajectory
+
+
+def contexts(data: DBRecordData) -> dict[int, list[list[int]]]:
+    """Return {model call: the ids from the root to the end of each of its spans}."""
+    ids = unpack_ids(data.input_ids).tolist()
+    found: dict[int, list[list[int]]] = {}
+    for span in data.spans:
+        place = next(i for i, node in enumerate(data.nodes) if node.start <= span.start < node.end)
+        path = ids[data.nodes[place].start : span.end]
+        while (place := data.nodes[place].parent) >= 0:
+            path = ids[data.nodes[place].start : data.nodes[place].end] + path
+        found.setdefault(span.call, []).append(path)
+    return found
+
+
+@pytest.mark.parametrize("manager", MANAGERS)
+async def test_each_generated_token_is_trained_once_in_the_context_it_was_sampled_in(
+    chat_format: ProvenFormat, manager: str
+) -> None:
+    branches = resets = 0
+    for seed in SEEDS:
+        trajectory = await play(seed, chat_format, manager)
+        engine, calls = trajectory.engine, trajectory.calls
+        assert len(calls) == len(engine.outputs)
+        data = converted(trajectory)
+        assert contexts(data) == {
+            index: [prompt + output]
+            for index, (prompt, output) in enumerate(zip(engine.prompts, engine.outputs, strict=True))
+        }
+        assert data.trainable_tokens == sum(map(len, engine.outputs))
+        assert [call.index for call in calls if call.parent is None] == [
+            call.index for call in calls if call.index == 0 or call.drops_thoughts or call.is_context_reset
+        ]
+        counted = sum(call.is_context_reset for call in calls)
+        assert trajectory.rollout.context_resets - counted in (0, 1)  # a last one may have no call
+        resets += counted
+        branches += sum(call.drops_thoughts for call in calls)
+    assert (branches > 0) is (chat_format.keeps != "all")
+    assert (resets > 0) is (manager != "disabled")
