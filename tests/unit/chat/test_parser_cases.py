@@ -1,5 +1,7 @@
 """Test the parsers on the cases of SGLang's and vLLM's own parser tests, kept as data in ``parser_cases``.
 
+Cases of chat templates that neither project reads name the template.
+
 A case with ``contradicts`` says where the two projects disagree with each other or with a rule of ours, and
 why; its expectation is ours.
 """
@@ -44,5 +46,5 @@ def test_a_case_of_the_upstream_suites(case: dict[str, Any], tools: list[dict[st
 def test_every_case_names_its_source_and_every_contradiction_its_reason() -> None:
     for content in FILES.values():
         for case in content["cases"]:
-            assert case["source"].startswith(("vllm", "sglang", "both"))
+            assert case["source"].startswith(("vllm", "sglang", "both", "r1 template"))
             assert case.get("contradicts", "x") != ""

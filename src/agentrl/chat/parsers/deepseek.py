@@ -18,7 +18,7 @@ _TAIL = re.compile(rf"\s*(?:```)?\s*(?:{CALL_END}|(?=<｜tool▁calls▁end｜>)
 class DeepSeekParser(MarkedParser):
     """Calls between ``<｜tool▁calls▁begin｜>`` and its end, recognized one by one in either format."""
 
-    opens = ("<｜tool▁calls▁begin｜>",)
+    opens: tuple[str, ...] = ("<｜tool▁calls▁begin｜>",)
     close = "<｜tool▁calls▁end｜>"
 
     def read(self, text: str, at: int, tools: Tools) -> Block:
@@ -35,3 +35,17 @@ class DeepSeekParser(MarkedParser):
         if not block.calls:
             raise CallSyntaxError(f"no tool call behind {self.opens[0]}: {shown(text[at:])}")
         return block
+
+
+@tool_call_parser("deepseek_r1")
+class DeepSeekR1Parser(DeepSeekParser):
+    """DeepSeek V3's calls with or without the marks around them.
+
+    The chat template of the distilled R1 models writes the opening mark only once in a conversation.
+    """
+
+    opens = (*DeepSeekParser.opens, CALL)
+
+    def behind_open(self, text: str, start: int) -> int:
+        """Return the place of the first call."""
+        return start if text.startswith(CALL, start) else super().behind_open(text, start)
