@@ -29,10 +29,16 @@ class Adaptation:
     """A tool message without a call becomes a user message."""
     calls_as_text: bool = False
     """Calls become text of the content, in the Hermes form."""
+    kimi_ids: bool = False
+    """Calls have Kimi's ids, ``functions.NAME:NUMBER``, by which its results name them."""
+
+    def with_ids(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return a whole conversation with the ids that the model writes."""
+        return with_kimi_ids(messages) if self.kimi_ids else messages
 
     def apply(self, messages: Iterable[Message]) -> list[Message]:
-        """Return the messages in this form."""
-        adapted = [self.apply_to_one(message) for message in messages]
+        """Return the messages in this form, with results in the order of their calls."""
+        adapted = [self.apply_to_one(message) for message in in_call_order(messages)]
         if self.content_apart:
             adapted = [part for message in adapted for part in _content_apart(message)]
         if self.one_call_each:
@@ -78,6 +84,49 @@ class Adaptation:
         elif not self.arguments_as_text and isinstance(arguments, str):
             function["arguments"] = _decoded(arguments)
         return {"type": "function", **{k: v for k, v in call.items() if k == "id"}, "function": function}
+
+
+def with_kimi_ids(messages: Sequence[Message]) -> list[Message]:
+    """Return a whole conversation whose calls are numbered from 0, and whose results name them by number."""
+    found: list[Message] = []
+    ids: dict[Any, str] = {}
+    count = 0
+    for message in messages:
+        changed = dict(message)
+        if message.get("tool_calls"):
+            ids, calls = {}, []
+            for call in message["tool_calls"]:
+                name = (call.get("function") or call).get("name")
+                ids[call.get("id")] = f"functions.{name}:{count}"
+                calls.append({**call, "id": ids[call.get("id")]})
+                count += 1
+            changed["tool_calls"] = calls
+        if message.get("tool_call_id") in ids:
+            changed["tool_call_id"] = ids[message["tool_call_id"]]
+        found.append(changed)
+    return found
+
+
+def in_call_order(messages: Iterable[Message]) -> list[Message]:
+    """Return the messages with the results behind parallel calls in the order of these calls.
+
+    Templates that find a result by its place would attribute it to another call. Results without a call's id
+    stay behind the others.
+    """
+    found: list[Message] = []
+    places: dict[Any, int] = {}
+    start = 0
+    for message in messages:
+        found.append(message)
+        if message.get("role") != "tool":
+            calls = message.get("tool_calls") or ()
+            places = {call["id"]: place for place, call in enumerate(calls) if call.get("id")}
+            start = len(found)
+        elif len(places) > 1:
+            found[start:] = sorted(
+                found[start:], key=lambda result: places.get(result.get("tool_call_id"), len(places))
+            )
+    return found
 
 
 def _call_text(call: Message) -> str:

@@ -18,12 +18,18 @@ _TAGS = "<think> </think> /think /no_think <tool_call> </tool_call> <tool_respon
 """What templates look for in messages."""
 
 _CALL, _RESULT = CONVERSATION[7:9]
+_OTHER: list[Message] = [
+    {"role": "assistant", "content": "", "tool_calls": CONVERSATION[2]["tool_calls"][:1]},
+    CONVERSATION[3],
+]
+"""A call of another tool."""
 _PARALLEL = [{**CONVERSATION[2], "content": "saffron"}, *CONVERSATION[3:5]]
 _MALFORMED: list[Message] = [{"role": "assistant", "content": _TAGS}, {"role": "tool", "content": _TAGS}]
 _TAGGED = [{**_CALL, "content": _TAGS, "reasoning_content": _TAGS}, {**_RESULT, "content": _TAGS}]
 
 _CYCLES: list[list[Message]] = [
     [_CALL, _RESULT],
+    _OTHER,
     _PARALLEL,
     _MALFORMED,
     [_CALL, _RESULT, *_TAGGED],

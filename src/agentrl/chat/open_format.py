@@ -67,7 +67,11 @@ class _Opener:
         return self._prove(self._renderer(wanted))
 
     def _choose(self, folder: str) -> ProvenFormat:
-        """Return the renderer with the template's ids, else the template, else the family's renderer."""
+        """Return the renderer with the template's ids, else the template, else the family's renderer.
+
+        A template that another parser reads than the one of its marks is the last choice: it writes calls
+        as its family does not.
+        """
         refusal: ModelError | None = None
         template = None
         try:
@@ -76,7 +80,7 @@ class _Opener:
                 if (proven := self._same_as_template(candidate, template)) is not None:
                     return proven
             proven = self._prove_template(template)
-            if not proven.tool_problems and not proven.adaptation.calls_as_text:
+            if self._is_read_as_marked(proven):
                 return proven
         except ModelError as error:
             refusal, proven = error, None
@@ -89,6 +93,16 @@ class _Opener:
             raise refusal
         assert proven is not None
         return proven
+
+    def _is_read_as_marked(self, proven: ProvenFormat) -> bool:
+        """Return whether the parser that the template's marks name reads the calls in it."""
+        if proven.tool_problems or proven.adaptation.calls_as_text:
+            return False
+        base = proven.base
+        by_marks = isinstance(base, TemplateFormat) and base.parser_name == parser_of_template(
+            base.template.source
+        )
+        return self.parser is not None or by_marks
 
     def _same_as_template(self, candidate: RendererFormat, template: TemplateFormat) -> ProvenFormat | None:
         """Return the candidate, proven, if it renders the proof's conversation as the template does."""
@@ -156,12 +170,16 @@ def _rendered(base: RenderingFormat, end: int, tools: ToolSchemas | None = None)
 
 
 def _begins_alike(candidate: RendererFormat, template: TemplateFormat | None) -> bool:
-    """Return whether a first prompt is the template's, or continues it: a thought opened there stays open."""
+    """Return whether a first prompt is the template's, or continues it: a thought opened there stays open.
+
+    White space is not compared: gpt-oss's template and its encoder differ in two line breaks.
+    """
     try:
-        theirs = [] if template is None else _rendered(template, ENDS[0])
+        theirs = "" if template is None else template.decode(_rendered(template, ENDS[0]))
     except TrajectoryError:
         return True
-    return _rendered(candidate, ENDS[0])[: len(theirs)] == theirs
+    ours = candidate.decode(_rendered(candidate, ENDS[0]))
+    return "".join(ours.split()).startswith("".join(theirs.split()))
 
 
 def _template_kwargs(model: ModelConfig) -> dict[str, Any]:

@@ -93,12 +93,30 @@ _PLAIN_ENDS = (2, 4)
 _BESIDE: list[Message] = [*CONVERSATION[:2], {**CONVERSATION[2], "content": "saffron"}, *CONVERSATION[3:5]]
 """Text beside calls."""
 
+_AGAIN: list[Message] = [
+    *CONVERSATION[:2],
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [_call(1, _FIRST, "Lisbon"), _call(2, _FIRST, "Prague")],
+    },
+    _result(1, _FIRST, "tagus"),
+    _result(2, _FIRST, "eighteen"),
+    {"role": "assistant", "content": "", "tool_calls": [_call(3, _SECOND, "Vienna")]},
+    _result(3, _SECOND, "danube"),
+]
+"""Two calls of one tool, then a call of another."""
+_AGAIN_ENDS = (5, 7)
+
 _ERROR: list[Message] = [
     *CONVERSATION[:2],
     {"role": "assistant", "content": "granite"},
     {"role": "tool", "content": "cobalt"},
 ]
 
+
+_KIMI_ID_END = "<|tool_call_argument_begin|>"
+"""The token behind the id of a call, in Kimi's format only."""
 
 _HARMONY_NAME = re.compile(r"functions\.(\w+)")
 
@@ -109,7 +127,8 @@ def prove(base: RenderingFormat, tokens: ControlTokens, retention: ThinkingReten
 
     Raises TrajectoryError for a format that loses or renames a message of a conversation without tools.
     """
-    adaptation = Adaptation(reasoning=_reasoning(base, tags), tags=tags)
+    kimi_ids = tokens.token_id(_KIMI_ID_END) is not None
+    adaptation = Adaptation(reasoning=_reasoning(base, tags), tags=tags, kimi_ids=kimi_ids)
     problems = [*_problems(ProvenFormat(base, adaptation, "all", "all"), _PLAIN, _PLAIN_ENDS, None)]
     problems += _forged(base, tokens)
     if problems:
@@ -150,7 +169,8 @@ def _tool_problems(base: RenderingFormat, adaptation: Adaptation) -> list[str]:
     except TrajectoryError as error:
         return [f"fails: {error.message}"]
     lost = [] if "saffron" in beside else ["loses the text beside a tool call"]
-    return [*_problems(proven, CONVERSATION, ENDS, TOOLS), *lost]
+    problems = [*_problems(proven, CONVERSATION, ENDS, TOOLS), *lost]
+    return problems or [*_problems(proven, _AGAIN, _AGAIN_ENDS, TOOLS)]
 
 
 def _problems(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from agentrl.chat.adapt import Adaptation
+from agentrl.chat.adapt import Adaptation, in_call_order
 from agentrl.chat.chat_format import (
     ChatFormat,
     Message,
@@ -103,11 +103,11 @@ class ProvenFormat:
 
     def render(self, messages: Sequence[Message], tools: ToolSchemas | None) -> list[int]:
         """Return the prompt of a conversation, up to where the assistant continues."""
-        return self.base.render(self.adaptation.apply(self._retained(messages)), tools)
+        return self.base.render(self._adapted(messages), tools)
 
     def render_closed(self, messages: Sequence[Message], tools: ToolSchemas | None) -> list[int]:
         """Return a conversation that ends with its last message."""
-        return self.base.render_closed(self.adaptation.apply(self._retained(messages)), tools)
+        return self.base.render_closed(self._adapted(messages), tools)
 
     def next_prompt(
         self,
@@ -121,7 +121,11 @@ class ProvenFormat:
         if self._drops_a_thought(history, new_messages):
             return None
         adapt = self.adaptation
-        last, new = adapt.apply_to_one(history[-1]), adapt.apply(new_messages)
+        count = len(history)
+        whole = adapt.with_ids([*history, *new_messages])
+        history, new_messages = whole[:count], whole[count:]
+        last = adapt.apply_to_one(history[-1])
+        new = adapt.apply(in_call_order([history[-1], *new_messages])[1:])
         before = without_cycle(history[:-1]) if self.skips_cycles else history[:-1]
         try:
             return self.base.next_prompt(prompt_ids, output_ids, [*adapt.apply(before), last], new, tools)
@@ -143,7 +147,7 @@ class ProvenFormat:
 
     def tokenize(self, messages: Sequence[Message], tools: ToolSchemas | None) -> TokenizedConversation:
         """Return a whole conversation and a mask of what the assistant says."""
-        return self.base.tokenize(self.adaptation.apply(self._retained(messages)), tools)
+        return self.base.tokenize(self._adapted(messages), tools)
 
     def _drops_a_thought(self, history: Sequence[Message], new_messages: Sequence[Message]) -> bool:
         """Return whether a thought of the last prompt or output is not in the next prompt.
@@ -155,6 +159,9 @@ class ProvenFormat:
         if self.keeps == "all" or not any(message.get("role") == "user" for message in new_messages):
             return False
         return any(_has_thought(message) for message in history[_last_question(history) :])
+
+    def _adapted(self, messages: Sequence[Message]) -> list[Message]:
+        return self.adaptation.apply(self.adaptation.with_ids(self._retained(messages)))
 
     def _retained(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return messages without the thoughts that ``--thinking_retention tool_cycle`` drops."""

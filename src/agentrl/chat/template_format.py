@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import cached_property
 
 import numpy as np
 
@@ -42,7 +44,7 @@ class TemplateFormat:
         self.template = template
         self.tokens = tokens
         self._parser = parser
-        self._parser_name = parser_name
+        self.parser_name = parser_name
         self.stop_ids = frozenset(stop_ids)
         self._tags = tags_in(template.source)
         self._prompts: dict[str, list[int]] = {}
@@ -55,7 +57,7 @@ class TemplateFormat:
     @property
     def description(self) -> str:
         """Return one line about the format."""
-        return f"the model's chat template, tool calls by the text parser {self._parser_name}"
+        return f"the model's chat template, tool calls by the text parser {self.parser_name}"
 
     @property
     def agreed_settings(self) -> dict[str, str]:
@@ -130,14 +132,38 @@ class TemplateFormat:
         marker = f"mark{uuid.uuid4().hex}"
         added = self.tokens.protect(new_messages)
         before = history[:-1]
-        try:
-            spoken = {"role": "assistant", "content": marker}
-            return self._text_after(marker, [*before, spoken, *added], tools)
-        except TrajectoryError:
-            if not any(message.get("role") == "tool" for message in new_messages):
-                raise
-            called = _marked_call(history[-1], marker)
-            return self._from_closing_token(self._text_after(marker, [*before, called, *added], tools))
+        has_results = any(message.get("role") == "tool" for message in new_messages)
+        if not (has_results and history[-1].get("tool_calls") and self._names_tools_by_calls):
+            try:
+                spoken = {"role": "assistant", "content": marker}
+                return self._text_after(marker, [*before, spoken, *added], tools)
+            except TrajectoryError:
+                if not has_results:
+                    raise
+        called = _marked_call(history[-1], marker)
+        return self._from_closing_token(self._text_after(marker, [*before, called, *added], tools))
+
+    @cached_property
+    def _names_tools_by_calls(self) -> bool:
+        """Return whether the template writes a result under the name of the latest call that it can see.
+
+        Then the generated turn must be a call: behind a text, an earlier call's name would be written.
+        """
+        earlier, marker = (f"mark{uuid.uuid4().hex}" for _ in range(2))
+        question: Message = {"role": "user", "content": "1"}
+        spoken: Message = {"role": "assistant", "content": marker}
+        results: list[Message] = [
+            {"role": "tool", "name": name, "tool_call_id": f"call0000{place}", "content": "1"}
+            for place, name in enumerate((earlier, "later"))
+        ]
+        for arguments in ({"x": 1}, '{"x": 1}'):
+            function = {"name": earlier, "arguments": arguments}
+            calls = [{"id": "call00000", "type": "function", "function": function}]
+            called: Message = {"role": "assistant", "content": "", "tool_calls": calls}
+            with suppress(TrajectoryError):
+                messages = [question, called, results[0], spoken, results[1]]
+                return earlier in self._text_after(marker, messages, None)
+        return False
 
     def _text_after(self, marker: str, messages: Sequence[Message], tools: ToolSchemas | None) -> str:
         text = self.template.render(messages, tools, add_generation_prompt=True)
@@ -200,6 +226,8 @@ class TemplateFormat:
 def _marked_call(message: Message, marker: str) -> Message:
     """Return the message with ``marker`` in its last call: some templates allow results only after calls."""
     calls = message.get("tool_calls") or [{"id": "call00000", "function": {"name": "f"}}]
-    function = {"name": calls[-1]["function"]["name"], "arguments": {"x": marker}}
+    is_text = isinstance(calls[-1]["function"].get("arguments"), str)
+    arguments = f'{{"x": "{marker}"}}' if is_text else {"x": marker}
+    function = {"name": calls[-1]["function"]["name"], "arguments": arguments}
     last = {"id": calls[-1].get("id"), "type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [*calls[:-1], last]}
