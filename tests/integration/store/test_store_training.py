@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -105,10 +106,16 @@ async def test_calls_count_once_and_come_back_whole(store: Store) -> None:
     assert (record.turns, record.generated_tokens, record.traj) == (2, 6, (first.id, second.id))
     assert (record.min_version, record.max_version, record.context_resets) == (1, 2, 0)
     assert await store.model_calls.by_record(record.id) == [first, second]
+    branch = replace(make_call(claim, 2), parent=None, drops_thoughts=True)
+    for call, resets in ((branch, 0), (replace(make_call(claim, 3), parent=None), 1)):
+        await store.model_calls.add(claim, call)
+        record = await store.records.get(claim.record_id)
+        assert record is not None
+        assert record.context_resets == resets
     await store.claims.release(claim)
     with pytest.raises(LeaseLostError):
-        await store.model_calls.add(claim, make_call(claim, 2))
-    assert len(await store.model_calls.by_record(record.id)) == 2
+        await store.model_calls.add(claim, make_call(claim, 4))
+    assert len(await store.model_calls.by_record(record.id)) == 4
 
 
 async def test_a_call_larger_than_a_document_goes_to_gridfs(store: Store) -> None:
