@@ -63,7 +63,8 @@ def _documents() -> list[Root]:
     record = Record(
         id=RECORD, task=TASK, traj_id=0, attempt=1, split="train", epoch=0, status=RecordStatus.READY,
         query="2 + 3?", answer="5", final_answer="5", score=1.0, advantage=0.5, turns=1, tool_calls=1,
-        generated_tokens=3, stop_reason=StopReason.ANSWERED, min_version=1, max_version=1,
+        generated_tokens=3, input_tokens=400, cached_tokens=300, stop_reason=StopReason.ANSWERED,
+        min_version=1, max_version=1,
         traj=(f"{RECORD}/0",), trained_count=1, last_trained_step=2, completed_at=now(), scored_at=now(),
     )  # fmt: skip
     failed = replace(
@@ -81,7 +82,7 @@ def _documents() -> list[Root]:
             ),
         ),
         finish_reason="stop", versions=(VersionSpan(version=1, start=0, end=3),), prompt_tokens=4,
-        generated_tokens=3, engine="http://127.0.0.1:1", generate_seconds=0.5,
+        generated_tokens=3, cached_tokens=2, engine="http://127.0.0.1:4001", generate_seconds=0.5,
         context_ids=pack_ids([1, 2, 3, 4]), output_ids=pack_ids([5, 6, 7]), logprobs=pack_floats([-1.0] * 3),
     )  # fmt: skip
     data = DBRecordData(
@@ -115,6 +116,8 @@ def test_run_prints_the_state(database: tuple[str, ...], capsys: pytest.CaptureF
     assert ["tool", "1", "server", "[calc]", "went", "away"] in rows
     assert ["trained", "1", "7", "3"] in rows
     assert ["train", "1", "3.0", "1", "3.0", "1.00"] in rows
+    assert ["train", "800", "600", "0.75"] in rows
+    assert any(row[:1] == ["http://127.0.0.1:4001"] and row[6] == "0.50" for row in rows)
     assert any(row[:5] == ["http://127.0.0.1:4001", "local", "ready", "1", "2"] for row in rows)
     assert any(row[:4] == ["2", "committed", "1", "0.625"] for row in rows)
     assert "\x1b" not in page

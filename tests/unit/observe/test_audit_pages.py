@@ -21,7 +21,7 @@ from agentrl.observe.audit.record import render_rows, render_trajectory
 from agentrl.observe.audit.run import render_state
 from agentrl.observe.terminal import clean, excerpt
 from agentrl.store.views.read import RunState, WholeTrajectory
-from agentrl.store.views.rows import DataCount, EngineRow, FailureCount, GroupCount, LengthBias
+from agentrl.store.views.rows import DataCount, EngineRow, FailureCount, GroupCount, LengthBias, PromptTokens
 
 
 def printed(page: RenderableType, width: int = 160) -> str:
@@ -145,6 +145,7 @@ def state(**changes: Any) -> RunState:
         "lengths": [
             LengthBias(split="train", sampled=40, sampled_tokens=50.0, trained=30, trained_tokens=45.0)
         ],
+        "prompts": [PromptTokens(split="eval", tokens=20_000, cached=17_800)],
         "groups": [
             GroupCount(by="order", groups=9, abandoned_groups=6, trajectories=40, trained=10, pass_rate=0.9),
             GroupCount(by="pass_rate", groups=4, abandoned_groups=0, trajectories=0, trained=0, pass_rate=0),
@@ -178,6 +179,7 @@ def test_the_state_of_a_run_is_tables() -> None:
     assert ["engine", "3", "engine", "[x]", "gone", "second", "line"] in rows(page, "engine ")
     assert rows(page, "trained ") == [["trained", "30", "12,345", "2,345"]]
     assert rows(page, "train ")[-1] == ["train", "40", "50.0", "30", "45.0", "0.90"]
+    assert rows(page, "eval ") == [["eval", "20,000", "17,800", "0.89"]]
     assert rows(page, "order ") == [["order", "9", "6", "0.67", "40", "30", "0.75", "0.90"]]
     assert rows(page, "pass_rate ") == [["pass_rate", "4", "0", "0.00", "0", "0", "–", "0.00"]]
     assert rows(page, "host-1") == [["host-1", "3"]]
@@ -191,8 +193,8 @@ def test_the_state_of_a_run_is_tables() -> None:
 
 def test_tables_without_rows_are_left_out() -> None:
     nothing: dict[str, Any] = {
-        "tasks": {}, "records": {}, "failures": [], "data": [], "lengths": [], "engines": [], "versions": [],
-        "steps": [], "samplers": {}, "groups": [], "outages": [], "waiting_for_score": 0,
+        "tasks": {}, "records": {}, "failures": [], "data": [], "lengths": [], "prompts": [], "engines": [],
+        "versions": [], "steps": [], "samplers": {}, "groups": [], "outages": [], "waiting_for_score": 0,
     }  # fmt: skip
     assert state(**nothing).empty
     assert not state().empty

@@ -38,6 +38,7 @@ def render_state(state: RunState, *, alive_seconds: float) -> RenderableType:
         _group_table(state),
         _data_table(state),
         _length_table(state),
+        _prompt_table(state),
         _sampler_table(state),
         _engine_table(state, alive_seconds),
         _version_table(state),
@@ -154,6 +155,15 @@ def _length_table(state: RunState) -> Table:
     ]
     columns = ["split", "sampled", "tokens each", "trained", "tokens each", "trained / sampled"]
     return table("Length bias (generated tokens of scored trajectories)", columns, rows)
+
+
+def _prompt_table(state: RunState) -> Table:
+    rows = [
+        [item.split, f"{item.tokens:,}", f"{item.cached:,}", fixed(item.cache_hit_rate, 2)]
+        for item in state.prompts
+    ]
+    columns = ["split", "tokens", "cached by engines", "hit rate"]
+    return table("Prefix cache (prompts of all model calls)", columns, rows)
 
 
 def _sampler_table(state: RunState) -> Table:

@@ -31,6 +31,7 @@ from agentrl.store.views.rows import (
     GroupCount,
     GroupRow,
     LengthBias,
+    PromptTokens,
     StepRow,
     TaskRow,
     TrajectoryRow,
@@ -39,6 +40,7 @@ from agentrl.store.views.rows import (
 LAST_STEPS = 10
 LAST_VERSIONS = 5
 _TRAIN = "train"
+_BY_ID: Json = {"$sort": {"_id": 1}}
 R = TypeVar("R", bound=Root)
 
 
@@ -66,6 +68,7 @@ class RunState:
     groups: Sequence[GroupCount]
     data: Sequence[DataCount]
     lengths: Sequence[LengthBias]
+    prompts: Sequence[PromptTokens]
     samplers: Mapping[str, int]
     """sampler → slots of the train split that it holds under live leases."""
     outages: Sequence[Outage]
@@ -194,7 +197,7 @@ class Views(Repository):
                     "pass_rate": {"$avg": "$group.pass_rate"},
                 }
             },
-            {"$sort": {"_id": 1}},
+            _BY_ID,
         )
         return [GroupCount(by=group.pop("_id"), **group) for group in groups]
 
@@ -213,6 +216,7 @@ class Views(Repository):
             groups=await self.group_counts(),
             data=await self._data(),
             lengths=await self._lengths(),
+            prompts=await self._prompts(),
             samplers=liveness.claims,
             outages=liveness.outages,
             waiting_for_score=liveness.waiting_for_score,
@@ -296,9 +300,16 @@ class Views(Repository):
                     "trained_tokens": {"$avg": {"$cond": [trained, "$generated_tokens", None]}},
                 }
             },
-            {"$sort": {"_id": 1}},
+            _BY_ID,
         )
         return [LengthBias(split=group.pop("_id"), **group) for group in groups]
+
+    async def _prompts(self) -> list[PromptTokens]:
+        fields = {"tokens": {"$sum": "$input_tokens"}, "cached": {"$sum": "$cached_tokens"}}
+        groups = await self._aggregate(
+            RECORD, {"$group": {"_id": "$split", **fields}}, {"$match": {"tokens": {"$gt": 0}}}, _BY_ID
+        )
+        return [PromptTokens(split=group.pop("_id"), **group) for group in groups]
 
     async def _aggregate(self, name: str, *stages: Mapping[str, Any]) -> list[Json]:
         cursor = await self._collection(name).aggregate(list(stages))

@@ -216,3 +216,17 @@ class LengthBias:
         if not self.trained_tokens or not self.sampled_tokens:
             return None
         return self.trained_tokens / self.sampled_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTokens:
+    """Tokens of the prompts of all model calls of a split, and those that engines had cached."""
+
+    split: str
+    tokens: int
+    cached: int
+
+    @property
+    def cache_hit_rate(self) -> float | None:
+        """The fraction of cached tokens; None without a prompt."""
+        return self.cached / self.tokens if self.tokens else None
