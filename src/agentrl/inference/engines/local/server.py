@@ -275,7 +275,7 @@ async def _bad_request(_: Request, error: Exception) -> JSONResponse:
 
 async def _json(request: Request) -> dict[str, Any]:
     try:
-        body = await request.json()
+        body = orjson.loads(await request.body())
     except ValueError as error:
         raise _BadRequestError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
