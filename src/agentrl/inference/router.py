@@ -80,7 +80,8 @@ class EngineRouter:
         A generation fails if it receives no new token for ``wait_seconds``, because there is no engine or
         the engines fail. A failed engine is avoided for ``suspect_seconds``.
 
-        With ``router_url`` all calls go there, to a router with SGLang's API that chooses the engine.
+        With ``router_url`` all calls go there, to a router with SGLang's API that chooses the engine; none
+        goes there while one of the engines has another tokenizer.
         """
         self.tokens = tokens
         self.wait_seconds = wait_seconds
@@ -172,8 +173,11 @@ class EngineRouter:
         """
         while True:
             await self.refresh()
-            if self._front is not None:
+            if self._front is not None and not self._foreign:
                 return self._front
+            if self._front is not None:  # it may pass the call to any engine
+                await self.wait(self._no_engine(session), deadline)
+                continue
             urls = {service.url: service for service in self._usable()}
             if session.url not in urls:
                 in_flight = self._tokens_in_flight()
@@ -208,13 +212,13 @@ class EngineRouter:
     async def wait(self, why: str, deadline: float, attempt: int = 1) -> None:
         """Sleep before the next attempt, with exponential backoff; EngineError at ``deadline``."""
         now = time.monotonic()
-        is_down = attempt > 1 if self._front is not None else not self._usable()
+        is_down = bool(attempt > 1 or self._foreign) if self._front is not None else not self._usable()
         if self._watch is not None and is_down:
             self._watch.engines_down(why)
         if now >= deadline:
             raise EngineError(
                 f"{why}: no new token for {self.wait_seconds:g} s (--engine_wait_seconds)",
-                hint=_FOREIGN_HINT if self._foreign and not self._usable() else _NONE_HINT,
+                hint=_FOREIGN_HINT if self._foreign and is_down else _NONE_HINT,
                 outage=ENGINES,
             )
         if now - self._logged_at >= _LOG_SECONDS:

@@ -12,7 +12,7 @@ from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
-from agentrl.errors import EngineError
+from agentrl.errors import ENGINES, EngineError
 from agentrl.inference.generation import EngineRefusedError, Generation
 from agentrl.inference.router import EngineRouter
 
@@ -116,6 +116,18 @@ async def test_reported_load_and_status_decide_for_a_new_trajectory() -> None:
     )
     async with fleet.router().session("t") as session:
         assert (await session.generate([1], PARAMS)).engine_url == "http://b"
+
+
+async def test_a_front_router_gets_no_calls_while_one_of_its_engines_has_another_tokenizer() -> None:
+    fleet = Fleet(service("a", tokenizer="sha256 a"), service("b", tokenizer="sha256 b"))
+    options = {"router_url": "http://127.0.0.1:9", "tokenizer": "sha256 a", "wait_seconds": 0.02}
+    router = fleet.router(**options)  # type: ignore[arg-type]
+    async with router.session("t") as session:
+        with pytest.raises(EngineError, match=r"http://b serves .* another tokenizer") as raised:
+            await session.generate([1], PARAMS)
+    assert raised.value.outage == ENGINES
+    assert "same --model_name_or_path" in str(raised.value.hint)
+    await router.close()
 
 
 async def test_an_aborted_generation_continues_from_its_tokens_with_all_version_spans() -> None:
