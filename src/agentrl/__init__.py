@@ -1,8 +1,9 @@
 """AgentRL: reinforcement learning for language-model agents, decoupled over MongoDB.
 
 This module is the public API. Decorators register what you write yourself: ``agent``, ``scorer``, ``tool``,
-``loss``, ``advantage``, ``context_manager``, ``group_filter``, ``tool_call_parser`` and ``tracker``; the
-classes are what such functions take and return. ``Store.open("run")`` reads a run from a notebook.
+``environment``, ``loss``, ``advantage``, ``context_manager``, ``group_filter``, ``tool_call_parser`` and
+``tracker``; the classes are what such functions take and return. ``Store.open("run")`` reads a run from a
+notebook.
 assets/examples has a short example of each, and docs/extending.md explains them.
 
 Each name is imported at first use, so ``import agentrl`` is fast and imports no torch.
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from agentrl.chat.parsers.base import ParsedMessage, ToolCall
     from agentrl.chat.parsers.registry import tool_call_parser
     from agentrl.documents.status import StopReason
+    from agentrl.environments.base import Environment, Observation, TaskRequest, environment
     from agentrl.losses.batch import TokenBatch, TokenLosses
     from agentrl.losses.registry import loss
     from agentrl.losses.settings import LossSettings
@@ -37,15 +39,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "LossSettings", "Message", "Outcome", "ParsedMessage", "Rollout", "ScoreResult", "ScoredCall",
-    "ScoredGroup", "ScorerContext", "StopReason", "Store", "TokenBatch", "TokenLosses", "ToolCall", "Turn",
-    "advantage", "agent", "context_manager", "convert_arguments", "group_filter", "loss", "scorer", "tool",
-    "tool_call_parser", "tracker",
+    "Environment", "LossSettings", "Message", "Observation", "Outcome", "ParsedMessage", "Rollout",
+    "ScoreResult", "ScoredCall", "ScoredGroup", "ScorerContext", "StopReason", "Store", "TaskRequest",
+    "TokenBatch", "TokenLosses", "ToolCall", "Turn", "advantage", "agent", "context_manager",
+    "convert_arguments", "environment", "group_filter", "loss", "scorer", "tool", "tool_call_parser",
+    "tracker",
 ]  # fmt: skip
 
 _MODULES = {
+    "Environment": "environments.base",
     "LossSettings": "losses.settings",
     "Message": "chat.chat_format",
+    "Observation": "environments.base",
     "Outcome": "rollout.outcome",
     "ParsedMessage": "chat.parsers.base",
     "Rollout": "rollout.rollout",
@@ -55,6 +60,7 @@ _MODULES = {
     "ScorerContext": "scoring.scorers",
     "StopReason": "documents.status",
     "Store": "store.notebook",
+    "TaskRequest": "environments.base",
     "TokenBatch": "losses.batch",
     "TokenLosses": "losses.batch",
     "ToolCall": "chat.parsers.base",
@@ -63,6 +69,7 @@ _MODULES = {
     "agent": "rollout.agents",
     "context_manager": "rollout.context",
     "convert_arguments": "chat.parsers.arguments",
+    "environment": "environments.base",
     "group_filter": "scoring.group_filters",
     "loss": "losses.registry",
     "scorer": "scoring.scorers",

@@ -16,6 +16,7 @@ AgentRLError
     │                           it ends none: it names what is down, and the call is repeated later
     ├── EngineError             the inference engine failed
     ├── ToolServerError         a tool server cannot be reached (a tool may return errors)
+    ├── TaskEnvironmentError    an environment raised or took too long
     ├── ScorerError             the scorer raised
     ├── TrajectoryError         the conversation cannot be continued
     └── GroupError              a group filter or an advantage estimator failed; it ends a group
@@ -170,6 +171,12 @@ class ToolServerError(FailureError):
     """A tool server cannot be reached or stopped answering."""
 
     kind = "tool"
+
+
+class TaskEnvironmentError(FailureError):
+    """The environment of a task raised, took too long or returned a malformed result."""
+
+    kind = "environment"
 
 
 class ScorerError(FailureError):

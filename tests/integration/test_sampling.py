@@ -77,8 +77,9 @@ class Setting:
     ) -> None:
         self.store = store
         self.engine = ScriptedEngine(format_of(), *script)
-        self.tools = FakeTools()
+        self.tools = flags.pop("tools", None) or FakeTools()
         self.stop = asyncio.Event()
+        environment_timeout = flags.pop("environment_timeout", 30.0)
         claims = ClaimConfig(**{"retry_backoff_seconds": 0.01, **flags.pop("claims", {})})
         self.worker = Worker(
             store=store,
@@ -91,6 +92,7 @@ class Setting:
             sampling=SamplingConfig(),
             claims=claims,
             stop=self.stop,
+            environment_timeout=environment_timeout,
         )
         self.finalizer = GroupFinalizer(store, GroupConfig(), split=split, seed=0)
         plan = EpochPlan(epochs=epochs, seed=0, num_generations=2, shuffle=False)

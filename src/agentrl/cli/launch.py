@@ -20,6 +20,7 @@ from agentrl.cli.main import run as run_command
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import ModelConfig, RunConfig, TaskConfig, ToolConfig
 from agentrl.documents.task_file import read_tasks
+from agentrl.environments.tasks import is_address
 from agentrl.errors import ConfigError
 from agentrl.processes import thread_limits
 from agentrl.quickstart.smollm import prepare_smollm
@@ -158,7 +159,13 @@ def _default_servers(configs: Configs, *, is_demo: bool) -> list[ServerSpec] | N
     """
     tools, tasks = configs[ToolConfig], configs[TaskConfig]
     path = tasks.eval_file or tasks.train_file
-    if tools.mcp_servers_file or tools.mcp_manager_url or tools.tool_config_path or path is None:
+    if (
+        tools.mcp_servers_file
+        or tools.mcp_manager_url
+        or tools.tool_config_path
+        or path is None
+        or is_address(path)
+    ):
         return None
     read = read_tasks(path, shuffle=False, skip_bad_lines=tasks.skip_bad_lines)
     named = {tool for task in read.tasks for tool in task.tools or ()}

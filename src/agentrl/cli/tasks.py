@@ -1,4 +1,4 @@
-"""``agentrl tasks load FILE`` and ``agentrl tasks list``: load the tasks of a run, and count them."""
+"""``agentrl tasks load`` and ``agentrl tasks list``: load the tasks of a run, and count them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 
 from agentrl.config.load import CommandParser
 from agentrl.config.schema import RunConfig
-from agentrl.documents.task_file import read_tasks
+from agentrl.environments.tasks import read_task_source
 from agentrl.observe.terminal import clean
 
 
@@ -25,8 +25,8 @@ def _parser() -> CommandParser:
     database.add_argument("--db_timeout_seconds", type=float, default=10.0)
     parser = CommandParser(prog="agentrl tasks", description="The tasks of a run.")
     actions = parser.add_subparsers(dest="action", required=True, parser_class=CommandParser)
-    load = actions.add_parser("load", parents=[database], help="load a JSONL or JSON file, plain or gzip")
-    load.add_argument("file", help="JSONL: one task a line; or a JSON list")
+    load = actions.add_parser("load", parents=[database], help="load a task file, or tasks of an environment")
+    load.add_argument("file", help="JSONL or a JSON list, plain or gzip; or 'env:NAME?n=1000&seed=1'")
     load.add_argument("--split", default="train", help="train, eval, … (%(default)s)")
     load.add_argument(
         "--num_generations", type=_positive, default=8, help="trajectories per task (%(default)s)"
@@ -44,7 +44,7 @@ def _parser() -> CommandParser:
 
 
 async def _load(arguments: argparse.Namespace) -> int:
-    result = read_tasks(
+    result = read_task_source(
         arguments.file, split=arguments.split, seed=arguments.seed, shuffle=not arguments.no_shuffle,
         num_generations=arguments.num_generations, skip_bad_lines=arguments.skip_bad_lines,
     )  # fmt: skip

@@ -17,8 +17,12 @@ class TaskConfig(Flags):
 
     section = "tasks"
 
-    train_file: str | None = flag(None, "JSONL or JSON file of training tasks", per_process=True)
-    eval_file: str | None = flag(None, "JSONL or JSON file of evaluation tasks", per_process=True)
+    train_file: str | None = flag(
+        None, "JSONL or JSON file of training tasks, or env:NAME?n=…&seed=…", per_process=True
+    )
+    eval_file: str | None = flag(
+        None, "JSONL or JSON file of evaluation tasks, or env:NAME?n=…", per_process=True
+    )
     num_train_epochs: int = flag(1, "passes over the training tasks", within="[1, inf)", unit="epochs")
     num_generations: int = flag(
         8, "trajectories per task: the size of a group", within="[1, inf)", unit="trajectories"

@@ -159,6 +159,7 @@ def scorer_context(
         messages=tuple(messages),
         calls=tuple(ScoredCall.of(call.response, call.tool_executions, call.status) for call in calls),
         meta=task.meta,
+        environment=task.environment,
         tool_rewards=record.tool_rewards,
         agent_config_path=agent_config_path,
     )

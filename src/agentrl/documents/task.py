@@ -78,6 +78,8 @@ class Task(Root):
     scorer: str = "agentcpm"
     answer_schema: str = "answer"
     agent_name: str | None = None
+    environment: str | None = None
+    """The environment that gives tools, state and score (``@environment``); None without one."""
     system_prompt: str | None = None
     messages: tuple[dict[str, Any], ...] = ()
     """Chat messages between the system prompt and the question, such as worked examples; never trained."""
@@ -107,7 +109,7 @@ class Task(Root):
 
 
 CONTENT: Final = (
-    "query", "answer", "aug_answers", "scorer", "answer_schema", "agent_name", "system_prompt",
+    "query", "answer", "aug_answers", "scorer", "answer_schema", "agent_name", "environment", "system_prompt",
     "messages", "query_prompt", "tools", "max_turns", "meta",
 )  # fmt: skip
 """The fields that come from the task file; a run sets the other fields."""

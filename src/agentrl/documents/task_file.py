@@ -26,7 +26,7 @@ _SHOWN = 20
 class ReadResult:
     """Tasks in sampling order, ``file:line: reason`` of each skipped line, and warnings.
 
-    ``names`` has the scorers, agents and answer schemas that the tasks use: {field: {name, …}}.
+    ``names`` has the scorers, agents, answer schemas and environments that the tasks use: {field: {name, …}}.
     """
 
     tasks: Sequence[Task]
@@ -89,14 +89,15 @@ def read_tasks(
     path: str | Path, *, split: str = "train", epoch: int = 0, seed: int = 0, shuffle: bool = True,
     num_generations: int = 8, skip_bad_lines: bool = False,
     known_scorers: Collection[str] | None = None, known_agents: Collection[str] | None = None,
+    source: TaskSource | None = None,
 ) -> ReadResult:  # fmt: skip
     """Check and index a task file, plain or gzip. A bad line raises TaskFileError unless ``skip_bad_lines``.
 
     ``known_scorers`` and ``known_agents``, if given, check names; ``module:function`` is always allowed. The
     order is shuffled by ``seed`` and epoch and is the same on every machine. Tasks are read on access, so
-    memory does not grow with their size.
+    memory does not grow with their size. ``source`` is read in place of the file; errors name ``path``.
     """
-    source = TaskSource(Path(path))
+    source = source or TaskSource(Path(path))
     known = {"scorer": known_scorers, "agent_name": known_agents}
     reading = _Reading(_FileTasks(source, split, epoch, num_generations), known)
     for item in source.items():
@@ -124,7 +125,9 @@ class _Reading:
     def __init__(self, tasks: _FileTasks, known: dict[str, Collection[str] | None]) -> None:
         self.tasks = tasks
         self.bad: list[str] = []
-        self.names: dict[str, set[str]] = {"scorer": set(), "agent_name": set(), "answer_schema": set()}
+        self.names: dict[str, set[str]] = {
+            name: set() for name in ("scorer", "agent_name", "answer_schema", "environment")
+        }
         self._known = known
         self._ids: set[str] = set()
         self._misspelled: dict[str, tuple[str, int]] = {}

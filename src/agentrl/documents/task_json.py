@@ -145,7 +145,8 @@ _QUERY = ("q", "Question", "question", "query", "content", "instruction", "traj_
 _ANSWER = ("a", "Final answer", "Final Answer", "Final sample answer", "answer", "expected_answer")
 _RAW_ANSWER = ("expected_answer", "answer")
 _OTHER = (
-    "aug_answers", "scorer", "answer_schema", "agent_name", "system_prompt", "query_prompt", "tools",
+    "aug_answers", "scorer", "answer_schema", "agent_name", "environment", "system_prompt", "query_prompt",
+    "tools",
     "max_turns", "meta", "messages", "prompt", "raw", "reward_model", "extra_info",
 )  # fmt: skip
 _KNOWN = frozenset((*_ID, *_QUERY, *_ANSWER, *_OTHER))
@@ -172,6 +173,8 @@ def make_task(item: Any, split: str, epoch: int, num_generations: int) -> Task:
     task_id = _take_id(rest)
     query, chat = _take_question(rest)
     answer = _take_answer(rest)
+    environment = _take_word(rest, "environment")
+    tools = _take_tools(rest)
     return Task(
         id=task_key(split, epoch, task_id),
         task_id=task_id,
@@ -181,13 +184,14 @@ def make_task(item: Any, split: str, epoch: int, num_generations: int) -> Task:
         query=query,
         answer=answer,
         aug_answers=tuple(_take(rest, "aug_answers", list) or ()),
-        scorer=_take_scorer(rest) or "agentcpm",
+        scorer=_take_scorer(rest) or ("agentcpm" if environment is None else "environment"),
         answer_schema=_take_word(rest, "answer_schema") or "answer",
         agent_name=_take_word(rest, "agent_name"),
+        environment=environment,
         system_prompt=_take_system_prompt(rest, chat),
         messages=chat.messages,
         query_prompt=_take_query_prompt(rest),
-        tools=_take_tools(rest),
+        tools=() if tools is None and environment is not None else tools,
         max_turns=_take_max_turns(rest),
         meta=_meta(rest),
         slots=tuple(Slot(traj_id=number) for number in range(num_generations)),

@@ -37,11 +37,14 @@ class Item:
 class TaskSource:
     """A task file with random access. A pipe or gzip file is first copied to a temporary file."""
 
-    def __init__(self, path: Path) -> None:
-        """Open ``path``. Raises TaskFileError if it cannot be read, or is UTF-16 or UTF-32."""
+    def __init__(self, path: Path, file: BinaryIO | None = None) -> None:
+        """Open ``path``, or read ``file``, which has no path of its own.
+
+        Raises TaskFileError if it cannot be read, or is UTF-16 or UTF-32.
+        """
         self.path = path
         try:
-            self._file = _open(path)
+            self._file = _open(path) if file is None else file
         except _READING as error:
             raise _unreadable(path, error) from error
         weakref.finalize(self, self._file.close)

@@ -48,6 +48,29 @@ async def react(rollout: Rollout) -> Outcome:
     return Outcome(StopReason.TURNS_LIMIT)
 
 
+@agent("multi_turn")
+async def multi_turn(rollout: Rollout) -> Outcome:
+    """Alternate model calls and answers of the task's environment until it ends the trajectory.
+
+    The environment sees each message without its reasoning, and its answer is the next user message. Tool
+    calls are run as by ``react``. The final answer is the last message.
+    """
+    while rollout.turns < rollout.max_turns:
+        if rollout.context_is_full:
+            if not await rollout.reset_context():
+                return Outcome(StopReason.LENGTH_LIMIT)
+            continue
+        turn = await rollout.generate()
+        if turn.is_cut:
+            if not await rollout.reset_context():
+                return Outcome(StopReason.LENGTH_LIMIT)
+        elif turn.tool_calls or turn.error is not None:
+            await rollout.call_tools(turn)
+        elif (await rollout.step(turn)).done:
+            return Outcome(StopReason.ANSWERED, turn.content)
+    return Outcome(StopReason.TURNS_LIMIT)
+
+
 @agent("single_turn")
 async def single_turn(rollout: Rollout) -> Outcome:
     """Make one model call without tools; a call without an answer ends at the limit of turns."""

@@ -1,15 +1,16 @@
-"""Load a task file into a run."""
+"""Load a task file, or the tasks of an environment, into a run."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.config.schema import RunConfig, TaskConfig
-from agentrl.documents.task_file import ReadResult, read_tasks
+from agentrl.documents.task_file import ReadResult
+from agentrl.environments.base import ENVIRONMENTS
+from agentrl.environments.tasks import read_task_source
 from agentrl.errors import ConfigError
 from agentrl.observe.terminal import clean
 from agentrl.registry import allow_imports, paths_among
@@ -27,14 +28,16 @@ logger = logging.getLogger(__name__)
 async def load_tasks(
     store: Store, run: RunConfig, tasks: TaskConfig, path: str, *, split: str, num_generations: int
 ) -> None:
-    """Load a task file into ``split``. Idempotent; raises TaskFileError if a loaded task has changed.
+    """Load a task file or ``env:NAME?…`` into ``split``. Idempotent.
+
+    Raises TaskFileError if a loaded task has changed.
 
     This process may import the Python paths in the file from now on; so may the other processes of the run,
     if this user may write the run's list.
     """
     result = await asyncio.to_thread(
-        read_tasks,
-        Path(path),
+        read_task_source,
+        path,
         split=split,
         seed=run.seed,
         shuffle=tasks.shuffle_tasks,
@@ -72,14 +75,17 @@ async def store_tasks(
 
 
 def _paths(result: ReadResult) -> frozenset[str]:
-    return paths_among((*result.names.get("scorer", ()), *result.names.get("agent_name", ())))
+    """Return the Python paths that the tasks name."""
+    fields = ("scorer", "agent_name", "environment")
+    return paths_among(name for field in fields for name in result.names.get(field, ()))
 
 
 def unknown_names(names: Mapping[str, Collection[str]]) -> list[str]:
-    """Return why this machine cannot use agents, scorers and answer schemas of tasks: one text each."""
+    """Return why this machine cannot use what tasks name: one text for each agent, scorer and so on."""
     checks: dict[str, Callable[[str], object]] = {
         "agent_name": AGENTS.get,
         "scorer": SCORERS.get,
+        "environment": lambda name: ENVIRONMENTS.get(name).check(),
         "answer_schema": check_schema,
     }
     warnings = []

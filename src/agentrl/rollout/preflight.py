@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from agentrl.config.schema import GroupConfig, SamplingConfig
+from agentrl.environments.base import ENVIRONMENTS
 from agentrl.errors import AgentRLError, ConfigError, ToolServerError
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint, load_section
 from agentrl.rollout.agents import AGENTS
@@ -57,6 +58,8 @@ async def probe(
         _try(problems, task, lambda name=name: AGENTS.get(name))  # type: ignore[misc]
     for name, task in named.scorers.items():
         _try(problems, task, lambda name=name: SCORERS.get(name))  # type: ignore[misc]
+    for name, task in named.environments.items():
+        _try(problems, task, lambda name=name: ENVIRONMENTS.get(name).check())  # type: ignore[misc]
     for schema, task in named.answer_schemas.items():
         _try(problems, task, lambda schema=schema: check_schema(schema))  # type: ignore[misc]
     _try_tools(problems, tools, named)

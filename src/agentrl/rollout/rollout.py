@@ -16,6 +16,8 @@ from agentrl.documents.model_call import ToolExecution, strip_tool_results
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.documents.task import Claim
+from agentrl.environments.base import Environment, Observation
+from agentrl.environments.session import EnvironmentSession
 from agentrl.errors import ContextFullError, ToolServerError, TrajectoryError
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.model_call import Engine, PendingCall, Turn
@@ -51,6 +53,7 @@ class Rollout:
         seed: int,
         manage_context: ContextManager,
         write: Callable[[PendingCall], Awaitable[None]],
+        environment: EnvironmentSession | None = None,
     ) -> None:
         """``write`` takes one finished model call to store; ``schemas`` are the tools offered.
 
@@ -76,6 +79,7 @@ class Rollout:
         self._seed = (seed, claim.task.id, claim.traj_id, claim.attempt)
         self._manage_context = manage_context
         self._write = write
+        self._environment = environment
         self._texts: Counter[str] = Counter()
         self._parent: str | None = None
         self._pending: PendingCall | None = None
@@ -199,6 +203,27 @@ class Rollout:
             pending.tool_seconds = time.monotonic() - started
         self.append_messages(messages)
         return list(pending.executions)
+
+    @property
+    def environment(self) -> Environment | None:
+        """Return the environment of the task, with the state of this trajectory; None without one."""
+        return None if self._environment is None else self._environment.instance
+
+    async def step(self, turn: Turn) -> Observation:
+        """Give the message of ``turn``, without its reasoning, to the environment.
+
+        Appends the answer as a user message unless it ends the trajectory. Raises TaskEnvironmentError if the
+        environment raises, and TrajectoryError if the task has none that answers messages.
+        """
+        session = self._environment
+        if session is None or not session.instance.answers_messages():
+            raise TrajectoryError(
+                "no environment answers messages", hint="use an agent for tools, such as --agent_name react"
+            )
+        observation = await session.step(turn.content)
+        if not observation.done:
+            self.append_messages([{"role": "user", "content": observation.text}])
+        return observation
 
     def append_messages(self, messages: Sequence[Message]) -> None:
         """Append messages to the last turn. Raises TrajectoryError for an invalid message."""

@@ -68,7 +68,8 @@ class Scoring:
         Its messages are read from its model calls.
         """
         try:
-            if not all(map(is_importable, scorer_weights(claim.task.scorer))):
+            named = (claim.task.environment or "", *scorer_weights(claim.task.scorer))
+            if not all(map(is_importable, named)):
                 allow_imports(await self.store.imports.paths())
             record = await self.store.records.get(claim.record_id)
             if record is None:

@@ -210,6 +210,7 @@ async def open_worker(
                     sampling=sampling,
                     claims=configs[ClaimConfig],
                     stop=stop or asyncio.Event(),
+                    environment_timeout=configs[ToolConfig].tool_timeout_seconds,
                     outages=outages,
                 ),
                 router,

@@ -30,6 +30,8 @@ from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim, Task, task_key
 from agentrl.documents.task_json import make_task, parse
 from agentrl.documents.task_source import TaskSource
+from agentrl.environments.session import EnvironmentSession, open_environment
+from agentrl.environments.tasks import generate, is_address
 from agentrl.errors import ConfigError, FailureError, TaskFileError, TrajectoryError
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.generation import Generation
@@ -74,6 +76,7 @@ class _Trial:
     chat_format: ChatFormat
     tools: ToolSession
     calls: list[DispatchedSamplingTask]
+    environment: EnvironmentSession | None = None
     outcome: Outcome | None = None
     result: ScoreResult | None = None
 
@@ -98,6 +101,7 @@ class _Trial:
             engine=self.engine,
             tools=self.tools,
             schemas=await self.tools.list(),
+            environment=self.environment,
             params=sampling_params(self.configs[SamplingConfig], self.chat_format),
             seed=self.configs[RunConfig].seed,
             manage_context=CONTEXT_MANAGERS.get(agent.new_context),
@@ -128,13 +132,15 @@ async def try_task(configs: Configs, wanted: str, *, line: int | None, engine_ur
         browse = open_browse_agent(configs[SamplingConfig].agent_config_path)
         pool = await stack.enter_async_context(ToolPool(configs[ToolConfig], browse))
         claim = Claim(task=task, traj_id=0, attempt=0, owner=_ID)
+        environment = open_environment(task, call_timeout=configs[ToolConfig].tool_timeout_seconds)
         trial = _Trial(
             configs=configs,
             claim=claim,
             engine=await stack.enter_async_context(_engine(configs, store, engine_url, chat_format)),
             chat_format=chat_format,
-            tools=await stack.enter_async_context(pool.session(Trajectory.of(claim))),
+            tools=await stack.enter_async_context(pool.session(Trajectory.of(claim), environment)),
             calls=[],
+            environment=environment,
         )
         try:
             await trial.run()
@@ -150,7 +156,7 @@ async def _store(
     stack: AsyncExitStack, configs: Configs, wanted: str, engine_url: str | None
 ) -> Store | None:
     """Open the run's store if the task, the engine or the model comes from it."""
-    of_run = not _is_json(wanted) and not _is_file(wanted)
+    of_run = not _is_json(wanted) and not is_address(wanted) and not _is_file(wanted)
     if not of_run and engine_url is not None and configs[ModelConfig].model_name_or_path is not None:
         return None
     store = await stack.enter_async_context(await open_existing(configs[RunConfig]))
@@ -166,8 +172,10 @@ async def _task(wanted: str, line: int | None, store: Store | None) -> Task:
             return make_task({"id": _ID, **item}, _ID, 0, 1)
         except BadTaskError as error:
             raise TaskFileError(f"this is not a task: {error}", hint="see docs/tasks.md") from error
+    if is_address(wanted):
+        return await asyncio.to_thread(lambda: _task_of_file(generate(wanted, _ID), line))
     if _is_file(wanted):
-        return await asyncio.to_thread(_task_of_file, Path(wanted), line)
+        return await asyncio.to_thread(lambda: _task_of_file(TaskSource(Path(wanted)), line))
     if store is None:
         raise ConfigError(f"{wanted!r} is neither JSON nor a file", hint="give one of them")
     for key in (wanted, task_key("train", 0, wanted)):
@@ -191,8 +199,9 @@ def _is_file(wanted: str) -> bool:
         return False
 
 
-def _task_of_file(path: Path, line: int | None) -> Task:
-    for item in TaskSource(path).items():
+def _task_of_file(source: TaskSource, line: int | None) -> Task:
+    path = source.path
+    for item in source.items():
         if line is not None and item.line != line:
             continue
         try:

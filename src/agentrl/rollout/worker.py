@@ -11,13 +11,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from agentrl.chat.chat_format import ChatFormat
-from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig
+from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig, ToolConfig
 from agentrl.documents.partial import PartialGeneration
 from agentrl.documents.record import Failure
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.scorer_sum import scorer_weights
 from agentrl.documents.status import RecordStatus, StopReason
 from agentrl.documents.task import Claim, Task
+from agentrl.environments.session import EnvironmentSession, open_environment
 from agentrl.errors import (
     ConfigError,
     ContextFullError,
@@ -43,7 +44,7 @@ from agentrl.rollout.scoring import Scoring
 from agentrl.rollout.tool_calls import Tools
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, require_scorer, run_scorer
-from agentrl.tools.base import Schema, Trajectory
+from agentrl.tools.base import OwnSession, Schema, Trajectory
 from agentrl.user_code import contain, contain_call
 
 if TYPE_CHECKING:
@@ -82,8 +83,10 @@ class ToolSource(Protocol):
         """Return the function schemas of ``servers``. Raises ToolServerError for an unknown server."""
         ...
 
-    def session(self, trajectory: Trajectory) -> AbstractAsyncContextManager[Tools]:
-        """Return the tools of one trajectory."""
+    def session(
+        self, trajectory: Trajectory, environment: OwnSession | None = None
+    ) -> AbstractAsyncContextManager[Tools]:
+        """Return the tools of one trajectory, those of its environment included."""
         ...
 
 
@@ -103,6 +106,8 @@ class Worker:
     claims: ClaimConfig
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when this process must stop; failures of engines and tool servers then count as interruptions."""
+    environment_timeout: float = ToolConfig.tool_timeout_seconds
+    """Bound of each call of an environment's method, in seconds."""
     outages: Outages = field(default_factory=Outages)
     """The circuit breakers of this process."""
 
@@ -153,17 +158,19 @@ class Worker:
     async def _run_trajectory(self, claim: Claim, clock: Clock) -> tuple[Rollout, Outcome]:
         await self.store.records.create(claim)
         agent_name = claim.task.agent_name or self.agent.agent_name
-        if not all(map(is_importable, (agent_name, *scorer_weights(claim.task.scorer)))):
+        named = (agent_name, claim.task.environment or "", *scorer_weights(claim.task.scorer))
+        if not all(map(is_importable, named)):
             allow_imports(await self.store.imports.paths())  # loaded after this process started
         agent = contain_call(lambda: AGENTS.get(agent_name), f"agent {agent_name}", TrajectoryError)
         contain_call(lambda: require_scorer(claim.task.scorer), f"scorer {claim.task.scorer}", ScorerError)
         check_schema(claim.task.answer_schema)
+        environment = open_environment(claim.task, call_timeout=self.environment_timeout)
         await self._advance(claim, RecordStatus.RUNNING)
 
         async with AsyncExitStack() as stack:
             writer = await stack.enter_async_context(CallWriter(self.store, claim))
             session = await self.outages.hold(
-                lambda: stack.enter_async_context(self.tools.session(Trajectory.of(claim))), clock
+                lambda: stack.enter_async_context(self._tool_session(claim, environment)), clock
             )
             tools = HeldTools(session, self.outages, clock)
             partial = await self.store.records.latest_partial(claim) if claim.attempt > 1 else None
@@ -183,6 +190,7 @@ class Worker:
                 seed=self.seed,
                 manage_context=CONTEXT_MANAGERS.get(self.agent.new_context),
                 write=writer.write,
+                environment=environment,
             )
             outcome = await self._run_agent(agent, agent_name, rollout, writer)
         await self._advance(
@@ -193,6 +201,14 @@ class Worker:
             tool_rewards=rollout.tool_rewards,
         )
         return rollout, outcome
+
+    def _tool_session(
+        self, claim: Claim, environment: EnvironmentSession | None
+    ) -> AbstractAsyncContextManager[Tools]:
+        trajectory = Trajectory.of(claim)
+        if environment is None:
+            return self.tools.session(trajectory)
+        return self.tools.session(trajectory, environment)
 
     @asynccontextmanager
     async def _keeping_partial(self, claim: Claim, engine: ResumableEngine) -> AsyncIterator[None]:
@@ -298,6 +314,7 @@ def scorer_context(task: Task, rollout: Rollout, outcome: Outcome, sampling: Sam
         messages=tuple(rollout.messages),
         calls=tuple(rollout.scored_calls),
         meta=task.meta,
+        environment=task.environment,
         tool_rewards=rollout.tool_rewards,
         agent_config_path=sampling.agent_config_path,
     )

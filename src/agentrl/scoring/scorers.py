@@ -62,6 +62,8 @@ class ScorerContext:
     calls: tuple[ScoredCall, ...] = ()
     """All model calls, in order."""
     meta: dict[str, Any] = field(default_factory=dict)
+    environment: str | None = None
+    """The environment of the task."""
     tool_rewards: dict[str, Any] = field(default_factory=dict)
     """``Record.tool_rewards``."""
     agent_config_path: str = "assets/agent_config.yml"
@@ -96,8 +98,11 @@ SCORERS: Registry[Scorer] = Registry(
     "scorer",
     group="agentrl.scorers",
     built_in=[
-        f"agentrl.scoring.{name}"
-        for name in ("text_match", "math", "judge", "rubric", "format", "code", "tool_rewards")
+        *(
+            f"agentrl.scoring.{name}"
+            for name in ("text_match", "math", "judge", "rubric", "format", "code", "tool_rewards")
+        ),
+        "agentrl.environments.scorer",
     ],
 )
 

@@ -22,11 +22,12 @@ _UNFINISHED = [status.value for status in TaskStatus if status is not TaskStatus
 
 @dataclass(frozen=True, slots=True)
 class TaskReferences:
-    """The agents, scorers, schemas and tools that unfinished tasks name, each with the id of such a task."""
+    """What unfinished tasks name: agents, scorers and so on, each with the id of such a task."""
 
     agents: dict[str, str]
     scorers: dict[str, str]
     answer_schemas: dict[str, str]
+    environments: dict[str, str]
     tools: dict[tuple[str, ...], str]
     smallest_group: int | None
     """The lowest number of generations of a task; None without tasks."""
@@ -73,8 +74,8 @@ class Tasks(Epochs):
 
     @database_call
     async def references(self, split: str) -> TaskReferences:
-        """Return the agents, scorers, schemas and tools that the unfinished tasks of ``split`` name."""
-        fields = ("agent_name", "scorer", "answer_schema", "tools")
+        """Return the agents, scorers, environments and so on that the unfinished tasks of ``split`` name."""
+        fields = ("agent_name", "scorer", "answer_schema", "environment", "tools")
         pipeline: list[Json] = [
             {"$match": {"split": split, "status": {"$in": _UNFINISHED}}},
             {
@@ -86,9 +87,9 @@ class Tasks(Epochs):
             },
         ]
         groups = [group async for group in await self._collection(TASK).aggregate(pipeline)]
-        agents, scorer_names, schemas = (
+        agents, scorer_names, schemas, environments = (
             {group["_id"][name]: group["task"] for group in groups if group["_id"].get(name) is not None}
-            for name in ("agent_name", "scorer", "answer_schema")
+            for name in ("agent_name", "scorer", "answer_schema", "environment")
         )
         scorers = {part: task for name, task in scorer_names.items() for part in scorer_weights(name)}
         tools = {
@@ -96,9 +97,8 @@ class Tasks(Epochs):
             for group in groups
             if group["_id"].get("tools") is not None
         }
-        return TaskReferences(
-            agents, scorers, schemas, tools, min((group["slots"] for group in groups), default=None)
-        )
+        smallest = min((group["slots"] for group in groups), default=None)
+        return TaskReferences(agents, scorers, schemas, environments, tools, smallest)
 
     @database_call
     async def unfinished(self, split: str) -> int:

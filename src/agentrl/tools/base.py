@@ -12,6 +12,9 @@ from agentrl.documents.task import Claim
 Schema = dict[str, Any]
 """An OpenAI function schema: ``{"type": "function", "function": {name, description, parameters}}``."""
 
+ENVIRONMENT = "environment"
+"""The name under which the tools of a task's environment and its reward are recorded."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
@@ -74,6 +77,15 @@ class ServerSession(Protocol):
 
     async def close(self) -> None:
         """Release the trajectory's state: the teardown hook. Idempotent; its errors are logged."""
+        ...
+
+
+class OwnSession(ServerSession, Protocol):
+    """Tools that belong to one trajectory only: those of its environment."""
+
+    @property
+    def schemas(self) -> Sequence[Schema]:
+        """Return the schemas of its tools, sorted by name."""
         ...
 
 

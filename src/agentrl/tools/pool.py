@@ -9,7 +9,15 @@ from typing import Self
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerError
-from agentrl.tools.base import Schema, ToolServer, Trajectory, schema_name
+from agentrl.tools.base import (
+    ENVIRONMENT,
+    OwnSession,
+    Schema,
+    ServerSession,
+    ToolServer,
+    Trajectory,
+    schema_name,
+)
 from agentrl.tools.browse import BrowseAgent
 from agentrl.tools.config import configured_servers
 from agentrl.tools.manager import managed_servers
@@ -85,17 +93,20 @@ class ToolPool:
         ]
         return sorted(offered, key=schema_name)
 
-    def session(self, trajectory: Trajectory) -> ToolSession:
+    def session(self, trajectory: Trajectory, environment: OwnSession | None = None) -> ToolSession:
         """Return the tools of one trajectory: ``async with pool.session(trajectory) as tools``.
 
-        Raises ToolServerError for a server that is not configured.
+        The tools of its ``environment`` are offered beside those of the servers. Raises ToolServerError for
+        a server that is not configured.
         """
-        sessions = {
+        sessions: dict[str, ServerSession] = {
             name: self._servers[name].session(trajectory) for name in self._chosen(trajectory.servers)
         }
+        if environment is not None:
+            sessions[ENVIRONMENT] = environment
         return ToolSession(
             sessions,
-            self._names(),
+            self._names(environment),
             max_chars=self._config.max_tool_result_chars,
             max_parallel=self._config.max_parallel_tool_calls,
             condense=self._condense_for(trajectory.question),
@@ -108,6 +119,11 @@ class ToolPool:
         return lambda tool, arguments, text: browse.condense(tool, arguments, text, question)
 
     def _add(self, server: ToolServer) -> None:
+        if server.name == ENVIRONMENT:
+            raise ToolServerError(
+                f"a tool server is named {ENVIRONMENT!r}",
+                hint="rename it: the tools of a task's environment have this name",
+            )
         if server.name in self._servers:
             raise ToolServerError(
                 f"two tool servers are named {server.name!r}", hint="rename one in --mcp_servers_file"
@@ -123,5 +139,6 @@ class ToolPool:
             )
         return [name for name in self._servers if servers is None or name in servers]
 
-    def _names(self) -> ToolNames:
-        return ToolNames({name: server.schemas for name, server in self._servers.items()})
+    def _names(self, environment: OwnSession | None = None) -> ToolNames:
+        schemas = {name: server.schemas for name, server in self._servers.items()}
+        return ToolNames(schemas if environment is None else {**schemas, ENVIRONMENT: environment.schemas})

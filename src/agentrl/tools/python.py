@@ -44,6 +44,15 @@ class Toolset:
             raise TypeError(f"it is of type {type(target).__name__}, not a function or class")
         return cls(target, (_schema(target.__name__, target, bound=False),))
 
+    @classmethod
+    def of_methods(cls, target: type, names: Sequence[str]) -> Toolset:
+        """Return the methods ``names`` of a class. Raises TypeError without type hints or docstrings."""
+        missing = [name for name in names if not inspect.isfunction(getattr(target, name, None))]
+        if missing:
+            raise TypeError(f"the class {target.__name__} has no method {missing[0]!r}")
+        schemas = [_schema(name, getattr(target, name), bound=True) for name in sorted(names)]
+        return cls(target, tuple(schemas))
+
 
 def _toolset(found: Any) -> Toolset:
     return found if isinstance(found, Toolset) else Toolset.of(found)
@@ -104,12 +113,14 @@ class PythonTools:
 class PythonSession:
     """The tools of a Toolset for one trajectory. The instance of a class is made at the first call."""
 
-    def __init__(self, name: str, toolset: Toolset, *, call_timeout: float) -> None:
-        """``call_timeout`` bounds one tool call, in seconds."""
+    def __init__(
+        self, name: str, toolset: Toolset, *, call_timeout: float, instance: object | None = None
+    ) -> None:
+        """``call_timeout`` bounds one tool call, in seconds. ``instance`` is used instead of a new one."""
         self._name = name
         self._toolset = toolset
         self._call_timeout = call_timeout
-        self._instance: Any = None
+        self._instance: Any = instance
 
     async def open(self) -> None:
         """Do nothing: an instance is made at the first call."""

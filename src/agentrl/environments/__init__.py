@@ -1,0 +1,1 @@
+"""Environments: tasks, tools, scorer and state of a trajectory as one class (``@environment``)."""

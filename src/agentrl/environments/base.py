@@ -1,0 +1,141 @@
+"""Define environments: the base class ``Environment``, what its methods take and return, ``@environment``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+from agentrl.documents.task import Task
+from agentrl.errors import ScorerError
+from agentrl.registry import Registry
+from agentrl.scoring.scorers import Result, ScorerContext
+from agentrl.tools.base import ENVIRONMENT
+from agentrl.tools.python import Toolset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRequest:
+    """What ``Environment.tasks`` gets: the number of tasks to generate, their seed and split."""
+
+    n: int
+    seed: int
+    split: str
+    """``train``, or ``eval`` for every evaluation split. Tasks of two splits must differ."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Further parameters of the address, such as ``game`` in ``env:textarena?game=…``."""
+
+    @property
+    def random_seed(self) -> str:
+        """Return a seed for ``random.Random`` that differs between splits."""
+        return f"{self.seed}/{self.split}"
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the model reads after its message; ``done`` ends the trajectory, and the text is not shown."""
+
+    text: str
+    done: bool = False
+
+
+class Environment:
+    """One trajectory's environment. Derive from it, and register the class by ``@environment("name")``.
+
+    An instance is made for each trajectory; its attributes are the trajectory's state. Each method except
+    ``tasks`` may be async; others run in a thread.
+    """
+
+    options: ClassVar[tuple[str, ...]] = ()
+    """Names of the parameters that ``TaskRequest.options`` may have."""
+    tools: ClassVar[tuple[str, ...]] = ()
+    """Names of the methods that the model may call; each needs type hints and a docstring."""
+    task_defaults: ClassVar[Mapping[str, Any]] = {}
+    """Fields of a task that ``tasks`` leaves out, such as ``system_prompt`` and ``max_turns``."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        """The stored task; fields of other names that ``tasks`` yields are in ``task.meta``."""
+
+    @classmethod
+    def check(cls) -> None:
+        """Raise ConfigError if this machine cannot run the environment. Must be fast: imports nothing."""
+
+    @classmethod
+    def tasks(cls, request: TaskRequest) -> Iterable[Mapping[str, Any]]:
+        """Yield ``request.n`` tasks with the fields of a task file; ``id`` is optional.
+
+        The same request must yield the same tasks, and a request with a larger ``n`` the same first tasks.
+        """
+        raise NotImplementedError
+
+    def setup(self) -> Awaitable[None] | None:
+        """Prepare the trajectory. An exception ends the attempt as ``environment``; it is retried."""
+        return None
+
+    def step(self, text: str) -> Observation | Awaitable[Observation]:
+        """Return the answer to the model's message ``text``; only in environments that answer messages."""
+        raise NotImplementedError
+
+    def reward(self) -> float | Awaitable[float | None] | None:
+        """Return the reward of the final state, or None. It is stored in the Record before scoring."""
+        return None
+
+    @classmethod
+    def score(cls, context: ScorerContext) -> Result | Awaitable[Result]:
+        """Return the score of a finished trajectory: the stored ``reward`` unless it is overridden.
+
+        There is no instance: it may run later, in another process, and again. A method that is not async
+        runs in a worker process.
+        """
+        state = context.tool_rewards.get(ENVIRONMENT, {}).get("state")
+        if state is None:
+            raise ScorerError(
+                f"environment {context.environment} gave the trajectory no reward",
+                hint="define the method 'reward' or 'score'",
+            )
+        return float(state)
+
+    def teardown(self) -> Awaitable[None] | None:
+        """Release what ``setup`` has opened. Called once, also after a failed ``setup``; logs errors."""
+        return None
+
+    @classmethod
+    def answers_messages(cls) -> bool:
+        """Return whether the environment defines ``step``."""
+        return cls.step is not Environment.step
+
+    @classmethod
+    def reads_reward(cls) -> bool:
+        """Return whether the score is the stored reward."""
+        own = cls.__mro__[: cls.__mro__.index(Environment)]
+        return not any("score" in vars(kind) for kind in own)
+
+
+E = TypeVar("E", bound=type[Environment])
+
+
+def _environment_class(found: Any) -> type[Environment]:
+    if not inspect.isclass(found) or not issubclass(found, Environment):
+        raise TypeError("it is not a class derived from agentrl.Environment")
+    Toolset.of_methods(found, found.tools)  # raises TypeError for a method without type hints
+    return found
+
+
+ENVIRONMENTS: Registry[type[Environment]] = Registry(
+    "environment",
+    group="agentrl.environments",
+    built_in=[f"agentrl.environments.{name}" for name in ("reasoning_gym",)],
+    convert=_environment_class,
+)
+
+
+def environment(*names: str) -> Callable[[E], E]:
+    """Register a class derived from ``Environment`` under ``names``."""
+
+    def decorate(kind: E) -> E:
+        ENVIRONMENTS.add(_environment_class(kind), *names)
+        return kind
+
+    return decorate

@@ -1,0 +1,130 @@
+"""Run the environment of one trajectory: an instance whose exceptions and delays end that attempt only."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from agentrl.documents.sanitize_bson import replace_surrogates
+from agentrl.documents.task import Task
+from agentrl.environments.base import ENVIRONMENTS, Environment, Observation
+from agentrl.errors import AgentRLError, TaskEnvironmentError
+from agentrl.tools.base import Reply, Schema
+from agentrl.tools.python import PythonSession, Toolset
+from agentrl.user_code import contain, contain_call, describe
+
+logger = logging.getLogger(__name__)
+
+
+def open_environment(task: Task, *, call_timeout: float) -> EnvironmentSession | None:
+    """Return the session of a task's environment; None if the task names none.
+
+    Raises TaskEnvironmentError if the module of the environment cannot be imported, and ConfigError if this
+    process does not find it or cannot run it.
+    """
+    name = task.environment
+    if name is None:
+        return None
+    kind = contain_call(lambda: ENVIRONMENTS.get(name), f"environment {name}", TaskEnvironmentError)
+    contain_call(kind.check, f"check of environment {name}", TaskEnvironmentError)
+    return EnvironmentSession(name, kind, task, call_timeout=call_timeout)
+
+
+class EnvironmentSession:
+    """One trajectory's environment as a tool server's session: ``open`` sets up, ``close`` tears down."""
+
+    def __init__(self, name: str, kind: type[Environment], task: Task, *, call_timeout: float) -> None:
+        """``call_timeout`` bounds each call of a method, in seconds."""
+        self.name = name
+        self._kind = kind
+        self._task = task
+        self._call_timeout = call_timeout
+        self._toolset = Toolset.of_methods(kind, kind.tools)
+        self._instance: Environment | None = None
+        self._tools: PythonSession | None = None
+
+    @property
+    def schemas(self) -> Sequence[Schema]:
+        """Return the function schemas of its tools, sorted by name."""
+        return self._toolset.schemas
+
+    @property
+    def instance(self) -> Environment:
+        """Return the environment. Raises TaskEnvironmentError unless it is open."""
+        if self._instance is None:
+            raise TaskEnvironmentError(f"environment {self.name} is not open")
+        return self._instance
+
+    async def open(self) -> None:
+        """Make the instance and call ``setup``. Raises TaskEnvironmentError if one raises or is too slow."""
+        self._instance = await self._method("__init__", self._kind, self._task)
+        self._tools = PythonSession(
+            self.name, self._toolset, call_timeout=self._call_timeout, instance=self._instance
+        )
+        await self._method("setup", self.instance.setup)
+
+    async def list(self) -> Sequence[Schema]:
+        """Return the function schemas of its tools, sorted by name."""
+        return self.schemas
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Reply:
+        """Call a tool. An exception and a timeout are errors in the reply."""
+        if self._tools is None:
+            raise TaskEnvironmentError(f"environment {self.name} is not open")
+        return await self._tools.call(tool, arguments)
+
+    async def step(self, text: str) -> Observation:
+        """Return the answer to a message. Raises TaskEnvironmentError if ``step`` raises or is too slow."""
+        found = await self._method("step", self.instance.step, text)
+        if not isinstance(found, Observation) or not isinstance(found.text, str):
+            raise TaskEnvironmentError(
+                f"step of environment {self.name} returned {describe(found)}",
+                hint="return Observation(text, done)",
+            )
+        return Observation(replace_surrogates(found.text), bool(found.done))
+
+    async def reward(self) -> float | None:
+        """Return the reward of the state; None if there is none. Raises TaskEnvironmentError."""
+        found = await self._method("reward", self.instance.reward)
+        if found is None:
+            return None
+        if isinstance(found, numbers.Real) and math.isfinite(found):
+            return float(found)
+        raise TaskEnvironmentError(
+            f"reward of environment {self.name} returned {describe(found)}", hint="return a finite number"
+        )
+
+    async def close(self) -> None:
+        """Call ``teardown`` once; its errors are logged."""
+        instance, self._instance, self._tools = self._instance, None, None
+        if instance is None:
+            return
+        try:
+            await self._method("teardown", instance.teardown)
+        except AgentRLError as error:
+            logger.warning(
+                "an environment cannot be torn down", extra={"environment": self.name, "why": error.message}
+            )
+
+    async def _method(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        what = f"{method} of environment {self.name}"
+        try:
+            async with asyncio.timeout(self._call_timeout):
+                return await contain(lambda: _run(function, *arguments), what, TaskEnvironmentError)
+        except TimeoutError as error:
+            raise TaskEnvironmentError(
+                f"{what} took longer than {self._call_timeout:g} s", hint="raise --tool_timeout_seconds"
+            ) from error
+
+
+async def _run(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Await an async function; run any other in a thread, and await what it returns if need be."""
+    if inspect.iscoroutinefunction(inspect.unwrap(function)):
+        return await function(*arguments)
+    found = await asyncio.to_thread(function, *arguments)
+    return await found if inspect.isawaitable(found) else found

@@ -1,0 +1,144 @@
+"""Generate the tasks of an address ``env:NAME?n=1000&seed=1`` and read them like a task file."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import parse_qsl
+
+from agentrl.documents.task_file import ReadResult, read_tasks
+from agentrl.documents.task_source import TaskSource
+from agentrl.environments.base import ENVIRONMENTS, Environment, TaskRequest
+from agentrl.errors import AgentRLError, TaskFileError
+from agentrl.user_code import describe
+
+PREFIX = "env:"
+DEFAULT_COUNT = 1000
+LARGEST_COUNT = 10_000_000
+ANSWERING_AGENT = "multi_turn"
+"""The agent of tasks whose environment answers messages, unless a task names another."""
+
+_OWN = ("n", "seed", "split")
+_HINT = "write env:NAME?n=1000&seed=1, in quotes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """The tasks of an environment: ``env:NAME?n=…&seed=…&split=…`` and the environment's own options."""
+
+    name: str
+    n: int = DEFAULT_COUNT
+    seed: int = 0
+    split: str | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Return the parts of ``text``. Raises TaskFileError."""
+        name, _, query = text.removeprefix(PREFIX).partition("?")
+        try:
+            pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+        except ValueError as error:
+            raise TaskFileError(f"{text}: the part behind '?' is not key=value&…", hint=_HINT) from error
+        given = dict(pairs)
+        if not name or len(given) < len(pairs):
+            problem = "a parameter is given twice" if name else "it names no environment"
+            raise TaskFileError(f"{text}: {problem}", hint=_HINT)
+        count = _number(text, "n", given.pop("n", str(DEFAULT_COUNT)))
+        if not 1 <= count <= LARGEST_COUNT:
+            raise TaskFileError(f"{text}: n is {count}", hint=f"give 1 to {LARGEST_COUNT:,}")
+        seed = _number(text, "seed", given.pop("seed", "0"))
+        return cls(name=name, n=count, seed=seed, split=given.pop("split", None), options=given)
+
+    def request(self, split: str) -> TaskRequest:
+        """Return what the environment gets for tasks that are loaded into ``split``."""
+        own = self.split or ("train" if split == "train" else "eval")
+        return TaskRequest(n=self.n, seed=self.seed, split=own, options=self.options)
+
+
+def is_address(path: str | Path) -> bool:
+    """Return whether ``path`` is the address of an environment rather than a file."""
+    return str(path).startswith(PREFIX)
+
+
+def read_task_source(
+    path: str | Path, *, split: str = "train", seed: int = 0, shuffle: bool = True, num_generations: int = 8,
+    skip_bad_lines: bool = False,
+    known_scorers: Collection[str] | None = None, known_agents: Collection[str] | None = None,
+) -> ReadResult:  # fmt: skip
+    """Read a task file, or generate the tasks of an environment; see ``read_tasks``."""
+    return read_tasks(
+        path, split=split, seed=seed, shuffle=shuffle, num_generations=num_generations,
+        skip_bad_lines=skip_bad_lines, known_scorers=known_scorers, known_agents=known_agents,
+        source=generate(str(path), split) if is_address(path) else None,
+    )  # fmt: skip
+
+
+def generate(text: str, split: str) -> TaskSource:
+    """Generate the tasks of an address for ``split`` into a temporary file, one a line.
+
+    Raises ConfigError for an unknown environment or one that this machine cannot run, and TaskFileError for a
+    malformed address or an environment that raises.
+    """
+    address = Address.parse(text)
+    kind = ENVIRONMENTS.get(address.name)
+    _check_options(text, address, kind)
+    kind.check()
+    request = address.request(split)
+    file = tempfile.TemporaryFile()  # noqa: SIM115  TaskSource closes it
+    try:
+        for task in _tasks(text, address.name, kind, request):
+            file.write(task + b"\n")
+    except BaseException:
+        file.close()
+        raise
+    file.seek(0)
+    return TaskSource(Path(text), cast("Any", file))
+
+
+def _tasks(text: str, name: str, kind: type[Environment], request: TaskRequest) -> Iterator[bytes]:
+    """Yield the JSON of each task. Its id has the index and a digest of all that decides the task."""
+    decided = json.dumps([name, request.seed, request.split, sorted(request.options.items())])
+    digest = hashlib.sha256(decided.encode()).hexdigest()[:8]
+    stem = f"{name.rpartition(':')[2]}-{digest}"
+    fixed: dict[str, Any] = {"environment": name, **kind.task_defaults}
+    if kind.answers_messages():
+        fixed = {"agent_name": ANSWERING_AGENT, **fixed}
+    made = 0
+    try:
+        for own in islice(kind.tasks(request), request.n):
+            task = {"id": f"{stem}-{made:06d}", **fixed, **own}
+            yield json.dumps(task, ensure_ascii=False, allow_nan=False).encode()
+            made += 1
+    except AgentRLError:
+        raise
+    except Exception as error:
+        raise TaskFileError(
+            f"{text}: environment {name} cannot generate task {made}: {describe(error)}",
+            hint="a task is a mapping of JSON values with the fields of a task file (docs/tasks.md)",
+        ) from error
+
+
+def _check_options(text: str, address: Address, kind: type[Environment]) -> None:
+    known = [*_OWN, *kind.options]
+    for name in address.options:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            raise TaskFileError(
+                f"{text}: environment {address.name} has no option {name!r}; it has {', '.join(known)}",
+                hint=f"did you mean {nearest[0]!r}?" if nearest else _HINT,
+            )
+
+
+def _number(text: str, name: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError as error:
+        raise TaskFileError(f"{text}: {name} is {value!r}; it must be a whole number", hint=_HINT) from error

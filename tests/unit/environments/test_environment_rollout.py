@@ -1,0 +1,106 @@
+"""Environments in rollouts: the agent that talks with one, its tools, and the score of its state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import number_game
+import pytest
+from rollout_fakes import ScriptedEngine, format_of
+
+from agentrl.config.schema import AgentConfig, SamplingConfig, ToolConfig
+from agentrl.documents.sampling import SamplingParams
+from agentrl.documents.status import StopReason
+from agentrl.documents.task import Claim, Task
+from agentrl.environments.session import open_environment
+from agentrl.errors import ConfigError, TrajectoryError
+from agentrl.rollout.agents import AGENTS
+from agentrl.rollout.context import CONTEXT_MANAGERS
+from agentrl.rollout.model_call import PendingCall
+from agentrl.rollout.outcome import Outcome
+from agentrl.rollout.rollout import Rollout
+from agentrl.rollout.worker import run_agent, score_trajectory
+from agentrl.scoring.scorers import ScorerContext, run_scorer
+from agentrl.tools.base import Trajectory
+from agentrl.tools.pool import ToolPool
+
+
+def task(environment: str | None, **fields: Any) -> Task:
+    values = {"scorer": "environment", "tools": (), **fields}
+    return Task(
+        id="train/0/t", task_id="t", split="train", epoch=0, order=0, query="?", environment=environment,
+        **values,
+    )  # fmt: skip
+
+
+async def play(asked: Task, agent: str, *script: str) -> tuple[Rollout, Outcome]:
+    """Run an agent on the tools of the task's environment."""
+    engine = ScriptedEngine(format_of(), *script)
+    claim = Claim(task=asked, traj_id=0, attempt=1, owner="o")
+    environment = open_environment(asked, call_timeout=10)
+
+    async def write(call: PendingCall) -> None:
+        """Store nothing."""
+
+    pool = ToolPool(ToolConfig())
+    async with pool, pool.session(Trajectory.of(claim), environment) as tools:
+        rollout = Rollout(
+            claim, AgentConfig(), chat_format=engine.chat_format, engine=engine, tools=tools,
+            schemas=await tools.list(), params=SamplingParams(), seed=1,
+            manage_context=CONTEXT_MANAGERS.get("disabled"), write=write, environment=environment,
+        )  # fmt: skip
+        outcome = await run_agent(AGENTS.get(agent), agent, rollout)
+        await rollout.finish()
+    return rollout, outcome
+
+
+async def test_a_game_is_played_by_messages_and_its_reward_is_the_score() -> None:
+    asked = task("number_game", meta={"secret": 5}, max_turns=3)
+    rollout, outcome = await play(asked, "multi_turn", "<think>3</think>2", "7", "5")
+    assert outcome == Outcome(StopReason.ANSWERED, "5")
+    said = [message["content"] for message in rollout.messages if message["role"] == "user"]
+    assert said == ["?", "higher", "lower"]
+    assert rollout.tool_rewards == {"environment": {"calls": [], "state": 1.0}}
+    assert (await score_trajectory(asked, rollout, outcome, SamplingConfig())).score == 1.0
+    rollout, outcome = await play(asked, "multi_turn", "1", "2", "3", "5")
+    assert (outcome.stop_reason, rollout.turns) == (StopReason.TURNS_LIMIT, 3)
+    assert (await score_trajectory(asked, rollout, outcome, SamplingConfig())).score == 0.0
+
+
+async def test_its_tools_share_state_and_a_score_method_runs_in_a_process() -> None:
+    number_game.Counter.closed.clear()
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    asked = task("number_game:Counter", meta={"from": 10})
+    rollout, outcome = await play(asked, "react", call, call, "<answer>16</answer>")
+    assert [item.tool_calls for item in rollout.scored_calls] == [("add",), ("add",), ()]
+    result = await score_trajectory(asked, rollout, outcome, SamplingConfig())
+    assert (result.score, result.details["value"]) == (1.0, 16.0)
+    assert number_game.Counter.closed == ["t"]
+
+
+async def test_the_agent_of_a_game_needs_an_environment_that_answers() -> None:
+    with pytest.raises(TrajectoryError, match="no environment answers messages"):
+        await play(task(None), "multi_turn", "hello")
+    rollout, _ = await play(task(None), "single_turn", "hello")
+    assert rollout.environment is None
+    with pytest.raises(ConfigError, match="did you mean 'counter'"):
+        open_environment(task("countr"), call_timeout=1)
+
+
+async def test_a_tool_that_the_environment_does_not_list_is_not_called() -> None:
+    environment = open_environment(task("counter", meta={"from": 1}), call_timeout=5)
+    assert environment is not None
+    claim = Claim(task=task("counter", meta={"from": 1}), traj_id=0, attempt=1, owner="o")
+    pool = ToolPool(ToolConfig())
+    async with pool, pool.session(Trajectory.of(claim), environment) as tools:
+        assert (await tools.call("reward", {})).error
+        assert (await tools.call("add", {"a": "x", "b": 1})).error
+        assert (await tools.call("add", {"a": 1, "b": 1})).text == "3"
+
+
+async def test_a_trajectory_without_a_reward_has_no_score() -> None:
+    context = ScorerContext(query="?", final_answer=None, environment="number_game")
+    with pytest.raises(Exception, match="gave the trajectory no reward"):
+        await run_scorer("environment", context, 30)
+    with pytest.raises(Exception, match="names no environment"):
+        await run_scorer("environment", ScorerContext(query="?", final_answer=None), 30)

