@@ -60,7 +60,8 @@ class ControlTokens:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of rendered text; adds no special tokens."""
         if _MARK not in text:
-            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+            [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)  # no offsets
+            return list(encoding.ids)
         return [token for token, _ in self._pieces(text)]
 
     def encode_with_offsets(self, text: str) -> list[tuple[int, tuple[int, int]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,7 @@ def read_tokenizer_file(path: Path) -> Tokenizer:
 
     Raises ModelError for a file that is not a tokenizer.
     """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time: threads would not help
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:

@@ -35,6 +35,8 @@ class ChatTemplate:
         self.digest = hashlib.sha256(hashed.encode("utf-8", "replace")).hexdigest()[:16]
         self.marks_assistant = _GENERATION_TAG.search(source) is not None
         """Whether the template marks assistant text by ``{% generation %}``, as ``render_marked`` needs."""
+        self.reads_clock = "strftime_now" in source
+        """Whether the text of a conversation may depend on the time."""
         try:
             self._template = _environment().from_string(source)
         except TemplateError as error:

@@ -6,6 +6,7 @@ the generated turn, so a template that rewrites history (drops thoughts, adds em
 
 from __future__ import annotations
 
+import marshal
 import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -47,8 +48,10 @@ class TemplateFormat:
         self.parser_name = parser_name
         self.stop_ids = frozenset(stop_ids)
         self._tags = tags_in(template.source)
-        self._prompts: dict[str, list[int]] = {}
-        """The latest prompts and their ids: all trajectories of a group start with one prompt."""
+        self._prompts: dict[bytes, list[int]] = {}
+        """Ids of the latest prompts by ``_key``: all trajectories of a group start with one prompt."""
+        self._decoded: tuple[Sequence[int], str] = ((), "")
+        """The last ids given to ``decode`` and their text."""
 
     def with_parser(self, parser: ToolCallParser, name: str) -> TemplateFormat:
         """Return the same format with another parser of tool calls."""
@@ -66,11 +69,14 @@ class TemplateFormat:
 
     def render(self, messages: Sequence[Message], tools: ToolSchemas | None) -> list[int]:
         """Return the prompt of a conversation, up to where the assistant continues."""
-        text = self._text(messages, tools, add_generation_prompt=True)
-        ids = self._prompts.pop(text, None) or self.tokens.encode(text)
-        self._prompts[text] = ids
-        if len(self._prompts) > _MAX_PROMPTS:
-            del self._prompts[next(iter(self._prompts))]
+        key = self._key(messages, tools)
+        ids = None if key is None else self._prompts.pop(key, None)
+        if ids is None:
+            ids = self.tokens.encode(self._text(messages, tools, add_generation_prompt=True))
+        if key is not None:
+            self._prompts[key] = ids
+            if len(self._prompts) > _MAX_PROMPTS:
+                del self._prompts[next(iter(self._prompts))]
         return list(ids)
 
     def render_closed(self, messages: Sequence[Message], tools: ToolSchemas | None) -> list[int]:
@@ -100,10 +106,14 @@ class TemplateFormat:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of generated ids with special tokens, without the ids that close the turn."""
+        if isinstance(ids, tuple) and ids is self._decoded[0]:
+            return self._decoded[1]
         end = len(ids)
         while end and ids[end - 1] in self.stop_ids:
             end -= 1
-        return self.tokens.decode(ids[:end])
+        text = self.tokens.decode(ids[:end])
+        self._decoded = (ids, text)
+        return text
 
     def tokenize(self, messages: Sequence[Message], tools: ToolSchemas | None) -> TokenizedConversation:
         """Return a whole conversation and a mask of what the assistant says.
@@ -115,6 +125,15 @@ class TemplateFormat:
         else:
             ids, mask = self._mask_by_prefixes(messages, tools)
         return TokenizedConversation(np.asarray(ids, np.int64), np.asarray(mask, np.bool_))
+
+    def _key(self, messages: Sequence[Message], tools: ToolSchemas | None) -> bytes | None:
+        """Return bytes that are equal only for prompts with equal text; None if the text may change."""
+        if self.template.reads_clock:
+            return None
+        try:
+            return marshal.dumps((list(messages), list(tools or ())), 0)  # 0: no marks of shared objects
+        except ValueError:
+            return None  # an object of another kind than JSON's
 
     def _text(
         self, messages: Sequence[Message], tools: ToolSchemas | None, *, add_generation_prompt: bool

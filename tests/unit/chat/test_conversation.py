@@ -229,3 +229,22 @@ def test_a_sampler_needs_no_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_prompt_is_rendered_again_if_a_message_was_changed_in_place() -> None:
+    chat_format, _ = start(PLAIN)
+    messages: list[Any] = [{"role": "user", "content": "1+1?", "extra": {"x": 1}}]
+    first = chat_format.render(messages, None)
+    assert chat_format.render(messages, None) == first
+    first.append(0)
+    assert chat_format.render(messages, None) == first[:-1]
+    messages[0]["content"] = "1+2?"
+    assert written(chat_format, chat_format.render(messages, None)) == (
+        "<|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_template_that_reads_the_clock_is_rendered_each_time() -> None:
+    chat_format, _ = start("{{ strftime_now('%f') }}")
+    texts = {written(chat_format, chat_format.render([], None)) for _ in range(50)}
+    assert len(texts) > 1
