@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -13,10 +14,18 @@ from agentrl.rollout.model_call import PendingCall
 if TYPE_CHECKING:
     from agentrl.store.client import Store
 
-_DELAY_SECONDS = 0.05
-"""Time until a call is written: calls of other trajectories that end in it share the write."""
+_INTERVAL_SECONDS = 0.05
+"""Interval of the times at which all trajectories of the process write: their calls share a transaction.
 
-_MAX_QUEUED = 4
+A call waits for one to two intervals."""
+
+_BUSY_SECONDS = 0.01
+"""Delay of a timer from which on the process is busy: what the next model calls wait for comes first."""
+
+_LONGEST_SECONDS = 1.0
+"""Time after which calls are written also if the process is busy."""
+
+_MAX_QUEUED = 8
 """Calls that wait to be written; another one waits until they are fewer."""
 
 _LAST_SECONDS = 1.0
@@ -24,7 +33,9 @@ _LAST_SECONDS = 1.0
 
 
 class CallWriter:
-    """Writes in order, and nothing after an error, which ``write`` and ``flush`` raise.
+    """Writes in order, while the process has nothing urgent to do, and nothing after an error.
+
+    ``write`` and ``flush`` raise that error.
 
     An agent may suppress that error or raise another one; ``flush``, which comes before the score, raises the
     original. Use it as an async context manager.
@@ -56,7 +67,7 @@ class CallWriter:
         self._check()
         self._queue.append(call)
         if self._writer is None and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_DELAY_SECONDS, self._start)
+            self._wait_until_idle(time.monotonic() + _LONGEST_SECONDS)
         while len(self._queue) > _MAX_QUEUED:
             self._start()
             self._written.clear()
@@ -73,6 +84,20 @@ class CallWriter:
         if self._error is not None:
             raise self._error
 
+    def _wait_until_idle(self, latest: float) -> None:
+        """Start writing at one of the process's times, when it is not busy or ``latest`` has passed."""
+        at = (time.monotonic() // _INTERVAL_SECONDS + 2) * _INTERVAL_SECONDS
+        self._timer = asyncio.get_running_loop().call_later(
+            at - time.monotonic(), self._start_if_idle, at, latest
+        )
+
+    def _start_if_idle(self, planned: float, latest: float) -> None:
+        now = time.monotonic()
+        if now < planned + _BUSY_SECONDS or now >= latest:
+            self._start()
+        else:
+            self._wait_until_idle(latest)
+
     def _start(self) -> asyncio.Task[None]:
         if self._timer is not None:
             self._timer.cancel()
@@ -86,8 +111,10 @@ class CallWriter:
     async def _write_queued(self) -> None:
         try:
             while self._queue:
-                await self._store.model_calls.add(self._claim, self._queue[0].document())
-                self._queue.popleft()
+                calls = [call.document() for call in self._queue]
+                await self._store.model_calls.add(self._claim, *calls)
+                for _ in calls:
+                    self._queue.popleft()
                 self._written.set()
         except Exception as error:  # noqa: BLE001  ``write`` and ``flush`` raise it
             self._error = error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import bson
@@ -22,7 +22,7 @@ from agentrl.store.slots import lease_lost, lost_claims
 from agentrl.store.write_coalescer import WriteCoalescer
 
 _LARGE = 256 * 1024
-"""A larger model call, in bytes, gets a transaction of its own."""
+"""Bytes of the model calls that a trajectory adds at a time; a larger one gets a transaction of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +47,36 @@ class ModelCalls(Repository):
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
         self._blobs = Blobs(connection, MODEL_CALL)
-        self._adding = WriteCoalescer(self._add_batch, self._add)
+        self._adding = WriteCoalescer(self._add_batch, self._add_each)
 
     @database_call
-    async def add(self, claim: Claim, call: DispatchedSamplingTask) -> None:
-        """Store a model call and count it in its Record, in one transaction. Idempotent.
+    async def add(self, claim: Claim, *calls: DispatchedSamplingTask) -> None:
+        """Store model calls in order and count them in their Record. Idempotent.
 
-        Concurrent calls of several trajectories share a transaction. Raises LeaseLostError if the claim is
-        lost or the Record is not running, StoreError if no document can hold the call.
+        A call and its count share a transaction, and so do concurrent additions of several trajectories.
+        Raises LeaseLostError if the claim is lost or the Record is not running, StoreError if no document can
+        hold a call; the calls before it are stored.
         """
-        document = RawBSONDocument(bson.encode(await self._blobs.offload(call.to_document())))
-        addition = _Addition(claim, call, document)
-        if len(document.raw) > _LARGE:
+        additions: list[_Addition] = []
+        error: Exception | None = None
+        for call in calls:
+            try:
+                document = RawBSONDocument(bson.encode(await self._blobs.offload(call.to_document())))
+            except Exception as problem:  # noqa: BLE001  raised when the calls before it are stored
+                error = problem
+                break
+            additions.append(_Addition(claim, call, document))
+        for group in _groups(additions):
+            if len(group[0].document.raw) > _LARGE:
+                await self._add(group[0])
+            else:
+                await self._adding.write(group)
+        if error is not None:
+            raise error
+
+    async def _add_each(self, additions: Sequence[_Addition]) -> None:
+        for addition in additions:
             await self._add(addition)
-        else:
-            await self._adding.write(addition)
 
     async def _add(self, addition: _Addition) -> None:
         call = addition.call
@@ -82,7 +97,9 @@ class ModelCalls(Repository):
 
         await self._connection.transaction(write)
 
-    async def _add_batch(self, additions: Sequence[_Addition]) -> Sequence[None] | None:
+    async def _add_batch(self, groups: Sequence[Sequence[_Addition]]) -> Sequence[None] | None:
+        """Store the additions of several trajectories; return None if some must be stored on their own."""
+        additions = [each for group in groups for each in group]
         counts = [
             UpdateOne({**each.running, "traj": {"$ne": each.call.id}}, _count(each.call))
             for each in additions
@@ -91,7 +108,7 @@ class ModelCalls(Repository):
 
         async def write(session: AsyncClientSession) -> bool:
             lost, counted = await asyncio.gather(
-                lost_claims(self._connection, [each.claim for each in additions]),
+                lost_claims(self._connection, [group[0].claim for group in groups]),
                 self._collection(RECORD).bulk_write(counts, session=session),
             )
             if lost or counted.matched_count < len(counts):
@@ -100,7 +117,7 @@ class ModelCalls(Repository):
             await self._collection(MODEL_CALL).insert_many(documents, session=session)
             return True
 
-        return [None] * len(additions) if await self._connection.transaction(write) else None
+        return [None] * len(groups) if await self._connection.transaction(write) else None
 
     @database_call
     async def by_record(self, record_id: str) -> list[DispatchedSamplingTask]:
@@ -121,6 +138,20 @@ async def read_model_calls(
         call = DispatchedSamplingTask.from_document(await blobs.restore(document, readable=readable))
         calls[call.record].append(call)
     return calls
+
+
+def _groups(additions: Sequence[_Addition]) -> Iterator[list[_Addition]]:
+    """Yield consecutive additions of at most ``_LARGE`` bytes together, and larger ones alone."""
+    group: list[_Addition] = []
+    size = 0
+    for addition in additions:
+        size += len(addition.document.raw)
+        if group and size > _LARGE:
+            yield group
+            group, size = [], len(addition.document.raw)
+        group.append(addition)
+    if group:
+        yield group
 
 
 def _count(call: DispatchedSamplingTask) -> list[Json]:

@@ -96,6 +96,32 @@ async def test_one_that_the_server_refuses_fails_alone(store: Store) -> None:
     assert results.count(None) == COUNT - 1
 
 
+async def test_calls_that_are_added_together_are_stored_once_and_in_order(store: Store) -> None:
+    claims = await claim_all(store)
+    large = pack_ids(range(300_000 // 4))
+    for stop in (2, 5):  # the second addition repeats the first one
+        calls = [[make_call(claim, index) for index in range(stop)] for claim in claims]
+        calls[1] = [dataclasses.replace(call, context_ids=large) for call in calls[1]]
+        await asyncio.gather(
+            *(store.model_calls.add(claim, *own) for claim, own in zip(claims, calls, strict=True))
+        )
+    for claim in claims:
+        stored = await store.model_calls.by_record(claim.record_id)
+        assert [call.index for call in stored] == [0, 1, 2, 3, 4]
+        record = await store.records.get(claim.record_id)
+        assert record is not None
+        assert (list(record.traj), record.turns) == ([call.id for call in stored], 5)
+
+
+async def test_calls_before_one_that_cannot_be_stored_are_kept(store: Store) -> None:
+    (claim, *_) = await claim_all(store)
+    calls = [make_call(claim, index) for index in range(4)]
+    calls[2] = dataclasses.replace(calls[2], error=object())  # type: ignore[arg-type]
+    with pytest.raises(StoreError):
+        await store.model_calls.add(claim, *calls)
+    assert [call.index for call in await store.model_calls.by_record(claim.record_id)] == [0, 1]
+
+
 async def test_the_view_shows_what_a_tool_answered_where_the_model_read_it(store: Store) -> None:
     (claim, *_) = await claim_all(store)
     for index in range(2):

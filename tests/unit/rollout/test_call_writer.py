@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from trajectories import Trajectory
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.task import Claim, Task
 from agentrl.errors import LeaseLostError
+from agentrl.rollout import call_writer
 from agentrl.rollout.call_writer import CallWriter
 from agentrl.rollout.model_call import PendingCall
 
@@ -25,16 +27,19 @@ class SlowCalls:
     """A store whose writes wait for ``opened``; ``error`` fails the write of a call with this index."""
 
     def __init__(self, failing: int | None = None) -> None:
+        self.begun = asyncio.Event()
         self.opened = asyncio.Event()
         self.failing = failing
         self.stored: list[int] = []
 
-    async def add(self, claim: Claim, call: DispatchedSamplingTask) -> None:
-        """Store one call."""
+    async def add(self, claim: Claim, *calls: DispatchedSamplingTask) -> None:
+        """Store calls."""
+        self.begun.set()
         await self.opened.wait()
-        if call.index == self.failing:
-            raise LeaseLostError("the claim is lost")
-        self.stored.append(call.index)
+        for call in calls:
+            if call.index == self.failing:
+                raise LeaseLostError("the claim is lost")
+            self.stored.append(call.index)
 
 
 def writer_of(calls: SlowCalls) -> CallWriter:
@@ -44,7 +49,7 @@ def writer_of(calls: SlowCalls) -> CallWriter:
 @pytest.fixture
 async def pending() -> list[PendingCall]:
     """The calls of a trajectory, as its Rollout hands them over."""
-    trajectory = Trajectory("a", "b", "c", "d", "e", "f", "g", "h", max_turns=8)
+    trajectory = Trajectory(*"abcdefghij", max_turns=10)
     await trajectory.run()
     return trajectory.pending
 
@@ -66,15 +71,31 @@ async def test_calls_are_stored_in_order_and_nobody_waits_for_the_database(
 async def test_a_trajectory_waits_for_a_database_that_is_too_slow(pending: list[PendingCall]) -> None:
     calls = SlowCalls()
     async with asyncio.timeout(10), writer_of(calls) as writer:
-        for call in pending[:4]:
+        for call in pending[:8]:
             await writer.write(call)
-        fifth = asyncio.create_task(writer.write(pending[4]))
-        done, _ = await asyncio.wait([fifth], timeout=0.2)
+        ninth = asyncio.create_task(writer.write(pending[8]))
+        done, _ = await asyncio.wait([ninth], timeout=0.2)
         assert not done
         calls.opened.set()
-        await fifth
+        await ninth
         await writer.flush()
-    assert calls.stored == [0, 1, 2, 3, 4]
+    assert calls.stored == [*range(9)]
+
+
+async def test_a_busy_process_writes_later_but_not_never(
+    pending: list[PendingCall], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_writer, "_BUSY_SECONDS", -1.0)  # every timer is late
+    monkeypatch.setattr(call_writer, "_LONGEST_SECONDS", 0.3)
+    calls = SlowCalls()
+    async with asyncio.timeout(20), writer_of(calls) as writer:
+        started = time.monotonic()
+        await writer.write(pending[0])
+        await calls.begun.wait()
+        assert time.monotonic() - started >= 0.3
+        calls.opened.set()
+        await writer.flush()
+    assert calls.stored == [0]
 
 
 async def test_an_error_surfaces_before_the_score_and_nothing_is_stored_after_it(
