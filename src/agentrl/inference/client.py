@@ -148,7 +148,7 @@ class EngineClient(EngineControl):
             "stream": True,
             "rid": rid,
         }
-        return "/generate", b'{"input_ids":' + ids_json + b"," + orjson.dumps(rest)[1:]
+        return "/generate", b"".join((b'{"input_ids":', ids_json, b",", orjson.dumps(rest)[1:]))
 
     def _fields(self, event: Mapping[str, Any], have: int) -> Chunk:
         """Return the chunk of an event, whose ids are those that it adds or all so far."""

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import orjson
 
 from agentrl.inference.generation import EngineRefusedError
+
+_MAX_FIRST = 16
+
+
+class FirstPrompts:
+    """The latest first prompts and their JSON: all trajectories of a group start with one prompt."""
+
+    def __init__(self) -> None:
+        self._known: deque[tuple[list[int], int, bytes]] = deque(maxlen=_MAX_FIRST)
+
+    def encode(self, ids: list[int], vocab_size: int) -> bytes:
+        """Return ``ids`` as a JSON array. Raises EngineRefusedError for an id outside the vocabulary."""
+        for known, size, found in self._known:
+            if size == vocab_size and known == ids:
+                return found
+        _check(ids, vocab_size)
+        encoded = orjson.dumps(ids)
+        self._known.append((list(ids), vocab_size, encoded))
+        return encoded
+
+
+_FIRST = FirstPrompts()
 
 
 class EncodedIds:
@@ -15,7 +38,8 @@ class EncodedIds:
     A prompt that starts with the last one costs only its new ids; any other is encoded as a whole.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first: FirstPrompts = _FIRST) -> None:
+        self._first = first
         self._ids: list[int] = []
         self._json = b"[]"
 
@@ -30,12 +54,12 @@ class EncodedIds:
         prompt = ids if isinstance(ids, list) else list(ids)
         if known == 0 or prompt[:known] != self._ids:
             known = 0
-        new = prompt[known:]
-        if new:
+        if known == 0:
+            self._json = self._first.encode(prompt, vocab_size)
+        elif new := prompt[known:]:
             _check(new, vocab_size)
-            added = orjson.dumps(new)
-            self._json = self._json[:-1] + b"," + added[1:] if known else added
-            self._ids = prompt
+            self._json = b"".join((memoryview(self._json)[:-1], b",", memoryview(orjson.dumps(new))[1:]))
+        self._ids = prompt
         return self._json
 
 

@@ -125,7 +125,7 @@ class VllmClient(EngineClient):
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        return "/inference/v1/generate", b'{"token_ids":' + ids_json + b"," + orjson.dumps(rest)[1:]
+        return "/inference/v1/generate", b"".join((b'{"token_ids":', ids_json, b",", orjson.dumps(rest)[1:]))
 
     def _fields(self, event: Mapping[str, Any], have: int) -> Chunk:
         usage = event.get("usage") or {}
