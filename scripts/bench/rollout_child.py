@@ -23,7 +23,7 @@ from agentrl.documents.status import ServiceStatus
 from agentrl.documents.task import Slot, Task, task_key
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.sampler import Sampler
-from agentrl.rollout.setup import open_worker, sampler_config
+from agentrl.rollout.setup import collect_garbage_less_often, open_worker, sampler_config
 from agentrl.store.client import open_store
 
 _TEXT = "the of tower river year author page museum century because tool found number first city"
@@ -79,6 +79,7 @@ async def main(options: dict[str, Any]) -> dict[str, Any]:
             )
         )
         async with open_worker(store, configs) as (worker, _):
+            collect_garbage_less_often()
             sampler = Sampler(
                 store,
                 worker,

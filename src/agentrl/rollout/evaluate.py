@@ -29,6 +29,7 @@ from agentrl.rollout.load_tasks import load_tasks
 from agentrl.rollout.preflight import probe
 from agentrl.rollout.sampler import Sampler
 from agentrl.rollout.setup import (
+    collect_garbage_less_often,
     live_engines,
     open_worker,
     require_extensions,
@@ -58,6 +59,7 @@ async def evaluate(configs: Configs, *, version: int | None = None, label: str =
             )
             rules = await evaluation_rules(store, configs)
             async with open_worker(store, configs, version=version, stop=stop) as (worker, _):
+                collect_garbage_less_often()
                 await probe(store, worker.tools, configs[SamplingConfig], split)
                 finalizer = GroupFinalizer(store, rules, split=split, seed=run.seed)
                 sampler = Sampler(

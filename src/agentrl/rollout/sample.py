@@ -22,7 +22,13 @@ from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.load_tasks import load_tasks
 from agentrl.rollout.preflight import probe, require_groups
 from agentrl.rollout.sampler import Sampler
-from agentrl.rollout.setup import open_worker, require_extensions, sampler_config, stop_on_signals
+from agentrl.rollout.setup import (
+    collect_garbage_less_often,
+    open_worker,
+    require_extensions,
+    sampler_config,
+    stop_on_signals,
+)
 from agentrl.store.client import Store, open_store
 from agentrl.store.retry import retry_outages
 from agentrl.store.selection import PASS_RATE, Selection
@@ -48,6 +54,7 @@ async def sample(configs: Configs) -> None:
         async with await open_store(run) as store:
             await _join_run(store, configs)
             async with open_worker(store, configs, stop=stop) as (worker, router):
+                collect_garbage_less_often()
                 await probe(store, worker.tools, sampling, TRAIN_SPLIT, groups)
                 await store.imports.add(paths_among({groups.group_filter or "", groups.advantage}))
                 await store.settings.begin("chat", worker.chat_format.agreed_settings, "sample")

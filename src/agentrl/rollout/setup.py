@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import uuid
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
     from agentrl.store.client import Store
 
 logger = logging.getLogger(__name__)
+
+_NEW_OBJECTS = 20_000
+"""New objects after which the youngest are collected; Python's default is 700."""
 
 
 def owner_name() -> str:
@@ -218,3 +222,15 @@ async def open_worker(
     finally:
         outages.close()
         await router.close()
+
+
+def collect_garbage_less_often() -> None:
+    """Leave what was loaded at the start out of garbage collections, and collect less often.
+
+    Call it once in a process. By default a tenth of a sampler's CPU time goes into collections that find
+    nothing: prompts are long lists of ids, and each collection visits every id. One of all objects takes a
+    tenth of a second.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_NEW_OBJECTS, 10, 10)
