@@ -29,7 +29,6 @@ async def contain(call: Callable[[], Awaitable[T]], what: str, failure: type[Fai
     Raises ``failure``, with ``what`` in its message, for any exception. A FailureError and a ConfigError pass
     through unchanged. So does the cancellation of the caller, even if ``call`` suppresses it.
     """
-    own = asyncio.current_task()
     _contain_tasks(asyncio.get_running_loop())
 
     async def run() -> T:
@@ -39,8 +38,17 @@ async def contain(call: Callable[[], Awaitable[T]], what: str, failure: type[Fai
         except (SystemExit, KeyboardInterrupt) as error:
             raise UserExitError(describe(error)) from error
 
+    return await contain_errors(lambda: asyncio.create_task(run(), name=what), what, failure)
+
+
+async def contain_errors(call: Callable[[], Awaitable[T]], what: str, failure: type[FailureError]) -> T:
+    """Return the result of ``call()``; like ``contain``, without a task of its own.
+
+    It is for code of this package, which contains the users' code that it calls.
+    """
+    own = asyncio.current_task()
     try:
-        result = await asyncio.create_task(run(), name=what)
+        result = await call()
     except BaseException as error:
         if _is_closed(error, own):
             raise

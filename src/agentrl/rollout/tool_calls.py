@@ -13,7 +13,7 @@ from agentrl.documents.sanitize_bson import replace_surrogates, sanitize_bson
 from agentrl.errors import ToolServerError
 from agentrl.rollout.model_call import PendingCall, Turn
 from agentrl.tools.base import Schema, ToolResult, schema_name
-from agentrl.user_code import contain
+from agentrl.user_code import contain_errors
 
 
 class Tools(Protocol):
@@ -46,7 +46,7 @@ async def run_tool_calls(
         schemas = [*schemas, *await tools.list()]  # a server may have added tools since the prompt
     problems = [validate_call(call, schemas) for call in turn.tool_calls]
     valid = [call for call, problem in zip(turn.tool_calls, problems, strict=True) if problem is None]
-    results = await asyncio.gather(*(_execute(call, tools) for call in valid), return_exceptions=True)
+    results = await _execute_all(valid, tools)
     pending.executions += [result for result in results if isinstance(result, ToolExecution)]
     for result in results:
         if isinstance(result, BaseException):
@@ -61,8 +61,14 @@ async def run_tool_calls(
     return messages
 
 
+async def _execute_all(calls: Sequence[ToolCall], tools: Tools) -> Sequence[ToolExecution | BaseException]:
+    if len(calls) == 1:  # a task would cost more than many a tool
+        return [await _execute(calls[0], tools)]
+    return await asyncio.gather(*(_execute(call, tools) for call in calls), return_exceptions=True)
+
+
 async def _execute(call: ToolCall, tools: Tools) -> ToolExecution:
-    result = await contain(
+    result = await contain_errors(
         lambda: tools.call(call.name, call.arguments), f"tool {call.name}", ToolServerError
     )
     return ToolExecution(
