@@ -126,7 +126,7 @@ def _environment_class(found: Any) -> type[Environment]:
 ENVIRONMENTS: Registry[type[Environment]] = Registry(
     "environment",
     group="agentrl.environments",
-    built_in=[f"agentrl.environments.{name}" for name in ("reasoning_gym",)],
+    built_in=[f"agentrl.environments.{name}" for name in ("reasoning_gym", "textarena", "code")],
     convert=_environment_class,
 )
 
