@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sample an evaluation file at one policy version and report; nothing is trained.
+# Evaluate a model on an evaluation file and report; nothing is trained (docs/evaluation.md).
 #
 #   bash scripts/eval.sh RUN_NAME [--flag VALUE …]
 #   MODEL_PATH=output/my_run/weights/v000120 EVAL_FILE=eval.jsonl ENGINE=sglang bash scripts/eval.sh my_eval
@@ -9,7 +9,7 @@ set -euo pipefail
 . "$(dirname "$0")/lib/run.sh"
 
 choose_model_and_tasks EVAL_FILE assets/tasks/calculator_eval.jsonl
-flags+=(--eval_file "$EVAL_FILE" --num_generations 4)
+flags+=(--eval_file "$EVAL_FILE" --eval_samples 4)
 if [ -n "${DEMO:-}" ]; then
   flags+=(--max_turns 4 --max_prompt_tokens 2048 --prompt_reserve_tokens 256 --max_new_tokens 64)
 else

@@ -22,10 +22,10 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import CallStatus, DataStatus, RecordStatus, SlotStatus, StopReason, TaskStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.errors import EngineError, ModelError, ToolServerError
+from agentrl.evaluation.engines import wait_for_shared
 from agentrl.rollout import held_claims, housekeeping
 from agentrl.rollout import sampler as sampler_module
 from agentrl.rollout import scoring as scoring_module
-from agentrl.rollout.evaluate import collect, served_version
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.housekeeping import EpochPlan
 from agentrl.rollout.sampler import Sampler, SamplerConfig
@@ -386,10 +386,9 @@ async def test_an_evaluation_split_is_scored_and_makes_no_training_data(store: S
     await store.tasks.load([task("a", split=split, slots=1), task("b", split=split, slots=1, answer="9")])
     setting = Setting(store, ADD, "<answer>3</answer>", split=split)
     await setting.run()
-    evaluated = await collect(store, split, "react")
+    evaluated = await store.evaluations.tasks(split, "react", 0.5)
     assert sorted(score for item in evaluated for score in item.scores) == [0.0, 1.0]
     assert {item.agent for item in evaluated} == {"react"}
-    assert {item.right_threshold for item in evaluated} == {0.5}
     assert await store.training.ready(split, limit=10) == []
 
 
@@ -401,7 +400,7 @@ async def test_without_a_model_or_an_engine_the_commands_say_so(store: Store) ->
     with pytest.raises(ModelError, match="no model is named"):
         await open_format(store, configs)
     with pytest.raises(EngineError, match=r"no live engine serves policy version 4 after 0\.2 s"):
-        await served_version(store, configs, 4)
+        await wait_for_shared(store, configs, 4, tell=lambda _: None)
 
 
 async def test_a_lease_that_ran_out_is_taken_over(store: Store) -> None:

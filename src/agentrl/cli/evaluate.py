@@ -1,14 +1,16 @@
-"""``agentrl eval``: sample an evaluation file at one policy version and report the scores."""
+"""``agentrl eval``: evaluate a policy on a task file; compare and list evaluations."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from dataclasses import dataclass
 
-from agentrl.config.load import parse
+from agentrl.config.load import Configs, parse
 from agentrl.config.schema import (
     AgentConfig,
-    EngineListConfig,
+    EngineConfig,
+    EvaluationConfig,
     ModelConfig,
     RunConfig,
     SamplingConfig,
@@ -20,31 +22,89 @@ from agentrl.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    """What to evaluate."""
+class OutputFlags:
+    """What is printed."""
 
-    eval_version: int | None = flag(None, "policy version to evaluate (default: the newest that is served)")
-    eval_label: str = flag("", "label of a repetition: samples the same file and version again")
+    json: bool = flag(False, "print one JSON value on stdout; progress goes to stderr")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportFlags:
+    """How evaluations are listed."""
+
+    markdown: bool = flag(False, "print a Markdown table")
+    plot: str | None = flag(None, "plot the versions over optimizer steps into this .png, .svg or .pdf")
 
 
 def main(argv: list[str]) -> int:
-    """Sample each task of the file once, or ``--num_generations`` times, and print a table of scores.
-
-    Trajectories that have a score under the same version and label are not sampled again.
-    """
+    """Evaluate, or run ``agentrl eval compare A B`` or ``agentrl eval report``."""
+    if argv[:1] == ["compare"]:
+        return _compare(argv[1:])
+    if argv[:1] == ["report"]:
+        return _report(argv[1:])
     configs = parse(
         ["--num_generations", "1", *argv],
         command="agentrl eval",
-        description="Samples --eval_file at one policy version, --num_generations trajectories per task (1 by"
-        " default), and prints mean score, pass rate, pass@k and failures.",
-        shown=[RunConfig, ModelConfig, TaskConfig, SamplingConfig, AgentConfig, ToolConfig, EngineListConfig],
-        extra=[EvalConfig],
-    )
+        description="Samples --eval_file with one policy, --eval_samples trajectories per task (1 by"
+        " default), and prints score, pass@k, intervals, turns, tokens and failures. `agentrl eval compare A"
+        " B` compares two evaluations, `agentrl eval report` lists those of a run.",
+        shown=[
+            EvaluationConfig, RunConfig, ModelConfig, TaskConfig, SamplingConfig, AgentConfig, ToolConfig,
+            EngineConfig,
+        ],
+        extra=[OutputFlags],
+    )  # fmt: skip
     if configs[TaskConfig].eval_file is None:
         raise ConfigError("there is nothing to evaluate", hint="give --eval_file FILE.jsonl")
+    from agentrl.evaluation.command import evaluate
     from agentrl.observe.logging import setup
-    from agentrl.rollout.evaluate import evaluate
 
     setup(configs[RunConfig], "eval")
-    flags = configs[EvalConfig]
-    return asyncio.run(evaluate(configs, version=flags.eval_version, label=flags.eval_label))
+    return asyncio.run(evaluate(_with_samples(configs), as_json=configs[OutputFlags].json))
+
+
+def _with_samples(configs: Configs) -> Configs:
+    """Return the flags with ``--eval_samples``, if it is given, as ``--num_generations``."""
+    samples = configs[EvaluationConfig].eval_samples
+    if samples is None:
+        return configs
+    tasks = dataclasses.replace(configs[TaskConfig], num_generations=samples)
+    return Configs([tasks if isinstance(each, TaskConfig) else each for each in configs], configs.given)
+
+
+def _compare(argv: list[str]) -> int:
+    named = [word for word in argv[:2] if not word.startswith("-")]
+    configs = parse(
+        argv[len(named) :],
+        command="agentrl eval compare A B",
+        description="Compares two finished evaluations over the tasks that both scored. A and B are ids,"
+        " parts of ids or versions; RUN/ID names an evaluation of another run.",
+        shown=[RunConfig],
+        extra=[OutputFlags],
+    )
+    if len(named) != 2:
+        raise ConfigError(
+            f"agentrl eval compare takes two evaluations, and {len(named)} are given",
+            hint="`agentrl eval report` lists them",
+        )
+    from agentrl.evaluation.compare import compare
+
+    asyncio.run(compare(configs, named[0], named[1], as_json=configs[OutputFlags].json))
+    return 0
+
+
+def _report(argv: list[str]) -> int:
+    configs: Configs = parse(
+        argv,
+        command="agentrl eval report",
+        description="Lists the evaluations of a run, oldest first.",
+        shown=[RunConfig],
+        extra=[OutputFlags, ReportFlags],
+    )
+    from agentrl.evaluation.compare import report
+
+    flags = configs[ReportFlags]
+    asyncio.run(
+        report(configs, as_json=configs[OutputFlags].json, as_markdown=flags.markdown, plot=flags.plot)
+    )
+    return 0

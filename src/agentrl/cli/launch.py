@@ -18,7 +18,7 @@ from pathlib import Path
 
 from agentrl.cli.main import run as run_command
 from agentrl.config.load import Configs, parse
-from agentrl.config.schema import ModelConfig, RunConfig, TaskConfig, ToolConfig
+from agentrl.config.schema import EvaluationConfig, ModelConfig, RunConfig, TaskConfig, ToolConfig
 from agentrl.documents.task_file import read_tasks
 from agentrl.environments.tasks import is_address
 from agentrl.errors import ConfigError
@@ -48,6 +48,8 @@ class Plan:
     engines: int
     samplers: int
     main: Sequence[str] | None
+    follows: bool
+    """Whether versions are evaluated while they are trained."""
     tool_server: Sequence[str] | None
 
 
@@ -74,6 +76,10 @@ def _launch(argv: list[str]) -> int:
     configs = parse(flags, command=f"agentrl {command}", description="", shown=())
     run = configs[RunConfig]
     roles = _roles(variables) if command == "train" else {"serve", "eval"}
+    if command == "eval" and configs.given & {"eval_engine", "eval_model"}:
+        roles = {"eval"}
+    elif command == "eval":
+        flags = ["--eval_engine", "shared", *flags]
     is_demo = not variables.get("MODEL_PATH")
     servers = _default_servers(configs, is_demo=is_demo) if roles & {"sample", "eval"} else None
     if servers is not None:
@@ -92,6 +98,7 @@ def _launch(argv: list[str]) -> int:
             engines=int("serve" in roles),
             samplers=int(variables.get("SAMPLERS") or "2") if "sample" in roles else 0,
             main=_main_command(command, flags, variables) if command in roles else None,
+            follows=command == "train" and configs[EvaluationConfig].eval_steps is not None,
             tool_server=_demo_server(servers or ()),
         )
     )
@@ -113,6 +120,8 @@ def _run(plan: Plan) -> int:
             start("engine", _agentrl("serve", [*plan.flags, "--engine", plan.engine]), is_server=True)
         for index in range(plan.samplers):
             start(f"sampler-{index}", _agentrl("sample", plan.flags))
+        if plan.follows:
+            start("evaluation", _agentrl("eval", plan.flags))
         if plan.main is not None:
             main = SupervisedProcess("main", plan.main, None, _environment())
             return supervisor.run_main(main, deadline=float("inf"))

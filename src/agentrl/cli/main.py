@@ -18,7 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "score": ("agentrl.cli.score", "scores sampled trajectories that wait for a score"),
     "train": ("agentrl.cli.train", "the trainer"),
     "try": ("agentrl.cli.try_task", "run one task's trajectory, print it, store nothing"),
-    "eval": ("agentrl.cli.evaluate", "sample an evaluation file at one policy version and report"),
+    "eval": ("agentrl.cli.evaluate", "evaluate a policy on a task file; compare and list evaluations"),
     "sft": ("agentrl.cli.sft", "supervised fine-tuning on conversations"),
     "audit": ("agentrl.cli.audit", "look at a run: its state, a trajectory, its curve"),
     "parity": ("agentrl.cli.parity", "compare the trainer's logprobs with an engine's"),

@@ -38,8 +38,12 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl try --config run.yaml --train_file tasks.jsonl --max_turns 4",
     ),
     "agentrl eval": (
-        "agentrl eval --config run.yaml --eval_file test.jsonl",
-        "agentrl eval --config run.yaml --eval_file test.jsonl --num_generations 4",
+        "agentrl eval --config run.yaml --eval_file test.jsonl --eval_version 120 --eval_samples 4",
+        "agentrl eval --config run.yaml --eval_file test.jsonl --eval_steps 20",
+    ),
+    "agentrl eval compare": (
+        "agentrl eval compare 100 120 --run_name demo",
+        "agentrl eval compare 120 other/eval-m3fa9c1d2 --run_name demo",
     ),
     "agentrl sft": (
         "agentrl sft --model_name_or_path models/Qwen3-0.6B --train_file conversations.jsonl"

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, get_type_hints
 
+from agentrl.config.evaluation import EvaluationConfig
 from agentrl.config.fields import flag
 from agentrl.config.loss import LossConfig
 from agentrl.config.run import EngineConfig, EngineListConfig, ModelConfig, RunConfig
@@ -22,14 +23,15 @@ from agentrl.config.training import (
 
 __all__ = [
     "GROUPS", "AdapterConfig", "AgentConfig", "ClaimConfig", "EngineConfig", "EngineListConfig",
-    "GroupConfig", "IgnoredConfig", "LossConfig", "MemoryConfig", "ModelConfig", "OptimConfig",
-    "ParallelConfig", "RunConfig", "SamplingConfig", "TaskConfig", "ToolConfig", "TrainConfig", "flag",
-    "sections",
+    "EvaluationConfig", "GroupConfig", "IgnoredConfig", "LossConfig", "MemoryConfig", "ModelConfig",
+    "OptimConfig", "ParallelConfig", "RunConfig", "SamplingConfig", "TaskConfig", "ToolConfig", "TrainConfig",
+    "flag", "sections",
 ]  # fmt: skip
 
 GROUPS: tuple[type, ...] = (
     RunConfig, ModelConfig, TaskConfig, ClaimConfig, AgentConfig, ToolConfig, SamplingConfig, GroupConfig,
-    LossConfig, OptimConfig, AdapterConfig, MemoryConfig, TrainConfig, EngineConfig, IgnoredConfig,
+    LossConfig, OptimConfig, AdapterConfig, MemoryConfig, TrainConfig, EngineConfig, EvaluationConfig,
+    IgnoredConfig,
 )  # fmt: skip
 """All groups. A run has one set of flags: every process accepts all of them and reads those it needs."""
 

@@ -97,6 +97,15 @@ class ServiceStatus(StrEnum):
     STOPPED = "stopped"
 
 
+class EvaluationStatus(StrEnum):
+    """One evaluation."""
+
+    WAITING = "waiting"  # its version is published and will be evaluated
+    RUNNING = "running"  # a process samples its tasks, as long as ``seen_at`` is recent
+    STOPPED = "stopped"  # its process stopped before the end; the same command goes on
+    FINISHED = "finished"  # it has results; → RUNNING when the same evaluation is asked for again
+
+
 class StopReason(StrEnum):
     """Why a trajectory ended. The values with ``_error`` are names of the original system."""
 

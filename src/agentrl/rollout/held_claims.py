@@ -100,14 +100,17 @@ class HeldClaims:
             self._running.pop(task, None)
         return cancelled
 
-    async def release(self, unusable: Sequence[Claim] = ()) -> bool:
-        """Let the work finish for ``GRACE_SECONDS``, then cancel it and release its claims, and ``unusable``.
+    async def release(self, unusable: Sequence[Claim] = (), grace_seconds: float | None = None) -> bool:
+        """Let the work finish for ``grace_seconds``, then cancel it and release its claims, and ``unusable``.
+
+        ``grace_seconds`` is ``GRACE_SECONDS`` by default.
 
         Every part is bounded: if the database is unavailable, the leases expire instead. Returns whether the
         claims were released.
         """
         if self._running:
-            await asyncio.wait(list(self._running), timeout=GRACE_SECONDS)
+            grace = GRACE_SECONDS if grace_seconds is None else grace_seconds
+            await asyncio.wait(list(self._running), timeout=grace)
         left = dict(self._running)
         for task in left:
             task.cancel()

@@ -61,6 +61,8 @@ class SamplerConfig:
     idle_exit_seconds: float | None = None
     cut_after: int | None = None
     """Steps after which a trajectory that still runs is cut; None: never."""
+    grace_seconds: float | None = None
+    """How long trajectories may go on after a stop signal; None: the default of ``HeldClaims.release``."""
 
 
 class Sampler:
@@ -264,5 +266,5 @@ class Sampler:
 
     async def _release_claims(self) -> None:
         """Let trajectories finish for a moment, release the other claims, and finalize complete groups."""
-        if await self._held.release(self._unusable):
+        if await self._held.release(self._unusable, self._config.grace_seconds):
             await bounded(self._housekeeping.finalize_completed())

@@ -181,9 +181,9 @@ def sampler_config(
 
 @asynccontextmanager
 async def open_worker(
-    store: Store, configs: Configs, *, version: int | None = None, stop: asyncio.Event | None = None
+    store: Store, configs: Configs, *, live: LiveEngines | None = None, stop: asyncio.Event | None = None
 ) -> AsyncIterator[tuple[Worker, EngineRouter]]:
-    """Open a worker with its dependencies; with ``version`` it uses only engines that serve it.
+    """Open a worker with its dependencies; ``live`` lists its engines, by default all live ones of the run.
 
     ``stop`` is the event that signals to this process set.
     """
@@ -194,7 +194,7 @@ async def open_worker(
     folder = await model_folder(store, configs[ModelConfig])
     outages = Outages(sampling.outage_wait_seconds)
     router = open_router(
-        lambda: live_engines(store, engine, version), configs, chat_format, folder, EngineWatch(outages)
+        live or (lambda: live_engines(store, engine)), configs, chat_format, folder, EngineWatch(outages)
     )
     try:
         await router.refresh()

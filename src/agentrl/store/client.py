@@ -21,6 +21,7 @@ from agentrl.store.changes import Changes
 from agentrl.store.claims import Claims
 from agentrl.store.connection import Connection
 from agentrl.store.embedded.server import EmbeddedMongo
+from agentrl.store.evaluations import Evaluations
 from agentrl.store.model_calls import ModelCalls
 from agentrl.store.names import TASK
 from agentrl.store.outages import OutageRecords
@@ -55,6 +56,7 @@ class Store:
         self.outages = OutageRecords(connection)
         self.imports = Imports(connection)
         self.settings = Settings(connection)
+        self.evaluations = Evaluations(connection)
         self.views = Views(connection)
         self._changes = Changes(connection)
 

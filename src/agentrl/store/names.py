@@ -25,6 +25,8 @@ LEASE: Final = "TrainerLease"
 """The lease by which trainers exclude each other."""
 SETTINGS: Final = "Settings"
 """The settings of the run's first process; only administrators change them."""
+EVALUATION: Final = "Evaluation"
+"""Evaluations of policies, with their results."""
 COLLECTIONS: Final = (
     TASK,
     RECORD,
@@ -40,7 +42,8 @@ COLLECTIONS: Final = (
     SETTINGS,
     IMPORTS,
     OUTAGE,
+    EVALUATION,
 )
 
-SCHEMA_VERSION: Final = 5
+SCHEMA_VERSION: Final = 6
 """Version of the schema that this code reads and writes. A database without one in ``Run`` has version 1."""

@@ -16,6 +16,7 @@ from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import OperationFailure
 
 from agentrl.documents.base import Document, Root
+from agentrl.documents.evaluation import Evaluation
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.outage import Outage
 from agentrl.documents.record import Record
@@ -40,6 +41,7 @@ from agentrl.store.connection import Json, insert_if_missing
 from agentrl.store.names import (
     DATA,
     EPOCH,
+    EVALUATION,
     GATE,
     IMPORTS,
     LEASE,
@@ -174,6 +176,7 @@ VALIDATORS: dict[str, Json] = {
         EPOCH: _object(EpochOpening),
         LEASE: _object(TrainerLease),
         OUTAGE: _object(Outage),
+        EVALUATION: _object(Evaluation),
     }.items()
 }
 """Collection → validator. Fields without a default are required; unknown fields are refused."""
@@ -218,6 +221,7 @@ INDEXES: dict[str, list[IndexModel]] = {
     VERSION: [_index("status", ("_id", _DOWN)), _index("status", "step", ("_id", _DOWN))],
     SERVICE: [_index("status", "heartbeat")],
     OUTAGE: [_index("ended_at", "seen_at")],
+    EVALUATION: [_index("status", "seen_at"), _index("version")],
     STEP: [_index("step", unique=True, where=_ACTIVE_STEPS), _index("status", "step")],
 }
 

@@ -169,6 +169,7 @@ async def _prune(store: Store, target: PublishTarget) -> None:
     in_use = {service.policy_version for service in live if service.policy_version is not None}
     in_use.update(policy.id for policy in await store.policy_versions.published(target.keep))
     in_use.update(policy.id for policy in known if _is_permanent(policy, target.keep_every))
+    in_use |= await store.evaluations.needed_versions()
     kept = kept_versions(folders.values(), in_use, keep=target.keep)
     deleted, pruned = surplus_folders(folders, known, kept, -1 if newest is None else newest)
     if deleted:

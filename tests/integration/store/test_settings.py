@@ -13,10 +13,10 @@ from agentrl.config.agreed_settings import sampler_settings, trainer_settings
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import LossConfig, RunConfig
 from agentrl.errors import ConfigError
+from agentrl.evaluation.identity import evaluation_rules
 from agentrl.losses.settings import LossSettings
 from agentrl.observe.audit.run import render_state
 from agentrl.observe.begin_run import begin_run
-from agentrl.rollout.evaluate import evaluation_rules
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

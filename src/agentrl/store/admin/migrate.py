@@ -101,7 +101,7 @@ async def span_temperatures(database: AsyncDatabase[Json]) -> int:
 
 
 async def nothing(database: AsyncDatabase[Json]) -> int:
-    """4 → 5: older code cannot read the slot status ``sampled``; validators and indexes are updated later."""
+    """Change no document: collections, validators and indexes are updated after the migrations."""
     return 0
 
 
@@ -136,6 +136,12 @@ MIGRATIONS: Final[tuple[Migration, ...]] = (
         origin=4,
         target=5,
         what="slots may wait for a score, and Outage lists what is down; no document changes",
+        run=nothing,
+    ),
+    Migration(
+        origin=5,
+        target=6,
+        what="Evaluation lists evaluations of policies; no document changes",
         run=nothing,
     ),
 )  # fmt: skip

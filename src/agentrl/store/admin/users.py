@@ -17,6 +17,7 @@ from agentrl.store.names import (
     COLLECTIONS,
     DATA,
     EPOCH,
+    EVALUATION,
     GATE,
     LEASE,
     MODEL_CALL,
@@ -49,7 +50,7 @@ def _packed(collection: str) -> dict[str, list[str]]:
 ROLES: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
     "agentrl_sampler": {
         TASK: _CHANGE, RECORD: _CHANGE, MODEL_CALL: _ADD, DATA: _ADD, GATE: _CHANGE, EPOCH: _CHANGE,
-        SETTINGS: _ADD, OUTAGE: _CHANGE, **_packed(MODEL_CALL), **_packed(DATA),
+        SETTINGS: _ADD, OUTAGE: _CHANGE, EVALUATION: _CHANGE, **_packed(MODEL_CALL), **_packed(DATA),
     },
     "agentrl_trainer": {
         TASK: ["update"], RECORD: ["update"], DATA: ["update"], STEP: _CHANGE, VERSION: _CHANGE,

@@ -7,8 +7,9 @@ Packed arrays are left out. A filter on a field that a view passes on unchanged 
 from __future__ import annotations
 
 from agentrl.store.connection import Json
-from agentrl.store.names import DATA, MODEL_CALL, RECORD, SERVICE, STEP, TASK
+from agentrl.store.names import DATA, EVALUATION, MODEL_CALL, RECORD, SERVICE, STEP, TASK
 from agentrl.store.views.engines import ENGINES
+from agentrl.store.views.evaluations import EVALUATIONS
 from agentrl.store.views.sampling import CONVERSATIONS, FAILURES, TOOL_CALLS, TOOLS, TRAJECTORIES, TURNS
 from agentrl.store.views.training import GROUPS, STEPS, TASKS, TRAINING, WAITING
 
@@ -25,5 +26,6 @@ VIEWS: dict[str, tuple[str, list[Json]]] = {
     "audit_training": (STEP, TRAINING),
     "audit_waiting": (DATA, WAITING),
     "audit_engines": (SERVICE, ENGINES),
+    "audit_evaluations": (EVALUATION, EVALUATIONS),
 }
 """View → (collection, pipeline)."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.store.admin.check import groups, states, trajectories, versions
 from agentrl.store.admin.check.epochs import Epochs
+from agentrl.store.admin.check.evaluations import Evaluations, OutsideTokens
 from agentrl.store.admin.check.findings import Findings, Invariant, Problem, Report, Violation
 from agentrl.store.admin.check.reading import CheckOptions, Section, Snapshot, server_time
 from agentrl.store.admin.check.states import Legal
@@ -164,6 +165,9 @@ class Checks(Repository):
 
 
 def _sections(connection: Connection, options: CheckOptions) -> Sequence[Checkable]:
-    kinds = (Tasks, RecordParents, CallParents, Data, StepData, Lineage, Versions, Epochs)
+    kinds = (
+        Tasks, RecordParents, CallParents, Data, StepData, Lineage, Versions, Epochs, Evaluations,
+        OutsideTokens,
+    )  # fmt: skip
     legal = [Legal(connection, options, collection=name) for name in VALIDATORS]
     return [*(kind(connection, options) for kind in kinds), *legal]

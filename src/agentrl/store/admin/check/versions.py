@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
+from agentrl.documents.evaluation import OUTSIDE_VERSION
 from agentrl.documents.status import StepStatus, VersionStatus
 from agentrl.store.admin.check.findings import Findings, Invariant, Problem
 from agentrl.store.admin.check.reading import Snapshot, Whole
@@ -93,13 +94,14 @@ def token_problems(
 ) -> Iterator[Problem]:
     """Yield model calls with tokens of a version that was not published when they ended.
 
-    Version 0 is the model that the run starts from: engines serve it before a trainer publishes it.
+    Version 0 is the model that the run starts from: engines serve it before a trainer publishes it. Tokens of
+    ``OUTSIDE_VERSION`` are of a model folder; only evaluations have them.
     """
     tolerance = timedelta(seconds=skew_seconds)
     for call in calls:
         name = f"DispatchedSamplingTask {call['_id']}"
         sampled = {span["version"] for span in call["versions"] if span["end"] > span["start"]}
-        for number in sorted(sampled - {0}):
+        for number in sorted(sampled - {0, OUTSIDE_VERSION}):
             version = versions.get(number)
             if version is None:
                 yield Problem(name, f"policy version {number} of its tokens", "a published version", "none")

@@ -1,0 +1,1 @@
+"""Evaluate policies: versions of a run, checkpoints and model folders."""

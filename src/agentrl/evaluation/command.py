@@ -1,0 +1,91 @@
+"""Run ``agentrl eval``: evaluate one policy, or follow a run and evaluate its versions."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+from agentrl.config.load import Configs
+from agentrl.config.schema import EvaluationConfig, ModelConfig, RunConfig
+from agentrl.documents.evaluation import Evaluation
+from agentrl.errors import ModelError
+from agentrl.evaluation.engines import PolicyEngines, shared_versions, wait_for_shared
+from agentrl.evaluation.follow import follow
+from agentrl.evaluation.identity import identify
+from agentrl.evaluation.policy import Policy, find_model, find_version
+from agentrl.evaluation.progress import Progress, StoppedError
+from agentrl.evaluation.report import render, to_json
+from agentrl.evaluation.run import EvaluationRun
+from agentrl.rollout.setup import require_extensions, stop_on_signals
+from agentrl.store.client import Store, open_store
+from agentrl.store.retry import retry_outages
+
+logger = logging.getLogger(__name__)
+_STOPPED = 130
+"""Exit code after a stop signal, as in a shell."""
+
+
+async def evaluate(configs: Configs, *, as_json: bool = False) -> int:
+    """Evaluate and print the results. Returns 0, or 130 if a signal stopped it."""
+    stop = stop_on_signals()
+    run = configs[RunConfig]
+    progress = Progress(f"eval {run.run_name}", stop)
+    require_extensions(configs)
+    async with progress.lines():
+        try:
+            with retry_outages(run.db_wait_seconds, stop):
+                await _evaluate(configs, progress, as_json)
+        except StoppedError as stopped:
+            progress.say(f"stopped while {stopped}")
+            progress.say("claims are released; the same command goes on")
+            return _STOPPED
+    return 0
+
+
+async def _evaluate(configs: Configs, progress: Progress, as_json: bool) -> None:
+    store = await progress.until("connecting to the database", open_store(configs[RunConfig]))
+    async with store:
+        engines = PolicyEngines(store, configs)
+        try:
+            runner = EvaluationRun(store, configs, engines, progress, logger)
+            if configs[EvaluationConfig].eval_steps is not None:
+                await follow(store, configs, runner, progress, lambda item: _print(item, as_json))
+                return
+            policy = await choose_policy(store, configs, progress)
+            evaluation = await progress.until("reading the tasks", identify(store, configs, policy))
+            progress.say(f"evaluating {policy} as {evaluation.id}")
+            _print(await runner.evaluate(evaluation, policy), as_json)
+        finally:
+            await engines.close()
+
+
+def _print(evaluation: Evaluation, as_json: bool) -> None:
+    print(json.dumps(to_json(evaluation)) if as_json else render(evaluation), flush=True)
+
+
+async def choose_policy(store: Store, configs: Configs, progress: Progress) -> Policy:
+    """Return the policy that the flags name. Raises ModelError, and EngineError in a wait for an engine."""
+    flags, base = configs[EvaluationConfig], configs[ModelConfig].model_name_or_path
+    if flags.eval_model is not None:
+        return await progress.until(f"reading {flags.eval_model}", find_model(store, flags.eval_model, base))
+    version = flags.eval_version
+    if flags.eval_engine == "shared":
+        what = "any version" if version is None else f"version {version}"
+        version = await progress.until(
+            f"waiting for an engine with {what}",
+            wait_for_shared(store, configs, version, tell=progress.tell),
+        )
+    elif version is None and flags.eval_engine == "auto":
+        version = max(await shared_versions(store, configs), default=None)
+    if version is None:
+        newest = await store.policy_versions.latest()
+        version = 0 if newest is None else newest.id
+        if newest is None and base is None:
+            raise ModelError(
+                f"run {store.run_name!r} has published no policy version, and no engine serves one",
+                hint="give --eval_model FOLDER, or --model_name_or_path FOLDER for the model it starts from",
+            )
+    is_served = version in await shared_versions(store, configs)
+    if is_served and await store.policy_versions.get(version) is None:
+        return Policy(version=version, folder=base)
+    return await find_version(store, version, base)

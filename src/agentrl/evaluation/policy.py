@@ -1,0 +1,160 @@
+"""Find the policy to evaluate: a version of the run, a checkpoint, or a model folder."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl.chat.fingerprint import tokenizer_fingerprint
+from agentrl.documents.base import plain
+from agentrl.documents.evaluation import OUTSIDE_VERSION
+from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.status import VersionStatus
+from agentrl.errors import ModelError
+from agentrl.store.evaluations import digest
+from agentrl.weights.manifest import checksums
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
+
+_NEWEST = 8
+"""Published versions that are searched for a folder on this machine, and that errors list."""
+_NAME_LENGTH = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """Weights to evaluate. ``folder`` is None if they are not on this machine."""
+
+    version: int | None
+    """The policy version; None for a model folder."""
+    step: int | None = None
+    folder: str | None
+    digest: str | None = None
+    """Hash of the files of a model folder."""
+
+    @property
+    def name(self) -> str:
+        """Return the part of an evaluation's id that names the policy: ``v000007`` or ``m3fa9c1d2``."""
+        if self.version is not None:
+            return f"v{self.version:06d}"
+        return f"m{(self.digest or '')[:_NAME_LENGTH]}"
+
+    @property
+    def token_version(self) -> int:
+        """Return the version that engines report for its tokens."""
+        return OUTSIDE_VERSION if self.version is None else self.version
+
+    def __str__(self) -> str:
+        """Return the policy as text for people."""
+        return f"policy version {self.version}" if self.version is not None else f"model {self.folder}"
+
+
+async def find_version(store: Store, version: int, base: str | None) -> Policy:
+    """Return a published version, or version 0 of a run that has only ``base``. Raises ModelError."""
+    published = await store.policy_versions.get(version)
+    if published is None and version == 0 and base is not None:
+        return Policy(version=0, step=0, folder=_local_folder(base) or base)
+    if published is None or published.status is VersionStatus.RESERVED:
+        raise ModelError(
+            f"run {store.run_name!r} has no policy version {version}",
+            hint=f"published versions: {await _known(store)}",
+        )
+    return of_published(published)
+
+
+def of_published(version: PolicyVersion) -> Policy:
+    """Return the policy of a version; its folder is None if it is deleted or on another machine."""
+    is_there = version.pruned_at is None and Path(version.location).is_dir()
+    return Policy(version=version.id, step=version.step, folder=version.location if is_there else None)
+
+
+async def require_weights(store: Store, policy: Policy) -> str:
+    """Return the folder of a policy. Raises ModelError if its weights were deleted or are elsewhere."""
+    if policy.folder is not None:
+        return policy.folder
+    version = None if policy.version is None else await store.policy_versions.get(policy.version)
+    if version is not None and version.pruned_at is not None:
+        raise ModelError(
+            f"the weights of policy version {version.id} were deleted at {version.pruned_at:%Y-%m-%d %H:%M}",
+            hint=f"versions with weights: {await _known(store)}; --keep_every of `agentrl train` keeps more",
+        )
+    where = "its folder" if version is None else version.location
+    raise ModelError(
+        f"the weights of {policy} are not on this machine: {where} is not a folder",
+        hint="run the evaluation where the folder is, or where an engine serves the version",
+    )
+
+
+async def find_model(store: Store, named: str, base: str | None) -> Policy:
+    """Return the model in a folder or a checkpoint.
+
+    Raises ModelError if it has no weights or no tokenizer, or another tokenizer than the run's model.
+    """
+    folder = await asyncio.to_thread(model_of, Path(named))
+    files = await asyncio.to_thread(checksums, folder)
+    await _require_tokenizer(store, folder, base)
+    return Policy(version=None, folder=str(folder), digest=digest(plain(files)))
+
+
+def model_of(folder: Path) -> Path:
+    """Return the model folder of ``folder``, which may be a checkpoint. Raises ModelError."""
+    if not folder.is_dir():
+        raise ModelError(f"--eval_model is {folder}, which is not a folder", hint="give a model folder")
+    model = folder / "model" if (folder / "state.json").is_file() else folder
+    if (model / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{folder} holds an adapter without its model",
+            hint=f"evaluate the published version of its step{_version_hint(folder)}",
+        )
+    for name, pattern in (
+        ("config.json", "config.json"), ("weights", "*.safetensors"), ("tokenizer.json", "tokenizer.json"),
+    ):  # fmt: skip
+        if not any(model.glob(pattern)):
+            raise ModelError(
+                f"{model} has no {name} ({pattern})",
+                hint="give a Hugging Face folder: config.json, *.safetensors and tokenizer.json",
+            )
+    return model.resolve()
+
+
+async def _require_tokenizer(store: Store, folder: Path, base: str | None) -> None:
+    reference = _local_folder(base) or await _folder_of_run(store)
+    if reference is None:
+        return
+    wanted = await asyncio.to_thread(tokenizer_fingerprint, reference)
+    found = await asyncio.to_thread(tokenizer_fingerprint, folder)
+    if wanted is not None and found != wanted:
+        raise ModelError(
+            f"{folder} has another tokenizer ({found}) than the run's model in {reference} ({wanted})",
+            hint="evaluate it in a run of its own (--run_name), and compare with `agentrl eval compare`",
+        )
+
+
+async def _folder_of_run(store: Store) -> str | None:
+    """Return the folder of the newest version whose weights are on this machine."""
+    published = await store.policy_versions.published(_NEWEST)
+    return next((item.location for item in published if of_published(item).folder), None)
+
+
+async def _known(store: Store) -> str:
+    """Return the newest versions that still have weights, as text."""
+    versions = [item.id for item in await store.policy_versions.published(100) if item.pruned_at is None]
+    more = ", …" if len(versions) > _NEWEST else ""
+    return ", ".join(map(str, versions[:_NEWEST])) + more if versions else "none"
+
+
+def _local_folder(base: str | None) -> str | None:
+    """Return the absolute path of ``base`` if it is a folder."""
+    return str(Path(base).resolve()) if base is not None and Path(base).is_dir() else None
+
+
+def _version_hint(folder: Path) -> str:
+    try:
+        step = json.loads((folder / "state.json").read_text(encoding="utf-8"))["step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return f" ({step})"

@@ -1,0 +1,205 @@
+"""Show the results of evaluations: in 80 columns, as JSON, and as a Markdown table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentrl.documents.evaluation import Evaluation
+from agentrl.observe.terminal import MISSING, clean, excerpt, fixed
+from agentrl.scoring.evaluation import EvaluatedTask, Prices, count_failures, summarize, summarize_groups
+from agentrl.scoring.paired_tests import Comparison, Difference
+
+COLUMNS = 80
+_NAME = 24
+Json = dict[str, Any]
+
+
+def results_of(tasks: Sequence[EvaluatedTask], prices: Prices) -> Json:
+    """Return the results of an evaluation as they are stored."""
+    groups = summarize_groups(tasks, prices)
+    return {
+        "total": summarize(tasks, prices).to_json(),
+        "groups": {
+            kind: [{"name": name, **summary.to_json()} for name, summary in members.items()]
+            for kind, members in groups.items()
+        },
+        "failures": count_failures(tasks),
+    }
+
+
+def to_json(evaluation: Evaluation) -> Json:
+    """Return an evaluation as JSON for ``--json``."""
+    document = evaluation.to_document()
+    for name in ("began_at", "seen_at", "finished_at"):
+        moment = getattr(evaluation, name)
+        document[name] = None if moment is None else moment.isoformat()
+    return document
+
+
+def render(evaluation: Evaluation) -> str:
+    """Return the results as text of at most 80 columns."""
+    results = evaluation.results or {}
+    total: Json = results.get("total") or {}
+    lines = [
+        _line("policy", _policy(evaluation)),
+        _line("tasks", f"{total.get('tasks', 0)} of {evaluation.file}"),
+        _line("evaluation", evaluation.id),
+        _line(
+            "sampled",
+            f"{evaluation.samples} a task: {total.get('scored', 0)} scored, {total.get('failed', 0)} failed",
+        ),
+        _line(f"score avg@{evaluation.samples}", _interval(total.get("score"))),
+    ]
+    lines += [_line(f"pass@{k}", _interval(value)) for k, value in (total.get("pass_at") or {}).items()]
+    lines += [_line(name, text) for name, text in _usage(total)]
+    failures = results.get("failures") or {}
+    if failures:
+        lines.append(_line("failures", ", ".join(f"{kind}: {count}" for kind, count in failures.items())))
+    lines.append("Brackets hold 95 % intervals: bootstrap over tasks.")
+    for kind, members in (results.get("groups") or {}).items():
+        lines += ["", *_group_table(kind, members)]
+    return "\n".join(lines)
+
+
+def markdown(evaluations: Sequence[Evaluation]) -> str:
+    """Return a Markdown table with a row for each finished evaluation, in the given order."""
+    columns = [
+        "policy",
+        "step",
+        "tasks",
+        "samples",
+        "score",
+        "pass@1",
+        "best pass@k",
+        "turns",
+        "tokens",
+        "cost",
+    ]
+    rows = [columns, ["---"] * 2 + ["---:"] * (len(columns) - 2)]
+    rows += [_markdown_row(evaluation) for evaluation in evaluations]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def table(evaluations: Sequence[Evaluation], best: Mapping[tuple[str, str], int]) -> str:
+    """Return the evaluations as lines of at most 80 columns; ``*`` marks the best version of its tasks."""
+    lines = [f"{'evaluation':<38}{'step':>6}{'status':>10}{'score':>8}{'pass@1':>8}{'tokens':>9}"]
+    for item in evaluations:
+        total: Json = (item.results or {}).get("total") or {}
+        is_best = item.version is not None and (
+            best.get((item.tasks_digest, item.settings_digest)) == item.version
+        )
+        name = excerpt(item.id, 36) + (" *" if is_best else "")
+        step = MISSING if item.step is None else str(item.step)
+        tokens = _short(total.get("generated_tokens"))
+        lines.append(
+            f"{name:<38}{step:>6}{item.status:>10}{_value(total.get('score')):>8}"
+            f"{_value((total.get('pass_at') or {}).get('1')):>8}{tokens:>9}"
+        )
+    if any("*" in line for line in lines):
+        lines.append("* the best version of its tasks: its weights are kept")
+    return "\n".join(lines)
+
+
+def render_comparison(a: Evaluation, b: Evaluation, found: Comparison) -> str:
+    """Return a comparison as text of at most 80 columns."""
+    lines = [
+        _line("A", f"{a.id}: {_policy(a)}"),
+        _line("B", f"{b.id}: {_policy(b)}"),
+        _line("tasks", f"{found.tasks} in both; {found.only_a} only in A, {found.only_b} only in B"),
+        "",
+        f"{'':<8}{'A':>8}{'B':>8}{'B - A':>9}  {'95 % interval':<18}{'p':>8}{'B>A':>6}{'B<A':>6}"
+        f"{'p sign':>8}",
+        _difference("score", found.score),
+        _difference("pass", found.passed),
+        "",
+        "interval: paired bootstrap over tasks; p: sign-flip permutation test;",
+        "p sign: exact sign test (McNemar's for one trajectory a task)",
+    ]
+    return "\n".join(lines)
+
+
+def comparison_json(a: Evaluation, b: Evaluation, found: Comparison) -> Json:
+    """Return a comparison as JSON for ``--json``."""
+    return {
+        "a": a.id, "b": b.id, "tasks": found.tasks, "only_a": found.only_a, "only_b": found.only_b,
+        "score": found.score.to_json(), "pass": found.passed.to_json(),
+    }  # fmt: skip
+
+
+def _line(name: str, text: str) -> str:
+    return f"{name:<13}{excerpt(text, COLUMNS - 13)}"
+
+
+def _policy(evaluation: Evaluation) -> str:
+    if evaluation.version is None:
+        return f"model {evaluation.model}"
+    step = "" if evaluation.step is None else f" (step {evaluation.step})"
+    return f"version {evaluation.version}{step}"
+
+
+def _usage(total: Json) -> list[tuple[str, str]]:
+    """Return rows of turns, tokens, seconds and cost; tokens and cost are of all trajectories."""
+    rows = []
+    if total.get("turns") is not None:
+        rows.append(("turns", f"{total['turns']:.2f} a trajectory"))
+    if total.get("seconds") is not None:
+        rows.append(("seconds", f"{total['seconds']:.2f} a trajectory"))
+    if "input_tokens" in total:
+        text = f"{total['input_tokens']:,} prompt ({total['cached_tokens']:,} cached)"
+        rows.append(("tokens", f"{text}, {total['generated_tokens']:,} generated"))
+    if total.get("cost") is not None:
+        rows.append(("cost", f"{total['cost']:.4g}"))
+    return rows
+
+
+def _group_table(kind: str, members: Sequence[Json]) -> list[str]:
+    head = f"{kind:<{_NAME}}{'tasks':>7}{'failed':>8}{'score':>8}{'pass@1':>8}{'turns':>7}{'tokens':>10}"
+    lines = [head]
+    for member in members:
+        name = excerpt(member["name"], _NAME - 1)
+        turns = MISSING if member["turns"] is None else f"{member['turns']:.1f}"
+        lines.append(
+            f"{name:<{_NAME}}{member['tasks']:>7}{member['failed']:>8}{_value(member['score']):>8}"
+            f"{_value(member['pass_at'].get('1')):>8}{turns:>7}{_short(member['generated_tokens']):>10}"
+        )
+    return lines
+
+
+def _markdown_row(evaluation: Evaluation) -> list[str]:
+    total: Json = (evaluation.results or {}).get("total") or {}
+    pass_at: Json = total.get("pass_at") or {}
+    largest = max(pass_at, key=int, default=None)
+    best = MISSING if largest is None else f"{_interval(pass_at[largest])} (k = {largest})"
+    cells = [
+        f"version {evaluation.version}" if evaluation.version is not None else str(evaluation.model),
+        MISSING if evaluation.step is None else evaluation.step,
+        total.get("tasks", 0), evaluation.samples, _interval(total.get("score")), _interval(pass_at.get("1")),
+        best, fixed(total.get("turns"), 2), f"{total.get('generated_tokens', 0):,}",
+        MISSING if total.get("cost") is None else f"{total['cost']:.4g}",
+    ]  # fmt: skip
+    return [clean(cell).replace("|", "\\|") for cell in cells]
+
+
+def _difference(name: str, found: Difference) -> str:
+    interval = f"[{found.effect.low:+.3f}, {found.effect.high:+.3f}]"
+    return (
+        f"{name:<8}{found.a:>8.3f}{found.b:>8.3f}{found.effect.value:>+9.3f}  {interval:<18}"
+        f"{found.p_permutation:>8.4f}{found.better:>6}{found.worse:>6}{found.p_sign:>8.4f}"
+    )
+
+
+def _interval(estimate: Mapping[str, float] | None) -> str:
+    if estimate is None:
+        return MISSING
+    return f"{estimate['value']:.3f} [{estimate['low']:.3f}, {estimate['high']:.3f}]"
+
+
+def _value(estimate: Mapping[str, float] | None) -> str:
+    return MISSING if estimate is None else f"{estimate['value']:.3f}"
+
+
+def _short(count: int | None) -> str:
+    if count is None:
+        return MISSING
+    return f"{count:,}" if count < 1_000_000 else f"{count / 1e6:.1f}M"
