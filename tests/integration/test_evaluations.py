@@ -116,13 +116,13 @@ async def test_a_wait_says_what_it_waits_for_and_ends_at_the_first_signal(
     process = start("--eval_engine", "shared", "--eval_version", "4")
 
     async def has_spoken() -> bool:
-        return "(6 s)" in (tmp_path / "eval.out").read_text()
+        return "(3 s)" in (tmp_path / "eval.out").read_text()
 
     await until(has_spoken, process)
     process.send_signal(signal.SIGINT)
     assert await ended(process) == 130
     shown = (tmp_path / "eval.out").read_text()
-    assert "waiting for an engine with version 4 (6 s): no engine" in shown
+    assert "waiting for an engine with version 4 (3 s): no engine" in shown
     assert "stopped while waiting for an engine" in shown
     assert "Traceback" not in shown
     assert max(map(len, shown.splitlines())) <= 80
@@ -132,7 +132,7 @@ async def test_a_signal_while_it_samples_leaves_nothing_half_done_and_the_same_c
     store: Store, run_config: RunConfig, start: Start, file: Path, model: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    limits = ("--max_new_tokens", "1500", "--max_concurrent_samples_per_process", "4")
+    limits = ("--max_new_tokens", "800", "--max_concurrent_samples_per_process", "4")
     more = ("--eval_model", str(model), *limits)
     process = start(*more)
 

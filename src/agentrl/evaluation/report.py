@@ -108,7 +108,7 @@ def render_comparison(a: Evaluation, b: Evaluation, found: Comparison) -> str:
         _line("B", f"{b.id}: {_policy(b)}"),
         _line("tasks", f"{found.tasks} in both; {found.only_a} only in A, {found.only_b} only in B"),
         "",
-        f"{'':<8}{'A':>8}{'B':>8}{'B - A':>9}  {'95 % interval':<18}{'p':>8}{'B>A':>6}{'B<A':>6}"
+        f"{'':<8}{'A':>8}{'B':>8}{'B - A':>9}  {'95 % interval':<17}{'p':>8}{'B>A':>6}{'B<A':>6}"
         f"{'p sign':>8}",
         _difference("score", found.score),
         _difference("pass", found.passed),
@@ -184,7 +184,7 @@ def _markdown_row(evaluation: Evaluation) -> list[str]:
 def _difference(name: str, found: Difference) -> str:
     interval = f"[{found.effect.low:+.3f}, {found.effect.high:+.3f}]"
     return (
-        f"{name:<8}{found.a:>8.3f}{found.b:>8.3f}{found.effect.value:>+9.3f}  {interval:<18}"
+        f"{name:<8}{found.a:>8.3f}{found.b:>8.3f}{found.effect.value:>+9.3f}  {interval:<17}"
         f"{found.p_permutation:>8.4f}{found.better:>6}{found.worse:>6}{found.p_sign:>8.4f}"
     )
 
