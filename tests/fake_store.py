@@ -37,6 +37,9 @@ class FakeStore:
         self.training = _Training(self)
         self.policy_versions = _PolicyVersions(self)
         self.services = _Services(self)
+        self.evaluations = _Evaluations(self)
+        self.needed_versions: set[int] = set()
+        """Versions that evaluations need."""
         self.trainer_lease = _TrainerLease(self)
         self.attempt = 0
         self.discarded: tuple[str, ...] = ()
@@ -71,6 +74,11 @@ class FakeStore:
 class _Part:
     def __init__(self, store: FakeStore) -> None:
         self.store = store
+
+
+class _Evaluations(_Part):
+    async def needed_versions(self) -> set[int]:
+        return set(self.store.needed_versions)
 
 
 class _Tasks(_Part):

@@ -64,6 +64,15 @@ async def test_weights_that_a_live_engine_serves_stay(tmp_path: Path, policy: Po
     assert kept == ["v000001", "v000003", "v000004"]
 
 
+async def test_weights_that_an_evaluation_needs_stay(tmp_path: Path, policy: Policy) -> None:
+    store = FakeStore()
+    store.needed_versions = {1}
+    for version in (1, 2, 3, 4):
+        await publish_step(store, policy, tmp_path / "weights", version)
+    kept = sorted(path.name for path in (tmp_path / "weights").iterdir())
+    assert kept == ["v000001", "v000003", "v000004"]
+
+
 async def test_no_document_without_a_folder(
     tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
