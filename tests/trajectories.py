@@ -6,7 +6,7 @@ from typing import Any
 
 from rollout_fakes import FakeSession, FakeTools, ScriptedEngine, format_of
 
-from agentrl.config.schema import AgentConfig, GroupConfig
+from agentrl.config.schema import AgentConfig, GroupConfig, SamplingConfig
 from agentrl.data.convert import to_training_data
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.packing import unpack_ids
@@ -20,7 +20,7 @@ from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.model_call import PendingCall
 from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.rollout import Rollout
-from agentrl.rollout.worker import run_agent
+from agentrl.rollout.run_agent import run_agent
 
 
 class Trajectory:
@@ -58,7 +58,9 @@ class Trajectory:
             write=write,
         )
         name = agent if isinstance(agent, str) else agent.__name__
-        outcome = await run_agent(AGENTS.get(agent) if isinstance(agent, str) else agent, name, self.rollout)
+        outcome = await run_agent(
+            AGENTS.get(agent) if isinstance(agent, str) else agent, name, self.rollout, SamplingConfig()
+        )
         await self.rollout.finish()
         return outcome
 

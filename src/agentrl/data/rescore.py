@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -15,7 +15,7 @@ from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Task
 from agentrl.errors import ConfigError, GroupError, ScorerError, StoreError
-from agentrl.scoring.scorers import ScoredCall, ScorerContext, run_scorer
+from agentrl.scoring.scorers import ScoredCall, ScorerContext, score_context
 from agentrl.store.admin.rescore import SCORED, NewScore, Rescored, Rescoring
 from agentrl.store.client import Store
 from agentrl.store.groups import Decide, StoredGroup
@@ -130,9 +130,11 @@ class _Rescorer:
         options = self.options
         calls = group.calls.get(record.id, ())
         context = scorer_context(group.task, record, calls, options.agent_config_path)
+        if options.scorer is not None:
+            context = replace(context, agent_score=None)
         async with self.slots:
             try:
-                result = await run_scorer(
+                result = await score_context(
                     options.scorer or group.task.scorer, context, options.scorer_timeout_seconds
                 )
             except (ConfigError, ScorerError) as error:
@@ -161,6 +163,7 @@ def scorer_context(
         meta=task.meta,
         environment=task.environment,
         tool_rewards=record.tool_rewards,
+        agent_score=record.agent_score,
         agent_config_path=agent_config_path,
     )
 

@@ -55,6 +55,8 @@ class Record(Root):
     """What each model call's own reward adds to it; empty if the group has no turn rewards."""
     tool_rewards: dict[str, Any] = field(default_factory=dict)
     """``{tool: {"calls": [reward of each call], "state": reward of its state}}``, of tools that give any."""
+    agent_score: dict[str, Any] | None = None
+    """``{score, details, turn_rewards}`` of an agent that scores its own trajectories; None without one."""
     turns: int = 0
     tool_calls: int = 0
     context_resets: int = 0

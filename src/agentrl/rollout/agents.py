@@ -1,22 +1,57 @@
-"""Agents: the async functions that drive a trajectory, chosen by ``--agent_name`` or by the task."""
+"""Agents: what drives a trajectory, an async function or a class, by ``--agent_name`` or by the task."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from agentrl.documents.status import StopReason
 from agentrl.registry import Registry
 from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.rollout import Rollout
 
+A = TypeVar("A", bound=Callable[..., Any])
+
 Agent = Callable[[Rollout], Awaitable[Outcome]]
 
-AGENTS: Registry[Agent] = Registry("agent", group="agentrl.agents")
+
+@dataclass(frozen=True, slots=True)
+class AgentClass:
+    """A class with ``run(rollout)`` and, if it scores its trajectories, ``evaluate(context)``, both async."""
+
+    kind: Callable[[], Any]
 
 
-def agent(*names: str) -> Callable[[Agent], Agent]:
-    """Register an async function ``(Rollout) -> Outcome`` under ``names``."""
-    return AGENTS.register(*names)
+def _agent(found: Any) -> Agent | AgentClass:
+    if not callable(found):
+        raise TypeError(f"it is of type {type(found).__name__}, not a function or class")
+    if not inspect.isclass(found):
+        agent: Agent = found
+        return agent
+    for name, needed in (("run", True), ("evaluate", False)):
+        method = getattr(found, name, None)
+        if (needed or method is not None) and not inspect.iscoroutinefunction(method):
+            raise TypeError(f"the class {found.__name__} has no async method {name!r}")
+    return AgentClass(found)
+
+
+AGENTS: Registry[Agent | AgentClass] = Registry("agent", group="agentrl.agents", convert=_agent)
+
+
+def agent(*names: str) -> Callable[[A], A]:
+    """Register an async function ``(Rollout) -> Outcome`` or a class with such a method ``run``.
+
+    A trajectory has an instance of the class of its own. After ``run``, its method ``evaluate`` gets the
+    ScorerContext and returns the score, in place of the task's scorer.
+    """
+
+    def decorate(extension: A) -> A:
+        AGENTS.add(_agent(extension), *names)
+        return extension
+
+    return decorate
 
 
 @agent("react", "tool_agent")

@@ -11,6 +11,7 @@ from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.documents.status import StopReason
 from agentrl.errors import AgentRLError, TrajectoryError
 from agentrl.observe.redact import redact_and_cut
+from agentrl.scoring.scorers import ScoreResult
 from agentrl.user_code import describe
 
 MESSAGE_CHARS = 8 * 1024
@@ -23,6 +24,8 @@ class Outcome:
 
     stop_reason: StopReason
     final_answer: str | None = None
+    score: float | ScoreResult | None = None
+    """The agent's own score, in place of the task's scorer; None leaves scoring to the scorer."""
 
 
 def checked_outcome(agent: str, value: object) -> Outcome:
@@ -43,7 +46,7 @@ def checked_outcome(agent: str, value: object) -> Outcome:
             f"agent {agent} returned the stop reason {describe(value.stop_reason)}",
             hint=f"known: {', '.join(StopReason)}",
         ) from error
-    return Outcome(reason, replace_surrogates(value.final_answer))
+    return Outcome(reason, replace_surrogates(value.final_answer), value.score)
 
 
 def checked_messages(messages: Sequence[Message]) -> list[Message]:

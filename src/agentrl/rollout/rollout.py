@@ -69,6 +69,8 @@ class Rollout:
         self.tool_calls = 0
         self.context_resets = 0
         self.tool_rewards: dict[str, dict[str, Any]] = {}
+        self.agent_score: dict[str, Any] | None = None
+        """The agent's own score as the Record stores it; None without one."""
         self.scored_calls: list[ScoredCall] = []
         """The finished model calls, as a scorer gets them."""
         self._record_id = claim.record_id

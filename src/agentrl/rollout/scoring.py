@@ -18,7 +18,7 @@ from agentrl.registry import allow_imports, is_importable
 from agentrl.rollout.held_claims import HeldClaims
 from agentrl.rollout.outages import OWN_FAILURES, Outages
 from agentrl.rollout.outcome import failure_text
-from agentrl.scoring.scorers import ScorerContext, run_scorer
+from agentrl.scoring.scorers import ScorerContext, score_context
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -51,12 +51,13 @@ class Scoring:
         await self.store.records.advance(claim, RecordStatus.SCORING)
         scorer = claim.task.scorer
         try:
-            result = await run_scorer(scorer, context, self.sampling.scorer_timeout_seconds)
+            result = await score_context(scorer, context, self.sampling.scorer_timeout_seconds)
         except ScorerError as error:
             self.outages.scorer_failed(scorer, error)
             await self._postpone(claim, error)
             return False
-        self.outages.scorer_succeeded(scorer)
+        if context.agent_score is None:
+            self.outages.scorer_succeeded(scorer)
         self._blame.pop(claim.record_id, None)
         await self.store.claims.score(claim, result.score, result.details)
         logger.info("scored", extra={"record": claim.record_id, "score": result.score})

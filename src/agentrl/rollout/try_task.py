@@ -43,6 +43,7 @@ from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.model_call import Engine, PendingCall
 from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.rollout import Rollout
+from agentrl.rollout.run_agent import run_agent, score_trajectory
 from agentrl.rollout.setup import (
     allow_configured_imports,
     live_engines,
@@ -52,7 +53,6 @@ from agentrl.rollout.setup import (
     open_router,
     sampling_params,
 )
-from agentrl.rollout.worker import run_agent, score_trajectory
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.judge import JUDGES
 from agentrl.scoring.scorers import ScoreResult, require_scorer
@@ -108,7 +108,7 @@ class _Trial:
             write=self._keep,
         )
         try:
-            self.outcome = await run_agent(AGENTS.get(name), name, rollout)
+            self.outcome = await run_agent(AGENTS.get(name), name, rollout, self.configs[SamplingConfig])
         finally:
             await rollout.finish()
         return rollout

@@ -16,12 +16,11 @@ from agentrl.documents.partial import PartialGeneration
 from agentrl.documents.record import Failure
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.scorer_sum import scorer_weights
-from agentrl.documents.status import RecordStatus, StopReason
-from agentrl.documents.task import Claim, Task
+from agentrl.documents.status import RecordStatus
+from agentrl.documents.task import Claim
 from agentrl.environments.session import EnvironmentSession, open_environment
 from agentrl.errors import (
     ConfigError,
-    ContextFullError,
     FailureError,
     LeaseLostError,
     ScorerError,
@@ -32,18 +31,19 @@ from agentrl.errors import (
     TrajectoryError,
 )
 from agentrl.registry import allow_imports, is_importable
-from agentrl.rollout.agents import AGENTS, Agent
+from agentrl.rollout.agents import AGENTS, Agent, AgentClass
 from agentrl.rollout.call_writer import CallWriter
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.holding import HeldEngine, HeldTools
 from agentrl.rollout.model_call import Engine
 from agentrl.rollout.outages import Clock, Outages
-from agentrl.rollout.outcome import Outcome, checked_outcome, failure_text
+from agentrl.rollout.outcome import Outcome, failure_text
 from agentrl.rollout.rollout import Rollout
+from agentrl.rollout.run_agent import run_agent, scorer_context
 from agentrl.rollout.scoring import Scoring
 from agentrl.rollout.tool_calls import Tools
 from agentrl.scoring.answers import check_schema
-from agentrl.scoring.scorers import ScorerContext, ScoreResult, require_scorer, run_scorer
+from agentrl.scoring.scorers import require_scorer
 from agentrl.tools.base import OwnSession, Schema, Trajectory
 from agentrl.user_code import contain, contain_call
 
@@ -199,6 +199,7 @@ class Worker:
             final_answer=outcome.final_answer,
             stop_reason=outcome.stop_reason,
             tool_rewards=rollout.tool_rewards,
+            agent_score=rollout.agent_score,
         )
         return rollout, outcome
 
@@ -223,10 +224,12 @@ class Worker:
                         await self.store.records.keep_partial(claim, engine.partial)
             raise
 
-    async def _run_agent(self, agent: Agent, name: str, rollout: Rollout, writer: CallWriter) -> Outcome:
+    async def _run_agent(
+        self, agent: Agent | AgentClass, name: str, rollout: Rollout, writer: CallWriter
+    ) -> Outcome:
         """Run the agent and store all its model calls, also if the agent failed."""
         try:
-            outcome = await run_agent(agent, name, rollout)
+            outcome = await run_agent(agent, name, rollout, self.sampling)
         except (FailureError, ConfigError):
             await rollout.finish()
             await writer.flush()
@@ -242,10 +245,12 @@ class Worker:
                 "record": claim.record_id, "stop": str(outcome.stop_reason), "turns": rollout.turns,
             },
         )  # fmt: skip
-        if claim.task.scorer in self.outages.needs_down(claim.record_id).scorers:
+        is_scored = rollout.agent_score is not None
+        if not is_scored and claim.task.scorer in self.outages.needs_down(claim.record_id).scorers:
             await self.store.claims.release(claim)
             return False
-        self.outages.begin_probes(claim.record_id, (), claim.task.scorer)
+        if not is_scored:
+            self.outages.begin_probes(claim.record_id, (), claim.task.scorer)
         return await self.scoring.score(claim, scorer_context(claim.task, rollout, outcome, self.sampling))
 
     async def _give_back(self, claim: Claim, error: FailureError) -> None:
@@ -279,42 +284,3 @@ class Worker:
                 "a failure cannot be stored; the lease of its slot runs out",
                 extra={"record": claim.record_id, "why": error.message},
             )
-
-
-async def run_agent(agent: Agent, name: str, rollout: Rollout) -> Outcome:
-    """Run an agent, contained, and validate its outcome. Raises FailureError or ConfigError.
-
-    A ContextFullError of the agent is the outcome of a trajectory at its length limit.
-    """
-    try:
-        outcome = await contain(lambda: agent(rollout), f"agent {name}", FailureError)
-    except ContextFullError:
-        outcome = Outcome(StopReason.LENGTH_LIMIT)
-    await rollout.collect_tool_rewards()
-    return contain_call(
-        lambda: checked_outcome(name, outcome), f"the outcome of agent {name}", TrajectoryError
-    )
-
-
-async def score_trajectory(
-    task: Task, rollout: Rollout, outcome: Outcome, sampling: SamplingConfig
-) -> ScoreResult:
-    """Score a finished trajectory with the scorer of its task. Raises ScorerError."""
-    context = scorer_context(task, rollout, outcome, sampling)
-    return await run_scorer(task.scorer, context, sampling.scorer_timeout_seconds)
-
-
-def scorer_context(task: Task, rollout: Rollout, outcome: Outcome, sampling: SamplingConfig) -> ScorerContext:
-    """Return the input of the scorer for a finished trajectory."""
-    return ScorerContext(
-        query=task.query,
-        final_answer=outcome.final_answer,
-        answer=task.answer,
-        aug_answers=task.aug_answers,
-        messages=tuple(rollout.messages),
-        calls=tuple(rollout.scored_calls),
-        meta=task.meta,
-        environment=task.environment,
-        tool_rewards=rollout.tool_rewards,
-        agent_config_path=sampling.agent_config_path,
-    )

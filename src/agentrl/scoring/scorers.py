@@ -66,6 +66,8 @@ class ScorerContext:
     """The environment of the task."""
     tool_rewards: dict[str, Any] = field(default_factory=dict)
     """``Record.tool_rewards``."""
+    agent_score: dict[str, Any] | None = None
+    """``Record.agent_score``: the agent's own score, which takes the place of a scorer's."""
     agent_config_path: str = "assets/agent_config.yml"
 
     @property
@@ -148,6 +150,29 @@ async def run_scorer(name: str, context: ScorerContext, timeout: float) -> Score
         finally:
             for task in tasks:
                 task.cancel()
+    return _finished(name, result, context)
+
+
+def checked_score(name: str, given: Any, calls: int) -> dict[str, Any]:
+    """Return the score that agent ``name`` gives to its trajectory of ``calls`` model calls, storable.
+
+    Raises ScorerError for anything but a finite number or a ScoreResult.
+    """
+    result = _checked(name, given, calls, what="agent")
+    rewards = None if result.turn_rewards is None else list(result.turn_rewards)
+    return {"score": result.score, "details": result.details, "turn_rewards": rewards}
+
+
+async def score_context(name: str, context: ScorerContext, timeout: float) -> ScoreResult:
+    """Return the agent's own score if there is one; else score as ``run_scorer``."""
+    own = context.agent_score
+    if own is None:
+        return await run_scorer(name, context, timeout)
+    return _finished("agent", _Checked(own["score"], own["details"], own["turn_rewards"]), context)
+
+
+def _finished(name: str, result: _Checked, context: ScorerContext) -> ScoreResult:
+    """Return the result with the name of the scorer, and with rewards of calls that tools gave."""
     rewards = stored_turn_rewards(result.turn_rewards, [call.tool_rewards for call in context.calls])
     own = {key: value for key, value in result.details.items() if key != TURN_REWARDS}
     return ScoreResult(result.score, {**own, **rewards, "scorer": name}, rewards.get(TURN_REWARDS))
@@ -203,20 +228,20 @@ def _weighted(weights: Mapping[str, float], parts: Mapping[str, _Checked]) -> _C
     return _Checked(score, {"parts": details}, rewards)
 
 
-def _checked(name: str, result: Result, calls: int) -> _Checked:
+def _checked(name: str, result: Result, calls: int, what: str = "scorer") -> _Checked:
     """Return the result with details sanitized for BSON. Raises ScorerError for anything but a score."""
     if not isinstance(result, ScoreResult):
-        return _Checked(_number(name, result), {}, None)
+        return _Checked(_number(f"{what} {name}", result), {}, None)
     details = sanitize_bson(result.details)
     if not isinstance(details, dict):
         raise ScorerError(
-            f"scorer {name} returned the details {describe(result.details)}, which is not a mapping"
+            f"{what} {name} returned the details {describe(result.details)}, which is not a mapping"
         )
     rewards = checked_turn_rewards(name, result.turn_rewards, calls)
-    return _Checked(_number(name, result.score), details, rewards)
+    return _Checked(_number(f"{what} {name}", result.score), details, rewards)
 
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, numbers.Real) and math.isfinite(value):
         return float(value)
-    raise ScorerError(f"scorer {name} returned {describe(value)}, which is not a finite number")
+    raise ScorerError(f"{name} returned {describe(value)}, which is not a finite number")

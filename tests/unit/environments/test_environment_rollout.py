@@ -19,7 +19,7 @@ from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.model_call import PendingCall
 from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.rollout import Rollout
-from agentrl.rollout.worker import run_agent, score_trajectory
+from agentrl.rollout.run_agent import run_agent, score_trajectory
 from agentrl.scoring.scorers import ScorerContext, run_scorer
 from agentrl.tools.base import Trajectory
 from agentrl.tools.pool import ToolPool
@@ -49,7 +49,7 @@ async def play(asked: Task, agent: str, *script: str) -> tuple[Rollout, Outcome]
             schemas=await tools.list(), params=SamplingParams(), seed=1,
             manage_context=CONTEXT_MANAGERS.get("disabled"), write=write, environment=environment,
         )  # fmt: skip
-        outcome = await run_agent(AGENTS.get(agent), agent, rollout)
+        outcome = await run_agent(AGENTS.get(agent), agent, rollout, SamplingConfig())
         await rollout.finish()
     return rollout, outcome
 

@@ -15,7 +15,7 @@ from agentrl.environments.session import open_environment
 from agentrl.environments.tasks import read_task_source
 from agentrl.environments.textarena import Game
 from agentrl.errors import TaskEnvironmentError, TaskFileError
-from agentrl.rollout.worker import score_trajectory
+from agentrl.rollout.run_agent import score_trajectory
 
 
 def tasks(address: str, split: str = "train") -> list[Task]:

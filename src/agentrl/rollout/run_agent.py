@@ -1,0 +1,87 @@
+"""Run the agent of a trajectory, and score it: by the agent itself, or by the scorer of the task."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from agentrl.config.schema import SamplingConfig
+from agentrl.documents.status import StopReason
+from agentrl.documents.task import Task
+from agentrl.errors import ContextFullError, FailureError, ScorerError, TrajectoryError
+from agentrl.rollout.agents import Agent, AgentClass
+from agentrl.rollout.outcome import Outcome, checked_outcome
+from agentrl.rollout.rollout import Rollout
+from agentrl.scoring.scorers import ScorerContext, ScoreResult, checked_score, score_context
+from agentrl.user_code import contain, contain_call
+
+
+async def run_agent(
+    agent: Agent | AgentClass, name: str, rollout: Rollout, sampling: SamplingConfig
+) -> Outcome:
+    """Run an agent, contained; validate its outcome and its own score. Raises FailureError or ConfigError.
+
+    A ContextFullError of the agent is the outcome of a trajectory at its length limit.
+    """
+    instance: Any = None
+    if isinstance(agent, AgentClass):
+        instance = contain_call(agent.kind, f"the class of agent {name}", TrajectoryError)
+    run: Agent = instance.run if isinstance(agent, AgentClass) else agent
+    try:
+        outcome = await contain(lambda: run(rollout), f"agent {name}", FailureError)
+    except ContextFullError:
+        outcome = Outcome(StopReason.LENGTH_LIMIT)
+    await rollout.collect_tool_rewards()
+    outcome = contain_call(
+        lambda: checked_outcome(name, outcome), f"the outcome of agent {name}", TrajectoryError
+    )
+    await _score_by_agent(instance, name, rollout, outcome, sampling)
+    return outcome
+
+
+async def _score_by_agent(
+    instance: Any, name: str, rollout: Rollout, outcome: Outcome, sampling: SamplingConfig
+) -> None:
+    """Set ``rollout.agent_score`` if the outcome or the method ``evaluate`` gives a score."""
+    score = outcome.score
+    evaluate = getattr(instance, "evaluate", None)
+    await rollout.finish()
+    if score is None and evaluate is not None:
+        context = scorer_context(rollout.task, rollout, outcome, sampling)
+        limit = sampling.scorer_timeout_seconds
+        try:
+            async with asyncio.timeout(limit):
+                score = await contain(lambda: evaluate(context), f"evaluate of agent {name}", ScorerError)
+        except TimeoutError as error:
+            raise ScorerError(f"evaluate of agent {name} took longer than {limit:g} s") from error
+        if score is None:
+            raise ScorerError(
+                f"evaluate of agent {name} returned None", hint="return a number or a ScoreResult"
+            )
+    if score is not None:
+        rollout.agent_score = checked_score(name, score, len(rollout.scored_calls))
+
+
+async def score_trajectory(
+    task: Task, rollout: Rollout, outcome: Outcome, sampling: SamplingConfig
+) -> ScoreResult:
+    """Score a finished trajectory with the scorer of its task. Raises ScorerError."""
+    context = scorer_context(task, rollout, outcome, sampling)
+    return await score_context(task.scorer, context, sampling.scorer_timeout_seconds)
+
+
+def scorer_context(task: Task, rollout: Rollout, outcome: Outcome, sampling: SamplingConfig) -> ScorerContext:
+    """Return the input of the scorer for a finished trajectory."""
+    return ScorerContext(
+        query=task.query,
+        final_answer=outcome.final_answer,
+        answer=task.answer,
+        aug_answers=task.aug_answers,
+        messages=tuple(rollout.messages),
+        calls=tuple(rollout.scored_calls),
+        meta=task.meta,
+        environment=task.environment,
+        tool_rewards=rollout.tool_rewards,
+        agent_score=rollout.agent_score,
+        agent_config_path=sampling.agent_config_path,
+    )
