@@ -100,7 +100,7 @@ class SamplingParams:
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with ``changes``."""
-        return dataclasses.replace(self, **changes)
+        return dataclasses.replace(self, **changes) if changes else self
 
     def seeded(self, *key: object) -> Self:
         """Return a copy with a ``sampling_seed`` derived from ``key``; keep the seed if there is one.

@@ -24,6 +24,8 @@ LiveEngines = Callable[[], Awaitable[Sequence[InferenceService]]]
 
 _USABLE = (ServiceStatus.READY, ServiceStatus.UPDATING)
 _LOG_SECONDS = 30.0
+_MOST_AGES = 3
+"""Multiple of ``max_age`` up to which a model call does not wait for a refresh of the list of engines."""
 _NONE_HINT = "start an engine: agentrl serve --run_name … --model_name_or_path …"
 _FOREIGN_HINT = (
     "give `agentrl serve` and `agentrl sample` the same --model_name_or_path, or folders with the same"
@@ -72,6 +74,7 @@ class EngineRouter:
         watch: Watch | None = None,
     ) -> None:
         """Create a router over the engines that ``live`` lists; the list is cached for ``max_age`` seconds.
+        A model call does not wait for a newer list until it is three times as old.
 
         ``tokens`` has the end-of-sequence ids, and decodes text to find stop strings; without it an aborted
         generation is complete only at ``stop_token_ids``. An engine with another ``tokenizer`` (its
@@ -102,6 +105,7 @@ class EngineRouter:
         self._watch = watch
         self._clients: dict[str, Client] = {}
         self._services: tuple[InferenceService, ...] = ()
+        self._context_length = max_model_len or None
         self._foreign: dict[str, str] = {}
         """Id of an engine with another tokenizer → why it gets no calls."""
         self._refreshed_at = float("-inf")
@@ -131,18 +135,14 @@ class EngineRouter:
     @property
     def context_length(self) -> int | None:
         """Return the largest number of tokens of a prompt and its continuation; None if it is unknown."""
-        known = [service.context_length for service in self._services if service.context_length]
-        return min([*known, *([self._max_model_len] if self._max_model_len else [])], default=None)
+        return self._context_length
 
     def policy_versions(self) -> frozenset[int]:
         """Return the policy versions that usable engines serve; empty while none is known.
 
         It returns at once, from the cached list of engines, and starts a refresh if the list is too old.
         """
-        if time.monotonic() - self._refreshed_at >= self._max_age and (
-            self._refresh_task is None or self._refresh_task.done()
-        ):
-            self._refresh_task = asyncio.get_running_loop().create_task(self._refresh_quietly())
+        self._start_refresh()
         return frozenset(s.policy_version for s in self._usable() if s.policy_version is not None)
 
     async def close(self) -> None:
@@ -159,6 +159,8 @@ class EngineRouter:
             if time.monotonic() - self._refreshed_at < self._max_age:
                 return
             self._services = tuple(await self._live())
+            lengths = (self._max_model_len, *(service.context_length for service in self._services))
+            self._context_length = min(filter(None, lengths), default=None)
             self._foreign = {
                 service.id: self._why_foreign(service)
                 for service in self._services
@@ -172,7 +174,8 @@ class EngineRouter:
         ``tokens`` is the length of the prompt that the engine will get.
         """
         while True:
-            await self.refresh()
+            if not self._refresh_in_background():
+                await self.refresh()
             if self._front is not None and not self._foreign:
                 return self._front
             if self._front is not None:  # it may pass the call to any engine
@@ -230,6 +233,20 @@ class EngineRouter:
         """Report to the watch that an engine has generated."""
         if self._watch is not None:
             self._watch.engines_up()
+
+    def _refresh_in_background(self) -> bool:
+        """Return whether the list of engines is new enough for a model call; start a refresh if it is due."""
+        age = time.monotonic() - self._refreshed_at
+        if age >= _MOST_AGES * self._max_age or not self._usable():
+            return False
+        self._start_refresh()
+        return True
+
+    def _start_refresh(self) -> None:
+        """Start a refresh if the list of engines is too old and none runs."""
+        is_running = self._refresh_task is not None and not self._refresh_task.done()
+        if time.monotonic() - self._refreshed_at >= self._max_age and not is_running:
+            self._refresh_task = asyncio.get_running_loop().create_task(self._refresh_quietly())
 
     async def _refresh_quietly(self) -> None:
         with log_store_errors(log, "the engines cannot be listed", outages=True):

@@ -263,6 +263,20 @@ async def test_the_list_of_engines_is_cached() -> None:
     assert fleet.asked == 1
 
 
+async def test_a_call_does_not_wait_for_a_newer_list_of_engines() -> None:
+    fleet = Fleet(service("a"))
+    router = fleet.router(max_age=60.0)
+    async with asyncio.timeout(10), router.session("t") as session:
+        fleet.services[:] = [service("b")]
+        router._refreshed_at -= 100.0
+        assert (await session.generate([1], PARAMS)).engine_url == "http://a"
+        await fleet.asked_twice.wait()
+        assert (await session.generate([1], PARAMS)).engine_url == "http://b"
+        fleet.services[:] = [service("c")]
+        router._refreshed_at -= 1000.0
+        assert (await session.generate([1], PARAMS)).engine_url == "http://c"
+
+
 async def test_the_versions_of_the_usable_engines_are_known() -> None:
     fleet = Fleet(
         service("a", policy_version=4), service("b", policy_version=3), service("c", policy_version=None)
