@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from agentrl.chat.template_format import TemplateFormat
 from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.partial import PartialGeneration
 from agentrl.documents.sampling import SamplingParams
-from agentrl.inference.generation import Generation
+from agentrl.inference.generation import Generation, Progress
 from agentrl.tools.base import Schema, ToolResult, Trajectory, function_schema
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "</s>"]
@@ -62,8 +63,10 @@ class ScriptedEngine:
         self.context_length: int | None = None
         self.partial: PartialGeneration | None = None
 
-    async def generate(self, input_ids: Sequence[int], params: SamplingParams) -> Generation:
-        """The next line, closed by the end-of-turn token."""
+    async def generate(
+        self, input_ids: Sequence[int], params: SamplingParams, progress: Progress | None = None
+    ) -> Generation:
+        """The next line, closed by the end-of-turn token; ``progress`` gets it in pieces of four tokens."""
         self.prompts.append(list(input_ids))
         line = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         if isinstance(line, BaseException):
@@ -72,6 +75,9 @@ class ScriptedEngine:
         is_cut = text.endswith(CUT)
         ids = [*self.chat_format.tokens.encode(text.removesuffix(CUT)), *([] if is_cut else [END])]
         self.outputs.append(ids)
+        for start in range(0, len(ids) if progress is not None else 0, 4):
+            progress(start, ids[start : start + 4])  # type: ignore[misc]
+            await asyncio.sleep(0)
         return Generation(
             output_ids=tuple(ids),
             logprobs=tuple(-0.5 for _ in ids),

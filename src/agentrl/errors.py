@@ -195,6 +195,10 @@ class ContextFullError(TrajectoryError):
     """No prompt fits into the context any more; the trajectory ends at its length limit."""
 
 
+class TurnsLimitError(TrajectoryError):
+    """The trajectory has made all its model calls; it ends at its turns limit."""
+
+
 class GroupError(FailureError):
     """A group filter or an advantage estimator raised, hung or returned a malformed result.
 

@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "db": ("agentrl.cli.db", "the database of a run: check, copy, prune, rescore, reopen, migrate"),
     "serve": ("agentrl.cli.serve", "run one inference engine that follows the published weights"),
     "sample": ("agentrl.cli.sample", "a sampler: claims, runs and scores trajectories"),
+    "gateway": ("agentrl.cli.gateway", "model APIs in front of rollouts, for any agent"),
     "score": ("agentrl.cli.score", "scores sampled trajectories that wait for a score"),
     "train": ("agentrl.cli.train", "the trainer"),
     "try": ("agentrl.cli.try_task", "run one task's trajectory, print it, store nothing"),

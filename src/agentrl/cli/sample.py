@@ -9,6 +9,7 @@ from agentrl.config.schema import (
     AgentConfig,
     ClaimConfig,
     EngineListConfig,
+    GatewayConfig,
     GroupConfig,
     ModelConfig,
     RunConfig,
@@ -35,6 +36,7 @@ def main(argv: list[str]) -> int:
             ClaimConfig,
             GroupConfig,
             EngineListConfig,
+            GatewayConfig,
         ],
         validate=require_trainable,
     )

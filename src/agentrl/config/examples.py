@@ -25,6 +25,10 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl sample --run_name math --train_file tasks.jsonl --model_name_or_path models/Qwen3-0.6B",
         "agentrl sample --config run.yaml --target_concurrency 4",
     ),
+    "agentrl gateway": (
+        "agentrl gateway --run_name math --model_name_or_path models/Qwen3-0.6B",
+        "agentrl gateway --config run.yaml --gateway_port 8790",
+    ),
     "agentrl score": (
         "agentrl score --run_name math --agent_config_path assets/agent_config.yml",
         "agentrl score --config run.yaml --max_concurrent_scorings 64",

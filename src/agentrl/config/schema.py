@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 
 from agentrl.config.evaluation import EvaluationConfig
 from agentrl.config.fields import flag
+from agentrl.config.gateway import GatewayConfig
 from agentrl.config.loss import LossConfig
 from agentrl.config.run import EngineConfig, EngineListConfig, ModelConfig, RunConfig
 from agentrl.config.sampling import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig, TaskConfig
@@ -23,15 +24,15 @@ from agentrl.config.training import (
 
 __all__ = [
     "GROUPS", "AdapterConfig", "AgentConfig", "ClaimConfig", "EngineConfig", "EngineListConfig",
-    "EvaluationConfig", "GroupConfig", "IgnoredConfig", "LossConfig", "MemoryConfig", "ModelConfig",
-    "OptimConfig", "ParallelConfig", "RunConfig", "SamplingConfig", "TaskConfig", "ToolConfig", "TrainConfig",
-    "flag", "sections",
+    "EvaluationConfig", "GatewayConfig", "GroupConfig", "IgnoredConfig", "LossConfig", "MemoryConfig",
+    "ModelConfig", "OptimConfig", "ParallelConfig", "RunConfig", "SamplingConfig", "TaskConfig", "ToolConfig",
+    "TrainConfig", "flag", "sections",
 ]  # fmt: skip
 
 GROUPS: tuple[type, ...] = (
     RunConfig, ModelConfig, TaskConfig, ClaimConfig, AgentConfig, ToolConfig, SamplingConfig, GroupConfig,
     LossConfig, OptimConfig, AdapterConfig, MemoryConfig, TrainConfig, EngineConfig, EvaluationConfig,
-    IgnoredConfig,
+    GatewayConfig, IgnoredConfig,
 )  # fmt: skip
 """All groups. A run has one set of flags: every process accepts all of them and reads those it needs."""
 

@@ -63,14 +63,16 @@ def to_training_data(
 
     ``calls`` are the Record's model calls, ordered by index; ``turn_advantages`` are added to the advantage
     of the call with that index. All generated tokens of a trainable call are
-    trained: one span per call and policy version, at the call's sampling temperature. Calls whose
+    trained: one span per call and policy version, at the call's sampling temperature. Calls that the Record
+    leaves out (``untrained_calls``) and calls whose
     distribution another parameter changed (``mask_reason``) are context. With ``supervised`` every call is
     trainable, at temperature 1, because no loss reads its logprobs. Raises StoreError if the calls contradict
     one another or if the Record has no score.
     """
     if record.score is None:
         raise StoreError(f"record {record.id} has no score and cannot become training data")
-    trainable = _trainable_calls(calls, _Credit(advantage, turn_advantages), config, supervised)
+    chosen = [call for call in calls if call.index not in record.untrained_calls]
+    trainable = _trainable_calls(chosen, _Credit(advantage, turn_advantages), config, supervised)
     tree = build_tree(calls, [item.call.id for item in trainable])
     spans: list[TrainableSpan] = []
     logprobs: list[np.ndarray] = []
@@ -94,6 +96,7 @@ def to_training_data(
         tokens=len(tree.input_ids),
         trainable_tokens=sum(span.end - span.start for span in spans),
         turns=record.turns,
+        untrained_calls=record.untrained_calls,
         nodes=tree.nodes,
         spans=tuple(spans),
         input_ids=pack_ids(tree.input_ids),

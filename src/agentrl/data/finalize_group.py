@@ -83,7 +83,7 @@ class GroupRules:
         outcomes = []
         masked: Counter[str] = Counter()
         for decision in decisions:
-            reasons = self._masked(calls.get(decision.record_id, ()), decision)
+            reasons = self._masked(by_id[decision.record_id], calls, decision)
             masked.update(reasons)
             converted = self._convert(task, by_id[decision.record_id], calls, decision, reasons)
             if isinstance(converted, DBRecordData):
@@ -110,11 +110,14 @@ class GroupRules:
             return self.filtered or {}
         return dropped_by_filter(self.config.group_filter, task, scored)
 
-    def _masked(self, calls: Sequence[DispatchedSamplingTask], decision: Decision) -> list[str]:
+    def _masked(
+        self, record: Record, calls: Mapping[str, Sequence[DispatchedSamplingTask]], decision: Decision
+    ) -> list[str]:
         """Return ``masked_calls`` of a Record that is trained, else an empty list."""
         if decision.advantage is None:
             return []
-        return masked_calls(calls, decision.advantage, self.config, decision.turn_advantages)
+        chosen = [call for call in calls.get(record.id, ()) if call.index not in record.untrained_calls]
+        return masked_calls(chosen, decision.advantage, self.config, decision.turn_advantages)
 
     def _convert(
         self,

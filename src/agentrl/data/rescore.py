@@ -10,6 +10,7 @@ from typing import Any
 
 from agentrl.config.sampling import RIGHT_THRESHOLD, GroupConfig
 from agentrl.data.finalize_group import TRAIN_SPLIT, GroupRules
+from agentrl.documents.branches import branches_of, main_branch
 from agentrl.documents.model_call import DispatchedSamplingTask, full_messages
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus
@@ -147,10 +148,12 @@ def scorer_context(
     task: Task, record: Record, calls: Sequence[DispatchedSamplingTask], agent_config_path: str
 ) -> ScorerContext:
     """Return the scorer's input, rebuilt from stored documents; without messages if they were pruned."""
-    first = max((number for number, call in enumerate(calls) if call.parent is None), default=0)
+    main = None if record.train_rule is None else main_branch(branches_of(calls))
+    path = calls if main is None else main.calls
+    first = max((number for number, call in enumerate(path) if call.parent is None), default=0)
     messages = [
         message
-        for parent, call in zip((None, *calls[first:]), calls[first:], strict=False)
+        for parent, call in zip((None, *path[first:]), path[first:], strict=False)
         for message in (*full_messages(call, parent), {"role": "assistant", **call.response})
     ]
     return ScorerContext(

@@ -152,5 +152,5 @@ def _task(data: DBRecordData) -> Task:
 def _record(data: DBRecordData) -> Record:
     return Record(
         id=data.record, task=data.task, traj_id=0, attempt=1, split=data.split, epoch=0, query="",
-        score=data.score, turns=data.turns,
+        score=data.score, turns=data.turns, untrained_calls=data.untrained_calls,
     )  # fmt: skip

@@ -86,6 +86,8 @@ class DispatchedSamplingTask(Root):
     parent: str | None
     drops_thoughts: bool = False
     """The prompt leaves out thoughts of the call before, as the chat format does, and so continues none."""
+    follows: str | None = None
+    """The call whose conversation this one continues, where a new prompt was rendered: it has no parent."""
     status: CallStatus
     messages: tuple[dict[str, Any], ...]
     """The messages that were added after the parent's response.

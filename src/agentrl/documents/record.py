@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from agentrl.documents.base import Document, Root, now
+from agentrl.documents.gateway import ReportedReward
 from agentrl.documents.partial import PartialGeneration
 from agentrl.documents.status import RecordStatus, StopReason
 
@@ -73,6 +74,12 @@ class Record(Root):
     owner: str | None = None
     partial: PartialGeneration | None = None
     """The tokens of a released Record's unfinished model call; the next attempt resumes it."""
+    train_rule: str | None = None
+    """Which branches of a gateway's trajectory are trained: main, all, or module:function."""
+    untrained_calls: tuple[int, ...] = ()
+    """Indexes of the model calls that ``train_rule`` leaves out."""
+    reported_reward: ReportedReward | None = None
+    """The reward that the agent reported through its gateway; at the end it becomes ``agent_score``."""
     traj: tuple[str, ...] = ()
     """``_id`` of each model call, in order."""
     trained_count: int = 0

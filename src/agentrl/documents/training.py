@@ -58,6 +58,8 @@ class DBRecordData(Root):
     tokens: int
     trainable_tokens: int
     turns: int
+    untrained_calls: tuple[int, ...] = ()
+    """``Record.untrained_calls``."""
     nodes: tuple[Node, ...]
     spans: tuple[TrainableSpan, ...]
     trained_count: int = 0

@@ -25,6 +25,7 @@ from agentrl.inference.generation import (
     EngineInterruptedError,
     EngineRefusedError,
     Generation,
+    Progress,
     known_format,
     malformed,
     policy_version,
@@ -50,13 +51,15 @@ class EngineClient(EngineControl):
         encoded: EncodedIds | None = None,
         routing_key: str | None = None,
         keep: Callable[[Generation], None] = lambda _: None,
+        progress: Progress | None = None,
     ) -> Generation:
         """Sample a continuation of ``input_ids``.
 
         An id outside the vocabulary raises EngineRefusedError here, because it crashes SGLang. ``rid`` must
         not be a prefix of the id of another request, because SGLang aborts by prefix. Cancelling the call
         aborts the request in the engine. ``encoded`` keeps the JSON of the ids for the next prompt of the
-        same conversation. A cancelled call passes the tokens received so far to ``keep``.
+        same conversation. A cancelled call passes the tokens received so far to ``keep``. ``progress``
+        receives the tokens of each event as it arrives.
 
         Raises EngineInterruptedError, with the tokens received, if the stream ends early or is silent for
         ``timeout`` seconds, and EngineError if the engine cannot be reached or its answer is malformed.
@@ -71,7 +74,7 @@ class EngineClient(EngineControl):
         headers = {_ROUTING_KEY: routing_key} if routing_key else {}
         start = time.monotonic()
         try:
-            await self._collect(collector, path, body, headers)
+            await self._collect(collector, path, body, headers, progress)
         except EngineError as error:
             self._unverified = self._instance  # the address may belong to another server by the next call
             if isinstance(error, EngineRefusedError):
@@ -102,7 +105,12 @@ class EngineClient(EngineControl):
         )
 
     async def _collect(
-        self, collector: Collector, path: str, body: bytes, headers: Mapping[str, str]
+        self,
+        collector: Collector,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        progress: Progress | None,
     ) -> None:
         """Read the stream to its end. Raises EngineInterruptedError if it ends before the generation."""
         start = last = time.monotonic()
@@ -113,6 +121,8 @@ class EngineClient(EngineControl):
                         raise self._error(event["error"])
                     have, now = len(collector.ids), time.monotonic()
                     collector.add(self._chunk(event, have))
+                    if progress is not None:
+                        progress(have, collector.ids[have:])
                     last = now if len(collector.ids) > have else last
                     if now - last > self._timeout:
                         raise silent(f"{self.url}{path}", self._timeout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -13,6 +13,12 @@ from agentrl.documents.sampling import LogprobsOf
 from agentrl.errors import ENGINES, EngineError
 
 FinishReason = Literal["stop", "length", "abort"]
+
+Progress = Callable[[int, Sequence[int]], None]
+"""Receives tokens while they are generated: the place of the first one in the output, and their ids.
+
+After a failure, places may come again: the ids from there on are replaced.
+"""
 
 _EXCERPT = 300
 _LARGEST_LOGPROB = 1e-3

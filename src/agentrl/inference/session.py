@@ -18,6 +18,7 @@ from agentrl.inference.generation import (
     EngineRefusedError,
     FinishReason,
     Generation,
+    Progress,
     join,
 )
 from agentrl.inference.partial import kept, resumed
@@ -37,6 +38,7 @@ class Client(Protocol):
         encoded: EncodedIds | None = None,
         routing_key: str | None = None,
         keep: Callable[[Generation], None] = lambda _: None,
+        progress: Progress | None = None,
     ) -> Generation:
         """Sample a continuation of ``input_ids``."""
         ...
@@ -114,7 +116,9 @@ class EngineSession:
         """Return the largest number of tokens of a prompt and its continuation; None if it is unknown."""
         return self._engines.context_length
 
-    async def generate(self, input_ids: Sequence[int], params: SamplingParams) -> Generation:
+    async def generate(
+        self, input_ids: Sequence[int], params: SamplingParams, progress: Progress | None = None
+    ) -> Generation:
         """Return one complete generation, resumed as often as engines abort it or fail.
 
         An aborted generation continues from its tokens so far, on the same or another engine, unless they
@@ -122,7 +126,7 @@ class EngineSession:
         continues from the last token received. Penalties then count only the tokens of the last part.
         Raises ContextFullError if the prompt leaves no token of the context, EngineRefusedError if an engine
         refuses the request, and EngineError, with the engines as its outage, if no token arrives for
-        ``wait_seconds``.
+        ``wait_seconds``. ``progress`` receives the tokens while they are generated.
         """
         limit = self.context_length
         if limit is not None and len(input_ids) >= limit:
@@ -131,7 +135,7 @@ class EngineSession:
             )
         parts = self._kept_parts(input_ids)
         try:
-            return await self._finish(input_ids, params, parts)
+            return await self._finish(input_ids, params, parts, progress)
         except EngineRefusedError:
             raise
         except BaseException:
@@ -146,11 +150,17 @@ class EngineSession:
         return [resumed(partial, len(input_ids))]
 
     async def _finish(
-        self, input_ids: Sequence[int], params: SamplingParams, parts: list[Generation]
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        parts: list[Generation],
+        progress: Progress | None,
     ) -> Generation:
         """Append further parts to ``parts`` until the generation is complete; return it."""
         engines = self._engines
         done = [token for part in parts for token in part.output_ids]
+        if progress is not None and done:
+            progress(0, done)
         start = time.monotonic()
         deadline = start + engines.wait_seconds
         failures = 0
@@ -162,6 +172,7 @@ class EngineSession:
                 _remaining(params, len(done)),
                 deadline,
                 parts.append,
+                None if progress is None else _shifted(progress, len(done)),
             )
             if part is not None:
                 parts.append(part)
@@ -181,6 +192,7 @@ class EngineSession:
         params: SamplingParams,
         deadline: float,
         keep: Callable[[Generation], None],
+        progress: Progress | None,
     ) -> tuple[Generation | None, str]:
         """Return the tokens of one request, if there are any, and why it may have to be continued."""
         engines = self._engines
@@ -194,6 +206,7 @@ class EngineSession:
                 encoded=self._encoded,
                 routing_key=self.group or self.traj_id,
                 keep=keep,
+                progress=progress,
             )
         except EngineRefusedError:
             raise
@@ -203,6 +216,11 @@ class EngineSession:
             return error.partial if isinstance(error, EngineInterruptedError) else None, error.message
         engines.generated()
         return part, f"aborted by {part.engine_url}"
+
+
+def _shifted(progress: Progress, by: int) -> Progress:
+    """Return ``progress`` for a request whose first token has the place ``by`` of the output."""
+    return lambda start, ids: progress(by + start, ids)
 
 
 def _reason(

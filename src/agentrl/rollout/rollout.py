@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +19,14 @@ from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.documents.task import Claim
 from agentrl.environments.base import Environment, Observation
 from agentrl.environments.session import EnvironmentSession
-from agentrl.errors import ContextFullError, ToolServerError, TrajectoryError
+from agentrl.errors import ContextFullError, ToolServerError, TrajectoryError, TurnsLimitError
 from agentrl.rollout.budget import Budget
+from agentrl.rollout.endpoint import Endpoint, Gateway, GatewayResult
 from agentrl.rollout.model_call import Engine, PendingCall, Turn
 from agentrl.rollout.outcome import checked_messages
 from agentrl.rollout.tool_calls import Tools, run_tool_calls
 from agentrl.scoring.answers import extract_answer
-from agentrl.scoring.scorers import ScoredCall
+from agentrl.scoring.scorers import ScoredCall, ScoreResult
 from agentrl.tools.base import Schema
 from agentrl.user_code import contain, contain_call
 
@@ -54,6 +56,7 @@ class Rollout:
         manage_context: ContextManager,
         write: Callable[[PendingCall], Awaitable[None]],
         environment: EnvironmentSession | None = None,
+        gateway: Gateway | None = None,
     ) -> None:
         """``write`` takes one finished model call to store; ``schemas`` are the tools offered.
 
@@ -73,6 +76,11 @@ class Rollout:
         """The agent's own score as the Record stores it; None without one."""
         self.scored_calls: list[ScoredCall] = []
         """The finished model calls, as a scorer gets them."""
+        self.reported_reward: ScoreResult | None = None
+        """The reward that the agent reported through its gateway."""
+        self._claim = claim
+        self._gateway = gateway
+        self._uses_gateway = False
         self._record_id = claim.record_id
         self._chat_format = chat_format
         self._engine = engine
@@ -128,6 +136,11 @@ class Rollout:
         A full context is reset before the call. Raises ContextFullError, which ends the trajectory at its
         length limit, if no prompt fits.
         """
+        if self._uses_gateway:
+            raise TrajectoryError(
+                "this trajectory makes its model calls through its gateway",
+                hint="use either rollout.generate() or rollout.gateway()",
+            )
         if not await self._make_prompt_fit():
             raise ContextFullError(
                 self._budget.name_limit(self.prompt_tokens),
@@ -182,6 +195,48 @@ class Rollout:
             finish_reason=generation.finish_reason,
             times_seen=self._texts[text],
         )
+
+    @asynccontextmanager
+    async def gateway(self, train: str = "main") -> AsyncIterator[Endpoint]:
+        """Open a base URL at which any client of a model API continues this trajectory.
+
+        Every request there is a model call of the trajectory. ``train`` chooses the branches that are
+        trained: ``main``, ``all``, or ``module:function``. When the block ends, the URL is dead, and
+        ``turns``, ``messages`` and ``scored_calls`` are those of the calls. An exception that leaves the
+        block after a request was refused for a limit ends the trajectory at that limit.
+
+        Raises TrajectoryError without a gateway, and if the trajectory has made model calls already.
+        """
+        if self._gateway is None or self.turns or self._uses_gateway:
+            why = "has no gateway" if self._gateway is None else "has made model calls already"
+            raise TrajectoryError(f"this trajectory {why}", hint="open it once, before any model call")
+        self._uses_gateway = True
+        result = GatewayResult()
+        try:
+            async with self._gateway.open(self._claim, train=train, max_calls=self.max_turns) as endpoint:
+                result = endpoint.result
+                yield endpoint
+        except Exception as error:
+            if result.stopped_by == "turns":
+                raise TurnsLimitError(f"the trajectory made its {self.max_turns} model calls") from error
+            if result.stopped_by == "length":
+                raise ContextFullError("a request did not fit into the context") from error
+            raise
+        finally:
+            self._adopt(result)
+
+    def _adopt(self, result: GatewayResult) -> None:
+        """Take over the calls that a gateway made."""
+        self.turns = len(result.calls)
+        if result.reward is not None:
+            reward = result.reward
+            by_call = {int(call): value for call, value in reward.turn_rewards.items()}
+            self.reported_reward = ScoreResult(reward.score, reward.details, by_call or None)
+        self.scored_calls = [
+            ScoredCall.of(call.response, call.tool_executions, call.status) for call in result.calls
+        ]
+        if result.messages:
+            self._conversation = Conversation(self._chat_format, result.messages, self.schemas)
 
     async def collect_tool_rewards(self) -> None:
         """Set ``tool_rewards`` to the rewards that the tools give. Raises ToolServerError."""

@@ -8,7 +8,7 @@ from typing import Any
 from agentrl.config.schema import SamplingConfig
 from agentrl.documents.status import StopReason
 from agentrl.documents.task import Task
-from agentrl.errors import ContextFullError, FailureError, ScorerError, TrajectoryError
+from agentrl.errors import ContextFullError, FailureError, ScorerError, TrajectoryError, TurnsLimitError
 from agentrl.rollout.agents import Agent, AgentClass
 from agentrl.rollout.outcome import Outcome, checked_outcome
 from agentrl.rollout.rollout import Rollout
@@ -21,7 +21,8 @@ async def run_agent(
 ) -> Outcome:
     """Run an agent, contained; validate its outcome and its own score. Raises FailureError or ConfigError.
 
-    A ContextFullError of the agent is the outcome of a trajectory at its length limit.
+    A ContextFullError of the agent is the outcome of a trajectory at its length limit, a TurnsLimitError that
+    of one at its turns limit.
     """
     instance: Any = None
     if isinstance(agent, AgentClass):
@@ -31,6 +32,8 @@ async def run_agent(
         outcome = await contain(lambda: run(rollout), f"agent {name}", FailureError)
     except ContextFullError:
         outcome = Outcome(StopReason.LENGTH_LIMIT)
+    except TurnsLimitError:
+        outcome = Outcome(StopReason.TURNS_LIMIT)
     await rollout.collect_tool_rewards()
     outcome = contain_call(
         lambda: checked_outcome(name, outcome), f"the outcome of agent {name}", TrajectoryError
@@ -42,8 +45,10 @@ async def run_agent(
 async def _score_by_agent(
     instance: Any, name: str, rollout: Rollout, outcome: Outcome, sampling: SamplingConfig
 ) -> None:
-    """Set ``rollout.agent_score`` if the outcome or the method ``evaluate`` gives a score."""
+    """Set ``rollout.agent_score`` if the outcome, a report to the gateway or ``evaluate`` gives a score."""
     score = outcome.score
+    if score is None and rollout.reported_reward is not None:
+        score = rollout.reported_reward
     evaluate = getattr(instance, "evaluate", None)
     await rollout.finish()
     if score is None and evaluate is not None:

@@ -8,7 +8,7 @@ import logging
 import signal
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from agentrl.chat.chat_format import ChatFormat
@@ -21,6 +21,7 @@ from agentrl.config.schema import (
     AgentConfig,
     ClaimConfig,
     EngineConfig,
+    GatewayConfig,
     GroupConfig,
     ModelConfig,
     RunConfig,
@@ -30,6 +31,7 @@ from agentrl.config.schema import (
 )
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.serving import InferenceService
+from agentrl.documents.task import Claim
 from agentrl.errors import ModelError
 from agentrl.inference.router import EngineRouter, LiveEngines, Watch
 from agentrl.observe.logging import describe_process_id
@@ -37,6 +39,7 @@ from agentrl.registry import allow_imports
 from agentrl.rollout.agents import AGENTS
 from agentrl.rollout.budget import context_problem
 from agentrl.rollout.context import CONTEXT_MANAGERS
+from agentrl.rollout.endpoint import Endpoint
 from agentrl.rollout.holding import EngineWatch
 from agentrl.rollout.housekeeping import EpochPlan
 from agentrl.rollout.outages import Outages
@@ -48,6 +51,7 @@ from agentrl.tools.browse import open_browse_agent
 from agentrl.tools.pool import ToolPool
 
 if TYPE_CHECKING:
+    from agentrl.gateway.host import GatewayHost
     from agentrl.store.client import Store
 
 logger = logging.getLogger(__name__)
@@ -179,6 +183,54 @@ def sampler_config(
     )
 
 
+class SamplerGateway:
+    """The gateway of a sampler, imported and started when an agent first opens it."""
+
+    def __init__(
+        self,
+        store: Store,
+        configs: Configs,
+        router: EngineRouter,
+        chat_format: ChatFormat,
+        params: SamplingParams,
+    ) -> None:
+        self._store = store
+        self._configs = configs
+        self._router = router
+        self._chat_format = chat_format
+        self._params = params
+        self._host: GatewayHost | None = None
+
+    @asynccontextmanager
+    async def open(self, claim: Claim, *, train: str, max_calls: int) -> AsyncIterator[Endpoint]:
+        """Return the endpoint of a trajectory."""
+        if self._host is None:
+            self._host = self._new_host()
+        async with self._host.open(claim, train=train, max_calls=max_calls) as endpoint:
+            yield endpoint
+
+    async def aclose(self) -> None:
+        """Stop the gateway."""
+        if self._host is not None:
+            await self._host.close()
+
+    def _new_host(self) -> GatewayHost:
+        from agentrl.gateway.chains import Chains
+        from agentrl.gateway.host import GatewayHost
+        from agentrl.gateway.model_calls import Answerer
+
+        answerer = Answerer(
+            store=self._store,
+            router=self._router,
+            chat_format=self._chat_format,
+            params=self._params,
+            agent=self._configs[AgentConfig],
+            seed=self._configs[RunConfig].seed,
+            chains=Chains(self._store),
+        )
+        return GatewayHost(answerer, self._configs[GatewayConfig])
+
+
 @asynccontextmanager
 async def open_worker(
     store: Store, configs: Configs, *, live: LiveEngines | None = None, stop: asyncio.Event | None = None
@@ -201,7 +253,10 @@ async def open_worker(
         problem = context_problem(agent, sampling, router.context_length)
         if problem is not None:
             logger.warning("%s", problem)
-        async with ToolPool(configs[ToolConfig], open_browse_agent(sampling.agent_config_path)) as tools:
+        async with (
+            ToolPool(configs[ToolConfig], open_browse_agent(sampling.agent_config_path)) as tools,
+            aclosing(SamplerGateway(store, configs, router, chat_format, params)) as gateway,
+        ):
             yield (
                 Worker(
                     store=store,
@@ -216,6 +271,7 @@ async def open_worker(
                     stop=stop or asyncio.Event(),
                     environment_timeout=configs[ToolConfig].tool_timeout_seconds,
                     outages=outages,
+                    gateway=gateway,
                 ),
                 router,
             )

@@ -34,6 +34,7 @@ from agentrl.registry import allow_imports, is_importable
 from agentrl.rollout.agents import AGENTS, Agent, AgentClass
 from agentrl.rollout.call_writer import CallWriter
 from agentrl.rollout.context import CONTEXT_MANAGERS
+from agentrl.rollout.endpoint import Gateway
 from agentrl.rollout.holding import HeldEngine, HeldTools
 from agentrl.rollout.model_call import Engine
 from agentrl.rollout.outages import Clock, Outages
@@ -110,6 +111,8 @@ class Worker:
     """Bound of each call of an environment's method, in seconds."""
     outages: Outages = field(default_factory=Outages)
     """The circuit breakers of this process."""
+    gateway: Gateway | None = None
+    """Opens base URLs for agents that are clients of a model API."""
 
     @cached_property
     def scoring(self) -> Scoring:
@@ -191,6 +194,7 @@ class Worker:
                 manage_context=CONTEXT_MANAGERS.get(self.agent.new_context),
                 write=writer.write,
                 environment=environment,
+                gateway=self.gateway,
             )
             outcome = await self._run_agent(agent, agent_name, rollout, writer)
         await self._advance(

@@ -22,6 +22,7 @@ from agentrl.store.claims import Claims
 from agentrl.store.connection import Connection
 from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.store.evaluations import Evaluations
+from agentrl.store.gateways import Gateways
 from agentrl.store.model_calls import ModelCalls
 from agentrl.store.names import TASK
 from agentrl.store.outages import OutageRecords
@@ -57,6 +58,7 @@ class Store:
         self.imports = Imports(connection)
         self.settings = Settings(connection)
         self.evaluations = Evaluations(connection)
+        self.gateways = Gateways(connection)
         self.views = Views(connection)
         self._changes = Changes(connection)
 

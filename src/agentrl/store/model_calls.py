@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import bson
 from bson.raw_bson import RawBSONDocument
 from pymongo import ASCENDING, UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
+from agentrl.documents.gateway import GatewayCall, GatewayCallStatus
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim
 from agentrl.store import slots
 from agentrl.store.blobs import Blobs
 from agentrl.store.connection import Connection, Json, Repository, database_call
-from agentrl.store.names import MODEL_CALL, RECORD
+from agentrl.store.names import GATEWAY_CALL, MODEL_CALL, RECORD
 from agentrl.store.slots import lease_lost, lost_claims
 from agentrl.store.write_coalescer import WriteCoalescer
 
@@ -48,6 +49,60 @@ class ModelCalls(Repository):
         super().__init__(connection)
         self._blobs = Blobs(connection, MODEL_CALL)
         self._adding = WriteCoalescer(self._add_batch, self._add_each)
+
+    @database_call
+    async def add_answer(
+        self, claim: Claim, call: DispatchedSamplingTask, answer: GatewayCall, after: str
+    ) -> DispatchedSamplingTask:
+        """Store the model call of a gateway's request under the next index, and end the request.
+
+        Both are one transaction, so that a request has one model call whoever answers it. Return the call
+        with its index. Raises LeaseLostError if the claim is lost, the Record is not running, or another
+        gateway has taken the request over.
+        """
+        mine = {
+            "_id": answer.id, "gateway": answer.gateway, "status": GatewayCallStatus.RUNNING.value,
+        }  # fmt: skip
+
+        async def write(session: AsyncClientSession) -> DispatchedSamplingTask:
+            done = await self._collection(GATEWAY_CALL).find_one(
+                {"_id": answer.id, "gateway": answer.gateway, "call": {"$ne": None}}, session=session
+            )
+            if done is not None:  # an outage lost the answer of the transaction that wrote it
+                found = await self._collection(MODEL_CALL).find_one({"_id": done["call"]}, session=session)
+                assert found is not None  # the same transaction wrote it
+                return DispatchedSamplingTask.from_document(await self._blobs.restore(found))
+            before = await self._collection(RECORD).find_one(
+                {"_id": claim.record_id}, {"traj": 1}, session=session
+            )
+            index = len(before["traj"]) if before is not None else 0
+            stored = replace(call, id=f"{claim.record_id}/{index}", index=index)
+            document = RawBSONDocument(bson.encode(await self._blobs.offload(stored.to_document())))
+            addition = _Addition(claim, stored, document)
+            lost, counted = await asyncio.gather(
+                lost_claims(self._connection, [claim]),
+                self._collection(RECORD).update_one(addition.running, _count(stored), session=session),
+            )
+            if lost or counted.matched_count == 0:
+                raise lease_lost(claim)
+            fields: Json = {"status": GatewayCallStatus.DONE.value, "call": stored.id, "after": after}
+            ended = await self._collection(GATEWAY_CALL).update_one(
+                mine, {"$set": fields, "$currentDate": {"finished_at": True}}, session=session
+            )
+            if ended.matched_count == 0:
+                raise lease_lost(claim)
+            await self._collection(MODEL_CALL).insert_one(document, session=session)
+            return stored
+
+        return await self._connection.transaction(write)
+
+    @database_call
+    async def by_id(self, call_id: str) -> DispatchedSamplingTask | None:
+        """Return one model call; None if it does not exist."""
+        document = await self._collection(MODEL_CALL).find_one({"_id": call_id})
+        if document is None:
+            return None
+        return DispatchedSamplingTask.from_document(await self._blobs.restore(document))
 
     @database_call
     async def add(self, claim: Claim, *calls: DispatchedSamplingTask) -> None:

@@ -21,6 +21,10 @@ OUTAGE: Final = "Outage"
 """Dependencies that samplers find down."""
 IMPORTS: Final = "Imports"
 """The functions that samplers may import; only administrators write it."""
+GATEWAY_SESSION: Final = "GatewaySession"
+"""The base URLs of trajectories."""
+GATEWAY_CALL: Final = "GatewayCall"
+"""The requests to gateways."""
 LEASE: Final = "TrainerLease"
 """The lease by which trainers exclude each other."""
 SETTINGS: Final = "Settings"
@@ -43,6 +47,8 @@ COLLECTIONS: Final = (
     IMPORTS,
     OUTAGE,
     EVALUATION,
+    GATEWAY_SESSION,
+    GATEWAY_CALL,
 )
 
 SCHEMA_VERSION: Final = 6

@@ -17,6 +17,7 @@ from pymongo.errors import OperationFailure
 
 from agentrl.documents.base import Document, Root
 from agentrl.documents.evaluation import Evaluation
+from agentrl.documents.gateway import GatewayCall, GatewaySession
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.outage import Outage
 from agentrl.documents.record import Record
@@ -43,6 +44,8 @@ from agentrl.store.names import (
     EPOCH,
     EVALUATION,
     GATE,
+    GATEWAY_CALL,
+    GATEWAY_SESSION,
     IMPORTS,
     LEASE,
     MODEL_CALL,
@@ -177,6 +180,8 @@ VALIDATORS: dict[str, Json] = {
         LEASE: _object(TrainerLease),
         OUTAGE: _object(Outage),
         EVALUATION: _object(Evaluation),
+        GATEWAY_SESSION: _object(GatewaySession),
+        GATEWAY_CALL: _object(GatewayCall),
     }.items()
 }
 """Collection → validator. Fields without a default are required; unknown fields are refused."""
@@ -222,6 +227,12 @@ INDEXES: dict[str, list[IndexModel]] = {
     SERVICE: [_index("status", "heartbeat")],
     OUTAGE: [_index("ended_at", "seen_at")],
     EVALUATION: [_index("status", "seen_at"), _index("version")],
+    GATEWAY_SESSION: [_index("record")],
+    GATEWAY_CALL: [
+        _index("record", "digest", "number", unique=True),
+        _index("record", "after"),
+        _index("record", "answer_id"),
+    ],
     STEP: [_index("step", unique=True, where=_ACTIVE_STEPS), _index("status", "step")],
 }
 

@@ -19,6 +19,8 @@ from agentrl.store.names import (
     EPOCH,
     EVALUATION,
     GATE,
+    GATEWAY_CALL,
+    GATEWAY_SESSION,
     LEASE,
     MODEL_CALL,
     OUTAGE,
@@ -50,7 +52,8 @@ def _packed(collection: str) -> dict[str, list[str]]:
 ROLES: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
     "agentrl_sampler": {
         TASK: _CHANGE, RECORD: _CHANGE, MODEL_CALL: _ADD, DATA: _ADD, GATE: _CHANGE, EPOCH: _CHANGE,
-        SETTINGS: _ADD, OUTAGE: _CHANGE, EVALUATION: _CHANGE, **_packed(MODEL_CALL), **_packed(DATA),
+        SETTINGS: _ADD, OUTAGE: _CHANGE, EVALUATION: _CHANGE, GATEWAY_SESSION: _CHANGE, GATEWAY_CALL: _CHANGE,
+        **_packed(MODEL_CALL), **_packed(DATA),
     },
     "agentrl_trainer": {
         TASK: ["update"], RECORD: ["update"], DATA: ["update"], STEP: _CHANGE, VERSION: _CHANGE,

@@ -22,7 +22,7 @@ from agentrl.store.names import DATA, RECORD, STEP, TASK, VERSION
 
 _RECORD_FIELDS = {
     "task": 1, "split": 1, "status": 1, "score": 1, "advantage": 1, "turn_advantages": 1,
-    "trained_count": 1, "turns": 1, "last_trained_step": 1,
+    "trained_count": 1, "turns": 1, "last_trained_step": 1, "untrained_calls": 1,
 }  # fmt: skip
 
 
@@ -90,6 +90,8 @@ def origin_problems(data: Json, record: Json) -> Iterator[Problem]:
     """Yield contradictions between training data and their Record."""
     name = f"DBRecordData {data['_id']}"
     rows = [(f"{field} of its Record", record.get(field), data.get(field)) for field in _COPIED]
+    left_out = record.get("untrained_calls") or [], data.get("untrained_calls") or []
+    rows.append(("untrained_calls of its Record", *left_out))
     yield from differing(name, [("the Record whose _id it has", data["_id"], data["record"]), *rows])
     if record["status"] != RecordStatus.READY:
         yield Problem(name, "a Record that is ready", RecordStatus.READY.value, record["status"])

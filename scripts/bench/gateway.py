@@ -1,0 +1,260 @@
+"""Measure a gateway in a process of its own, on an engine that streams a fixed text, with a real mongod.
+
+    python scripts/bench/gateway.py [--only NAME ...] [--model FOLDER] [--json FILE]
+
+``6k``, ``75k``: the gateway's CPU time of a streamed call that continues a conversation of so many tokens, 8
+conversations at a time, and of the first call, which renders the prompt; ``first-token``: the time to the
+first text of a stream, compared with that of the engine; ``streams``: 256 streams at a time. Without
+--model a tokenizer is made like that of the tiny quickstart. Exits with 1 if a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from harness import Row, print_rows
+from rollout import make_model
+from store_fixtures import run_database, server
+
+from agentrl.chat.model_folder import read_chat_files
+from agentrl.documents.gateway import GatewaySession
+from agentrl.documents.serving import InferenceService
+from agentrl.documents.status import RecordStatus, ServiceStatus
+from agentrl.documents.task import Slot, Task
+from agentrl.gateway.app import token_digest
+from agentrl.store.client import Store
+
+HERE = Path(__file__).parent
+CONVERSATIONS, TURNS, STREAMS = 8, 9, 256
+_TEXT = "the of tower river year author page museum century because tool found number first city"
+_WORDS = _TEXT.split()
+_MILLI = 1000.0
+_LEASE = 3600.0
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The running processes."""
+
+    store: Store
+    url: str
+    engine_url: str
+    model: str
+    gateway: psutil.Process
+    client: httpx.AsyncClient
+
+    def cpu(self) -> float:
+        """Return the CPU seconds of the gateway."""
+        used = self.gateway.cpu_times()
+        return float(used.user + used.system)
+
+    async def urls(self, count: int) -> list[str]:
+        """Begin trajectories; return their base URLs."""
+        name = secrets.token_hex(4)
+        slots = tuple(Slot(traj_id=each) for each in range(count))
+        task = Task(
+            id=f"train/0/{name}", task_id=name, split="train", epoch=0, order=0, query="?", slots=slots
+        )
+        await self.store.tasks.load([task])
+        found = []
+        for _ in range(count):
+            claim = await self.store.claims.claim(split="train", owner="bench", lease_seconds=_LEASE)
+            assert claim is not None
+            await self.store.records.create(claim)
+            await self.store.records.advance(claim, RecordStatus.RUNNING)
+            token = secrets.token_urlsafe(32)
+            session = GatewaySession(
+                id=token_digest(token), record=claim.record_id, task=claim.task.id, traj_id=claim.traj_id,
+                attempt=claim.attempt, owner=claim.owner, models=("policy",), max_calls=10_000,
+            )  # fmt: skip
+            await self.store.gateways.open_session(session)
+            found.append(f"{self.url}/t/{token}/v1/chat/completions")
+        return found
+
+    def text(self, tokens: int) -> str:
+        """Return text of about so many tokens."""
+        rng = random.Random(tokens)
+        tokenizer = read_chat_files(self.model).tokenizer
+        words = rng.choices(_WORDS, k=2000)
+        per_word = len(tokenizer.encode(" ".join(words), add_special_tokens=False).ids) / len(words)
+        return " ".join(rng.choices(_WORDS, k=int(tokens / per_word)))
+
+    async def stream(self, url: str, messages: list[Any]) -> tuple[str, float]:
+        """Make a streamed call; return its text and the seconds to the first of it."""
+        began, first, texts = time.perf_counter(), 0.0, []
+        body = {"model": "policy", "messages": messages, "stream": True}
+        async with self.client.stream("POST", url, json=body) as answer:
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise RuntimeError(event["error"]["message"])
+                text = event["choices"][0]["delta"].get("content")
+                if text and not first:
+                    first = time.perf_counter() - began
+                texts.append(text or "")
+        return "".join(texts), first
+
+    async def plain_first_token(self) -> float:
+        """Return the seconds to the first token of the engine itself."""
+        body = {"input_ids": [1] * 6000, "sampling_params": {}, "stream": True, "rid": secrets.token_hex(8)}
+        began = time.perf_counter()
+        async with self.client.stream("POST", f"{self.engine_url}/generate", json=body) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    break
+        return time.perf_counter() - began
+
+
+async def contexts(bench: Bench, tokens: int) -> list[Row]:
+    """Measure the CPU time of calls in long conversations."""
+    text = bench.text(tokens)
+    urls = await bench.urls(CONVERSATIONS)
+    conversations: list[list[Any]] = [[{"role": "user", "content": f"{n} {text}"}] for n in range(len(urls))]
+    spent = []
+    for turn in range(TURNS):
+        began = bench.cpu()
+        answers = await asyncio.gather(*map(bench.stream, urls, conversations))
+        spent.append((bench.cpu() - began) / len(urls))
+        for conversation, (said, _) in zip(conversations, answers, strict=True):
+            result = f"result {turn}: " + " ".join(_WORDS * 4)
+            conversation += [{"role": "assistant", "content": said}, {"role": "user", "content": result}]
+    name, limit = f"{tokens // 1000}K tokens", 5.0 if tokens < 50_000 else 10.0
+    later = _MILLI * statistics.mean(spent[1:])
+    return [
+        Row(what=f"CPU of a call, {name}", ours=f"{later:.2f} ms", baseline=f"{limit:g} ms",
+            ratio=later / limit, target=1.0, more=False),
+        Row(what=f"CPU of a first call, {name}", ours=f"{_MILLI * spent[0]:.1f} ms", baseline="",
+            ratio=None),
+    ]  # fmt: skip
+
+
+async def first_token(bench: Bench) -> list[Row]:
+    """Compare the time to the first token with the engine's, one call at a time, in alternation."""
+    (url,) = await bench.urls(1)
+    messages: list[Any] = [{"role": "user", "content": bench.text(6000)}]
+    ours, plain = [], []
+    for turn in range(40):
+        said, first = await bench.stream(url, messages)
+        ours.append(first)
+        plain.append(await bench.plain_first_token())
+        more = {"role": "user", "content": f"more {turn}"}
+        messages += [{"role": "assistant", "content": said}, more]
+    mine, theirs = (_MILLI * statistics.median(values[5:]) for values in (ours, plain))
+    return [
+        Row(what="time to the first token beyond the engine's, 6K tokens", ours=f"{mine:.1f} ms",
+            baseline=f"{theirs:.1f} ms + 3 ms", ratio=mine / (theirs + 3.0), target=1.0, more=False),
+    ]  # fmt: skip
+
+
+async def streams(bench: Bench) -> list[Row]:
+    """Measure many streams at a time."""
+    urls = await bench.urls(STREAMS)
+    text = bench.text(1000)
+    began, cpu = time.perf_counter(), bench.cpu()
+    answers = await asyncio.gather(
+        *(bench.stream(url, [{"role": "user", "content": f"{n} {text}"}]) for n, url in enumerate(urls))
+    )
+    seconds, cpu = time.perf_counter() - began, bench.cpu() - cpu
+    assert len({said for said, _ in answers}) == 1
+    memory = bench.gateway.memory_info().rss / 2**20
+    shown = f"{seconds:.1f} s, {_MILLI * cpu / STREAMS:.1f} ms CPU each, {memory:.0f} MiB"
+    return [Row(what=f"{STREAMS} streams at a time, 1K tokens", ours=shown, baseline="", ratio=None)]
+
+
+@asynccontextmanager
+async def opened(uri: str, model: str, gap_ms: float) -> AsyncIterator[Bench]:
+    """Start an engine and a gateway; end them."""
+    async with AsyncExitStack() as stack:
+        store = await stack.enter_async_context(run_database(uri, "gateway"))
+        engine = await asyncio.create_subprocess_exec(
+            sys.executable, str(HERE / "gateway_engine.py"), model, str(gap_ms),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        stack.callback(engine.kill)
+        assert engine.stdout is not None
+        engine_url = f"http://127.0.0.1:{(await engine.stdout.readline()).decode().strip()}"
+        await store.services.register(
+            InferenceService(
+                id="e", url=engine_url, engine="sglang", model=model, host="h", pid=1,
+                status=ServiceStatus.READY, policy_version=0,
+            )
+        )  # fmt: skip
+        logs = stack.enter_context(tempfile.TemporaryDirectory())
+        url = "http://127.0.0.1:8797"
+        flags = {
+            "run_name": store.run_name, "db_connection_string": uri, "model_name_or_path": model,
+            "max_prompt_tokens": 200_000, "max_model_len": 300_000, "heartbeat_seconds": 600,
+            "log_dir": logs, "gateway_port": 8797,
+        }  # fmt: skip
+        words = [f"--{name}={value}" for name, value in flags.items()]
+        gateway = await asyncio.create_subprocess_exec(sys.executable, "-m", "agentrl", "gateway", *words)
+        stack.callback(gateway.kill)
+        client = await stack.enter_async_context(
+            httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=512))
+        )
+        for _ in range(600):
+            if await _is_up(client, url):
+                break
+            await asyncio.sleep(0.2)
+        yield Bench(store, url, engine_url, model, psutil.Process(gateway.pid), client)
+
+
+async def _is_up(client: httpx.AsyncClient, url: str) -> bool:
+    try:
+        return (await client.get(f"{url}/health")).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+async def measure(uri: str, model: str, names: list[str]) -> list[Row]:
+    """Run the chosen measurements."""
+    rows: list[Row] = []
+    async with opened(uri, model, 1.0) as bench:
+        for name in names:
+            if name in ("6k", "75k"):
+                rows += await contexts(bench, int(name[:-1]) * 1000)
+            elif name == "first-token":
+                rows += await first_token(bench)
+    if "streams" in names:
+        async with opened(uri, model, 20.0) as bench:
+            rows += await streams(bench)
+    return rows
+
+
+def main(argv: list[str]) -> int:
+    """Print a table; return 1 if a target is missed."""
+    names = ["6k", "75k", "first-token", "streams"]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", nargs="*", choices=names, default=names)
+    parser.add_argument("--model", help="folder of a model; its tokenizer and chat template are used")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder, server() as uri:
+        model = options.model or make_model(Path(folder))
+        rows = asyncio.run(measure(uri, model, options.only))
+    print_rows("gateway", rows)
+    if options.json is not None:
+        options.json.write_text(json.dumps([each.plain() for each in rows], indent=2), encoding="utf-8")
+    return int(any(each.passed is False for each in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,291 @@
+"""Serve the routes of a gateway: one base URL for each trajectory, and the dialects under it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from agentrl.config.gateway import GatewayConfig
+from agentrl.documents.gateway import GatewaySession
+from agentrl.documents.task import Claim
+from agentrl.errors import AgentRLError, LeaseLostError, StoreUnavailableError
+from agentrl.gateway.dialects.base import Dialect
+from agentrl.gateway.dialects.chat import ChatCompletions
+from agentrl.gateway.dialects.messages import Messages
+from agentrl.gateway.dialects.responses import Responses
+from agentrl.gateway.errors import GatewayError
+from agentrl.gateway.model_calls import Answerer, answer_of, dead_url
+from agentrl.gateway.pending import PendingAnswer, PendingAnswers
+from agentrl.gateway.request import GatewayRequest, load_body, require_model
+from agentrl.gateway.rewards import read_reward
+from agentrl.gateway.text_stream import TextStream
+
+if TYPE_CHECKING:
+    pass
+
+logger = logging.getLogger(__name__)
+
+CHAT = ChatCompletions()
+MESSAGES = Messages()
+RESPONSES = Responses()
+_KEY_HEADERS = ("authorization", "x-api-key", "api-key")
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The trajectory that a request belongs to."""
+
+    session: GatewaySession
+    claim: Claim
+
+
+class GatewayApp:
+    """The HTTP application of a gateway. It keeps no state that another gateway would need."""
+
+    def __init__(self, answerer: Answerer, config: GatewayConfig) -> None:
+        self.answerer = answerer
+        self.config = config
+        self.name = f"gateway-{secrets.token_hex(6)}"
+        self._pending = PendingAnswers(answerer, config, self.name)
+        self._claims: dict[str, tuple[GatewaySession, Claim]] = {}
+
+    def app(self) -> Starlette:
+        """Return the application."""
+        return Starlette(
+            routes=[
+                Route("/health", self._health, methods=["GET"]),
+                Route("/t/{token}/v1/models", self._guarded(CHAT, self._models), methods=["GET"]),
+                Route("/t/{token}/v1/models/{model:path}", self._guarded(CHAT, self._model), methods=["GET"]),
+                Route("/t/{token}/reward", self._guarded(CHAT, self._reward), methods=["POST"]),
+                Route("/t/{token}/v1/chat/completions", self._generation(CHAT), methods=["POST"]),
+                Route("/t/{token}/v1/responses", self._generation(RESPONSES), methods=["POST"]),
+                Route("/t/{token}/v1/messages", self._generation(MESSAGES), methods=["POST"]),
+                Route(
+                    "/t/{token}/v1/messages/count_tokens",
+                    self._guarded(MESSAGES, self._count_tokens),
+                    methods=["POST"],
+                ),
+                Route("/{path:path}", self._unknown, methods=["GET", "POST", "PUT", "DELETE"]),
+            ]
+        )
+
+    async def close(self) -> None:
+        """Cancel the answers that are under way."""
+        await self._pending.close()
+
+    async def close_record(self, record_id: str) -> None:
+        """Cancel the answers that are under way for one trajectory."""
+        self._claims = {key: each for key, each in self._claims.items() if each[1].record_id != record_id}
+        await self._pending.close(record_id)
+
+    async def _health(self, request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def _unknown(self, request: Request) -> Response:
+        error = GatewayError(
+            "not_found",
+            f"there is no {request.method} {request.url.path.rpartition('/t/')[0] or '/'}…",
+            code="not_found",
+            hint="the base URL is …/t/TOKEN/v1; docs/gateway.md lists its routes",
+        )
+        return _json(CHAT.error(error), error.status)
+
+    def _guarded(
+        self, dialect: Dialect, handle: Callable[[Request, Caller], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Return a handler that authenticates, bounds the time of a request and answers errors."""
+
+        async def guarded(request: Request) -> Response:
+            try:
+                return await handle(request, await self._caller(request))
+            except ClientDisconnect:
+                return Response(status_code=499)
+            except GatewayError as error:
+                return _json(dialect.error(error), error.status)
+            except StoreUnavailableError as error:
+                down = GatewayError("unavailable", error.message, code="unavailable")
+                return _json(dialect.error(down), down.status)
+            except AgentRLError as error:
+                logger.warning("a request was refused", extra={"why": error.message})
+                refused = GatewayError("internal", error.message, code="internal")
+                return _json(dialect.error(refused), refused.status)
+
+        return guarded
+
+    def _generation(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
+        async def generate(request: Request, caller: Caller) -> Response:
+            asked, digest_of = await self._read(request, dialect)
+            require_model(asked, caller.session.models)
+            asked = await self.answerer.resolve(caller.claim, asked)
+            pending = self._pending.get(caller.session, caller.claim, dialect.name, asked, digest_of)
+            if asked.stream:
+                events = self._events(dialect, asked, pending)
+                first = await anext(events)  # an error before the first token has a status of its own
+                return StreamingResponse(
+                    _chain(first, events), media_type="text/event-stream", headers=_STREAM_HEADERS
+                )
+            call = await pending.result()
+            answer = answer_of(call, asked, pending.call, self.answerer.chat_format)
+            return _json(dialect.answer(answer))
+
+        return self._guarded(dialect, generate)
+
+    async def _events(
+        self, dialect: Dialect, asked: GatewayRequest, pending: PendingAnswer
+    ) -> AsyncIterator[bytes]:
+        """Yield the events of an answer; it is stored before its last event."""
+        prompt_ids = await pending.prompt()
+        call = pending.call
+        chat_format = self.answerer.chat_format
+        stream = dialect.stream(asked)
+        text = TextStream(chat_format, prompt_ids or (), asked.stop)
+        for event in stream.begin(call.answer_id, int(call.created_at.timestamp()), len(prompt_ids or ())):
+            yield event
+        try:
+            async for start, ids in pending.tokens():
+                for delta in text.add(start, ids):
+                    for event in stream.delta(delta):
+                        yield event
+            stored = await pending.result()
+            answer = answer_of(stored, asked, pending.call, chat_format)
+            rest = text.finish(answer.reasoning, answer.content)
+            if rest is None:
+                raise GatewayError(
+                    "unavailable", "the answer changed while it was sent", code="answer_changed",
+                    hint="send the request again: the whole answer is stored",
+                )  # fmt: skip
+            for delta in rest:
+                for event in stream.delta(delta):
+                    yield event
+            for event in stream.end(answer):
+                yield event
+        except GatewayError as error:
+            yield dialect.error_event(error)
+
+    async def _read(
+        self, request: Request, dialect: Dialect
+    ) -> tuple[GatewayRequest, tuple[bytes, str | None]]:
+        """Return the request, and what identifies its retries: the body and the idempotency key."""
+        body = await self._body(request)
+        return dialect.parse(load_body(body)), (body, request.headers.get("idempotency-key"))
+
+    async def _body(self, request: Request) -> bytes:
+        limit = int(self.config.gateway_body_mb * 2**20)
+        length = request.headers.get("content-length", "0")
+        if length.isdigit() and int(length) > limit:
+            raise _too_large(limit)
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self.config.gateway_timeout_seconds):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > limit:
+                        raise _too_large(limit)
+                    parts.append(part)
+        except TimeoutError as error:
+            raise GatewayError(
+                "timeout",
+                f"the body did not arrive within {self.config.gateway_timeout_seconds:g} s",
+                code="body_timeout",
+            ) from error
+        return b"".join(parts)
+
+    async def _caller(self, request: Request) -> Caller:
+        """Return the trajectory of a request's token. Raises GatewayError unless its claim is alive."""
+        token = request.path_params["token"]
+        for name in _KEY_HEADERS:
+            given = request.headers.get(name, "").removeprefix("Bearer ").strip()
+            if given and not secrets.compare_digest(given.encode(), token.encode()):
+                raise GatewayError(
+                    "authentication",
+                    f"the key in {name} is not that of this URL",
+                    code="wrong_key",
+                    hint="base URL and key belong together: use those of one trajectory",
+                )
+        store = self.answerer.store
+        session_id = token_digest(token)
+        cached = self._claims.get(session_id)
+        session = await store.gateways.session(session_id)
+        if session is None or session.closed_at is not None or not await store.gateways.is_live(session):
+            self._claims.pop(session_id, None)
+            raise dead_url()
+        if cached is not None:
+            return Caller(session, cached[1])
+        task = await store.tasks.get(session.task)
+        if task is None:
+            raise dead_url()
+        claim = Claim(task=task, traj_id=session.traj_id, attempt=session.attempt, owner=session.owner)
+        self._claims[session_id] = (session, claim)
+        return Caller(session, claim)
+
+    async def _models(self, request: Request, caller: Caller) -> Response:
+        models = [_model_json(name, caller.session) for name in caller.session.models]
+        return _json({
+            "object": "list", "data": models, "has_more": False,
+            "first_id": models[0]["id"], "last_id": models[-1]["id"],
+        })  # fmt: skip
+
+    async def _model(self, request: Request, caller: Caller) -> Response:
+        name = request.path_params["model"]
+        require_model(GatewayRequest(model=name, messages=[], tools=[]), caller.session.models)
+        return _json(_model_json(name, caller.session))
+
+    async def _count_tokens(self, request: Request, caller: Caller) -> Response:
+        asked, _ = await self._read(request, MESSAGES)
+        require_model(asked, caller.session.models)
+        return _json({"input_tokens": await self.answerer.count_tokens(caller.claim, asked)})
+
+    async def _reward(self, request: Request, caller: Caller) -> Response:
+        store = self.answerer.store
+        body = load_body(await self._body(request))
+        reward = await read_reward(store, caller.claim.record_id, body)
+        try:
+            await store.gateways.report_reward(caller.claim, reward)
+        except LeaseLostError as error:
+            raise dead_url() from error
+        return _json({"status": "stored"})
+
+
+def token_digest(token: str) -> str:
+    """Return what is stored of a token."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def _too_large(limit: int) -> GatewayError:
+    return GatewayError(
+        "too_large",
+        f"the body is larger than {limit / 2**20:g} MiB",
+        code="body_too_large",
+        hint="--gateway_body_mb sets the limit",
+    )
+
+
+def _model_json(name: str, session: GatewaySession) -> dict[str, Any]:
+    created = session.created_at
+    return {
+        "id": name, "object": "model", "created": int(created.timestamp()), "owned_by": "agentrl",
+        "type": "model", "display_name": name, "created_at": created.isoformat(),
+    }  # fmt: skip
+
+
+def _json(value: Mapping[str, Any], status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json")
+
+
+async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for event in rest:
+        yield event

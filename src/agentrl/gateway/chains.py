@@ -1,0 +1,127 @@
+"""Rebuild the conversation up to a model call from stored documents, and cache it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from agentrl.chat.chat_format import ChatFormat, Message
+from agentrl.documents.model_call import DispatchedSamplingTask, full_messages
+from agentrl.documents.packing import unpack_ids
+from agentrl.errors import StoreError, TrajectoryError
+from agentrl.tools.base import Schema
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
+
+_CACHED_TOKENS = 4_000_000
+"""Tokens in all cached conversations; an older one is read again from the database."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A conversation that ends with a model call: what its prompt and its output hold."""
+
+    call: str
+    prompt_ids: list[int]
+    output_ids: list[int]
+    messages: list[Message]
+    """All messages, the answer included, with the thoughts that a client does not send back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The prompt of a new call and its place in the token tree."""
+
+    ids: list[int]
+    context_ids: list[int]
+    messages: list[Message]
+    """All messages of the conversation."""
+    new_messages: list[Message]
+    """Those that the parent does not have."""
+    parent: str | None
+    follows: str | None
+
+
+class Chains:
+    """The conversations of a process's latest calls, by model call. A cache of immutable documents."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._cached: OrderedDict[str, Chain] = OrderedDict()
+        self._tokens = 0
+
+    async def get(self, record_id: str, call_id: str) -> Chain:
+        """Return the conversation up to a model call of a trajectory."""
+        chain = self._cached.get(call_id)
+        if chain is None:
+            calls = await self._store.model_calls.by_record(record_id)
+            chain = chain_of({call.id: call for call in calls}, call_id)
+            self.add(chain)
+        else:
+            self._cached.move_to_end(call_id)
+        return chain
+
+    def add(self, chain: Chain) -> None:
+        """Keep a conversation; drop the oldest ones beyond the limit."""
+        if chain.call in self._cached:
+            return
+        self._cached[chain.call] = chain
+        self._tokens += _size(chain)
+        while self._tokens > _CACHED_TOKENS and len(self._cached) > 1:
+            _, old = self._cached.popitem(last=False)
+            self._tokens -= _size(old)
+
+
+def _size(chain: Chain) -> int:
+    return len(chain.prompt_ids) + len(chain.output_ids)
+
+
+def chain_of(calls: Mapping[str, DispatchedSamplingTask], call_id: str) -> Chain:
+    """Return the conversation of a call, from the call without a parent on. Raises StoreError."""
+    path: list[DispatchedSamplingTask] = []
+    wanted: str | None = call_id
+    while wanted is not None:
+        if wanted not in calls:
+            raise StoreError(f"model call {wanted} is missing", hint="look for more: agentrl db check")
+        path.append(calls[wanted])
+        wanted = calls[wanted].parent
+    prompt: list[int] = []
+    messages: list[Message] = []
+    output: list[int] = []
+    before: DispatchedSamplingTask | None = None
+    for call in reversed(path):
+        prompt += [*output, *unpack_ids(call.context_ids).tolist()]
+        output = unpack_ids(call.output_ids).tolist()
+        messages += [*full_messages(call, before), {"role": "assistant", **call.response}]
+        before = call
+    return Chain(call_id, prompt, output, messages)
+
+
+def prompt_of(
+    chat_format: ChatFormat,
+    chain: Chain | None,
+    known: int,
+    messages: Sequence[Message],
+    tools: Sequence[Schema],
+) -> Prompt:
+    """Return the prompt of a request whose first ``known`` messages are those of ``chain``.
+
+    It goes on from the sampled ids. Where the chat format drops earlier thoughts, or cannot extend a prompt
+    by these messages, it is rendered anew, as a branch. Raises TrajectoryError if it cannot be rendered.
+    """
+    if chain is None:
+        ids = chat_format.render(messages, tools)
+        return Prompt(ids, ids, list(messages), list(messages), None, None)
+    new = list(messages[known:])
+    whole = [*chain.messages, *new]
+    try:
+        added = chat_format.next_prompt(chain.prompt_ids, chain.output_ids, chain.messages, new, tools)
+    except TrajectoryError:
+        added = None
+    if added is None:
+        ids = chat_format.render(whole, tools)
+        return Prompt(ids, ids, whole, whole, None, chain.call)
+    return Prompt([*chain.prompt_ids, *chain.output_ids, *added], added, whole, new, chain.call, None)

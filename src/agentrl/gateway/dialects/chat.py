@@ -1,0 +1,262 @@
+"""Speak OpenAI Chat Completions, streaming and not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import orjson
+from openai.types import CompletionUsage
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.completion_usage import PromptTokensDetails
+
+from agentrl.chat.chat_format import Message
+from agentrl.gateway.errors import STATUS, GatewayError, invalid
+from agentrl.gateway.request import (
+    MAX_TOOLS,
+    Answer,
+    GatewayRequest,
+    arguments_of,
+    flag_of,
+    kind_of,
+    messages_of,
+    model_of,
+    refuse,
+    refuse_media,
+    sampling_changes,
+    short,
+    stops_of,
+    whole_number,
+)
+from agentrl.gateway.text_stream import Delta
+from agentrl.tools.base import Schema
+
+_TYPES = {
+    "authentication": "authentication_error", "not_found": "invalid_request_error",
+    "limit": "permission_error", "timeout": "timeout_error", "internal": "server_error",
+    "unavailable": "server_error",
+}  # fmt: skip
+_ROLES = {"developer": "system", "function": "tool"}
+_FINISH = {"stop_sequence": "stop"}
+
+
+class ChatCompletions:
+    """``POST /v1/chat/completions``."""
+
+    name = "chat"
+
+    def parse(self, body: Mapping[str, Any]) -> GatewayRequest:
+        """Return the request in ``body``. Raises GatewayError."""
+        refuse(body, "n", "one answer for each request; send several requests", 1)
+        refuse(body, "top_logprobs", "only the logprob of the sampled token is known", 0)
+        refuse(body, "logit_bias", "it would change what is trained", {})
+        refuse(body, "response_format", "answers are free text", {"type": "text"})
+        refuse(body, "tool_choice", "the model decides", "auto", "none")
+        refuse(body, "audio", "answers are text")
+        refuse(body, "modalities", "answers are text", ["text"])
+        refuse(body, "functions", "give tools")
+        tools = [] if body.get("tool_choice") == "none" else function_tools(body.get("tools"))
+        changes = sampling_changes(
+            body, ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"]
+        )
+        seed = whole_number(body, "seed", -(2**63), 2**63)
+        if seed is not None:
+            changes["seed"] = seed % 2**31
+        options = body.get("stream_options")
+        return GatewayRequest(
+            model=model_of(body),
+            messages=[
+                _message(item, f"messages[{place}]")
+                for place, item in enumerate(messages_of(body.get("messages"), "messages"))
+            ],
+            tools=tools,
+            changes=changes,
+            max_tokens=whole_number(body, "max_completion_tokens", 1) or whole_number(body, "max_tokens", 1),
+            stop=stops_of(body.get("stop"), "stop"),
+            stream=flag_of(body, "stream"),
+            include_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+            logprobs=flag_of(body, "logprobs"),
+        )
+
+    def answer(self, answer: Answer) -> dict[str, Any]:
+        """Return the answer as JSON."""
+        message: dict[str, Any] = {"role": "assistant", "content": answer.content or None}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in answer.tool_calls
+            ]
+        else:
+            message["content"] = answer.content
+        choice = {
+            "index": 0, "message": message, "finish_reason": _finish(answer), "logprobs": _logprobs(answer),
+        }  # fmt: skip
+        whole = ChatCompletion.model_validate({
+            "id": f"chatcmpl-{answer.id}", "object": "chat.completion", "created": answer.created,
+            "model": answer.model, "choices": [choice], "usage": _usage(answer),
+        })  # fmt: skip
+        return whole.model_dump(mode="json", exclude_unset=True)
+
+    def stream(self, request: GatewayRequest) -> _Stream:
+        """Return the events of an answer."""
+        return _Stream(request)
+
+    def error(self, error: GatewayError) -> dict[str, Any]:
+        """Return an error as JSON."""
+        kind = _TYPES.get(error.kind, "invalid_request_error")
+        return {
+            "error": {"message": error.text, "type": kind, "param": error.param, "code": error.code},
+        }
+
+    def error_event(self, error: GatewayError) -> bytes:
+        """Return the event of an error after the answer has begun."""
+        return _event({**self.error(error), "status": STATUS[error.kind]})
+
+
+class _Stream:
+    """The chunks of one answer."""
+
+    def __init__(self, request: GatewayRequest) -> None:
+        self._request = request
+        self._head: dict[str, Any] = {}
+
+    def begin(self, answer_id: str, created: int, prompt_tokens: int) -> Iterator[bytes]:
+        """Return the events before the first token."""
+        self._head = {
+            "id": f"chatcmpl-{answer_id}", "object": "chat.completion.chunk", "created": created,
+            "model": self._request.model,
+        }  # fmt: skip
+        yield self._chunk({"role": "assistant", "content": ""})
+
+    def delta(self, delta: Delta) -> Iterator[bytes]:
+        """Return the events of a piece of text."""
+        yield self._chunk({"content" if delta.kind == "content" else "reasoning_content": delta.text})
+
+    def end(self, answer: Answer) -> Iterator[bytes]:
+        """Return the events that end the answer."""
+        for place, call in enumerate(answer.tool_calls):
+            function = {"name": call.name, "arguments": call.arguments}
+            entry = {"index": place, "id": call.id, "type": "function", "function": function}
+            yield self._chunk({"tool_calls": [entry]})
+        yield self._chunk({}, _finish(answer), _logprobs(answer))
+        if self._request.include_usage:
+            whole = ChatCompletionChunk.model_validate({
+                **self._head, "choices": [], "usage": _usage(answer),
+            })  # fmt: skip
+            yield _event(whole.model_dump(mode="json", exclude_unset=True))
+        yield b"data: [DONE]\n\n"
+
+    def _chunk(self, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> bytes:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
+        return _event({**self._head, "choices": [choice]})
+
+
+def function_tools(value: Any) -> list[Schema]:
+    """Return the function tools of a request in OpenAI's form. Raises GatewayError for other tools."""
+    if value is None:
+        return []
+    if not isinstance(value, list) or len(value) > MAX_TOOLS:
+        raise invalid(f"tools is {kind_of(value)}; it must be a list of at most {MAX_TOOLS} tools", "tools")
+    tools: list[Schema] = []
+    for place, item in enumerate(value):
+        where = f"tools[{place}]"
+        kind = item.get("type") if isinstance(item, dict) else None
+        if kind != "function":
+            raise invalid(f"{where} has the type {short(kind)}; only function tools are supported", where)
+        function = item.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise invalid(f"{where}.function needs a name", where)
+        schema = {
+            "name": function["name"],
+            "description": function.get("description") or "",
+            "parameters": function.get("parameters") or {"type": "object", "properties": {}},
+        }
+        tools.append({"type": "function", "function": schema})
+    return tools
+
+
+def _message(item: Any, where: str) -> Message:
+    if not isinstance(item, dict):
+        raise invalid(f"{where} is {kind_of(item)}; it must be an object", where)
+    role = _ROLES.get(str(item.get("role")), item.get("role"))
+    if role not in ("system", "user", "assistant", "tool"):
+        raise invalid(f"{where}.role is {short(role)}; use system, user, assistant or tool", f"{where}.role")
+    message: Message = {"role": role, "content": _text(item.get("content"), f"{where}.content")}
+    if role == "assistant":
+        calls = item.get("tool_calls") or []
+        if calls:
+            message["tool_calls"] = [
+                _tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
+            ]
+        thought = item.get("reasoning_content") or item.get("reasoning")
+        if isinstance(thought, str) and thought:
+            message["reasoning_content"] = thought
+    if role == "tool":
+        message["tool_call_id"] = str(item.get("tool_call_id") or "")
+        if isinstance(item.get("name"), str):
+            message["name"] = item["name"]
+    return message
+
+
+def _text(content: Any, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise invalid(f"{where} is {kind_of(content)}; it must be text or a list of parts", where)
+    texts: list[str] = []
+    for place, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "refusal"):
+            raise refuse_media(kind, f"{where}[{place}]")
+        text = part.get("text") or part.get("refusal") or ""
+        if not isinstance(text, str):
+            raise invalid(f"{where}[{place}].text is {kind_of(text)}; it must be text", where)
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise invalid(f"{where} must be an object with a function", where)
+    name = function.get("name")
+    if not isinstance(name, str):
+        raise invalid(f"{where}.function.name is {kind_of(name)}; it must be text", where)
+    arguments = arguments_of(function.get("arguments"), f"{where}.function.arguments")
+    return {
+        "id": str(call.get("id") or ""), "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }  # fmt: skip
+
+
+def _finish(answer: Answer) -> str:
+    return _FINISH.get(answer.finish_reason, answer.finish_reason)
+
+
+def _usage(answer: Answer) -> CompletionUsage:
+    return CompletionUsage(
+        prompt_tokens=answer.prompt_tokens,
+        completion_tokens=answer.generated_tokens,
+        total_tokens=answer.prompt_tokens + answer.generated_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=answer.cached_tokens),
+    )
+
+
+def _logprobs(answer: Answer) -> dict[str, Any] | None:
+    if answer.logprobs is None:
+        return None
+    content = [
+        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, value in answer.logprobs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _event(value: Mapping[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"

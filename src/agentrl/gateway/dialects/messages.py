@@ -1,0 +1,281 @@
+"""Speak Anthropic Messages, streaming and not, with ``count_tokens``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import orjson
+from anthropic.types import Message as AnthropicMessage
+
+from agentrl.chat.chat_format import Message
+from agentrl.gateway.errors import GatewayError, Kind, invalid
+from agentrl.gateway.request import (
+    MAX_TOOLS,
+    Answer,
+    GatewayRequest,
+    flag_of,
+    kind_of,
+    messages_of,
+    model_of,
+    refuse,
+    refuse_media,
+    sampling_changes,
+    short,
+    stops_of,
+    whole_number,
+)
+from agentrl.gateway.text_stream import Delta
+from agentrl.tools.base import Schema
+
+_TYPES: dict[Kind, str] = {
+    "invalid": "invalid_request_error", "too_large": "request_too_large", "limit": "permission_error",
+    "authentication": "authentication_error", "not_found": "not_found_error", "timeout": "timeout_error",
+    "unavailable": "overloaded_error", "internal": "api_error",
+}  # fmt: skip
+_STOP_REASONS = {
+    "stop": "end_turn", "stop_sequence": "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use",
+}  # fmt: skip
+_CHOICES = ("auto", "none")
+
+
+class Messages:
+    """``POST /v1/messages``."""
+
+    name = "messages"
+
+    def parse(self, body: Mapping[str, Any]) -> GatewayRequest:
+        """Return the request in ``body``. Raises GatewayError."""
+        choice = body.get("tool_choice") or {"type": "auto"}
+        kind = choice.get("type") if isinstance(choice, dict) else None
+        if kind not in _CHOICES:
+            refuse(body, "tool_choice", "the model decides; use auto or none")
+        output = body.get("output_config")
+        if isinstance(output, dict) and output.get("format"):
+            refuse(body, "output_config", "answers are free text")
+        changes = sampling_changes(body, ["temperature", "top_p"])
+        top_k = whole_number(body, "top_k", 1)
+        if top_k is not None:
+            changes["top_k"] = top_k
+        messages = _system(body.get("system"))
+        for place, item in enumerate(messages_of(body.get("messages"), "messages")):
+            messages += _messages(item, f"messages[{place}]")
+        return GatewayRequest(
+            model=model_of(body),
+            messages=messages,
+            tools=[] if kind == "none" else _tools(body.get("tools")),
+            changes=changes,
+            max_tokens=whole_number(body, "max_tokens", 1),
+            stop=stops_of(body.get("stop_sequences"), "stop_sequences"),
+            stream=flag_of(body, "stream"),
+        )
+
+    def answer(self, answer: Answer) -> dict[str, Any]:
+        """Return the answer as JSON."""
+        blocks: list[dict[str, Any]] = []
+        if answer.reasoning:
+            blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+        if answer.content or not answer.tool_calls:
+            blocks.append({"type": "text", "text": answer.content})
+        blocks += [
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
+            for call in answer.tool_calls
+        ]
+        whole = AnthropicMessage.model_validate({
+            "id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": answer.model,
+            "content": blocks, "stop_reason": _STOP_REASONS[answer.finish_reason],
+            "stop_sequence": answer.stop_sequence, "usage": _usage(answer),
+        })  # fmt: skip
+        return whole.model_dump(mode="json", exclude_unset=True)
+
+    def stream(self, request: GatewayRequest) -> _Stream:
+        """Return the events of an answer."""
+        return _Stream(request)
+
+    def error(self, error: GatewayError) -> dict[str, Any]:
+        """Return an error as JSON."""
+        text = error.text
+        if error.code == "context_length_exceeded":
+            text = f"prompt is too long: {text}"  # the words by which clients know that they must compact
+        return {"type": "error", "error": {"type": _TYPES[error.kind], "message": text, "code": error.code}}
+
+    def error_event(self, error: GatewayError) -> bytes:
+        """Return the event of an error after the answer has begun."""
+        return _event(self.error(error))
+
+
+class _Stream:
+    """The events of one answer: blocks of thinking, text and tool calls, one after the other."""
+
+    def __init__(self, request: GatewayRequest) -> None:
+        self._request = request
+        self._open: str | None = None
+        self._blocks = 0
+
+    def begin(self, answer_id: str, created: int, prompt_tokens: int) -> Iterator[bytes]:
+        """Return the events before the first token."""
+        message: dict[str, Any] = {
+            "id": f"msg_{answer_id}", "type": "message", "role": "assistant", "model": self._request.model,
+            "content": [], "stop_reason": None, "stop_sequence": None,
+            "usage": {"input_tokens": prompt_tokens, "output_tokens": 0},
+        }  # fmt: skip
+        yield _event({"type": "message_start", "message": message})
+
+    def delta(self, delta: Delta) -> Iterator[bytes]:
+        """Return the events of a piece of text."""
+        if delta.kind == "reasoning":
+            yield from self._block("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            yield self._piece({"type": "thinking_delta", "thinking": delta.text})
+        else:
+            yield from self._block("text", {"type": "text", "text": ""})
+            yield self._piece({"type": "text_delta", "text": delta.text})
+
+    def end(self, answer: Answer) -> Iterator[bytes]:
+        """Return the events that end the answer."""
+        if not self._blocks and not answer.tool_calls:
+            yield from self._block("text", {"type": "text", "text": ""})
+        for call in answer.tool_calls:
+            yield from self._block(
+                call.id, {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+            )
+            yield self._piece({"type": "input_json_delta", "partial_json": call.arguments})
+        yield from self._close()
+        delta = {
+            "stop_reason": _STOP_REASONS[answer.finish_reason], "stop_sequence": answer.stop_sequence,
+        }  # fmt: skip
+        yield _event({"type": "message_delta", "delta": delta, "usage": _usage(answer)})
+        yield _event({"type": "message_stop"})
+
+    def _block(self, name: str, start: Mapping[str, Any]) -> Iterator[bytes]:
+        """Open a block, unless it is open; close the one before."""
+        if self._open == name:
+            return
+        yield from self._close()
+        self._open = name
+        yield _event({"type": "content_block_start", "index": self._blocks, "content_block": start})
+
+    def _piece(self, delta: Mapping[str, Any]) -> bytes:
+        return _event({"type": "content_block_delta", "index": self._blocks, "delta": delta})
+
+    def _close(self) -> Iterator[bytes]:
+        if self._open is not None:
+            yield _event({"type": "content_block_stop", "index": self._blocks})
+            self._blocks += 1
+            self._open = None
+
+
+def _system(value: Any) -> list[Message]:
+    text = _text(value, "system")
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _messages(item: Any, where: str) -> list[Message]:
+    """Return one message of a request as chat messages: each tool result becomes one of its own."""
+    role = item.get("role") if isinstance(item, dict) else None
+    if role not in ("user", "assistant", "system"):
+        raise invalid(f"{where}.role is {short(role)}; use user or assistant", f"{where}.role")
+    content = item.get("content")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+        raise invalid(f"{where}.content is {kind_of(content)}; it must be text or a list of blocks", where)
+    return [_assistant(blocks, where)] if role == "assistant" else _others(role, blocks, where)
+
+
+def _assistant(blocks: list[dict[str, Any]], where: str) -> Message:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for place, block in enumerate(blocks):
+        here = f"{where}.content[{place}]"
+        match block.get("type"):
+            case "text":
+                texts.append(_string(block.get("text"), f"{here}.text"))
+            case "thinking":
+                thoughts.append(_string(block.get("thinking"), f"{here}.thinking"))
+            case "redacted_thinking":
+                continue
+            case "tool_use":
+                arguments = block.get("input") or {}
+                if not isinstance(arguments, dict):
+                    raise invalid(f"{here}.input is {kind_of(arguments)}; it must be an object", here)
+                function = {"name": _string(block.get("name"), f"{here}.name"), "arguments": arguments}
+                calls.append({"id": str(block.get("id") or ""), "type": "function", "function": function})
+            case other:
+                raise refuse_media(other, here)
+    message: Message = {"role": "assistant", "content": "".join(texts)}
+    if any(thoughts):
+        message["reasoning_content"] = "\n\n".join(filter(None, thoughts))
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _others(role: str, blocks: list[dict[str, Any]], where: str) -> list[Message]:
+    found: list[Message] = []
+    for place, block in enumerate(blocks):
+        here = f"{where}.content[{place}]"
+        if block.get("type") == "tool_result":
+            text = _text(block.get("content"), f"{here}.content")
+            call_id = str(block.get("tool_use_id") or "")
+            found.append({"role": "tool", "content": text, "tool_call_id": call_id})
+            continue
+        text = _text([block], here)
+        if found and found[-1]["role"] == role:
+            found[-1]["content"] += f"\n\n{text}"
+        else:
+            found.append({"role": role, "content": text})
+    return found or [{"role": role, "content": ""}]
+
+
+def _text(value: Any, where: str) -> str:
+    """Return the text of content: text, or a list of text blocks."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, list):
+        raise invalid(f"{where} is {kind_of(value)}; it must be text or a list of blocks", where)
+    texts = []
+    for block in value:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind != "text":
+            raise refuse_media(kind, where)
+        texts.append(_string(block.get("text"), f"{where}.text"))
+    return "\n\n".join(texts)
+
+
+def _string(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise invalid(f"{where} is {kind_of(value)}; it must be text", where)
+    return value
+
+
+def _tools(value: Any) -> list[Schema]:
+    if value is None:
+        return []
+    if not isinstance(value, list) or len(value) > MAX_TOOLS:
+        raise invalid(f"tools is {kind_of(value)}; it must be a list of at most {MAX_TOOLS} tools", "tools")
+    tools: list[Schema] = []
+    for place, item in enumerate(value):
+        where = f"tools[{place}]"
+        kind = item.get("type") if isinstance(item, dict) else "text"
+        if kind not in (None, "custom"):
+            raise invalid(f"{where} has the type {short(kind)}; only custom tools are supported", where)
+        function = {
+            "name": _string(item.get("name"), f"{where}.name"),
+            "description": item.get("description") or "",
+            "parameters": item.get("input_schema") or {"type": "object", "properties": {}},
+        }
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    cached = min(answer.cached_tokens, answer.prompt_tokens)
+    return {
+        "input_tokens": answer.prompt_tokens - cached, "output_tokens": answer.generated_tokens,
+        "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0,
+    }  # fmt: skip
+
+
+def _event(value: Mapping[str, Any]) -> bytes:
+    return b"event: " + str(value["type"]).encode() + b"\ndata: " + orjson.dumps(value) + b"\n\n"

@@ -1,0 +1,311 @@
+"""Speak OpenAI Responses, streaming and not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import orjson
+from openai.types.responses import Response
+
+from agentrl.chat.chat_format import Message
+from agentrl.gateway.dialects.chat import ChatCompletions, function_tools
+from agentrl.gateway.errors import GatewayError, invalid
+from agentrl.gateway.request import (
+    Answer,
+    GatewayRequest,
+    arguments_of,
+    flag_of,
+    kind_of,
+    messages_of,
+    model_of,
+    refuse,
+    refuse_media,
+    sampling_changes,
+    short,
+    whole_number,
+)
+from agentrl.gateway.text_stream import Delta
+from agentrl.tools.base import Schema
+
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
+_ROLES = {"developer": "system"}
+
+
+class Responses(ChatCompletions):
+    """``POST /v1/responses``; its errors are those of Chat Completions."""
+
+    name = "responses"
+
+    def parse(self, body: Mapping[str, Any]) -> GatewayRequest:
+        """Return the request in ``body``. Raises GatewayError."""
+        refuse(body, "background", "answers are not queued", False)
+        refuse(body, "conversation", "send the items, or previous_response_id")
+        refuse(body, "tool_choice", "the model decides", "auto", "none")
+        refuse(body, "top_logprobs", "only the logprob of the sampled token is known", 0)
+        refuse(body, "prompt", "send input")
+        text = body.get("text")
+        if isinstance(text, dict) and (text.get("format") or {}).get("type", "text") != "text":
+            refuse(body, "text", "answers are free text")
+        previous = body.get("previous_response_id")
+        if previous is not None and not isinstance(previous, str):
+            name = "previous_response_id"
+            raise invalid(f"{name} is {short(previous)}; it must be an id", name)
+        instructions = body.get("instructions")
+        messages: list[Message] = []
+        if instructions:
+            messages.append({"role": "system", "content": _text(instructions, "instructions")})
+        return GatewayRequest(
+            model=model_of(body),
+            messages=[*messages, *_messages(body.get("input"))],
+            tools=[] if body.get("tool_choice") == "none" else _tools(body.get("tools")),
+            changes=sampling_changes(body, ["temperature", "top_p"]),
+            max_tokens=whole_number(body, "max_output_tokens", 1),
+            stream=flag_of(body, "stream"),
+            previous=None if previous is None else previous.rpartition("_")[2],
+        )
+
+    def answer(self, answer: Answer) -> dict[str, Any]:
+        """Return the answer as JSON."""
+        return _response(answer, _items(answer))
+
+    def stream(self, request: GatewayRequest) -> _Stream:  # type: ignore[override]
+        """Return the events of an answer."""
+        return _Stream(request)
+
+    def error_event(self, error: GatewayError) -> bytes:
+        """Return the event of an error after the answer has begun."""
+        return _event({
+            "type": "error", "code": error.code, "message": error.text, "param": error.param,
+            "sequence_number": 0,
+        })  # fmt: skip
+
+
+class _Stream:
+    """The events of one answer: its items, one after the other."""
+
+    def __init__(self, request: GatewayRequest) -> None:
+        self._request = request
+        self._id = ""
+        self._number = 0
+        self._place = 0
+        self._open: str | None = None
+        self._texts: dict[str, str] = {"reasoning": "", "content": ""}
+
+    def begin(self, answer_id: str, created: int, prompt_tokens: int) -> Iterator[bytes]:
+        """Return the events before the first token."""
+        self._id = answer_id
+        started = {
+            **_head(answer_id, created, self._request.model), "status": "in_progress", "output": [],
+        }  # fmt: skip
+        yield self._send("response.created", response=started)
+        yield self._send("response.in_progress", response=started)
+
+    def delta(self, delta: Delta) -> Iterator[bytes]:
+        """Return the events of a piece of text."""
+        yield from self._begin_item(delta.kind)
+        self._texts[delta.kind] += delta.text
+        kind = "output_text" if delta.kind == "content" else "reasoning_text"
+        yield self._send(
+            f"response.{kind}.delta", item_id=self._item_id(delta.kind), output_index=self._place,
+            content_index=0, delta=delta.text, **({"logprobs": []} if kind == "output_text" else {}),
+        )  # fmt: skip
+
+    def end(self, answer: Answer) -> Iterator[bytes]:
+        """Return the events that end the answer."""
+        if not answer.tool_calls and not answer.content:
+            yield from self._begin_item("content")
+        yield from self._end_item()
+        items = _items(answer)
+        calls = [item for item in items if item["type"] == "function_call"]
+        for call in calls:
+            begun = {**call, "arguments": "", "status": "in_progress"}
+            where = {"output_index": self._place, "item_id": call["id"]}
+            yield self._send("response.output_item.added", output_index=self._place, item=begun)
+            yield self._send("response.function_call_arguments.delta", **where, delta=call["arguments"])
+            yield self._send(
+                "response.function_call_arguments.done",
+                **where,
+                arguments=call["arguments"],
+                name=call["name"],
+            )
+            yield self._send("response.output_item.done", output_index=self._place, item=call)
+            self._place += 1
+        whole = _response(answer, items)
+        yield self._send(f"response.{whole['status']}", response=whole)
+
+    def _begin_item(self, kind: str) -> Iterator[bytes]:
+        if self._open == kind:
+            return
+        yield from self._end_item()
+        self._open = kind
+        item = {**_text_item(self._id, kind, ""), "content": [], "status": "in_progress"}
+        yield self._send("response.output_item.added", output_index=self._place, item=item)
+        yield self._send(
+            "response.content_part.added", item_id=item["id"], output_index=self._place, content_index=0,
+            part=_part(kind, ""),
+        )  # fmt: skip
+
+    def _end_item(self) -> Iterator[bytes]:
+        kind = self._open
+        if kind is None:
+            return
+        text = self._texts[kind]
+        item = _text_item(self._id, kind, text)
+        where = {"item_id": item["id"], "output_index": self._place, "content_index": 0}
+        name = "output_text" if kind == "content" else "reasoning_text"
+        logprobs: dict[str, Any] = {"logprobs": []} if kind == "content" else {}
+        yield self._send(f"response.{name}.done", **where, text=text, **logprobs)
+        yield self._send("response.content_part.done", **where, part=_part(kind, text))
+        yield self._send("response.output_item.done", output_index=self._place, item=item)
+        self._open = None
+        self._place += 1
+
+    def _item_id(self, kind: str) -> str:
+        return str(_text_item(self._id, kind, "")["id"])
+
+    def _send(self, kind: str, **fields: Any) -> bytes:
+        event = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return _event(event)
+
+
+def _head(answer_id: str, created: int, model: str) -> dict[str, Any]:
+    return {
+        "id": f"resp_{answer_id}", "object": "response", "created_at": created, "model": model,
+        "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "metadata": {}, "error": None,
+        "incomplete_details": None, "instructions": None, "temperature": None, "top_p": None,
+    }  # fmt: skip
+
+
+def _response(answer: Answer, items: list[dict[str, Any]]) -> dict[str, Any]:
+    is_cut = answer.finish_reason == "length"
+    whole = Response.model_validate({
+        **_head(answer.id, answer.created, answer.model),
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "output": items,
+        "usage": {
+            "input_tokens": answer.prompt_tokens, "output_tokens": answer.generated_tokens,
+            "total_tokens": answer.prompt_tokens + answer.generated_tokens,
+            "input_tokens_details": {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},
+        },
+    })  # fmt: skip
+    return whole.model_dump(mode="json", exclude_unset=True)
+
+
+def _items(answer: Answer) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    if answer.reasoning:
+        items.append(_text_item(answer.id, "reasoning", answer.reasoning))
+    if answer.content or not answer.tool_calls:
+        items.append(_text_item(answer.id, "content", answer.content))
+    items += [
+        {
+            "id": f"fc_{answer.id}_{place}", "type": "function_call", "call_id": call.id, "name": call.name,
+            "arguments": call.arguments, "status": "completed",
+        }
+        for place, call in enumerate(answer.tool_calls)
+    ]  # fmt: skip
+    return items
+
+
+def _text_item(answer_id: str, kind: str, text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {
+            "id": f"rs_{answer_id}", "type": "reasoning", "summary": [], "content": [_part(kind, text)],
+            "status": "completed",
+        }  # fmt: skip
+    return {
+        "id": f"msg_{answer_id}", "type": "message", "role": "assistant", "status": "completed",
+        "content": [_part(kind, text)],
+    }  # fmt: skip
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _messages(value: Any) -> list[Message]:
+    """Return the items of a request as chat messages: those of one answer become one message."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    messages: list[Message] = []
+    for place, item in enumerate(messages_of(value, "input")):
+        where = f"input[{place}]"
+        if not isinstance(item, dict):
+            raise invalid(f"{where} is {kind_of(item)}; it must be an object", where)
+        message = _message(item, where)
+        last = messages[-1] if messages else None
+        if last is not None and last["role"] == message["role"] == "assistant":
+            _merge(last, message)
+        else:
+            messages.append(message)
+    return messages
+
+
+def _message(item: Mapping[str, Any], where: str) -> Message:
+    match item.get("type", "message"):
+        case "message":
+            role = _ROLES.get(str(item.get("role")), item.get("role"))
+            if role not in ("system", "user", "assistant"):
+                raise invalid(f"{where}.role is {short(role)}; use system, user or assistant", where)
+            return {"role": role, "content": _text(item.get("content"), f"{where}.content")}
+        case "function_call":
+            name = item.get("name")
+            if not isinstance(name, str):
+                raise invalid(f"{where}.name is {kind_of(name)}; it must be text", where)
+            arguments = arguments_of(item.get("arguments"), f"{where}.arguments")
+            function = {"name": name, "arguments": arguments}
+            call = {"id": str(item.get("call_id") or ""), "type": "function", "function": function}
+            return {"role": "assistant", "content": "", "tool_calls": [call]}
+        case "function_call_output":
+            text = _text(item.get("output"), f"{where}.output")
+            return {"role": "tool", "content": text, "tool_call_id": str(item.get("call_id") or "")}
+        case "reasoning":
+            thought = _text(item.get("content"), f"{where}.content")
+            return {"role": "assistant", "content": "", "reasoning_content": thought}
+        case other:
+            raise refuse_media(other, where)
+
+
+def _merge(message: Message, more: Message) -> None:
+    """Add a further item of one answer to its message."""
+    message["content"] += more["content"]
+    if more.get("reasoning_content"):
+        message["reasoning_content"] = message.get("reasoning_content", "") + more["reasoning_content"]
+    if more.get("tool_calls"):
+        message["tool_calls"] = [*message.get("tool_calls", ()), *more["tool_calls"]]
+
+
+def _text(content: Any, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise invalid(f"{where} is {kind_of(content)}; it must be text or a list of parts", where)
+    texts: list[str] = []
+    for place, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _TEXTS:
+            raise refuse_media(kind, f"{where}[{place}]")
+        text = part.get("text") or part.get("refusal") or ""
+        if not isinstance(text, str):
+            raise invalid(f"{where}[{place}].text is {kind_of(text)}; it must be text", where)
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tools(value: Any) -> list[Schema]:
+    """Return the tools of a request; here a function's fields stand beside its type."""
+    if not isinstance(value, list):
+        return function_tools(value)
+    return function_tools([
+        {"type": item.get("type"), "function": item} if isinstance(item, dict) else item for item in value
+    ])  # fmt: skip
+
+
+def _event(value: Mapping[str, Any]) -> bytes:
+    return b"event: " + str(value["type"]).encode() + b"\ndata: " + orjson.dumps(value) + b"\n\n"

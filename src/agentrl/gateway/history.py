@@ -1,0 +1,47 @@
+"""Identify conversations by digests, so that a request finds the model call that it continues."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentrl.chat.chat_format import Message
+from agentrl.tools.base import Schema
+
+
+def prefix_digests(messages: Sequence[Message], tools: Sequence[Schema]) -> list[str]:
+    """Return a digest for each prefix of the conversation: the first for the tools alone.
+
+    Two prefixes have one digest if the model reads the same in both. The ids of tool calls, the white space
+    around an assistant's text and its thoughts do not count, because clients change them in what they send
+    back.
+    """
+    state = hashlib.sha256(_dump([dict(tool) for tool in tools]))
+    digests = [state.hexdigest()]
+    for message in messages:
+        state.update(b"\x00" + _dump(_canonical(message)))
+        digests.append(state.hexdigest())
+    return digests
+
+
+def body_digest(*parts: str | bytes) -> str:
+    """Return the digest of a request's identity."""
+    state = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        state.update(len(data).to_bytes(8, "big") + data)
+    return state.hexdigest()[:40]
+
+
+def _canonical(message: Message) -> list[Any]:
+    content = message.get("content") or ""
+    if message["role"] != "assistant":
+        return [message["role"], content]
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    return ["assistant", content.strip(), [[call["name"], call.get("arguments") or {}] for call in calls]]
+
+
+def _dump(value: Mapping[str, Any] | Sequence[Any]) -> bytes:
+    return json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":")).encode()

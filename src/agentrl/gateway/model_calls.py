@@ -1,0 +1,319 @@
+"""Answer one request: find the call that it continues, generate, store the model call, return the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakValueDictionary
+
+from agentrl.chat.chat_format import ChatFormat, Message
+from agentrl.chat.parsers import ParsedMessage
+from agentrl.config.schema import AgentConfig
+from agentrl.documents.gateway import GatewayCall
+from agentrl.documents.model_call import DispatchedSamplingTask
+from agentrl.documents.packing import unpack_floats, unpack_ids
+from agentrl.documents.sampling import SamplingParams
+from agentrl.documents.sanitize_bson import replace_surrogates, sanitize_bson
+from agentrl.documents.task import Claim
+from agentrl.errors import (
+    ContextFullError,
+    FailureError,
+    LeaseLostError,
+    StoreUnavailableError,
+    TrajectoryError,
+)
+from agentrl.gateway.chains import Chain, Chains, Prompt, prompt_of
+from agentrl.gateway.errors import GatewayError, invalid
+from agentrl.gateway.history import prefix_digests
+from agentrl.gateway.request import Answer, AnsweredToolCall, GatewayRequest
+from agentrl.inference.generation import EngineRefusedError, Generation, Progress
+from agentrl.rollout.budget import Budget
+from agentrl.rollout.model_call import PendingCall
+from agentrl.user_code import contain_call
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
+
+logger = logging.getLogger(__name__)
+
+OnPrompt = Callable[[list[int]], None]
+
+_ID_DIGITS = 7
+"""Some chat formats allow tool-call ids of 9 characters only: these and two for the place."""
+
+
+class StreamingEngine(Protocol):
+    """An engine that reports tokens while it generates: ``EngineSession``."""
+
+    @property
+    def context_length(self) -> int | None:
+        """Return the largest number of tokens of a prompt and its continuation; None if it is unknown."""
+        ...
+
+    async def generate(
+        self, input_ids: Sequence[int], params: SamplingParams, progress: Progress | None = None
+    ) -> Generation:
+        """Sample a continuation of ``input_ids``."""
+        ...
+
+
+class StreamingRouter(Protocol):
+    """Access to the engines: ``EngineRouter``."""
+
+    def session(self, traj_id: str, group: str | None = None) -> AbstractAsyncContextManager[StreamingEngine]:
+        """Return the engine for calls of one trajectory; calls of one ``group`` prefer one engine."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answerer:
+    """Answers requests of any trajectory of a run. Its only state is a cache of stored conversations."""
+
+    store: Store
+    router: StreamingRouter
+    chat_format: ChatFormat
+    params: SamplingParams
+    agent: AgentConfig
+    seed: int
+    chains: Chains
+    writing: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    """A lock for each trajectory: two writes at a time would only conflict in the database."""
+    lease_seconds: float = 15.0
+    """Time after which another gateway may take a request over; renewed while it is answered."""
+
+    async def answer(
+        self,
+        claim: Claim,
+        request: GatewayRequest,
+        call: GatewayCall,
+        on_prompt: OnPrompt,
+        progress: Progress | None,
+    ) -> DispatchedSamplingTask:
+        """Generate and store the answer of a request; return its model call.
+
+        ``on_prompt`` receives the prompt before generation begins. Raises GatewayError; the request is then
+        marked as failed.
+        """
+        try:
+            async with self._renewing(call):
+                return await self._answer(claim, request, call, on_prompt, progress)
+        except LeaseLostError as error:
+            raise dead_url() from error
+        except BaseException as error:
+            with contextlib.suppress(Exception):
+                await asyncio.shield(self.store.gateways.fail(call))
+            raise _as_gateway_error(error) from error
+
+    async def resolve(self, claim: Claim, request: GatewayRequest) -> GatewayRequest:
+        """Return the request with the conversation of its ``previous`` answer in its messages.
+
+        Its own system message replaces that of the conversation. Raises GatewayError for an unknown id.
+        """
+        if request.previous is None:
+            return request
+        found = (await self.store.gateways.by_answer(claim.record_id, [request.previous])).values()
+        call = next((item.call for item in found), None)
+        if call is None:
+            raise GatewayError(
+                "not_found",
+                "previous_response_id names no answer of this trajectory",
+                code="previous_response_not_found",
+                param="previous_response_id",
+            )
+        earlier = (await self.chains.get(claim.record_id, call)).messages
+        own = list(request.messages)
+        system = [own.pop(0)] if own and own[0]["role"] == "system" else []
+        if earlier[0]["role"] == "system":
+            earlier = earlier[1:]
+        return replace(request, messages=[*system, *earlier, *own], previous=None)
+
+    async def count_tokens(self, claim: Claim, request: GatewayRequest) -> int:
+        """Return the length of the prompt that a request would have, in tokens. Raises GatewayError."""
+        try:
+            return len((await self._prompt(claim, request)).ids)
+        except FailureError as error:
+            raise _as_gateway_error(error) from error
+
+    async def _answer(
+        self,
+        claim: Claim,
+        request: GatewayRequest,
+        call: GatewayCall,
+        on_prompt: OnPrompt,
+        progress: Progress | None,
+    ) -> DispatchedSamplingTask:
+        prompt = await self._prompt(claim, request)
+        async with self.router.session(claim.record_id, claim.record_id) as engine:
+            budget = Budget(self.agent, engine.context_length)
+            if len(prompt.ids) > budget.prompt_limit:
+                raise ContextFullError(budget.name_limit(len(prompt.ids)))
+            params = request.params(self.params).seeded(self.seed, call.id)
+            params = budget.clamp(params, len(prompt.ids))
+            on_prompt(prompt.ids)
+            generation = await engine.generate(prompt.ids, params, progress)
+        parsed = contain_call(
+            lambda: self.chat_format.parse(generation.output_ids, request.tools, prompt.ids),
+            "the tool-call parser",
+            TrajectoryError,
+        )
+        response, error = _response(parsed, request, generation, call, self.chat_format)
+        pending = PendingCall(
+            record=claim.record_id,
+            index=0,
+            parent=prompt.parent,
+            drops_thoughts=prompt.follows is not None,
+            messages=tuple(prompt.new_messages),
+            tools=None if prompt.parent else tuple(request.tools),
+            context_ids=prompt.context_ids,
+            params=params,
+            generation=generation,
+            response=response,
+            error=error,
+        )
+        document = replace(pending.document(), follows=prompt.follows)
+        after = prefix_digests([*request.messages, response], request.tools)[-1]
+        async with self.writing.setdefault(claim.record_id, asyncio.Lock()):
+            stored = await self.store.model_calls.add_answer(claim, document, call, after)
+        self.chains.add(
+            Chain(stored.id, prompt.ids, list(generation.output_ids), [*prompt.messages, response])
+        )
+        return stored
+
+    async def _prompt(self, claim: Claim, request: GatewayRequest) -> Prompt:
+        """Return the prompt: behind the latest sampled answer that the request's messages begin with."""
+        messages, tools = request.messages, request.tools
+        if messages[-1]["role"] == "assistant":
+            raise invalid(
+                "the last message is an assistant's; end with a user or tool message",
+                "messages",
+                code="no_new_message",
+            )
+        digests = prefix_digests(messages, tools)
+        ends = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        found = await self.store.gateways.latest_after(
+            claim.record_id, [digests[place + 1] for place in ends]
+        )
+        known = next((place + 1 for place in reversed(ends) if digests[place + 1] in found), 0)
+        chain = None
+        if known:
+            chain = await self.chains.get(claim.record_id, str(found[digests[known]].call))
+        return prompt_of(self.chat_format, chain, known, messages, tools)
+
+    @contextlib.asynccontextmanager
+    async def _renewing(self, call: GatewayCall) -> AsyncIterator[None]:
+        async def renew() -> None:
+            while True:
+                await asyncio.sleep(self.lease_seconds / 3)
+                with contextlib.suppress(StoreUnavailableError):
+                    await self.store.gateways.renew(call, self.lease_seconds)
+
+        task = asyncio.create_task(renew(), name=f"lease of {call.id}")
+        try:
+            yield
+        finally:
+            task.cancel()
+
+
+def answer_of(
+    call: DispatchedSamplingTask, request: GatewayRequest, begun: GatewayCall, chat_format: ChatFormat
+) -> Answer:
+    """Return the answer that a model call holds: the same for every retry."""
+    calls = tuple(
+        AnsweredToolCall(
+            id=item["id"],
+            name=item["function"]["name"],
+            arguments=json.dumps(item["function"]["arguments"], ensure_ascii=False),
+        )
+        for item in call.response.get("tool_calls") or ()
+    )
+    stopped = call.response.get("stop_sequence")
+    reason = "length" if call.finish_reason == "length" else "tool_calls" if calls else "stop"
+    logprobs = None
+    if request.logprobs:
+        ids, values = unpack_ids(call.output_ids).tolist(), unpack_floats(call.logprobs).tolist()
+        texts = (chat_format.decode([token]) for token in ids)
+        logprobs = tuple(zip(texts, values, strict=True))
+    return Answer(
+        id=begun.answer_id,
+        created=int(begun.created_at.timestamp()),
+        model=request.model,
+        content=call.response.get("content") or "",
+        reasoning=call.response.get("reasoning_content") or "",
+        tool_calls=calls,
+        finish_reason="stop_sequence" if stopped and reason == "stop" else reason,
+        stop_sequence=stopped,
+        prompt_tokens=call.prompt_tokens,
+        generated_tokens=call.generated_tokens,
+        cached_tokens=call.cached_tokens,
+        logprobs=logprobs,
+    )
+
+
+def dead_url() -> GatewayError:
+    """Return the error for a URL whose trajectory has ended, and for one that never was."""
+    return GatewayError(
+        "authentication",
+        "this URL belongs to no running trajectory: it has ended, its lease was lost, or the token is wrong",
+        code="dead_token",
+    )
+
+
+def _response(
+    parsed: ParsedMessage,
+    request: GatewayRequest,
+    generation: Generation,
+    call: GatewayCall,
+    chat_format: ChatFormat,
+) -> tuple[Message, str | None]:
+    """Return the assistant's message and the problem of its format.
+
+    A cut answer has no tool calls; a malformed call stays readable as text.
+    """
+    is_cut = generation.finish_reason == "length"
+    calls = () if is_cut else parsed.tool_calls
+    content = parsed.content
+    if not content and not calls and not parsed.reasoning:
+        content = chat_format.decode(generation.output_ids).strip()
+    stop = min((s for s in request.stop if s in content), key=content.index, default=None)
+    if stop is not None:
+        content = content[: content.index(stop)]
+    message: Message = {"role": "assistant", "content": content}
+    if stop is not None:
+        message["stop_sequence"] = stop
+    if parsed.reasoning:
+        message["reasoning_content"] = parsed.reasoning
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": f"{call.answer_id[:_ID_DIGITS]}{place % 100:02d}",
+                "type": "function",
+                "function": {"name": item.name, "arguments": item.arguments},
+            }
+            for place, item in enumerate(calls)
+        ]
+    cleaned: dict[str, Any] = sanitize_bson(replace_surrogates(message))
+    return cleaned, None if is_cut else replace_surrogates(parsed.error)
+
+
+def _as_gateway_error(error: BaseException) -> BaseException:
+    """Return the error to answer for a failure; cancellations stay as they are."""
+    if isinstance(error, GatewayError) or not isinstance(error, Exception):
+        return error
+    if isinstance(error, ContextFullError):
+        return GatewayError("invalid", error.message, code="context_length_exceeded", param="messages")
+    if isinstance(error, EngineRefusedError):
+        return invalid(f"the engine refused the request: {error.message}", code="engine_refused")
+    if isinstance(error, TrajectoryError):
+        return GatewayError("invalid", error.message, code="cannot_render", param="messages", hint=error.hint)
+    if isinstance(error, (FailureError, StoreUnavailableError)):
+        return GatewayError("unavailable", error.message, code="unavailable", hint="send the request again")
+    logger.error("a request failed", exc_info=error)
+    return GatewayError(
+        "internal", f"the gateway failed: {type(error).__name__}", code="internal", hint="see its log"
+    )

@@ -1,0 +1,200 @@
+"""Hold the answers that this process generates; a client that goes away does not end them."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any
+
+from agentrl.config.gateway import GatewayConfig
+from agentrl.documents.gateway import GatewayCall, GatewayCallStatus, GatewaySession
+from agentrl.documents.model_call import DispatchedSamplingTask
+from agentrl.documents.task import Claim
+from agentrl.gateway.errors import GatewayError
+from agentrl.gateway.history import body_digest
+from agentrl.gateway.model_calls import Answerer, dead_url
+from agentrl.gateway.request import GatewayRequest
+from agentrl.store.gateways import CallRequest
+
+_FIRST_LOOK, _LONGEST_LOOK = 0.02, 0.5
+"""Seconds between looks at a request that another gateway answers."""
+
+
+class PendingAnswer:
+    """An answer under way in this process: its prompt, its tokens so far, and its model call at the end."""
+
+    def __init__(self, record: str) -> None:
+        self.record = record
+        self.call: GatewayCall
+        """The document of the request, set before the prompt and the result."""
+        self.task: asyncio.Task[DispatchedSamplingTask]
+        self._prompt: list[int] | None = None
+        self._events: list[tuple[int, Sequence[int]]] = []
+        self._changed = asyncio.Event()
+
+    def start(self, work: Coroutine[Any, Any, DispatchedSamplingTask]) -> None:
+        """Run ``work``, which generates and stores the answer."""
+        self.task = asyncio.create_task(work, name=f"answer for {self.record}")
+        self.task.add_done_callback(self._ended)
+
+    def prompted(self, prompt_ids: list[int]) -> None:
+        """Note that generation begins."""
+        self._prompt = prompt_ids
+        self._wake()
+
+    def generated(self, start: int, ids: Sequence[int]) -> None:
+        """Note the tokens from place ``start`` on."""
+        self._events.append((start, ids))
+        self._wake()
+
+    async def prompt(self) -> list[int]:
+        """Return the prompt when generation begins; empty for an answer that exists. Raises GatewayError."""
+        while self._prompt is None and not self.task.done():
+            await self._changed.wait()
+        if self._prompt is None:
+            await self.result()
+        return self._prompt or []
+
+    async def tokens(self) -> AsyncIterator[tuple[int, Sequence[int]]]:
+        """Yield all tokens, from the first on, until the answer ends."""
+        seen = 0
+        while True:
+            changed = self._changed
+            while seen < len(self._events):
+                seen += 1
+                yield self._events[seen - 1]
+            if self.task.done():
+                return
+            await changed.wait()
+
+    async def result(self) -> DispatchedSamplingTask:
+        """Return the stored model call. Raises GatewayError."""
+        await asyncio.wait([self.task])
+        if self.task.cancelled():
+            raise dead_url()
+        return self.task.result()
+
+    def _ended(self, task: asyncio.Task[DispatchedSamplingTask]) -> None:
+        self._wake()
+        if not task.cancelled():
+            task.exception()  # ``result`` raises it; without a reader it is not worth a warning
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+class PendingAnswers:
+    """The answers under way in this process; a retry joins the answer of the first request."""
+
+    def __init__(self, answerer: Answerer, config: GatewayConfig, gateway: str) -> None:
+        self._answerer = answerer
+        self._config = config
+        self._gateway = gateway
+        self._running: dict[str, PendingAnswer] = {}
+
+    def get(
+        self,
+        session: GatewaySession,
+        claim: Claim,
+        dialect: str,
+        request: GatewayRequest,
+        identity: tuple[bytes, str | None],
+    ) -> PendingAnswer:
+        """Return the answer of a request: a new one, or that of the request that it repeats.
+
+        ``identity`` is the body and the idempotency key.
+        """
+        body, key = identity
+        digest = (
+            body_digest(session.id, dialect, "key", key) if key else body_digest(session.id, dialect, body)
+        )
+        running = self._running.get(digest)
+        if running is not None:
+            return running
+        asked = CallRequest(
+            record=claim.record_id,
+            digest=digest,
+            dialect=dialect,
+            answer_id=secrets.token_hex(12),
+            gateway=self._gateway,
+            has_key=bool(key),
+        )
+        pending = PendingAnswer(claim.record_id)
+        self._running[digest] = pending
+        pending.start(self._answer(pending, session, claim, request, asked))
+        pending.task.add_done_callback(lambda _: self._running.pop(digest, None))
+        return pending
+
+    async def close(self, record_id: str | None = None) -> None:
+        """Cancel the answers of one trajectory, or all."""
+        chosen = [pending.task for pending in self._running.values() if record_id in (None, pending.record)]
+        for task in chosen:
+            task.cancel()
+        if chosen:
+            await asyncio.wait(chosen)
+
+    async def _answer(
+        self,
+        pending: PendingAnswer,
+        session: GatewaySession,
+        claim: Claim,
+        request: GatewayRequest,
+        asked: CallRequest,
+    ) -> DispatchedSamplingTask:
+        """Return the model call of a request: generate it, unless it exists or another gateway does."""
+        store, answerer = self._answerer.store, self._answerer
+        while True:
+            pending.call, is_mine = await store.gateways.begin(
+                asked,
+                lease_seconds=answerer.lease_seconds,
+                retry_seconds=self._config.gateway_retry_seconds,
+            )
+            if is_mine:
+                await self._check_calls(session, pending.call)
+                return await self._generate(pending, session, claim, request)
+            done = await self._follow(pending.call)
+            if done is not None:
+                return done
+
+    async def _generate(
+        self, pending: PendingAnswer, session: GatewaySession, claim: Claim, request: GatewayRequest
+    ) -> DispatchedSamplingTask:
+        try:
+            return await self._answerer.answer(
+                claim, request, pending.call, pending.prompted, pending.generated
+            )
+        except GatewayError as error:
+            if error.code == "context_length_exceeded":
+                await self._answerer.store.gateways.stop_session(session.id, "length")
+            raise
+
+    async def _check_calls(self, session: GatewaySession, call: GatewayCall) -> None:
+        """Raise GatewayError if the trajectory has made all its model calls."""
+        gateways = self._answerer.store.gateways
+        if await gateways.count(session.record) <= session.max_calls:
+            return
+        await gateways.fail(call)
+        await gateways.stop_session(session.id, "turns")
+        raise GatewayError(
+            "limit",
+            f"the trajectory has made its {session.max_calls} model calls",
+            code="turns_limit",
+            hint="--max_turns, or max_turns of the task, sets the limit",
+        )
+
+    async def _follow(self, call: GatewayCall) -> DispatchedSamplingTask | None:
+        """Wait for the answer of another gateway; None if it failed or is late."""
+        store = self._answerer.store
+        look = _FIRST_LOOK
+        found: GatewayCall | None = call
+        while found is not None:
+            if found.status is GatewayCallStatus.DONE and found.call is not None:
+                return await store.model_calls.by_id(found.call)
+            await asyncio.sleep(look)
+            look = min(2 * look, _LONGEST_LOOK)
+            found, is_late = await store.gateways.get(call.id)
+            if is_late or (found is not None and found.status is GatewayCallStatus.FAILED):
+                return None
+        return None

@@ -1,0 +1,203 @@
+"""Define a request and its answer, independent of the dialect, and the limits of what a client may ask."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.chat.chat_format import Message
+from agentrl.documents.sampling import SamplingParams
+from agentrl.gateway.errors import GatewayError, invalid
+from agentrl.tools.base import Schema
+
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.0, 2.0),
+    "top_p": (1e-6, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+MAX_TOOLS = 512
+MAX_MESSAGES = 10_000
+MAX_STOPS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayRequest:
+    """One model call as a client asks for it. ``changes`` are sampling parameters."""
+
+    model: str
+    messages: list[Message]
+    tools: list[Schema]
+    changes: dict[str, Any] = field(default_factory=dict)
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    previous: str | None = None
+    """The id of an earlier answer whose conversation comes before ``messages``."""
+
+    def params(self, base: SamplingParams) -> SamplingParams:
+        """Return the sampling parameters of the call: those of the run with the client's changes."""
+        limit = base.max_new_tokens
+        changes = {**self.changes, "max_new_tokens": min(limit, self.max_tokens or limit)}
+        seed = changes.pop("seed", None)
+        extra = {**base.extra, **({"stop": list(self.stop)} if self.stop else {})}
+        if seed is not None:
+            extra["sampling_seed"] = seed
+        return base.replace(**changes, extra=extra)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnsweredToolCall:
+    """A tool call of an answer; ``arguments`` is JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What the model answered. ``finish_reason`` is stop, stop_sequence, length or tool_calls."""
+
+    id: str
+    created: int
+    model: str
+    content: str
+    reasoning: str
+    tool_calls: tuple[AnsweredToolCall, ...]
+    finish_reason: str
+    stop_sequence: str | None
+    prompt_tokens: int
+    generated_tokens: int
+    cached_tokens: int
+    logprobs: tuple[tuple[str, float], ...] | None = None
+    """(text, logprob) of each generated token, if the request asks for them."""
+
+
+def load_body(body: bytes) -> dict[str, Any]:
+    """Decode the body of a request. Raises GatewayError unless it is a JSON object."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"the body is not JSON: {error}", code="invalid_json") from error
+    if not isinstance(value, dict):
+        raise invalid(f"the body must be a JSON object, not {kind_of(value)}", code="invalid_json")
+    return value
+
+
+def sampling_changes(body: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the sampling parameters ``names`` that ``body`` has, checked against the gateway's ranges."""
+    changes: dict[str, Any] = {}
+    for name in names:
+        value = body.get(name)
+        if value is None:
+            continue
+        low, high = _RANGES[name]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            raise invalid(f"{name} is {short(value)}; it must be a number in [{low:g}, {high:g}]", name)
+        changes[name] = float(value)
+    return changes
+
+
+def whole_number(body: Mapping[str, Any], name: str, low: int, high: int = 2**31 - 1) -> int | None:
+    """Return the field ``name``; None if it is absent."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise invalid(f"{name} is {short(value)}; it must be a whole number in [{low}, {high}]", name)
+    return value
+
+
+def flag_of(body: Mapping[str, Any], name: str) -> bool:
+    """Return the field ``name``, False if it is absent."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise invalid(f"{name} is {short(value)}; it must be true or false", name)
+    return bool(value)
+
+
+def model_of(body: Mapping[str, Any]) -> str:
+    """Return the model that a request names."""
+    model = body.get("model")
+    if not isinstance(model, str) or not model:
+        raise invalid(f"model is {short(model)}; it must be a name", "model")
+    return model
+
+
+def stops_of(value: Any, name: str) -> tuple[str, ...]:
+    """Return the stop sequences of a request."""
+    stops = [value] if isinstance(value, str) else value
+    if stops is None:
+        return ()
+    if not isinstance(stops, list) or not all(isinstance(item, str) and item for item in stops):
+        raise invalid(f"{name} is {short(value)}; it must be text or a list of texts", name)
+    if len(stops) > MAX_STOPS:
+        raise invalid(f"{name} has {len(stops)} texts; at most {MAX_STOPS} are allowed", name)
+    return tuple(stops)
+
+
+def messages_of(value: Any, name: str) -> list[Any]:
+    """Return the list of messages of a request."""
+    if not isinstance(value, list) or not value:
+        raise invalid(f"{name} is {kind_of(value)}; it must be a list of at least one message", name)
+    if len(value) > MAX_MESSAGES:
+        raise invalid(f"{name} has {len(value)} items; at most {MAX_MESSAGES} are allowed", name)
+    return value
+
+
+def arguments_of(value: Any, where: str) -> dict[str, Any]:
+    """Return the arguments of a tool call in the history as an object; text is decoded as JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise invalid(f"{where} is not JSON: {short(value)}", where) from error
+    if value is not None and not isinstance(value, dict):
+        raise invalid(f"{where} is {kind_of(value)}; it must be an object", where)
+    return value or {}
+
+
+def refuse(body: Mapping[str, Any], name: str, why: str, *allowed: Any) -> None:
+    """Raise GatewayError if ``name`` is given and is not one of ``allowed``."""
+    value = body.get(name)
+    if value is not None and value not in allowed:
+        raise invalid(f"{name} {short(value)} is not supported: {why}", name, code="unsupported_parameter")
+
+
+def refuse_media(kind: Any, where: str) -> GatewayError:
+    """Return the error for content other than text."""
+    return invalid(
+        f"{where} has content of type {short(kind)}, and the model of this run reads text only",
+        where,
+        code="unsupported_content",
+    )
+
+
+def require_model(request: GatewayRequest, models: Sequence[str]) -> None:
+    """Raise GatewayError unless the request names the policy."""
+    if request.model not in models:
+        raise GatewayError(
+            "not_found",
+            f"the model {short(request.model)} does not exist",
+            code="model_not_found",
+            param="model",
+            hint=f"the policy is called {' or '.join(models)}",
+        )
+
+
+def kind_of(value: Any) -> str:
+    """Return the JSON type of a value."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "absent"}
+    return names.get(type(value), "a number")
+
+
+def short(value: Any) -> str:
+    """Return a value for an error message, on one line."""
+    text = json.dumps(value, ensure_ascii=True, default=str)
+    return text if len(text) <= 60 else f"{text[:60]}…"

@@ -1,0 +1,49 @@
+"""Read a reward that an agent reports: ``POST /t/TOKEN/reward``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from agentrl.documents.gateway import ReportedReward
+from agentrl.documents.sanitize_bson import sanitize_bson
+from agentrl.gateway.errors import invalid
+from agentrl.gateway.request import kind_of, short
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
+
+
+async def read_reward(store: Store, record_id: str, body: Mapping[str, Any]) -> ReportedReward:
+    """Return the reward in ``body``: ``score``, ``call_rewards`` by answer id, ``details``.
+
+    Raises GatewayError for a value that is not a finite number, and for the id of no answer.
+    """
+    unknown = sorted(set(body) - {"score", "call_rewards", "details"})
+    if unknown:
+        raise invalid(f"a reward has no field {short(unknown[0])}: score, call_rewards, details", unknown[0])
+    details = body.get("details") or {}
+    rewards = body.get("call_rewards") or {}
+    for name, value in (("details", details), ("call_rewards", rewards)):
+        if not isinstance(value, dict):
+            raise invalid(f"{name} is {kind_of(value)}; it must be an object", name)
+    by_answer = {key.rpartition("-")[2].rpartition("_")[2]: key for key in rewards}
+    calls = await store.gateways.by_answer(record_id, list(by_answer))
+    turn_rewards = {}
+    for answer_id, key in by_answer.items():
+        found = calls.get(answer_id)
+        if found is None or found.call is None:
+            raise invalid(
+                f"call_rewards names {short(key)}, which is not the id of an answer", "call_rewards"
+            )
+        turn_rewards[found.call.rpartition("/")[2]] = _number(rewards[key], f"call_rewards[{short(key)}]")
+    return ReportedReward(
+        score=_number(body.get("score"), "score"), details=sanitize_bson(details), turn_rewards=turn_rewards
+    )
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise invalid(f"{name} is {short(value)}; it must be a finite number", name)
+    return float(value)

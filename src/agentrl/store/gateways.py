@@ -1,0 +1,232 @@
+"""Store the base URLs of trajectories and the requests to them, so that any gateway can serve any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pymongo import ASCENDING, DESCENDING, ReturnDocument
+from pymongo.errors import DuplicateKeyError
+
+from agentrl.documents.gateway import GatewayCall, GatewayCallStatus, GatewaySession, ReportedReward
+from agentrl.documents.status import RecordStatus
+from agentrl.documents.task import Claim
+from agentrl.errors import StoreError
+from agentrl.store import slots
+from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.names import GATEWAY_CALL, GATEWAY_SESSION, RECORD, TASK
+from agentrl.store.slots import lease_lost
+
+_TRIES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRequest:
+    """A request as a gateway received it; the fields are those of GatewayCall."""
+
+    record: str
+    digest: str
+    dialect: str
+    answer_id: str
+    gateway: str
+    has_key: bool
+    """Whether ``digest`` is of an idempotency key, which is valid for the whole trajectory."""
+
+
+class Gateways(Repository):
+    """The calls of gateways on sessions and requests. Times are the server's."""
+
+    @database_call
+    async def open_session(self, session: GatewaySession) -> None:
+        """Store the base URL of a trajectory."""
+        await self._collection(GATEWAY_SESSION).insert_one(session.to_document())
+
+    @database_call
+    async def session(self, session_id: str) -> GatewaySession | None:
+        """Return the session with this digest of a token; None if there is none."""
+        document = await self._collection(GATEWAY_SESSION).find_one({"_id": session_id})
+        return None if document is None else GatewaySession.from_document(document)
+
+    @database_call
+    async def is_live(self, session: GatewaySession) -> bool:
+        """Return whether the claim of the session holds its slot, and its lease has not expired."""
+        own: Json = {
+            "$and": [
+                slots.LIVE,
+                {"$eq": ["$$slot.traj_id", session.traj_id]},
+                {"$eq": ["$$slot.attempt", session.attempt]},
+                {"$eq": ["$$slot.owner", slots.literal(session.owner)]},
+            ]
+        }
+        query = {"_id": session.task, **slots.any_slot(own)}
+        return await self._collection(TASK).find_one(query, {"_id": 1}) is not None
+
+    @database_call
+    async def close_session(self, session_id: str) -> GatewaySession | None:
+        """Close a session: no request is answered from now on. Return it."""
+        document = await self._collection(GATEWAY_SESSION).find_one_and_update(
+            {"_id": session_id},
+            {"$currentDate": {"closed_at": True}},
+            return_document=ReturnDocument.AFTER,
+        )
+        return None if document is None else GatewaySession.from_document(document)
+
+    @database_call
+    async def stop_session(self, session_id: str, limit: str) -> None:
+        """Note the limit that refused a request."""
+        await self._collection(GATEWAY_SESSION).update_one(
+            {"_id": session_id}, {"$set": {"stopped_by": limit}}
+        )
+
+    @database_call
+    async def count(self, record: str) -> int:
+        """Return the number of requests that have an answer or are about to."""
+        live = {"$in": [GatewayCallStatus.RUNNING.value, GatewayCallStatus.DONE.value]}
+        return await self._collection(GATEWAY_CALL).count_documents({"record": record, "status": live})
+
+    @database_call
+    async def begin(
+        self, request: CallRequest, *, lease_seconds: float, retry_seconds: float
+    ) -> tuple[GatewayCall, bool]:
+        """Return the document of a request, and whether the caller has to answer it.
+
+        A retry gets the document of the first request: while that runs, and, for a request without an
+        idempotency key, for ``retry_seconds`` after its end. A request whose gateway is gone or that failed
+        is taken over.
+        """
+        calls = self._collection(GATEWAY_CALL)
+        for _ in range(_TRIES):
+            latest = await calls.find_one(
+                {"record": request.record, "digest": request.digest}, sort=[("number", DESCENDING)]
+            )
+            if latest is None:
+                begun = await self._insert(request, 0, lease_seconds)
+            elif await calls.find_one(_reusable(latest["_id"], request.has_key, retry_seconds), {"_id": 1}):
+                return GatewayCall.from_document(latest), False
+            elif latest["status"] == GatewayCallStatus.DONE.value:
+                begun = await self._insert(request, latest["number"] + 1, lease_seconds)
+            else:
+                begun = await self._take_over(latest, request, lease_seconds)
+            if begun is not None:
+                return begun, True
+        raise StoreError(
+            f"a request of {request.record} could not be begun: others began it {_TRIES} times",
+            hint="send it again",
+        )
+
+    @database_call
+    async def renew(self, call: GatewayCall, lease_seconds: float) -> bool:
+        """Extend the time to answer a request; return False if another gateway has taken it over."""
+        update: list[Json] = [{"$set": {"expires_at": slots.after(lease_seconds)}}]
+        result = await self._collection(GATEWAY_CALL).update_one(_mine(call), update)
+        return result.matched_count > 0
+
+    @database_call
+    async def fail(self, call: GatewayCall) -> None:
+        """End a request without an answer; the same request starts again."""
+        update = {"$set": {"status": GatewayCallStatus.FAILED.value}}
+        await self._collection(GATEWAY_CALL).update_one(_mine(call), update)
+
+    @database_call
+    async def get(self, call_id: str) -> tuple[GatewayCall | None, bool]:
+        """Return a request, and whether its gateway is late: it may be taken over."""
+        calls = self._collection(GATEWAY_CALL)
+        document = await calls.find_one({"_id": call_id})
+        if document is None:
+            return None, True
+        is_late = await calls.find_one({"_id": call_id, **_EXPIRED}, {"_id": 1}) is not None
+        return GatewayCall.from_document(document), is_late
+
+    @database_call
+    async def latest_after(self, record: str, digests: Sequence[str]) -> dict[str, GatewayCall]:
+        """Return the latest answered request for each digest of a conversation that has one."""
+        if not digests:
+            return {}
+        query = {"record": record, "after": {"$in": list(digests)}}
+        found: dict[str, GatewayCall] = {}
+        async for document in self._collection(GATEWAY_CALL).find(query, sort=[("finished_at", ASCENDING)]):
+            call = GatewayCall.from_document(document)
+            found[str(call.after)] = call
+        return found
+
+    @database_call
+    async def by_answer(self, record: str, answer_ids: Sequence[str]) -> dict[str, GatewayCall]:
+        """Return the answered requests of a trajectory with these answer ids, by answer id."""
+        query = {"record": record, "answer_id": {"$in": list(answer_ids)}, "call": {"$ne": None}}
+        cursor = self._collection(GATEWAY_CALL).find(query)
+        calls = [GatewayCall.from_document(document) async for document in cursor]
+        return {call.answer_id: call for call in calls}
+
+    @database_call
+    async def report_reward(self, claim: Claim, reward: ReportedReward) -> None:
+        """Store the reward that an agent reported; the last one counts. Raises LeaseLostError."""
+        await self._set(claim, {"reported_reward": reward.to_document()})
+
+    @database_call
+    async def choose_calls(self, claim: Claim, rule: str, untrained: Sequence[int]) -> None:
+        """Store which model calls are not trained, by which rule. Raises LeaseLostError."""
+        await self._set(claim, {"train_rule": rule, "untrained_calls": list(untrained)})
+
+    async def _set(self, claim: Claim, fields: Json) -> None:
+        query = {"_id": claim.record_id, "owner": claim.owner, "status": RecordStatus.RUNNING.value}
+        result = await self._collection(RECORD).update_one(query, {"$set": fields})
+        if result.matched_count == 0:
+            raise lease_lost(claim)
+
+    async def _insert(self, request: CallRequest, number: int, lease_seconds: float) -> GatewayCall | None:
+        """Insert a request; return None if another gateway did."""
+        key = f"{request.record}:{request.digest}:{number}"
+        fields: Json = {
+            "record": slots.literal(request.record), "digest": request.digest, "number": number,
+            "answer_id": f"{request.answer_id}{number:x}", "dialect": request.dialect,
+            "gateway": slots.literal(request.gateway), "status": GatewayCallStatus.RUNNING.value,
+            "expires_at": slots.after(lease_seconds), "created_at": "$$NOW", "call": None, "after": None,
+            "finished_at": None,
+        }  # fmt: skip
+        try:
+            result = await self._collection(GATEWAY_CALL).update_one(
+                {"_id": key, "digest": {"$exists": False}}, [{"$set": fields}], upsert=True
+            )
+        except DuplicateKeyError:
+            return None
+        if result.upserted_id is None:
+            return None
+        document = await self._collection(GATEWAY_CALL).find_one({"_id": key})
+        return None if document is None else GatewayCall.from_document(document)
+
+    async def _take_over(
+        self, latest: Json, request: CallRequest, lease_seconds: float
+    ) -> GatewayCall | None:
+        free: Json = {"$or": [{"status": GatewayCallStatus.FAILED.value}, _EXPIRED]}
+        update: list[Json] = [
+            {
+                "$set": {
+                    "gateway": slots.literal(request.gateway), "status": GatewayCallStatus.RUNNING.value,
+                    "expires_at": slots.after(lease_seconds),
+                }
+            }
+        ]  # fmt: skip
+        document = await self._collection(GATEWAY_CALL).find_one_and_update(
+            {"_id": latest["_id"], **free}, update, return_document=ReturnDocument.AFTER
+        )
+        return None if document is None else GatewayCall.from_document(document)
+
+
+_EXPIRED: Json = {
+    "status": GatewayCallStatus.RUNNING.value,
+    "$expr": {"$lte": ["$expires_at", "$$NOW"]},
+}
+
+
+def _mine(call: GatewayCall) -> Json:
+    return {"_id": call.id, "gateway": call.gateway, "status": GatewayCallStatus.RUNNING.value}
+
+
+def _reusable(call_id: str, has_key: bool, retry_seconds: float) -> Json:
+    """Return a filter for a request whose answer a retry gets."""
+    recent: Json = {"$gt": ["$finished_at", slots.after(-retry_seconds)]}
+    done: Json = {"status": GatewayCallStatus.DONE.value, **({} if has_key else {"$expr": recent})}
+    running: Json = {
+        "status": GatewayCallStatus.RUNNING.value, "$expr": {"$gt": ["$expires_at", "$$NOW"]},
+    }  # fmt: skip
+    return {"_id": call_id, "$or": [done, running]}

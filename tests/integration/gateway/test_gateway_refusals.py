@@ -1,0 +1,142 @@
+"""What a gateway refuses, each with a clear error in OpenAI's shape; other trajectories are untouched."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from gateway_run import GatewayRun
+
+from agentrl.config.gateway import GatewayConfig
+from agentrl.store.client import Store
+
+pytestmark = pytest.mark.integration
+
+USER = {"role": "user", "content": "1+2?"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+BAD: dict[str, tuple[dict[str, Any], int, str, str]] = {
+    "n": ({"n": 2}, 400, "unsupported_parameter", "one answer for each request"),
+    "top_logprobs": ({"logprobs": True, "top_logprobs": 5}, 400, "unsupported_parameter", "top_logprobs 5"),
+    "model": ({"model": "gpt-9"}, 404, "model_not_found", 'the model "gpt-9" does not exist'),
+    "image": ({"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "unsupported_content", "text only"),
+    "temperature": ({"temperature": 9}, 400, "invalid_value", "temperature is 9"),
+    "messages": ({"messages": []}, 400, "invalid_value", "at least one message"),
+    "role": ({"messages": [{"role": "king", "content": "x"}]}, 400, "invalid_value", 'is "king"'),
+    "prefill": ({"messages": [USER, {"role": "assistant", "content": "3"}]}, 400, "no_new_message", "last"),
+    "arguments": (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{"}}]}, USER]},
+        400, "invalid_value", "arguments is not JSON",
+    ),
+    "tools": ({"tools": [{"type": "web_search"}]}, 400, "invalid_value", "only function tools"),
+    "tool_choice": ({"tool_choice": "required"}, 400, "unsupported_parameter", "the model decides"),
+    "response_format": ({"response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "free"),
+    "max_tokens": ({"max_tokens": -1}, 400, "invalid_value", "max_tokens is -1"),
+    "stream": ({"stream": "yes"}, 400, "invalid_value", "true or false"),
+    "long": ({"messages": [{"role": "user", "content": "x" * 300}]}, 400, "context_length_exceeded", "200"),
+}  # fmt: skip
+
+
+async def test_bad_requests_are_named_in_openais_shape(store: Store) -> None:
+    run = GatewayRun(store, "x")
+    async with (
+        run.open(max_prompt_tokens=200, prompt_reserve_tokens=10) as endpoint,
+        httpx.AsyncClient(timeout=60) as client,
+    ):
+        url = f"{endpoint.base_url}/chat/completions"
+        for name, (change, status, code, text) in BAD.items():
+            answer = await client.post(url, json={"model": "policy", "messages": [USER], **change})
+            error = answer.json()["error"]
+            assert (name, answer.status_code, error["code"]) == (name, status, code)
+            assert text in error["message"]
+            assert set(error) == {"message", "type", "param", "code"}
+        not_json = await client.post(url, content=b"{not json")
+        assert (not_json.status_code, not_json.json()["error"]["code"]) == (400, "invalid_json")
+        a_list = await client.post(url, content=b"[]")
+        assert "must be a JSON object" in a_list.json()["error"]["message"]
+        nested = await client.post(url, content=b"[" * 100_000)
+        assert nested.json()["error"]["code"] == "invalid_json"
+        nowhere = await client.get(f"{endpoint.base_url}/nothing")
+        assert nowhere.status_code == 404
+        assert endpoint.api_key not in nowhere.text
+    assert await run.calls() == []
+
+
+async def test_a_body_over_the_limit_is_refused_before_it_is_read(store: Store) -> None:
+    run = GatewayRun(store, "x")
+    config = GatewayConfig(gateway_port=0, gateway_body_mb=1)
+    async with run.open(config=config) as endpoint, httpx.AsyncClient(timeout=60) as client:
+        url = f"{endpoint.base_url}/chat/completions"
+
+        async def parts() -> Any:
+            for _ in range(20):
+                yield b"x" * 2**19
+
+        told = await client.post(url, content=b"x" * 10 * 2**20)
+        assert (told.status_code, told.json()["error"]["code"]) == (413, "body_too_large")
+        streamed = await client.post(url, content=parts())
+        assert streamed.status_code == 413
+
+
+async def test_a_token_of_another_and_a_dead_one_open_nothing(store: Store) -> None:
+    run, other = GatewayRun(store, "mine"), GatewayRun(store, "other")
+    body = {"model": "policy", "messages": [USER]}
+    async with run.open() as endpoint, other.open() as theirs, httpx.AsyncClient(timeout=60) as client:
+        url = f"{endpoint.base_url}/chat/completions"
+        for token in (theirs.api_key, "nonsense"):
+            wrong = await client.post(url, json=body, headers={"authorization": f"Bearer {token}"})
+            assert (wrong.status_code, wrong.json()["error"]["code"]) == (401, "wrong_key")
+        unknown = await client.post(url.replace(endpoint.api_key, "nonsense"), json=body)
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (401, "dead_token")
+        stored = [item["_id"] for item in await store.database["GatewaySession"].find({}).to_list()]
+        assert endpoint.api_key not in str(stored)
+        await store.database["Task"].update_one(  # the lease of the second trajectory runs out
+            {"_id": other.claim.task.id, "slots.traj_id": other.claim.traj_id},
+            [{"$set": {"slots": {"$map": {"input": "$slots", "as": "slot", "in": {"$cond": [
+                {"$eq": ["$$slot.traj_id", other.claim.traj_id]},
+                {"$mergeObjects": ["$$slot", {"lease_expires_at": "$$NOW"}]}, "$$slot"]}}}}}],
+        )  # fmt: skip
+        late = await client.post(f"{theirs.base_url}/chat/completions", json=body)
+        assert (late.status_code, late.json()["error"]["code"]) == (401, "dead_token")
+        fine = await client.post(url, json=body)
+        assert fine.status_code == 200
+    async with run.second_gateway() as gateway, httpx.AsyncClient(timeout=60) as client:
+        ended = await client.post(gateway + url[url.index("/t/") :], json=body)
+        assert (ended.status_code, ended.json()["error"]["code"]) == (401, "dead_token")
+    assert len(await run.calls()) == 1
+    assert await other.calls() == []
+
+
+async def test_a_client_that_never_finishes_meets_the_limit_of_calls(store: Store) -> None:
+    run = GatewayRun(store, lambda prompt: "And on.")
+    async with run.open(max_calls=3) as endpoint:
+        client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, timeout=60)
+        messages: list[Any] = [USER]
+        for _ in range(3):
+            answer = await client.chat.completions.create(model="policy", messages=messages)
+            said = {"role": "assistant", "content": answer.choices[0].message.content}
+            messages += [said, {"role": "user", "content": "more"}]
+        with pytest.raises(openai.PermissionDeniedError, match="has made its 3 model calls"):
+            await client.chat.completions.create(model="policy", messages=messages)
+        await client.close()
+    assert endpoint.result.stopped_by == "turns"
+    assert len(await run.calls()) == 3
+
+
+async def test_a_slow_body_times_out(store: Store) -> None:
+    run = GatewayRun(store, "x")
+    config = GatewayConfig(gateway_port=0, gateway_timeout_seconds=0.1)
+    async with run.open(config=config) as endpoint:
+        host, port = endpoint.base_url.split("/")[2].split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        path = endpoint.base_url[endpoint.base_url.index("/t/") :]
+        writer.write(
+            f"POST {path}/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{".encode()
+        )
+        head = await asyncio.wait_for(reader.readline(), 30)
+        assert b" 408 " in head
+        writer.close()
+        await writer.wait_closed()
