@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from dataclasses import dataclass
 
 from agentrl.config.load import Configs, parse
@@ -59,7 +60,8 @@ def main(argv: list[str]) -> int:
     from agentrl.evaluation.command import evaluate
     from agentrl.observe.logging import setup
 
-    setup(configs[RunConfig], "eval")
+    quiet = logging.NOTSET if "log_level" in configs.given else logging.WARNING
+    setup(configs[RunConfig], "eval", console_level=quiet)
     return asyncio.run(evaluate(_with_samples(configs), as_json=configs[OutputFlags].json))
 
 

@@ -87,5 +87,5 @@ async def choose_policy(store: Store, configs: Configs, progress: Progress) -> P
             )
     is_served = version in await shared_versions(store, configs)
     if is_served and await store.policy_versions.get(version) is None:
-        return Policy(version=version, folder=base)
+        return Policy(version=version, step=0 if version == 0 else None, folder=base)
     return await find_version(store, version, base)

@@ -178,6 +178,9 @@ def _listed(versions: Collection[int]) -> str:
 
 
 async def shared_versions(store: Store, configs: Configs) -> set[int]:
-    """Return the versions that live engines of the run serve."""
-    services = await live_engines(store, configs[EngineConfig])
-    return {item.policy_version for item in services if item.policy_version is not None}
+    """Return the versions that live engines of the run serve; an engine that starts serves none yet."""
+    return {
+        item.policy_version
+        for item in await live_engines(store, configs[EngineConfig])
+        if item.policy_version is not None and item.status is not ServiceStatus.STARTING
+    }

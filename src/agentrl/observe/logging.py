@@ -49,6 +49,7 @@ _QUIET = {
     "filelock": logging.WARNING,
     "httpcore": logging.WARNING,
     "httpx": logging.WARNING,
+    "httpx2": logging.WARNING,
     "matplotlib": logging.WARNING,
     "mcp": logging.WARNING,
     "openai": logging.WARNING,
@@ -77,11 +78,12 @@ def describe_process_id() -> str:
     return f"{socket.gethostname().split('.')[0]}-{os.getpid()}"
 
 
-def setup(run: RunConfig, role: str, id: str | None = None) -> None:
+def setup(run: RunConfig, role: str, id: str | None = None, *, console_level: int = logging.NOTSET) -> None:
     """Send every log record of this process to stderr and to ``{log_dir}/{run_name}_{role}_{id}.log``.
 
-    ``id`` defaults to ``describe_process_id()``. Another call replaces the handlers of the one before.
-    Warnings and uncaught exceptions are logged too. Raises ConfigError if ``log_dir`` cannot be written.
+    ``id`` defaults to ``describe_process_id()``. Records below ``console_level`` go to the file only. Another
+    call replaces the handlers of the one before. Warnings and uncaught exceptions are logged too. Raises
+    ConfigError if ``log_dir`` cannot be written.
     """
     id = id or describe_process_id()
     name = f"{run.run_name}/{role}-{id}"
@@ -90,6 +92,7 @@ def setup(run: RunConfig, role: str, id: str | None = None) -> None:
     file.setFormatter(LineFormatter(name, date_format="%Y-%m-%d %H:%M:%S"))
     console = logging.StreamHandler(sys.stderr)
     console.setFormatter(LineFormatter(name, date_format="%H:%M:%S", color=_wants_color()))
+    console.addFilter(lambda record: record.levelno >= console_level)
     _install(LogWriter([console, file]))
     logging.getLogger().setLevel(run.log_level)
     for logger, level in _QUIET.items():
