@@ -31,10 +31,11 @@ class TaskConfig(Flags):
         False, "skip invalid lines of a task file and load the others", per_process=True
     )
     shuffle_tasks: bool = flag(True, "shuffle the tasks of each epoch by --seed")
-    task_selection: Literal["order", "pass_rate"] = flag(
+    task_selection: Literal["order", "pass_rate", "curriculum"] = flag(
         "order",
         "which task is sampled next: the next one of the epoch, or, with pass_rate, also the copy in a later"
-        " epoch of a task whose pass rate is near 1/2",
+        " epoch of a task whose pass rate is near 1/2; with curriculum, the next one of the lowest meta.level"
+        " that is not mastered",
     )
     allowed_modules: str = flag(
         "",
@@ -50,7 +51,7 @@ class TaskConfig(Flags):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            self.task_selection == "order" or self.num_train_epochs > 1,
+            self.task_selection != "pass_rate" or self.num_train_epochs > 1,
             f"--task_selection is {self.task_selection}, and --num_train_epochs 1 lets no task be sampled"
             " twice",
             "raise --num_train_epochs: it bounds how often one task may be sampled",

@@ -46,7 +46,7 @@ class Admission(Document):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin(Document):
-    """When and why a group was begun with ``--task_selection pass_rate``."""
+    """When and why a group was begun with ``--task_selection`` ``pass_rate`` or ``curriculum``."""
 
     number: int
     """Serial number over all groups of the run, from 1; groups are trained in this order."""

@@ -46,7 +46,9 @@ class ReasoningGym(Environment):
         levels = _levels(request.options.get("levels"))
         for entry in generate_entries(families, levels, seed=request.random_seed, count=request.n):
             stored = {name: entry[name] for name in ("family", "level", "metadata", "tuples", "config")}
-            yield {"query": entry["question"], "answer": entry["answer"], "meta": {NAME: stored}}
+            level = {} if entry["level"] is None else {"level": entry["level"]}
+            meta = {**level, NAME: stored}
+            yield {"query": entry["question"], "answer": entry["answer"], "meta": meta}
 
     @classmethod
     def score(cls, context: ScorerContext) -> ScoreResult:

@@ -31,7 +31,7 @@ from agentrl.rollout.setup import (
 )
 from agentrl.store.client import Store, open_store
 from agentrl.store.retry import retry_outages
-from agentrl.store.selection import PASS_RATE, Selection
+from agentrl.store.selection import CURRICULUM, ORDER, Selection
 
 
 async def sample(configs: Configs) -> None:
@@ -43,7 +43,7 @@ async def sample(configs: Configs) -> None:
         configs,
         TRAIN_SPLIT,
         epochs=tasks.num_train_epochs,
-        selection=Selection(tasks.num_train_epochs) if tasks.task_selection == PASS_RATE else None,
+        selection=_selection(tasks),
         idle_exit_seconds=sampling.idle_exit_seconds,
     )
     stop = stop_on_signals()
@@ -70,6 +70,13 @@ async def sample(configs: Configs) -> None:
                     lambda: admission.groups_allowed(store, router.policy_versions()),
                 )
                 await sampler.run(stop)
+
+
+def _selection(tasks: TaskConfig) -> Selection | None:
+    """Return how tasks are selected; None for the order of the epoch."""
+    if tasks.task_selection == ORDER:
+        return None
+    return Selection(tasks.num_train_epochs, by_level=tasks.task_selection == CURRICULUM)
 
 
 async def _join_run(store: Store, configs: Configs) -> None:

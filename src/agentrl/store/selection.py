@@ -1,4 +1,4 @@
-"""Select tasks by pass rate (``--task_selection pass_rate``): prefer groups whose scores will likely differ.
+"""Select tasks by pass rate or level (``--task_selection``): prefer groups whose scores will likely differ.
 
 A sampled task may be selected again before its next epoch is opened; its copy for that epoch is inserted
 then. ``Task.ease`` marks a task that may be selected again; its copy stores it as ``Task.begun.ease``.
@@ -26,7 +26,8 @@ from agentrl.scoring.difficulty import (
     spread_probability,
     update_ease,
 )
-from agentrl.store.connection import Json, Repository
+from agentrl.store.connection import Connection, Json, Repository
+from agentrl.store.curriculum import LEVEL, Curriculum
 from agentrl.store.names import EPOCH, GATE, TASK
 
 BY_ORDER = [("epoch", ASCENDING), ("order", ASCENDING)]
@@ -43,14 +44,18 @@ GAIN = 0.05
 RECENT_GROUPS = 16
 """Number of recently finalized groups, and of recent first groups of tasks, that the estimates use."""
 
-ORDER, PASS_RATE = "order", "pass_rate"
+ORDER, PASS_RATE, CURRICULUM = "order", "pass_rate", "curriculum"
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Select tasks by pass rate. No task is sampled more than ``epochs`` times."""
+    """Select tasks by pass rate. No task is sampled more than ``epochs`` times.
+
+    With ``by_level``, tasks are selected in order, from the level of the ``Curriculum`` only.
+    """
 
     epochs: int
+    by_level: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +136,16 @@ def sort_key(task: Mapping[str, Any]) -> tuple[int, int, int]:
 class TaskSelection(Repository):
     """Selects and begins groups in the transaction of an admission."""
 
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._curriculum = Curriculum(connection)
+
     async def any_left(self, split: str, selection: Selection) -> bool:
         """Return whether a group may be begun. Clears ``ease`` of tasks whose next copy has been begun."""
         if await self._ordered(split, 1, None):
             return True
+        if selection.by_level:
+            return False
         known, begun = await self._known(split, selection, 0.0, 1, None)
         while begun and not known:
             await self._collection(TASK).update_many({"_id": {"$in": begun}}, {"$set": {"ease": None}})
@@ -153,10 +164,12 @@ class TaskSelection(Repository):
         gate = await self._collection(GATE).find_one({"_id": ADMISSION}, session=session) or {}
         first = int(gate.get("begun") or 0) + 1
         estimate = await self._estimate(split, session)
-        ordered = await self._ordered(split, min(capacity, SLOTS_AT_ONCE), session)
-        known, _ = await self._known(
-            split, selection, -estimate.ability, min(capacity, SLOTS_AT_ONCE), session
-        )
+        count = min(capacity, SLOTS_AT_ONCE)
+        level = await self._curriculum.level(split, session) if selection.by_level else None
+        ordered = await self._ordered(split, count, session, level)
+        known: list[Option] = []
+        if not selection.by_level:
+            known, _ = await self._known(split, selection, -estimate.ability, count, session)
         chosen = choose(ordered, known, estimate, first, capacity)
         if not chosen:
             return []
@@ -190,10 +203,13 @@ class TaskSelection(Repository):
             if task["group"]["scored"]
         ]  # fmt: skip
 
-    async def _ordered(self, split: str, count: int, session: AsyncClientSession | None) -> list[Option]:
-        """Return the next tasks in order whose groups are not begun."""
+    async def _ordered(
+        self, split: str, count: int, session: AsyncClientSession | None, level: float | None = None
+    ) -> list[Option]:
+        """Return the next tasks in order, of one ``level`` if it is given, whose groups are not begun."""
+        own: Json = {} if level is None else {LEVEL: level}
         created = await self._collection(TASK).find(
-            {"split": split, "status": TaskStatus.CREATED.value}, _SHOWN, sort=BY_ORDER, limit=count,
+            {"split": split, "status": TaskStatus.CREATED.value, **own}, _SHOWN, sort=BY_ORDER, limit=count,
             session=session,
         ).to_list()  # fmt: skip
         before = {task["_id"]: _key(split, task, -1) for task in created if task["epoch"]}

@@ -42,7 +42,7 @@ def test_a_mixture_has_every_family_by_weight_and_every_level(tasks: list[Task])
     counts = Counter(map(family, tasks))
     assert set(counts) == {name.partition(":")[0] for name in FAMILIES.split(",")}
     assert counts.most_common(1)[0][0] == "leg_counting"
-    assert {task.meta["reasoning_gym"]["level"] for task in tasks} == {0, 1, 2}
+    assert {task.meta["level"] for task in tasks} == {0, 1, 2}
     assert {(task.environment, task.scorer, task.agent_name) for task in tasks} == {
         ("reasoning_gym", "environment", "single_turn")
     }
