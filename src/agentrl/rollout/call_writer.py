@@ -25,7 +25,10 @@ _BUSY_SECONDS = 0.01
 _LONGEST_SECONDS = 1.0
 """Time after which calls are written also if the process is busy."""
 
-_MAX_QUEUED = 8
+_MANY_QUEUED = 12
+"""Queued calls from which on they are written also if the process is busy."""
+
+_MAX_QUEUED = 16
 """Calls that wait to be written; another one waits until they are fewer."""
 
 _LAST_SECONDS = 1.0
@@ -68,6 +71,8 @@ class CallWriter:
         self._queue.append(call)
         if self._writer is None and self._timer is None:
             self._wait_until_idle(time.monotonic() + _LONGEST_SECONDS)
+        if len(self._queue) >= _MANY_QUEUED:
+            self._start()
         while len(self._queue) > _MAX_QUEUED:
             self._start()
             self._written.clear()

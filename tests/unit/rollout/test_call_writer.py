@@ -49,7 +49,7 @@ def writer_of(calls: SlowCalls) -> CallWriter:
 @pytest.fixture
 async def pending() -> list[PendingCall]:
     """The calls of a trajectory, as its Rollout hands them over."""
-    trajectory = Trajectory(*"abcdefghij", max_turns=10)
+    trajectory = Trajectory(*"abcdefghijklmnopq", max_turns=17)
     await trajectory.run()
     return trajectory.pending
 
@@ -71,15 +71,15 @@ async def test_calls_are_stored_in_order_and_nobody_waits_for_the_database(
 async def test_a_trajectory_waits_for_a_database_that_is_too_slow(pending: list[PendingCall]) -> None:
     calls = SlowCalls()
     async with asyncio.timeout(10), writer_of(calls) as writer:
-        for call in pending[:8]:
+        for call in pending[:16]:
             await writer.write(call)
-        ninth = asyncio.create_task(writer.write(pending[8]))
-        done, _ = await asyncio.wait([ninth], timeout=0.2)
+        last = asyncio.create_task(writer.write(pending[16]))
+        done, _ = await asyncio.wait([last], timeout=0.2)
         assert not done
         calls.opened.set()
-        await ninth
+        await last
         await writer.flush()
-    assert calls.stored == [*range(9)]
+    assert calls.stored == [*range(17)]
 
 
 async def test_a_busy_process_writes_later_but_not_never(
@@ -96,6 +96,19 @@ async def test_a_busy_process_writes_later_but_not_never(
         calls.opened.set()
         await writer.flush()
     assert calls.stored == [0]
+
+
+async def test_many_queued_calls_are_written_by_a_busy_process(
+    pending: list[PendingCall], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_writer, "_INTERVAL_SECONDS", 60.0)
+    calls = SlowCalls()
+    calls.opened.set()
+    async with asyncio.timeout(20), writer_of(calls) as writer:
+        for call in pending[:12]:
+            assert not calls.begun.is_set()
+            await writer.write(call)
+        await calls.begun.wait()
 
 
 async def test_an_error_surfaces_before_the_score_and_nothing_is_stored_after_it(
