@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from agentrl.chat.chat_format import Message
+from agentrl.chat.chat_format import TRAIN, Message
 from agentrl.chat.parsers.reasoning import THINK, ReasoningTags
 
 
@@ -146,8 +146,12 @@ def _content_apart(message: Message) -> list[Message]:
     if not message.get("tool_calls"):
         return [message]
     spoken = {key: value for key, value in message.items() if key != "tool_calls"}
-    called = {"role": "assistant", "content": None, "tool_calls": message["tool_calls"]}
+    called = {"role": "assistant", "content": None, "tool_calls": message["tool_calls"], **_train(message)}
     return [spoken, called] if message.get("content") else [{**spoken, **called}]
+
+
+def _train(message: Message) -> Message:
+    return {TRAIN: message[TRAIN]} if TRAIN in message else {}
 
 
 def _one_call_each(messages: Sequence[Message]) -> list[Message]:
@@ -168,7 +172,8 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
         rest = {key: value for key, value in message.items() if key != "tool_calls"}
         for index, call in enumerate(calls):
             found.append({**rest, "tool_calls": [call]})
-            rest = {"role": "assistant", "content": None if rest.get("content") is None else ""}
+            content = None if rest.get("content") is None else ""
+            rest = {"role": "assistant", "content": content, **_train(message)}
             found.extend(_results_of(call, index, calls, results))
     return found
 

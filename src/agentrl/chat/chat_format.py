@@ -22,12 +22,22 @@ ThinkingRetention = Literal["template", "all", "tool_cycle"]
 message."""
 
 
+TRAIN = "train"
+"""Field of an assistant message: false makes it context of a conversation for fine-tuning."""
+
+
 @dataclass(frozen=True)
 class TokenizedConversation:
-    """``input_ids`` int64[n]; ``is_trainable`` bool[n] marks the tokens of assistant messages."""
+    """``input_ids`` int64[n]; ``is_trainable`` bool[n] marks the tokens of trained assistant messages."""
 
     input_ids: NDArray[np.int64]
     is_trainable: NDArray[np.bool_]
+
+
+def split_train(messages: Sequence[Message]) -> tuple[list[Message], list[bool]]:
+    """Return the messages without the field ``train``, and whether each is a trained assistant message."""
+    flags = [m.get("role") == "assistant" and m.get(TRAIN, True) is True for m in messages]
+    return [{key: value for key, value in m.items() if key != TRAIN} for m in messages], flags
 
 
 class ChatFormat(Protocol):
@@ -89,6 +99,7 @@ class ChatFormat(Protocol):
     def tokenize(self, messages: Sequence[Message], tools: ToolSchemas | None) -> TokenizedConversation:
         """Return a whole conversation and a mask of what the assistant says, for fine-tuning.
 
-        Raises ValueError or TrajectoryError for a conversation whose tokens cannot be attributed.
+        Assistant messages with ``train: false`` are not in the mask. Raises ValueError or TrajectoryError
+        for a conversation whose tokens cannot be attributed.
         """
         ...

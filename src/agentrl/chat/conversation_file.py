@@ -7,17 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from agentrl.chat.chat_format import ChatFormat, Message, TokenizedConversation
+from agentrl.chat.chat_format import TRAIN, ChatFormat, Message, TokenizedConversation, split_train
 from agentrl.errors import TaskFileError, TrajectoryError
 
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys under which files hold a message's reasoning; templates read one of the first two."""
 
 
+_WEIGHT = "weight"
+
+
 def read_conversations(path: Path, chat_format: ChatFormat) -> list[TokenizedConversation]:
     """Render the ``messages`` (and ``tools``) of every line.
 
-    Raises TaskFileError with file, line and reason: not JSON, no messages, no assistant message, or a
+    An assistant message with ``train: false`` or ``weight: 0`` is context: it is not in the mask. Raises
+    TaskFileError with file, line and reason: not JSON, no messages, no assistant message to train, or a
     template that does not render the start of a conversation as a prefix of the whole.
     """
     conversations = []
@@ -46,9 +50,22 @@ def _messages(item: Any) -> list[Message]:
     messages = item.get("messages") if isinstance(item, dict) else None
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise ValueError("it has no list of messages with roles")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("it has no assistant message: there is nothing to learn")
-    return [_with_reasoning(message) for message in messages]
+    prepared = [_with_reasoning(_with_train(message)) for message in messages]
+    if not any(split_train(prepared)[1]):
+        raise ValueError("it has no assistant message that is trained: there is nothing to learn")
+    return prepared
+
+
+def _with_train(message: Message) -> Message:
+    """Return the message with ``train: false`` if it is not trained; ``weight: 0`` says the same."""
+    train = message.get(TRAIN, True)
+    weight = message.get(_WEIGHT, 1)
+    if not isinstance(train, bool):
+        raise ValueError(f"train is {train!r}; it must be true or false")
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise ValueError(f"weight is {weight!r}; it must be 0 or 1")
+    rest = {key: value for key, value in message.items() if key != _WEIGHT}
+    return rest if train and weight else {**rest, TRAIN: False}
 
 
 def _with_reasoning(message: Message) -> Message:

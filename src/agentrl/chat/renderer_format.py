@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.chat.chat_format import Message, TokenizedConversation, ToolSchemas
+from agentrl.chat.chat_format import Message, TokenizedConversation, ToolSchemas, split_train
 from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.parsers import (
     ParsedMessage,
@@ -138,10 +138,16 @@ class RendererFormat:
         """Return a whole conversation and a mask of what the assistant says."""
         from renderers import build_training_sample
 
-        protected, schemas = self._protected(messages, tools)
+        plain, flags = split_train(messages)
+        protected, schemas = self._protected(plain, tools)
         try:
             sample = build_training_sample(
-                self._renderer, protected, role_to_mask=_is_assistant, tools=schemas, ensure_final_stop=True
+                self._renderer,
+                protected,
+                role_to_mask=_is_assistant,
+                tools=schemas,
+                ensure_final_stop=True,
+                message_loss_mask=flags,
             )
         except Exception as error:
             raise self._refusal(messages, error) from error

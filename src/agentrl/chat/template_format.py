@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from agentrl.chat.chat_format import Message, TokenizedConversation, ToolSchemas
+from agentrl.chat.chat_format import Message, TokenizedConversation, ToolSchemas, split_train
 from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.parsers import ParsedMessage, ToolCallParser, opens_thought, parse_text
 from agentrl.chat.parsers.reasoning import tags_in
@@ -120,10 +120,9 @@ class TemplateFormat:
 
         Raises ValueError for a template that does not render the start of a conversation as a prefix of it.
         """
-        if self.template.marks_assistant:
-            ids, mask = self._mask_by_marks(messages, tools)
-        else:
-            ids, mask = self._mask_by_prefixes(messages, tools)
+        plain, flags = split_train(messages)
+        masked = self._mask_by_marks if self.template.marks_assistant else self._mask_by_prefixes
+        ids, mask = masked(plain, flags, tools)
         return TokenizedConversation(np.asarray(ids, np.int64), np.asarray(mask, np.bool_))
 
     def _key(self, messages: Sequence[Message], tools: ToolSchemas | None) -> bytes | None:
@@ -204,11 +203,21 @@ class TemplateFormat:
         return text[min(found) :]
 
     def _mask_by_marks(
-        self, messages: Sequence[Message], tools: ToolSchemas | None
+        self, messages: Sequence[Message], flags: Sequence[bool], tools: ToolSchemas | None
     ) -> tuple[list[int], list[bool]]:
         text, spans = self.template.render_marked(
             self.tokens.protect(messages), self.tokens.protect_tools(tools)
         )
+        trained = [
+            flag for message, flag in zip(messages, flags, strict=True) if message["role"] == "assistant"
+        ]
+        if not all(trained):
+            if len(spans) != len(trained):
+                raise ValueError(
+                    f"the chat template marks {len(spans)} parts of {len(trained)} assistant messages, so"
+                    " messages with train: false cannot be found in it"
+                )
+            spans = [span for span, flag in zip(spans, trained, strict=True) if flag]
         ids, mask, left = [], [], list(reversed(spans))
         for token, (start, end) in self.tokens.encode_with_offsets(text):
             while left and left[-1][1] <= start:
@@ -218,14 +227,14 @@ class TemplateFormat:
         return ids, mask
 
     def _mask_by_prefixes(
-        self, messages: Sequence[Message], tools: ToolSchemas | None
+        self, messages: Sequence[Message], flags: Sequence[bool], tools: ToolSchemas | None
     ) -> tuple[list[int], list[bool]]:
-        """Mark what each assistant message adds to the prompt before it, up to its last closing token."""
+        """Mark what each trained message adds to the prompt before it, up to its last closing token."""
         encode = self.tokens.encode
         whole = encode(self._text(messages, tools, add_generation_prompt=False))
         mask = [False] * len(whole)
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
+        for index, is_trained in enumerate(flags):
+            if not is_trained:
                 continue
             prompt = encode(self._text(messages[:index], tools, add_generation_prompt=True))
             spoken = encode(self._text(messages[: index + 1], tools, add_generation_prompt=False))

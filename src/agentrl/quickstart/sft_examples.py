@@ -5,7 +5,7 @@
 ``tiny.jsonl`` teaches a model with random weights the form of a tool call and the copying of numbers.
 ``tiny_mixed.jsonl`` adds mistakes, so that reinforcement learning has something to improve.
 ``calculator.jsonl`` answers questions such as those of ``assets/tasks/calculator_train.jsonl``, behind
-the same examples. Every call writes the same bytes.
+the same examples, which are context: ``train: false``. Every call writes the same bytes.
 """
 
 from __future__ import annotations
@@ -93,7 +93,11 @@ def main(argv: list[str]) -> int:
 
 
 def _calculator(expression: str) -> Conversation:
-    messages = [*worked_examples(), *conversation(expression)]
+    shown = [
+        {**message, "train": False} if message["role"] == "assistant" else message
+        for message in worked_examples()
+    ]
+    messages = [*shown, *conversation(expression)]
     return {"messages": messages, "tools": CALCULATOR_TOOLS}
 
 

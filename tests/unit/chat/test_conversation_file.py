@@ -36,6 +36,29 @@ def test_what_the_assistant_says_is_trained_with_its_end(tmp_path: Path, templat
     assert tokenizer.decode(conversation.input_ids.tolist()) == whole
 
 
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED_TEMPLATE])
+@pytest.mark.parametrize("field", [{"train": False}, {"weight": 0}])
+def test_a_message_that_is_not_trained_is_context(
+    tmp_path: Path, template: str, field: dict[str, object]
+) -> None:
+    shown = [{**MESSAGES[1], **field} if place == 1 else m for place, m in enumerate(MESSAGES)]
+    said = {"train": True, "weight": 1}
+    shown[3] = {**shown[3], **said}
+    path = write(tmp_path / "c.jsonl", {"messages": shown}, {"messages": MESSAGES})
+    chat_format = tiny_format(template)
+    conversation, whole = read_conversations(path, chat_format)
+    assert conversation.input_ids.tolist() == whole.input_ids.tolist()
+    trained = conversation.input_ids[conversation.is_trainable].tolist()
+    assert tiny_tokenizer(template).decode(trained) == "four<|im_end|>"
+
+
+def test_a_template_whose_marks_hold_several_messages_cannot_leave_one_out(tmp_path: Path) -> None:
+    template = "{% generation %}" + TEMPLATE + "{% endgeneration %}"
+    path = write(tmp_path / "c.jsonl", {"messages": [*MESSAGES[:3], {**MESSAGES[3], "train": False}]})
+    with pytest.raises(TaskFileError, match="1 parts of 2 assistant messages"):
+        read_conversations(path, tiny_format(template))
+
+
 def test_ids_and_mask_are_those_of_transformers(tmp_path: Path) -> None:
     said = "Grüße, 你好 👋\n\n"
     messages = [*MESSAGES, {"role": "user", "content": said}, {"role": "assistant", "content": said}]
@@ -84,6 +107,9 @@ def test_reasoning_has_one_name_in_templates(tmp_path: Path, key: str) -> None:
         ({"messages": "x"}, "no list of messages"),
         ({"messages": [{"content": "x"}]}, "no list of messages"),
         ({"messages": MESSAGES[:1]}, "nothing to learn"),
+        ({"messages": [{"role": "assistant", "content": "x", "train": False}]}, "nothing to learn"),
+        ({"messages": [{"role": "assistant", "content": "x", "train": "no"}]}, "train is 'no'"),
+        ({"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}, "weight is 0.5"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: object, says: str) -> None:

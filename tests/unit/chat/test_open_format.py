@@ -242,6 +242,19 @@ def test_fine_tuning_trains_what_the_assistant_says(tmp_path: Path, name: str) -
     assert not any(word in trained for word in ("walnut", "tagus", "pelican", "danube", "orchid"))
 
 
+@pytest.mark.parametrize("name", ["qwen3", "llama-3"])
+def test_fine_tuning_leaves_out_what_is_marked_as_context(tmp_path: Path, name: str) -> None:
+    chat_format = of_family(tmp_path, name)
+    shown = [{**message, "train": False} if place in (2, 9) else message
+             for place, message in enumerate(CONVERSATION[:-1])]  # fmt: skip
+    whole = chat_format.tokenize(shown, TOOLS)
+    trained = chat_format.decode(whole.input_ids[whole.is_trainable].tolist())
+    assert [word in trained for word in ("Lisbon", "Prague", "granite", "Vienna", "obsidian")] == [
+        False, False, True, True, False,
+    ]  # fmt: skip
+    assert whole.input_ids.tolist() == chat_format.tokenize(CONVERSATION[:-1], TOOLS).input_ids.tolist()
+
+
 def test_nothing_in_an_open_thought_of_a_renderer_is_a_call_or_content(tmp_path: Path) -> None:
     chat_format = of_family(tmp_path, "qwen3")
     encode = chat_format.base.tokens.encode  # type: ignore[attr-defined]
