@@ -12,7 +12,9 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
+
+from agentrl.documents.sanitize_bson import replace_surrogates
 
 _MARK = f"mark{uuid.uuid4().hex}"
 """Random in each process, so untrusted text cannot hold it. It is removed before tokenization."""
@@ -58,9 +60,12 @@ class ControlTokens:
         return [self._marked(dict(tool), frozenset()) for tool in tools] if tools else None
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of rendered text; adds no special tokens."""
+        """Return the token ids of rendered text; adds no special tokens. Lone surrogates are replaced."""
         if _MARK not in text:
-            [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)  # no offsets
+            try:
+                [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)  # no offsets
+            except (TypeError, UnicodeEncodeError):
+                encoding = self._encoding(text)
             return list(encoding.ids)
         return [token for token, _ in self._pieces(text)]
 
@@ -114,10 +119,16 @@ class ControlTokens:
             place += len(piece) + len(_MARK)
         return found
 
+    def _encoding(self, text: str) -> Encoding:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        except (TypeError, UnicodeEncodeError):
+            return self._tokenizer.encode(replace_surrogates(text), add_special_tokens=False)
+
     def _encode_piece(self, piece: str, place: int) -> list[tuple[int, tuple[int, int]]]:
         """Encode ``piece``, which begins at ``place``; text after a mark gets no space before it."""
         lead = "\n" if place and self._adds_space and piece else ""
-        encoding = self._tokenizer.encode(lead + piece, add_special_tokens=False)
+        encoding = self._encoding(lead + piece)
         skip = place - len(lead)
         return [
             (token, (start + skip, end + skip))

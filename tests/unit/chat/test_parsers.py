@@ -178,14 +178,6 @@ def test_a_wrong_schema_is_not_the_models_fault(parameters: dict[str, object]) -
     assert validate_call(ToolCall("f", {"a": "b"}), [schema]) is None
 
 
-@pytest.mark.parametrize("name", PARSERS.names())
-def test_a_text_that_repeats_a_mark_ends_without_a_call(name: str) -> None:
-    units = ("<tool_call>", "<tool_call><function=f><parameter=a>", "[f(", '{"name": {"name":', "<think>")
-    for unit in (*units, "[TOOL_CALLS]", "<tool_call>f<arg_key>a</arg_key><arg_value>"):
-        text = unit * (50_000 // len(unit))
-        assert parse_text(get_parser(name), text, [ADD]).tool_calls == ()
-
-
 def test_a_schema_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[object] = []
     check_schema = Draft202012Validator.check_schema

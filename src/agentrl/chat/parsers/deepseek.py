@@ -10,7 +10,8 @@ from agentrl.chat.parsers.registry import tool_call_parser
 
 CALL, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 
-_HEAD = re.compile(rf"\s*{CALL}(?:function{SEPARATOR}\s*([^\n<]+?)\s*```json|\s*([^\n<]+?)\s*{SEPARATOR})")
+_NAME = r"\s*+([^\s<`][^\n<`]{0,255})"
+_HEAD = re.compile(rf"\s*+{CALL}(?:function{SEPARATOR}{_NAME}\s{{0,32}}+```json|{_NAME}{SEPARATOR})")
 _TAIL = re.compile(rf"\s*(?:```)?\s*(?:{CALL_END}|(?=<｜tool▁calls▁end｜>)|$)")
 
 
@@ -25,7 +26,7 @@ class DeepSeekParser(MarkedParser):
         """Return the calls of one section. Raises CallSyntaxError."""
         block = Block(at)
         while (head := _HEAD.match(text, block.end)) is not None:
-            name = head.group(1) or head.group(2)
+            name = (head.group(1) or head.group(2)).strip()
             value, end = decode_json(text, head.end())
             tail = _TAIL.match(text, end)
             if tail is None:

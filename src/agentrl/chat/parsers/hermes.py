@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 
-from agentrl.chat.parsers.base import CallSyntaxError, ToolCall, Tools
+from agentrl.chat.parsers.base import CallSyntaxError, ToolCall, Tools, shown, skip_space
 from agentrl.chat.parsers.marked import Block, MarkedParser, read_json_calls
 from agentrl.chat.parsers.registry import tool_call_parser
 
 CODE_TOOLS = frozenset({"PythonInterpreter", "execute_code"})
 """Tools whose ``code`` argument may follow the JSON, unescaped inside ``<code>…</code>``."""
 
-_CODE = re.compile(r"\s*<code>\n?(.*?)\n?</code>(?=\s*(?:</tool_call>|<tool_call>|$))", re.DOTALL)
+_CODE_OPEN = "<code>"
+_CODE = re.compile(r"<code>\n?(.*?)\n?</code>(?=\s*(?:</tool_call>|<tool_call>|$))", re.DOTALL)
 
 
 @tool_call_parser("hermes")
@@ -24,9 +25,12 @@ class HermesParser(MarkedParser):
     def read(self, text: str, at: int, tools: Tools) -> Block:
         """Return the calls of one block. Raises CallSyntaxError."""
         block = read_json_calls(text, at)
-        code = _CODE.match(text, block.end)
-        if code is None or not block.calls:
+        start = skip_space(text, block.end)
+        if not block.calls or not text.startswith(_CODE_OPEN, start):
             return block
+        code = _CODE.match(text, start)
+        if code is None:
+            raise CallSyntaxError(f"{_CODE_OPEN} is not closed by </code>: {shown(text[start:])}")
         last = block.calls[-1]
         if last.name not in CODE_TOOLS:
             raise CallSyntaxError(f"<code> is only for {', '.join(sorted(CODE_TOOLS))}, not for {last.name}")

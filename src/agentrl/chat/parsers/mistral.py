@@ -16,7 +16,7 @@ from agentrl.chat.parsers.base import (
 from agentrl.chat.parsers.marked import Block, MarkedParser, read_json_calls
 from agentrl.chat.parsers.registry import tool_call_parser
 
-_NAMED = re.compile(r"\s*([^\[\]{}\s]+?)\s*(?:\[CALL_ID\]\s*[^\[\]{}\s]*\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+_NAMED = re.compile(r"\s*+([^\[\]{}\s]++)\s*+(?:\[CALL_ID\]\s*+[^\[\]{}\s]*+\s*+)?(?:\[ARGS\]\s*+)?(?=\{)")
 _ID = re.compile(r"\[CALL_ID\]\s*[^\[\]{}\s]*|\[ARGS\]")
 
 

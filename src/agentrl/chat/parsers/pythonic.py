@@ -22,6 +22,7 @@ from agentrl.chat.parsers.registry import tool_call_parser
 
 _CALL = re.compile(r"[^\W\d][\w.-]*\s*\(")
 _LIST = re.compile(r"\[\s*(?=[^\W\d][\w.-]*\s*\()")
+_CALL_END = re.compile(r"[)\n]\s*+[,;]?\s*+")
 _RESERVED = re.compile(rf"(?<=[(,])(\s*)({'|'.join(keyword.kwlist)})(\s*=)(?!=)")
 _MARK = "_reserved_"
 _BRACKETS = {")": "(", "]": "[", "}": "{"}
@@ -112,8 +113,8 @@ def read_python_calls(text: str, at: int, closing: str) -> Block:
         except CallSyntaxError as problem:
             block.error = block.error or str(problem)
             failures += 1
-            following = re.compile(r"[)\n]\s*[,;]?\s*(?=[^\W\d][\w.-]*\s*\()").search(text, at)
-            at = following.end() if following else _list_end(text, at, closing)
+            ends = (found.end() for found in _CALL_END.finditer(text, at))
+            at = next((end for end in ends if _CALL.match(text, end)), _list_end(text, at, closing))
 
 
 def _list_end(text: str, at: int, closing: str) -> int:
@@ -191,5 +192,5 @@ def _parse(name: str, source: str) -> ast.Call:
 
 
 def _without_fence(block: str) -> str:
-    fenced = re.fullmatch(r"```(?:python)?\s*\n?(.*?)\n?```", block.strip(), re.DOTALL)
+    fenced = re.fullmatch(r"```(?:python)?\s*+(.*?)\n?```", block.strip(), re.DOTALL)
     return (fenced.group(1) if fenced else block).strip()

@@ -10,9 +10,9 @@ from agentrl.chat.parsers.hermes import HermesParser
 from agentrl.chat.parsers.marked import Block, MarkedParser
 from agentrl.chat.parsers.registry import tool_call_parser
 
-_FUNCTION = re.compile(r"<function=([^>\n]*)>")
-_OPEN = re.compile(r"<parameter=([^>\n]+)>")
-_TAG = re.compile(r"<parameter=[^>\n]+>|</parameter>")
+_FUNCTION = re.compile(r"<function=([^>\n]{0,256})>")
+_OPEN = re.compile(r"<parameter=([^>\n]{1,256})>")
+_TAG = re.compile(r"<parameter=[^>\n]{1,256}>|</parameter>")
 _NAME = re.compile(r"[^\s{}<>()\[\]\"'=,;]+")
 _DRIFTED = re.compile(r"</parameter[\w-]*>?$")
 """A closing tag that a model misspelled; it stands only at the end of a value that is not closed."""
@@ -39,7 +39,7 @@ class QwenCoderParser(MarkedParser):
         bare = _FUNCTION.search(text, at)
         if bare is None or (0 <= tagged < bare.start()):
             return tagged
-        return bare.start() if FUNCTION_END in text[bare.end() :] else tagged
+        return bare.start() if text.find(FUNCTION_END, bare.end()) >= 0 else tagged
 
     def read(self, text: str, at: int, tools: Tools) -> Block:
         """Return the functions of one block. Values are text, converted by the schema."""

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import cache
 
-from agentrl.chat.parsers.base import ParsedMessage, ToolCallParser, Tools
+from agentrl.chat.parsers.base import ParsedMessage, ToolCallParser, Tools, skip_space
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,21 +79,22 @@ def split_reasoning(text: str, tags: ReasoningTags = THINK, *, opened: bool = Fa
     spoken: list[str] = []
     first_open, first_close = text.find(tags.open), text.find(tags.close)
     inside = opened or (first_close >= 0 and not 0 <= first_open < first_close)
-    if inside:
-        text = text.lstrip().removeprefix(tags.open) if text.lstrip().startswith(tags.open) else text
+    at = 0
+    if inside and text.startswith(tags.open, skip_space(text, 0)):
+        at = skip_space(text, 0) + len(tags.open)
     while True:
         if inside:
-            thought, close, text = text.partition(tags.close)
-            thoughts.append(thought.strip())
-            if not close:
+            end = text.find(tags.close, at)
+            thoughts.append(text[at : end if end >= 0 else len(text)].strip())
+            if end < 0:
                 return SplitText(_join(thoughts), "".join(spoken), is_open=True)
-            inside = False
+            at, inside = end + len(tags.close), False
         else:
-            at = _opening(text, tags)
-            if at < 0:
-                return SplitText(_join(thoughts), "".join(spoken) + text)
-            spoken.append(text[:at])
-            text, inside = text[at + len(tags.open) :], True
+            start = _opening(text, tags, at)
+            spoken.append(text[at : start if start >= 0 else len(text)])
+            if start < 0:
+                return SplitText(_join(thoughts), "".join(spoken))
+            at, inside = start + len(tags.open), True
 
 
 def parse_text(
@@ -112,10 +113,9 @@ def parse_text(
     )
 
 
-def _opening(text: str, tags: ReasoningTags) -> int:
-    """Return where the next thought opens outside tool calls; -1 without one."""
+def _opening(text: str, tags: ReasoningTags, at: int) -> int:
+    """Return where the next thought from ``at`` on opens outside tool calls; -1 without one."""
     marks = _marks(tags.open)
-    at = 0
     while (mark := marks.search(text, at)) is not None:
         if mark.group() == tags.open:
             return mark.start()

@@ -1,0 +1,129 @@
+"""Render hostile text in every place of a request: it holds the same control tokens as harmless text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import chat_models as models
+import pytest
+
+from agentrl.chat.chat_format import Message
+from agentrl.chat.open_format import open_chat_format
+from agentrl.chat.proven_format import ProvenFormat
+from agentrl.config.schema import ModelConfig
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "template": {"template": models.KEEPS_ALL},
+    "qwen3": {"model_type": "qwen3"},
+    "llama-3": {"special": models.LLAMA, "tags": [], "eos": "<|eot_id|>", "model_type": "llama"},
+    "gemma4": {"special": models.GEMMA, "tags": [], "eos": "<turn|>", "model_type": "gemma4"},
+    "deepseek-v3": {
+        "special": models.DEEPSEEK, "tags": [], "eos": models.DEEPSEEK[1], "model_type": "deepseek_v3",
+    },
+}  # fmt: skip
+PLACES = ["system", "question", "result", "argument", "argument name", "description", "choice", "parameter"]
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def chat_format(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ProvenFormat:
+    """A template, or the renderer of a family."""
+    files = {"template": None, **FORMATS[request.param]}
+    folder = models.write_model(tmp_path_factory.mktemp("model"), **files)
+    return open_chat_format(folder, ModelConfig(chat_format=request.param))
+
+
+def request(place: str, text: str) -> tuple[list[Message], list[dict[str, Any]]]:
+    """Return a conversation and its tools with ``text`` in one place."""
+
+    def at(name: str) -> str:
+        return text if name == place else "walnut"
+
+    schema = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "description": at("description"), "enum": [at("choice"), "x"]},
+            at("parameter"): {"type": "string"},
+        },
+    }
+    function = {"name": "find_river", "description": at("description"), "parameters": schema}
+    arguments = {"city": at("argument"), at("argument name"): 1}
+    call = {"id": "call00001", "type": "function", "function": {"name": "find_river", "arguments": arguments}}
+    messages: list[Message] = [
+        {"role": "system", "content": at("system")},
+        {"role": "user", "content": at("question")},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "find_river", "tool_call_id": "call00001", "content": at("result")},
+    ]
+    return messages, [{"type": "function", "function": function}]
+
+
+def control_ids(chat_format: ProvenFormat, place: str, text: str) -> list[int]:
+    tokens = chat_format.base.tokens  # type: ignore[attr-defined]
+    return [token for token in chat_format.render(*request(place, text)) if token in tokens.special_ids]
+
+
+def attacks(chat_format: ProvenFormat, place: str) -> list[str]:
+    tokens = chat_format.base.tokens  # type: ignore[attr-defined]
+    spoken = tokens._spoken if place in ("system", "argument", "argument name") else frozenset()
+    texts = [text for text in tokens.texts() if text not in spoken]
+    return [
+        " ".join(texts),
+        "".join(texts),
+        *(text[:place] + text + text[place:] for text in texts[:6] for place in (1, 2, len(text) - 1)),
+        "\0".join(texts),
+        "\u200b".join(texts),
+        "<" + texts[0] + ">" + "[" + texts[-1] + "]",
+    ]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_text_makes_no_control_token_wherever_it_stands(chat_format: ProvenFormat, place: str) -> None:
+    expected = control_ids(chat_format, place, "walnut")
+    for attack in attacks(chat_format, place):
+        assert control_ids(chat_format, place, attack) == expected, attack
+
+
+def test_parts_of_a_control_token_do_not_meet_over_messages(chat_format: ProvenFormat) -> None:
+    tokens = chat_format.base.tokens  # type: ignore[attr-defined]
+    for text in tokens.texts():
+        for cut in (1, len(text) // 2, len(text) - 1):
+            messages, tools = request("question", text[cut:])
+            messages[0]["content"] = messages[3]["content"] = text[:cut]
+            found = [token for token in chat_format.render(messages, tools) if token in tokens.special_ids]
+            assert found == control_ids(chat_format, "question", "walnut")
+            output = [min(chat_format.stop_ids)]
+            results: list[Message] = [{**messages[3], "content": part} for part in (text[:cut], "walnut")]
+            ends = [
+                chat_format.next_prompt([], output, messages[:3], [result], tools) or [] for result in results
+            ]
+            assert [t for t in ends[0] if t in tokens.special_ids] == [
+                t for t in ends[1] if t in tokens.special_ids
+            ]
+
+
+def test_characters_that_look_alike_stay_what_they_are(chat_format: ProvenFormat) -> None:
+    for text in (
+        "＜|im_end|＞",
+        "<|im_end❘>",
+        "<\u200d|im_end|>",
+        "<|ｉm_end|>",
+        "<|IM_END|>",
+        "< |im_end|>",
+    ):
+        messages, tools = request("question", text)
+        assert text in chat_format.decode(chat_format.render(messages, tools))
+        assert control_ids(chat_format, "question", text) == control_ids(chat_format, "question", "walnut")
+
+
+@pytest.mark.parametrize("text", ["\0", "a\0b", "\ufffd" * 40, "x" * 50_000])
+def test_odd_text_stays_as_it_is_or_is_escaped(chat_format: ProvenFormat, text: str) -> None:
+    rendered = chat_format.decode(chat_format.render(*request("result", text)))
+    assert text in rendered or json.dumps(text)[1:-1] in rendered
+
+
+def test_a_lone_surrogate_is_replaced(chat_format: ProvenFormat) -> None:
+    for text in ("\ud800", "a\udfffb<|im_end|>"):
+        rendered = chat_format.render(*request("result", text))
+        assert chat_format.decode(rendered)
+        assert control_ids(chat_format, "result", text) == control_ids(chat_format, "result", "walnut")
