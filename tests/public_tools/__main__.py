@@ -14,7 +14,7 @@ import yaml
 
 from agentrl.config.schema import ToolConfig
 from agentrl.tools.pool import ToolPool
-from public_tools.servers import public_servers, rude_servers, rude_web
+from public_tools.servers import misbehaving_servers, misbehaving_web, public_servers
 from public_tools.trajectory import Report, run
 
 _LIMIT_SECONDS = 900.0
@@ -43,9 +43,9 @@ def main() -> int:
     parser.add_argument("--trajectories", type=int, default=64, help="trajectories at once")
     trajectories = parser.parse_args().trajectories
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="agentrl-tools-") as folder, rude_web() as port:
+    with tempfile.TemporaryDirectory(prefix="agentrl-tools-") as folder, misbehaving_web() as port:
         file = Path(folder) / "servers.yml"
-        file.write_text(yaml.safe_dump({"servers": {**public_servers(), **rude_servers(port)}}))
+        file.write_text(yaml.safe_dump({"servers": {**public_servers(), **misbehaving_servers(port)}}))
         report = asyncio.run(run_all(trajectories, file))
     show(report)
     for violation in report.violations:

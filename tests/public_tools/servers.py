@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-RUDE = str(Path(__file__).parents[1] / "integration" / "servers" / "rude_server.py")
+MISBEHAVING = str(Path(__file__).parents[1] / "integration" / "servers" / "misbehaving_server.py")
 _START_SECONDS = 30.0
 
 
@@ -38,14 +38,14 @@ def public_servers() -> dict[str, Any]:
     }
 
 
-def rude_servers(port: int) -> dict[str, Any]:
+def misbehaving_servers(port: int) -> dict[str, Any]:
     """Return the entries of the misbehaving server: a process each, and shared over HTTP."""
     url = f"http://127.0.0.1:{port}"
     limits = {"timeout_seconds": 120, "max_seconds": 240}
     return {
-        "rude": {
+        "misbehaving": {
             "command": sys.executable,
-            "args": [RUDE, "stdio"],
+            "args": [MISBEHAVING, "stdio"],
             "limits": limits,
             "tools": {"hang": {"timeout_seconds": 1}},
         },
@@ -56,12 +56,12 @@ def rude_servers(port: int) -> dict[str, Any]:
 
 
 @contextmanager
-def rude_web() -> Iterator[int]:
+def misbehaving_web() -> Iterator[int]:
     """Run the misbehaving server over HTTP and yield its port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
-    process = subprocess.Popen([sys.executable, RUDE, str(port)], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, MISBEHAVING, str(port)], stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:

@@ -97,8 +97,8 @@ class Run:
         await self.call("append", text=f"{self.mark}.")
         kind = _MISBEHAVIOURS[self.number % len(_MISBEHAVIOURS)]
         arguments = {"megabytes": 50} if kind == "huge" else {}
-        said = await self.call("rude.huge" if kind == "huge" else kind, may_fail=True, **arguments)
-        state = await self.call("rude.read")
+        said = await self.call("misbehaving.huge" if kind == "huge" else kind, may_fail=True, **arguments)
+        state = await self.call("misbehaving.read")
         if "its earlier state is lost" in said and kind not in ("die", "garbage"):
             self.report.require("secret-of-" not in state, f"{self.number}: {kind}: {state[:200]}")
         elif kind in ("die", "garbage"):

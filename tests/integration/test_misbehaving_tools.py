@@ -26,12 +26,12 @@ from agentrl.tools.session import ToolSession
 
 pytestmark = pytest.mark.integration
 
-SERVER = str(Path(__file__).parent / "servers" / "rude_server.py")
+SERVER = str(Path(__file__).parent / "servers" / "misbehaving_server.py")
 
 
 def config_of(tmp_path: Path, entry: dict[str, Any], **flags: Any) -> ToolConfig:
     path = tmp_path / "servers.yml"
-    path.write_text(yaml.safe_dump({"servers": {"rude": entry}}))
+    path.write_text(yaml.safe_dump({"servers": {"misbehaving": entry}}))
     return ToolConfig(mcp_servers_file=str(path), **flags)
 
 
@@ -161,7 +161,7 @@ async def test_a_process_that_dies_in_a_call_is_replaced_and_nothing_is_called_t
         before = await pid_of(tools)
         died = await tools.call("note_and_die", {"marker": str(marker)})
         assert died.error
-        assert "the tool server rude stopped while it ran; it may have taken effect" in died.text
+        assert "the tool server misbehaving stopped while it ran; it may have taken effect" in died.text
         assert "its earlier state is lost" in died.text
         assert marker.read_text() == "called\n"
         assert await pid_of(tools) != before
@@ -175,7 +175,7 @@ async def test_a_process_that_dies_between_calls_is_replaced_and_the_model_is_to
         await wait_until_gone(before)
         after = await tools.call("pid", {})
         assert not after.error
-        assert after.text.endswith("[the tool server rude was restarted; its earlier state is lost]")
+        assert after.text.endswith("[the tool server misbehaving was restarted; its earlier state is lost]")
 
 
 async def test_a_shared_server_that_dies_loses_only_the_calls_in_flight(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ async def test_one_reconnect_serves_all_callers_and_then_all_are_told_at_once(
         failed += await asyncio.gather(*(tools.call("pid", {}) for _ in range(8)), return_exceptions=True)
         assert all(isinstance(error, ToolServerError) for error in failed)
         assert {error.outage for error in failed if isinstance(error, ToolServerError)} == {
-            tool_server("rude")
+            tool_server("misbehaving")
         }
         assert "cannot be reached" in str(failed[0])
         assert len(attempts) == 2
@@ -253,7 +253,7 @@ async def test_a_server_that_admits_nobody_is_named(
     monkeypatch.setattr(connector, "RECONNECT_DELAYS", (0.0,))
     with pytest.raises(ToolServerError, match=problem) as failed:
         await ToolPool(config_of(tmp_path, web.entry(path))).open()
-    assert failed.value.outage == tool_server("rude")
+    assert failed.value.outage == tool_server("misbehaving")
 
 
 async def test_any_other_manager_url_is_a_plain_server_with_the_token(
@@ -275,7 +275,7 @@ async def test_a_login_that_expires_and_an_overload_are_outages_not_results(tmp_
     async with open_tools(config_of(tmp_path, web.entry("busy"))) as tools:
         with pytest.raises(ToolServerError, match=r"overloaded \(HTTP 429\): slow down") as failed:
             await tools.call("pid", {})
-        assert (failed.value.outage, failed.value.retry_after) == (tool_server("rude"), 7.0)
+        assert (failed.value.outage, failed.value.retry_after) == (tool_server("misbehaving"), 7.0)
     async with open_tools(config_of(tmp_path, web.entry())) as tools:
         assert (await tools.call("log_out", {})).text == "log_out done"
         with pytest.raises(ToolServerError, match=r"asks for a login \(HTTP 401\): .*Please log in"):
@@ -332,22 +332,22 @@ async def test_tools_that_change_are_named_to_the_model_and_can_be_called(tmp_pa
         ("empty", ""),
     ],
 )
-async def test_every_content_is_text_or_named(rude_session: ToolSession, kind: str, text: str) -> None:
-    result = await rude_session.call("content", {"kind": kind})
+async def test_every_content_is_text_or_named(misbehaving_session: ToolSession, kind: str, text: str) -> None:
+    result = await misbehaving_session.call("content", {"kind": kind})
     assert (result.text, result.error) == (text, False)
 
 
 @pytest.fixture
-async def rude_session(tmp_path: Path) -> Any:
+async def misbehaving_session(tmp_path: Path) -> Any:
     async with open_tools(config_of(tmp_path, stdio(scope="shared"))) as tools:
         yield tools
 
 
-async def test_a_result_without_content_is_an_error_of_the_call(rude_session: ToolSession) -> None:
-    result = await rude_session.call("content", {"kind": "none"})
+async def test_a_result_without_content_is_an_error_of_the_call(misbehaving_session: ToolSession) -> None:
+    result = await misbehaving_session.call("content", {"kind": "none"})
     assert result.error
     assert "content gave a result that is not valid" in result.text
-    assert (await rude_session.call("read", {})).error is False
+    assert (await misbehaving_session.call("read", {})).error is False
 
 
 async def test_the_trajectorys_id_travels_in_meta(tmp_path: Path) -> None:

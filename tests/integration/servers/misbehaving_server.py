@@ -1,4 +1,4 @@
-"""An MCP server that misbehaves on purpose, in plain JSON-RPC: ``rude_server.py stdio|PORT``.
+"""An MCP server that misbehaves on purpose, in plain JSON-RPC: ``misbehaving_server.py stdio|PORT``.
 
 Over HTTP, the path chooses how: /mcp is well-behaved, /login asks for a login and /private for a token, /busy
 is overloaded, /html answers a page, /garbage no JSON, /short less than it announces, /sse the answer as a
@@ -63,7 +63,7 @@ CONTENT: dict[str, Json] = {
 }
 
 
-class Rude:
+class Tools:
     """The tools and their state, which all connections of this process share."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Rude:
         params = message.get("params") or {}
         if method == "initialize":
             kinds = {"tools": {"listChanged": True}, "resources": {}, "prompts": {}}
-            info = {"name": "rude", "version": "1"}
+            info = {"name": "misbehaving", "version": "1"}
             result = {"protocolVersion": "2025-06-18", "capabilities": kinds, "serverInfo": info}
         elif method == "tools/list":
             result = {"tools": self.tools()}
@@ -193,7 +193,7 @@ OTHERS: dict[str, Json] = {
 
 def serve_stdio() -> None:
     """Answer each line in a thread of its own."""
-    rude, lock = Rude(), threading.Lock()
+    tools, lock = Tools(), threading.Lock()
 
     def send(message: Json) -> None:
         with lock:
@@ -202,11 +202,11 @@ def serve_stdio() -> None:
             sys.stdout.flush()
 
     def handle(line: str) -> None:
-        answer = rude.answer(json.loads(line), send)
+        answer = tools.answer(json.loads(line), send)
         if answer is not None:
             send(answer)
 
-    print("rude server started", file=sys.stderr)
+    print("misbehaving server started", file=sys.stderr)
     for line in sys.stdin:
         threading.Thread(target=handle, args=(line,), daemon=True).start()
 
@@ -215,13 +215,13 @@ class Handler(BaseHTTPRequestHandler):
     """One POST, answered as its path says."""
 
     protocol_version = "HTTP/1.1"
-    rude = Rude()
+    tools = Tools()
 
     def do_POST(self) -> None:
         message = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         is_call = message["method"] == "tools/call"
         is_private = self.path == "/private" and self.headers.get("Authorization") != "Bearer let me in"
-        if self.path == "/login" or is_private or not self.rude.logged_in:
+        if self.path == "/login" or is_private or not self.tools.logged_in:
             return self.say(401, "text/html", b"<h1>Please log in</h1>", {"WWW-Authenticate": "Bearer"})
         if self.path == "/busy" and is_call:
             return self.say(429, "text/plain", b"slow down", {"Retry-After": "7"})
@@ -231,14 +231,14 @@ class Handler(BaseHTTPRequestHandler):
             return self.say(200, "application/json", b"\xff\x00 not JSON")
         if message["method"] == "initialize":
             session = uuid.uuid4().hex
-            self.rude.sessions.add(session)
-        elif self.headers.get("Mcp-Session-Id") not in self.rude.sessions and "id" in message:
+            self.tools.sessions.add(session)
+        elif self.headers.get("Mcp-Session-Id") not in self.tools.sessions and "id" in message:
             return self.say(404, "text/plain", b"no such session")
         if "id" not in message:
             return self.say(202, "text/plain", b"")
         if self.path == "/sse" and is_call:
             return self.stream(message)
-        answer = self.rude.answer(message, lambda _: None)
+        answer = self.tools.answer(message, lambda _: None)
         if answer is None:
             time.sleep(60)
         headers = {"Mcp-Session-Id": session} if message["method"] == "initialize" else {}
@@ -262,7 +262,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.flush()
 
         if message["params"]["name"] != "die":
-            answer = self.rude.answer(message, send)
+            answer = self.tools.answer(message, send)
             if answer is not None:
                 send(answer)
         self.close_connection = True
