@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.config.schema import RunConfig
+from agentrl.store import availability
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded.server import EmbeddedMongo
 
@@ -17,6 +18,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """PyMongo drops a socket unclosed when its client is closed while it still connects (no raddr yet)."""
     unclosed = r"ignore:Exception ignored in. <socket\.socket [^>]*laddr=\([^)]*\)>"
     config.addinivalue_line("filterwarnings", f"{unclosed}:pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(autouse=True)
+def leases_expire_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else needs time to renew leases on the server of a test, which has just started."""
+    monkeypatch.setattr(availability, "RENEWAL_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from agentrl.chat.template_format import TemplateFormat
 from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.partial import PartialGeneration
 from agentrl.documents.sampling import SamplingParams
+from agentrl.errors import ToolServerError
 from agentrl.inference.generation import Generation, Progress
 from agentrl.tools.base import Schema, ToolResult, Trajectory, function_schema
 
@@ -99,6 +100,12 @@ class ScriptedEngine:
 
 class FakeTools:
     """``add`` adds, or answers ``text``; ``fail`` answers with an error; ``raised`` is raised by any call."""
+
+    down: Mapping[str, ToolServerError] = {}
+    known: frozenset[str] | None = None
+
+    async def connect(self, name: str) -> None:
+        """None is down."""
 
     def __init__(self) -> None:
         self.text: str | None = None

@@ -2,8 +2,8 @@
 
 This module is the public API. Decorators register what you write yourself: ``agent``, ``scorer``, ``tool``,
 ``environment``, ``loss``, ``advantage``, ``context_manager``, ``group_filter``, ``tool_call_parser`` and
-``tracker``; the classes are what such functions take and return. ``Store.open("run")`` reads a run from a
-notebook.
+``tracker``; the classes are what such functions take, return and raise. ``Store.open("run")`` reads a run
+from a notebook.
 assets/examples has a short example of each, and docs/extending.md explains them.
 
 Each name is imported at first use, so ``import agentrl`` is fast and imports no torch.
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from agentrl.chat.parsers.registry import tool_call_parser
     from agentrl.documents.status import StopReason
     from agentrl.environments.base import Environment, Observation, TaskRequest, environment
+    from agentrl.errors import OutageError
     from agentrl.losses.batch import TokenBatch, TokenLosses
     from agentrl.losses.registry import loss
     from agentrl.losses.settings import LossSettings
@@ -39,9 +40,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Environment", "LossSettings", "Message", "Observation", "Outcome", "ParsedMessage", "Rollout",
-    "ScoreResult", "ScoredCall", "ScoredGroup", "ScorerContext", "StopReason", "Store", "TaskRequest",
-    "TokenBatch", "TokenLosses", "ToolCall", "Turn", "advantage", "agent", "context_manager",
+    "Environment", "LossSettings", "Message", "Observation", "OutageError", "Outcome", "ParsedMessage",
+    "Rollout", "ScoreResult", "ScoredCall", "ScoredGroup", "ScorerContext", "StopReason", "Store",
+    "TaskRequest", "TokenBatch", "TokenLosses", "ToolCall", "Turn", "advantage", "agent", "context_manager",
     "convert_arguments", "environment", "group_filter", "loss", "scorer", "tool", "tool_call_parser",
     "tracker",
 ]  # fmt: skip
@@ -51,6 +52,7 @@ _MODULES = {
     "LossSettings": "losses.settings",
     "Message": "chat.chat_format",
     "Observation": "environments.base",
+    "OutageError": "errors",
     "Outcome": "rollout.outcome",
     "ParsedMessage": "chat.parsers.base",
     "Rollout": "rollout.rollout",

@@ -16,7 +16,9 @@ AgentRLError
     │                           it ends none: it names what is down, and the call is repeated later
     ├── EngineError             the inference engine failed
     ├── ToolServerError         a tool server cannot be reached (a tool may return errors)
+    │   └── ToolServerConfigError   it cannot be used as it is configured: no such command, a refused login
     ├── TaskEnvironmentError    an environment raised or took too long
+    ├── OutageError             what a tool or a scorer of your own reaches is down
     ├── ScorerError             the scorer raised
     ├── TrajectoryError         the conversation cannot be continued
     └── GroupError              a group filter or an advantage estimator failed; it ends a group
@@ -173,10 +175,30 @@ class ToolServerError(FailureError):
     kind = "tool"
 
 
+class ToolServerConfigError(ToolServerError):
+    """A tool server cannot be used as it is configured: no such command, a refused login, a name taken.
+
+    When a process starts, it ends the process. Later it is an outage like any other.
+    """
+
+    exit_code = 2
+
+
 class TaskEnvironmentError(FailureError):
     """The environment of a task raised, took too long or returned a malformed result."""
 
     kind = "environment"
+
+
+class OutageError(FailureError):
+    """Raise it in a tool or a scorer of your own if what that reaches is down.
+
+    No attempt is used up: the call is repeated when it is up again, so raise it only if that is allowed.
+    ``retry_after`` is the earliest time of a repetition, in seconds from now.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None, retry_after: float | None = None) -> None:
+        super().__init__(message, hint=hint, retry_after=retry_after)
 
 
 class ScorerError(FailureError):

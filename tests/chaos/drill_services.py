@@ -1,8 +1,8 @@
-"""Serve an engine or a judge for the outage drills: python -m chaos.drill_services engine|judge PORT [MODEL].
+"""Serve the outage drills: python -m chaos.drill_services engine|judge|manager PORT [MODEL].
 
 The engine calls the tool ``convert`` first and answers after its result, over SGLang's HTTP API. The judge
-answers over OpenAI's; POST /mode with ``limited`` or ``html`` makes it refuse everybody with 429, or answer
-200 with a page of HTML.
+answers over OpenAI's, and the manager of tools over its own. POST /mode with ``limited`` or ``html`` makes
+both refuse everybody with 429, or answer 200 with a page of HTML.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class DrillEngine:
         return 200, "text/event-stream", b"data: " + event + b"\n\ndata: [DONE]\n\n", _THINK_SECONDS
 
 
-class DrillJudge:
-    """Says Correct to about half of the questions."""
+class _Refusing:
+    """Answers, or refuses everybody."""
 
     def __init__(self) -> None:
         self._mode = "up"
@@ -70,11 +70,38 @@ class DrillJudge:
             return 429, "application/json", b'{"error": {"message": "rate limit reached"}}', 0.0
         if self._mode == "html":
             return 200, "text/html", b"<html><body>Sign in to continue</body></html>", 0.0
+        return 200, "application/json", json.dumps(self.reply(path)).encode(), 0.05
+
+    def reply(self, path: str) -> dict[str, Any]:
+        """Return the JSON of an answer."""
+        raise NotImplementedError
+
+
+class DrillJudge(_Refusing):
+    """Says Correct to about half of the questions."""
+
+    def reply(self, path: str) -> dict[str, Any]:
+        """Return a verdict."""
         verdict = {"role": "assistant", "content": random.choice(["Correct", "Incorrect"])}
         choice = {"index": 0, "message": verdict, "finish_reason": "stop"}
-        reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "judge", "choices": [choice],
-                 "usage": {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}}  # fmt: skip
-        return 200, "application/json", json.dumps(reply).encode(), 0.05
+        return {"id": "1", "object": "chat.completion", "created": 0, "model": "judge", "choices": [choice],
+                "usage": {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}}  # fmt: skip
+
+
+class DrillManager(_Refusing):
+    """An MCP manager with one server, ``units``, and its tool ``convert``."""
+
+    def reply(self, path: str) -> dict[str, Any]:
+        """Return the servers, the tools, or the result of a call."""
+        if path.endswith("/servers"):
+            return {"servers": ["units"]}
+        if path.endswith("/tools"):
+            types = {"value": "number", "from_unit": "string", "to_unit": "string"}
+            properties = {name: {"type": kind} for name, kind in types.items()}
+            parameters = {"type": "object", "properties": properties}
+            function = {"name": _CALL["name"], "description": "Converts.", "parameters": parameters}
+            return {"tools": [{"type": "function", "function": function}]}
+        return {"status": "success", "content": "1000"}
 
 
 async def serve(port: int, answer: Answer) -> None:
@@ -104,5 +131,6 @@ async def serve(port: int, answer: Answer) -> None:
 
 if __name__ == "__main__":
     role, given_port = sys.argv[1], int(sys.argv[2])
-    handler = DrillEngine(sys.argv[3]).answer if role == "engine" else DrillJudge().answer
+    handlers = {"judge": DrillJudge, "manager": DrillManager}
+    handler = DrillEngine(sys.argv[3]).answer if role == "engine" else handlers[role]().answer
     asyncio.run(serve(given_port, handler))

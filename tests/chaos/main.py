@@ -36,6 +36,8 @@ from chaos.drills import Report as DrillReport
 from chaos.faults import Injector
 from chaos.opener import SPLIT
 from chaos.plan import Members, make_plan
+from chaos.refusals import Report as RefusalReport
+from chaos.refusals import run_refusals
 from chaos.report import Report, check_run, examine
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,7 @@ class Options:
     tasks: int
     drills: float | None
     only: str | None
+    refusals: float | None
 
 
 def main(argv: list[str]) -> int:
@@ -87,7 +90,9 @@ def main(argv: list[str]) -> int:
     return 1 if report.violations else 0
 
 
-async def _work(options: Options, folder: Path) -> Report | DrillReport:
+async def _work(options: Options, folder: Path) -> Report | DrillReport | RefusalReport:
+    if options.refusals is not None:
+        return await run_refusals(folder, options.refusals, tasks=240)
     if options.drills is None:
         return await run(options, folder)
     return await run_drills(folder, options.drills, [options.only] if options.only else DRILLS)
@@ -220,6 +225,10 @@ def _parse(argv: list[str]) -> Options:
         "--drills", type=float, metavar="SECONDS", help="instead: an outage of each service, so long"
     )
     parser.add_argument("--only", choices=DRILLS, help="with --drills: the outage of this service alone")
+    parser.add_argument(
+        "--refusals", type=float, metavar="SECONDS",
+        help="instead: a dead manager, and a judge that refuses 480 slots so long",
+    )  # fmt: skip
     parser.add_argument("--keep", type=Path, help="run in this folder, and keep it")
     options = Options(**vars(parser.parse_args(argv)))
     if options.minutes <= 0 or options.gap <= 0 or options.tasks <= 0:

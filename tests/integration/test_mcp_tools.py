@@ -134,7 +134,7 @@ async def test_tools_of_one_name_on_two_servers_are_prefixed(
         assert (await pool.call("web.add", {"a": 1, "b": 1})).server == "web"
     async with ToolPool(config_of(tmp_path, servers)) as all_servers:
         async with all_servers.session(Trajectory(id="t", servers=("web",))) as tools:
-            assert all(schema_name(schema).startswith("web.") for schema in await tools.list())
+            assert "add" in [schema_name(schema) for schema in await tools.list()]
         async with all_servers.session(Trajectory(id="t", servers=())) as tools:
             assert await tools.list() == []
         with pytest.raises(ToolServerError, match="no tool server nowhere"):

@@ -85,6 +85,13 @@ class Breaker:
             self._remind_at = now + _REMINDER_SECONDS
             logger.warning("%s: still down after %.0f s: %s", self.dependency, now - self.down_since, why)
 
+    def went_down(self, why: str) -> None:
+        """Open at once: the dependency is known to be down."""
+        if self.down_since is None:
+            self.why = why
+            self._failures = OPEN_AFTER
+            self._open(None)
+
     def succeeded(self) -> None:
         """Record a successful call: the dependency is up."""
         self.served += 1

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from agentrl.errors import StoreError
+from agentrl.errors import DATABASE, StoreError
 from agentrl.observe.redact import redact_and_cut
 from agentrl.rollout.breaker import Breaker
 from agentrl.rollout.outages import Outages
@@ -25,7 +25,10 @@ _WHY_CHARS = 500
 
 
 async def report_outages(store: Store, outages: Outages, owner: str) -> None:
-    """Store every ``REPORT_SECONDS`` which dependencies are down, until cancelled; then end them all."""
+    """Store every ``REPORT_SECONDS`` which dependencies are down, until cancelled; then end them all.
+
+    An outage of the database itself is stored when it is over.
+    """
     reports = _Reports(store, owner)
     try:
         while True:
@@ -47,7 +50,17 @@ class _Reports:
         self._count = 0
 
     async def write(self, down: list[Breaker]) -> None:
-        """Refresh the outages that go on, and end the others."""
+        """Store past outages of the database, refresh the outages that go on, and end the others."""
+        for past in self._store.take_past_outages():
+            self._count += 1
+            await self._store.outages.add_past(
+                f"{self._owner}/{self._count}",
+                dependency=str(DATABASE),
+                by=self._owner,
+                why=redact_and_cut(past.why, _WHY_CHARS),
+                ago=time.monotonic() - past.ended,
+                seconds=past.ended - past.began,
+            )
         for breaker, (outage_id, began) in list(self._ongoing.items()):
             if breaker not in down or breaker.down_since != began:
                 await self._store.outages.end(outage_id)

@@ -62,6 +62,8 @@ class Outages:
         """A call is held for at most ``wait_seconds``."""
         self.changed: Callable[[], None] = lambda: None
         """Called when something goes down or comes up, and when a claim may probe it."""
+        self.known_servers: frozenset[str] | None = None
+        """The tool servers whose names are known, while a manager that may have others is down; None: all."""
         self._wait_seconds = wait_seconds
         self._breakers: dict[Dependency, Breaker] = {}
         self._scorers: dict[str, set[Dependency]] = {}
@@ -74,9 +76,17 @@ class Outages:
         """Return the breakers of the dependencies that are down."""
         return [breaker for breaker in self._breakers.values() if breaker.is_open]
 
-    def failed(self, dependency: Dependency, why: str) -> None:
-        """Record a failed call."""
-        self._breaker(dependency).failed(why)
+    def failed(self, dependency: Dependency, why: str, retry_after: float | None = None) -> None:
+        """Record a failed call. ``retry_after`` is the wait in seconds that the dependency asked for."""
+        self._breaker(dependency).failed(why, retry_after)
+
+    def went_down(self, dependency: Dependency, why: str) -> None:
+        """Record that a dependency is down, without waiting for more failed calls."""
+        self._breaker(dependency).went_down(why)
+
+    async def until_probe(self, dependency: Dependency) -> None:
+        """Return when a dependency is up, or when the caller may probe it."""
+        await self._breaker(dependency).wait()
 
     def succeeded(self, dependency: Dependency) -> None:
         """Record a successful call."""
@@ -149,7 +159,8 @@ class Outages:
             )
         }
         servers = frozenset(item.name for item in down if item.kind is DependencyKind.TOOL)
-        return Needs(servers, frozenset(scorer for scorer, needs in self._scorers.items() if needs & down))
+        scorers = frozenset(scorer for scorer, needs in self._scorers.items() if needs & down)
+        return Needs(servers, scorers, self.known_servers)
 
     def begin_probes(self, record_id: str, servers: tuple[str, ...] | None, scorer: str) -> None:
         """Record that a trajectory of a task with these needs probes what is down; ``servers`` None: all."""

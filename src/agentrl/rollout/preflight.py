@@ -50,7 +50,8 @@ async def probe(
 ) -> None:
     """Try the names in the unfinished tasks of ``split``. Raises ConfigError with all that cannot be used.
 
-    ``groups`` are the rules of a split that is trained. A judge that does not answer is only a warning.
+    ``groups`` are the rules of a split that is trained. A judge that does not answer is only a warning. Names
+    of tool servers that only a manager knows, which is down, are checked later: ``require_tools``.
     """
     named = await store.tasks.references(split)
     problems: list[str] = []
@@ -62,7 +63,7 @@ async def probe(
         _try(problems, task, lambda name=name: ENVIRONMENTS.get(name).check())  # type: ignore[misc]
     for schema, task in named.answer_schemas.items():
         _try(problems, task, lambda schema=schema: check_schema(schema))  # type: ignore[misc]
-    _try_tools(problems, tools, named)
+    problems += _tool_problems(tools, named)
     if groups is not None and (own := groups.group_filter) is not None:
         _try(problems, None, lambda: GROUP_FILTERS.get(own))
     if groups is not None and named.smallest_group is not None:
@@ -77,6 +78,13 @@ async def probe(
         raise _refusal(problems, split)
 
 
+async def require_tools(store: Store, tools: ToolSource, split: str) -> None:
+    """Raise ConfigError if the unfinished tasks of ``split`` name tool servers that do not exist."""
+    problems = _tool_problems(tools, await store.tasks.references(split))
+    if problems:
+        raise _refusal(problems, split)
+
+
 def _try(problems: list[str], task: str | None, check: Callable[[], object]) -> AgentSection | None:
     """Call ``check``; append its ConfigError to ``problems``, with a task that is concerned."""
     try:
@@ -87,12 +95,15 @@ def _try(problems: list[str], task: str | None, check: Callable[[], object]) -> 
     return found if isinstance(found, AgentSection) else None
 
 
-def _try_tools(problems: list[str], tools: ToolSource, named: TaskReferences) -> None:
+def _tool_problems(tools: ToolSource, named: TaskReferences) -> list[str]:
+    problems = []
     for servers, task in named.tools.items():
         try:
             tools.list(servers)
         except ToolServerError as error:
-            problems.append(_problem(error, task))
+            if error.outage is None:
+                problems.append(_problem(error, task))
+    return problems
 
 
 def _problem(error: AgentRLError, task: str | None) -> str:

@@ -16,7 +16,9 @@ from agentrl.errors import StoreUnavailableError
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.held_claims import HeldClaims, bounded
 from agentrl.rollout.housekeeping import EpochPlan, Housekeeping
+from agentrl.rollout.late_servers import LateServers
 from agentrl.rollout.outage_reports import report_outages
+from agentrl.rollout.preflight import require_tools
 from agentrl.rollout.scoring import ScoringQueue
 from agentrl.rollout.tails import Tails
 from agentrl.rollout.worker import Worker
@@ -87,6 +89,8 @@ class Sampler:
         self._queue = ScoringQueue(
             worker.scoring, split=config.split, owner=f"{config.owner}-scoring", concurrency=config.scorings
         )
+        self._late = LateServers(worker.tools, worker.outages, worker.sampling.outage_wait_seconds)
+        self._has_claimed = False
         self._unusable: list[Claim] = []
         """Claims that this process cannot work on, because of its configuration or the database."""
         self._error: BaseException | None = None
@@ -111,10 +115,12 @@ class Sampler:
     async def run(self, stop: asyncio.Event) -> None:
         """Sample until done or stopped; then finish or release the claims still held."""
         self._outages.changed = self._outage_changed
+        self._late.begin()
         jobs = [
             self._held.heartbeats(), self._housekeeping.finalize_own(), self._housekeeping.work_for_all(),
             self._watch_work(), self._watch_training(), self._queue.run(stop),
             report_outages(self._store, self._outages, self._config.owner),
+            self._late.run(self._require_tools, lambda: self._has_claimed),
         ]  # fmt: skip
         if self._tails is not None:
             jobs.append(self._tails.run(self._freed))
@@ -148,11 +154,13 @@ class Sampler:
                 continue
             if len(self._held) < self._config.concurrency:
                 self._miss()
-            if self._held or self._outages.open:
+            if self._held:
                 busy_at = time.monotonic()
             elif await self._is_done(stop):
                 logger.info("every task of every epoch is completed")
                 return
+            elif self._outages.open:
+                busy_at = time.monotonic()
             elif self._idle_too_long(busy_at):
                 logger.info("no work", extra={"idle_seconds": self._config.idle_exit_seconds})
                 return
@@ -198,7 +206,11 @@ class Sampler:
             self._look_at = min(self._look_at, time.monotonic() + LAG_SECONDS)
         return limit
 
+    async def _require_tools(self) -> None:
+        await require_tools(self._store, self._worker.tools, self._config.split)
+
     def _start(self, claim: Claim) -> None:
+        self._has_claimed = True
         self._outages.begin_probes(claim.record_id, claim.task.tools, claim.task.scorer)
         self._held.start(claim, self._worker.run(claim))
         if self._tails is not None:

@@ -237,7 +237,8 @@ async def open_worker(
 ) -> AsyncIterator[tuple[Worker, EngineRouter]]:
     """Open a worker with its dependencies; ``live`` lists its engines, by default all live ones of the run.
 
-    ``stop`` is the event that signals to this process set.
+    Tool servers that are down are left to ``LateServers``. Raises ToolServerConfigError for one that cannot
+    be used as it is configured. ``stop`` is the event that signals to this process set.
     """
     agent, sampling, engine = configs[AgentConfig], configs[SamplingConfig], configs[EngineConfig]
     await allow_configured_imports(store, configs)
@@ -248,15 +249,14 @@ async def open_worker(
     router = open_router(
         live or (lambda: live_engines(store, engine)), configs, chat_format, folder, EngineWatch(outages)
     )
+    tools = ToolPool(configs[ToolConfig], open_browse_agent(sampling.agent_config_path))
     try:
         await router.refresh()
         problem = context_problem(agent, sampling, router.context_length)
         if problem is not None:
             logger.warning("%s", problem)
-        async with (
-            ToolPool(configs[ToolConfig], open_browse_agent(sampling.agent_config_path)) as tools,
-            aclosing(SamplerGateway(store, configs, router, chat_format, params)) as gateway,
-        ):
+        await tools.open_reachable()
+        async with aclosing(SamplerGateway(store, configs, router, chat_format, params)) as gateway:
             yield (
                 Worker(
                     store=store,
@@ -276,6 +276,7 @@ async def open_worker(
                 router,
             )
     finally:
+        await tools.close()
         outages.close()
         await router.close()
 

@@ -36,6 +36,7 @@ from agentrl.rollout.call_writer import CallWriter
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.endpoint import Gateway
 from agentrl.rollout.holding import HeldEngine, HeldTools
+from agentrl.rollout.late_servers import LateToolSource
 from agentrl.rollout.model_call import Engine
 from agentrl.rollout.outages import Clock, Outages
 from agentrl.rollout.outcome import Outcome, failure_text
@@ -77,7 +78,7 @@ class Router(Protocol):
         ...
 
 
-class ToolSource(Protocol):
+class ToolSource(LateToolSource, Protocol):
     """The tool servers of this process: ``ToolPool``."""
 
     def list(self, servers: Sequence[str] | None = None) -> Sequence[Schema]:

@@ -15,7 +15,7 @@ from agentrl.documents.record import TURN_REWARDS
 from agentrl.documents.sanitize_bson import sanitize_bson
 from agentrl.documents.scorer_sum import scorer_weights
 from agentrl.documents.status import CallStatus
-from agentrl.errors import ConfigError, FailureError, ScorerError
+from agentrl.errors import ConfigError, FailureError, OutageError, ScorerError, judge
 from agentrl.llm.deadline import Deadline
 from agentrl.registry import Registry
 from agentrl.scoring.process_pool import run_in_process
@@ -202,9 +202,8 @@ async def _run_one(name: str, context: ScorerContext, timeout: float) -> _Checke
         raise
     except FailureError as error:
         named = error.message if f"scorer {name}" in error.message else f"scorer {name}: {error.message}"
-        raise ScorerError(
-            named, hint=error.hint, outage=error.outage, retry_after=error.retry_after
-        ) from error
+        outage = judge(name) if isinstance(error, OutageError) else error.outage
+        raise ScorerError(named, hint=error.hint, outage=outage, retry_after=error.retry_after) from error
 
 
 def _blocks(function: Scorer) -> bool:

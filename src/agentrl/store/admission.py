@@ -104,7 +104,7 @@ class GroupAdmission(Repository):
     ) -> bool:
         """Admit the next groups up to ``limit``; return whether there may now be slots to claim.
 
-        Without a ``selection``, tasks that need something in ``without`` are left for later.
+        Tasks that need something in ``without`` are left for later.
 
         The transaction first writes the ``Admission`` document, so that of two concurrent admissions one
         commits and the other raises AdmissionRacedError. No other sampler can admit groups while this one
@@ -137,7 +137,7 @@ class GroupAdmission(Repository):
     async def _any_left(self, split: str, capacity: int, selection: Selection | None, without: Needs) -> bool:
         if selection is None or capacity <= 0:
             return bool(await self._next_groups(split, capacity, without))
-        return await self._selection.any_left(split, selection)
+        return await self._selection.any_left(split, selection, without)
 
     async def _admit(
         self, split: str, limit: GroupLimit, selection: Selection | None, without: Needs,
@@ -151,7 +151,7 @@ class GroupAdmission(Repository):
         if selection is None:
             groups = await self._next_groups(split, capacity, without, session)
         else:
-            groups = await self._selection.begin(split, selection, capacity, session)
+            groups = await self._selection.begin(split, selection, capacity, without, session)
         ranked_before = found.count
         if found.needs_renumbering(limit):
             groups = [*(group["_id"] for group in found.unclaimed), *groups]

@@ -17,6 +17,7 @@ from agentrl.documents.task import Claim, Task
 from agentrl.store import slots
 from agentrl.store.admission import AdmissionRacedError, GroupAdmission, GroupLimit
 from agentrl.store.attempts import Attempts, end_record, failed_or_open, queue_sampled
+from agentrl.store.availability import Availability
 from agentrl.store.connection import Connection, Json, database_call
 from agentrl.store.names import TASK
 from agentrl.store.needs import NOTHING, Needs
@@ -48,6 +49,7 @@ class Claims(Attempts):
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
         self._admission = GroupAdmission(connection)
+        self._availability = Availability(connection)
         self._claiming = WriteCoalescer(self._claim_batch, self._claim)
 
     @database_call
@@ -58,7 +60,7 @@ class Claims(Attempts):
     ) -> Claim | None:  # fmt: skip
         """Claim one slot by one atomic write; return None if there is nothing to claim.
 
-        Tasks that need something in ``without`` are neither claimed nor, in their order, admitted.
+        Tasks that need something in ``without`` are neither claimed nor admitted.
 
         Tries in this order: an open slot of an admitted group, in the order in which groups were begun; a
         slot of a group that is admitted now, chosen by ``selection`` if given, while fewer than
@@ -99,19 +101,20 @@ class Claims(Attempts):
         """End every attempt whose lease has expired; return how many.
 
         The slot of a sampled Record waits for its score. Any other slot is open again, or failed at
-        ``max_attempts``. For ``grace_seconds`` after an outage of the database nothing is reaped, because
-        nobody could renew a lease.
+        ``max_attempts``. For ``grace_seconds`` after an outage of the database leases stay that expired
+        during it, because nobody could renew them.
         """
-        if self._connection.outage.seconds_since < grace_seconds:
-            return 0
         query = {"split": split, "status": TaskStatus.RUNNING.value, **slots.overdue(slots.EXPIRED)}
-        expired = [Task.from_document(document) async for document in self._collection(TASK).find(query)]
+        found = [Task.from_document(document) async for document in self._collection(TASK).find(query)]
+        expired = await self._availability.expired(slots.EXPIRED, grace_seconds) if found else None
+        if expired is None:
+            return 0
         reaped = 0
-        for task in expired:
+        for task in found:
             for slot in task.slots:
                 if slot.status is SlotStatus.RUNNING and slot.owner is not None:
                     claim = Claim(task=task, traj_id=slot.traj_id, attempt=slot.attempt, owner=slot.owner)
-                    reaped += await self._reap_slot(claim, max_attempts)
+                    reaped += await self._reap_slot(claim, max_attempts, expired)
         return reaped
 
     @database_call
@@ -186,19 +189,17 @@ class Claims(Attempts):
         """Claim a slot whose lease has expired, and fail the Record of the attempt before.
 
         A slot whose Record is sampled is not claimed: it waits for its score. Within a lease after an outage
-        of the database nothing is taken over.
+        of the database, leases that expired during it stay.
         """
-        if self._connection.outage.seconds_since < request.lease_seconds:
-            return []
-        expired = slots.expired(request.max_attempts)
-        query = {
-            "split": request.split, "status": TaskStatus.RUNNING.value, **request.without.excluded,
-            **slots.overdue(expired),
-        }  # fmt: skip
-        update = slots.claim_slots(expired, [request.owner], request.lease_seconds)
         tasks = self._collection(TASK)
-        if await tasks.find_one(query, {"_id": 1}) is None:
+        expired = slots.expired(request.max_attempts)
+        if await tasks.find_one(_expired_slots(request, expired), {"_id": 1}) is None:
             return []
+        renewable = await self._availability.expired(expired, request.lease_seconds)
+        if renewable is None:
+            return []
+        query = _expired_slots(request, renewable)
+        update = slots.claim_slots(renewable, [request.owner], request.lease_seconds)
 
         async def write(session: AsyncClientSession) -> list[Claim]:
             found = await tasks.find_one_and_update(
@@ -221,8 +222,8 @@ class Claims(Attempts):
 
         return await self._connection.transaction(write)
 
-    async def _reap_slot(self, claim: Claim, max_attempts: int) -> int:
-        this = {"$and": [slots.EXPIRED, {"$eq": ["$$slot.traj_id", claim.traj_id]}]}
+    async def _reap_slot(self, claim: Claim, max_attempts: int, expired: Json) -> int:
+        this = {"$and": [expired, {"$eq": ["$$slot.traj_id", claim.traj_id]}]}
         query = {**slots.held(claim), **slots.any_slot(this)}
         fields = {**FREE, "status": failed_or_open(max_attempts)}
         failure = Failure(kind="lease", message=f"the lease of {claim.owner} ran out")
@@ -252,6 +253,14 @@ def _open_slots(request: ClaimRequest, status: TaskStatus) -> Json:
     return {
         "split": request.split, "status": status.value, "slots.status": SlotStatus.OPEN.value,
         **allowed, **request.without.excluded, **slots.any_slot(slots.OPEN),
+    }  # fmt: skip
+
+
+def _expired_slots(request: ClaimRequest, condition: Json) -> Json:
+    """Return a filter for groups with a slot whose lease has expired and that satisfies ``condition``."""
+    return {
+        "split": request.split, "status": TaskStatus.RUNNING.value, **request.without.excluded,
+        **slots.overdue(condition),
     }  # fmt: skip
 
 

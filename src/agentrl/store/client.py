@@ -28,6 +28,7 @@ from agentrl.store.names import TASK
 from agentrl.store.outages import OutageRecords
 from agentrl.store.policy_versions import PolicyVersions
 from agentrl.store.records import Records
+from agentrl.store.retry import PastOutage
 from agentrl.store.scorings import Scorings
 from agentrl.store.services import Services
 from agentrl.store.settings import Settings
@@ -81,6 +82,10 @@ class Store:
     def seconds_since_outage(self) -> float:
         """Return the seconds since the database was last unavailable; 0 while it is, infinite if never."""
         return self._connection.outage.seconds_since
+
+    def take_past_outages(self) -> list[PastOutage]:
+        """Return the outages of the database that this process saw end since the last call."""
+        return self._connection.outage.take_past()
 
     async def wait_for_change(self, *collections: str, timeout: float) -> bool:
         """Return True after a change in one of ``collections``, False after ``timeout`` seconds.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -47,6 +48,7 @@ class Connection:
     def __init__(self, uri: str, database: str, timeout: float) -> None:
         self.timeout = timeout
         self.outage = OutageLog()
+        self.opened_at = time.monotonic()
         self.host = _host(uri)
         milliseconds = max(1, int(timeout * 1000))
         try:

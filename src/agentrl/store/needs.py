@@ -13,6 +13,9 @@ class Needs:
 
     servers: frozenset[str] = frozenset()
     scorers: frozenset[str] = frozenset()
+    known: frozenset[str] | None = None
+    """If not None, a task that names any other server needs something of these too: a manager is down, and
+    nobody knows the names of its servers."""
 
     @property
     def excluded(self) -> Json:
@@ -20,6 +23,8 @@ class Needs:
         needed: list[Json] = []
         if self.servers:
             needed += [{"tools": None}, {"tools": {"$in": sorted(self.servers)}}]
+        if self.known is not None:
+            needed.append({"tools": {"$elemMatch": {"$nin": sorted(self.known)}}})
         if self.scorers:
             needed.append({"scorer": {"$in": sorted(self.scorers)}})
         return {"$nor": needed} if needed else {}

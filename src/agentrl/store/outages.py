@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pymongo import ASCENDING
+from pymongo import ASCENDING, DESCENDING
 
 from agentrl.documents.outage import Outage
 from agentrl.store import slots
@@ -33,6 +33,26 @@ class OutageRecords(Repository):
         """Store that an outage has ended."""
         changes: Json = {"$set": {"held": 0}, "$currentDate": {"seen_at": True, "ended_at": True}}
         await self._collection(OUTAGE).update_one({"_id": outage_id}, changes)
+
+    @database_call
+    async def add_past(
+        self, outage_id: str, *, dependency: str, by: str, why: str, ago: float, seconds: float
+    ) -> None:
+        """Store an outage that ended ``ago`` seconds ago, after ``seconds``. Idempotent."""
+        fields: Json = {
+            "dependency": slots.literal(dependency), "by": slots.literal(by), "why": slots.literal(why),
+            "held": 0, "seen_at": "$$NOW", "began_at": slots.after(-ago - seconds),
+            "ended_at": slots.after(-ago),
+        }  # fmt: skip
+        await self._collection(OUTAGE).update_one({"_id": outage_id}, [{"$set": fields}], upsert=True)
+
+    @database_call
+    async def past(self, limit: int) -> list[Outage]:
+        """Return the outages that ended last, the latest first."""
+        cursor = self._collection(OUTAGE).find(
+            {"ended_at": {"$ne": None}}, sort=[("ended_at", DESCENDING)], limit=limit
+        )
+        return [Outage.from_document(document) async for document in cursor]
 
     @database_call
     async def ongoing(self) -> list[Outage]:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,6 +24,7 @@ _STOPPING_SECONDS = 2.0
 """How long calls are still retried after the process was asked to stop."""
 
 _REMINDER_SECONDS = 60.0
+_KEPT_OUTAGES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +65,23 @@ def log_store_errors(log: logging.Logger, message: str, *, outages: bool = False
         log.warning(message, extra={"why": error.message})
 
 
+@dataclass(frozen=True, slots=True)
+class PastOutage:
+    """An outage of the database that this process has seen; times are ``time.monotonic``."""
+
+    why: str
+    began: float
+    ended: float
+
+
 class OutageLog:
     """Logs the start of an outage, a reminder every minute, and its end; never one line per call."""
 
     def __init__(self) -> None:
         self._began: float | None = None
         self._ended = float("-inf")
+        self._why = ""
+        self._past: deque[PastOutage] = deque(maxlen=_KEPT_OUTAGES)
         self._next_line = 0.0
         self._announced = False
 
@@ -76,7 +89,7 @@ class OutageLog:
         """Record a call that failed because the server is unavailable."""
         now = time.monotonic()
         if self._began is None:
-            self._began = now
+            self._began, self._why = now, why
         if now < self._next_line:
             return
         self._next_line = now + _REMINDER_SECONDS
@@ -95,8 +108,15 @@ class OutageLog:
             return
         if self._announced:
             logger.warning("the database is back after %.0f s", time.monotonic() - self._began)
-        self._began, self._announced = None, False
         self._ended = time.monotonic()
+        self._past.append(PastOutage(self._why, self._began, self._ended))
+        self._began, self._announced = None, False
+
+    def take_past(self) -> list[PastOutage]:
+        """Return the outages that have ended since the last call."""
+        past = list(self._past)
+        self._past.clear()
+        return past
 
     @property
     def seconds_since(self) -> float:

@@ -45,6 +45,8 @@ class Reply:
     """The reward that the tool itself gives to the call, if it gives one."""
     max_chars: int | None = None
     """Where the text is cut; None leaves --max_tool_result_chars."""
+    lost: bool = False
+    """The server gave no answer: the call took too long, or the connection broke."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -143,7 +144,7 @@ def _http(name: str, entry: Mapping[str, Any], where: str) -> HttpSpec:
         )
     return HttpSpec(
         name=name,
-        url=require_text(entry["url"], f"{where}.url"),
+        url=_require_url(require_text(entry["url"], f"{where}.url"), f"{where}.url"),
         headers=headers,
         sse=bool(_TRANSPORTS[transport]),
         options=read_options(entry, where, default_scope=Scope.SHARED),
@@ -153,11 +154,23 @@ def _http(name: str, entry: Mapping[str, Any], where: str) -> HttpSpec:
 def _manager(config: ToolConfig, url: str) -> ServerSpec:
     token = os.environ.get(config.mcp_auth_token_env)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    url = url.rstrip("/")
+    url = _require_url(url.rstrip("/"), "--mcp_manager_url")
     if url.endswith("/mcpapi"):
         return ManagerSpec(url=url, server=config.mcp_server_name, headers=headers)
     name = "mcp" if config.mcp_server_name == "all" else config.mcp_server_name
     return HttpSpec(name=name, url=url, headers=headers)
+
+
+def _require_url(url: str, where: str) -> str:
+    """Return ``url``. Raises ConfigError, without the URL's secrets, unless it is one of HTTP."""
+    try:
+        parts = urlsplit(url)
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        raise ConfigError(f"{where} is not a URL of HTTP", hint="write http://HOST:PORT/PATH or https://…")
+    return url
 
 
 def _expand(value: Any, where: str) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.config.schema import ToolConfig
+from agentrl.errors import ToolServerConfigError
 from agentrl.tools.base import Reply, Schema, Trajectory, function_schema, schema_name, timeout_text
 from agentrl.tools.limits import CallGate
 from agentrl.tools.manager_client import ManagerAnswer, ManagerClient
@@ -88,7 +89,9 @@ async def managed_servers(spec: ManagerSpec, config: ToolConfig) -> list[Managed
         names = [str(name) for name in listed]
         if spec.server != "all" and spec.server not in names:
             raise manager.error(
-                f"has no server {spec.server!r}", hint=f"--mcp_server_name is one of: all, {', '.join(names)}"
+                f"has no server {spec.server!r}",
+                hint=f"--mcp_server_name is one of: all, {', '.join(names)}",
+                kind=ToolServerConfigError,
             )
     except BaseException:
         await manager.close()

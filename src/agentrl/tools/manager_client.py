@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from agentrl.errors import ToolServerError, tool_server
+from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
 from agentrl.tools.mcp.wire import MAX_MESSAGE_BYTES
 from agentrl.tools.redact import redact_address, redact_secrets
 from agentrl.tools.specs import ManagerSpec
@@ -88,11 +88,17 @@ class ManagerClient:
         return answer
 
     def error(
-        self, problem: str, *, hint: str | None = None, server: str = "all", retry_after: float | None = None
+        self,
+        problem: str,
+        *,
+        hint: str | None = None,
+        server: str = "all",
+        retry_after: float | None = None,
+        kind: type[ToolServerError] = ToolServerError,
     ) -> ToolServerError:
         """Return an outage of this manager, without secrets; ``server`` is the server that a call needs."""
         message = f"MCP manager {redact_address(self._spec)} {redact_secrets(problem, self._spec)}"
-        return ToolServerError(message, hint=hint, outage=tool_server(server), retry_after=retry_after)
+        return kind(message, hint=hint, outage=tool_server(server), retry_after=retry_after)
 
     async def close(self) -> None:
         """Close the connections. Idempotent."""
@@ -130,7 +136,8 @@ class ManagerClient:
         status, server = response.status_code, path.removeprefix("/tool/").partition(".")[0]
         shown = " ".join(text[:_EXCERPT].split())
         if status in _LOGIN:
-            raise self.error(f"answered {status} to {path}: {shown}", hint=_LOGIN_HINT, server=server)
+            problem = f"answered {status} to {path}: {shown}"
+            raise self.error(problem, hint=_LOGIN_HINT, server=server, kind=ToolServerConfigError)
         if status in _BUSY:
             after = response.headers.get("retry-after", "")
             seconds = float(after) if after.isdecimal() else None

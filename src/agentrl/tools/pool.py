@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 from agentrl.config.schema import ToolConfig
-from agentrl.errors import ToolServerError
+from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
 from agentrl.tools.base import (
     ENVIRONMENT,
     OwnSession,
@@ -28,11 +28,14 @@ from agentrl.tools.session import Condense, ToolSession
 from agentrl.tools.specs import ManagerSpec
 from agentrl.tools.tool_config_file import load_tools
 
+_ALL = "all"
+
 
 class ToolPool:
     """The configured tool servers.
 
-    A tool keeps its own name unless several servers have it; then it is offered as ``server.tool``.
+    A tool keeps its own name unless several of a trajectory's servers have it; then it is offered as
+    ``server.tool``.
     """
 
     def __init__(self, config: ToolConfig, browse: BrowseAgent | None = None) -> None:
@@ -47,6 +50,9 @@ class ToolPool:
         self._python = [*python_servers(config.tools, call_timeout=timeout), *configured.tools]
         self._config = config
         self._servers: dict[str, ToolServer] = {}
+        self._managers: dict[str, ManagerSpec] = {}
+        """``--mcp_server_name`` → a manager that has not yet told the names of its servers."""
+        self._down: dict[str, ToolServerError] = {}
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -62,21 +68,64 @@ class ToolPool:
         """Return the names of the servers, as used in a task's ``tools``."""
         return tuple(self._servers)
 
+    @property
+    def down(self) -> Mapping[str, ToolServerError]:
+        """Return the servers that have not answered yet, with their last error.
+
+        A manager that has not named its servers stands under ``--mcp_server_name``.
+        """
+        return dict(self._down)
+
+    @property
+    def known(self) -> frozenset[str] | None:
+        """Return the names of the servers that are known; None if these are all."""
+        return frozenset(self._servers) if _ALL in self._managers else None
+
     async def open(self) -> None:
         """Connect to every server. Raises ToolServerError for the first that cannot be reached."""
+        await self.open_reachable()
+        for error in self.down.values():
+            await self.close()
+            raise error
+
+    async def open_reachable(self) -> None:
+        """Connect to every server that is up; ``down`` has the others, for ``connect``.
+
+        Raises ToolServerConfigError for a server that cannot be used as it is configured.
+        """
         try:
             for python in self._python:
                 self._add(python)
             for spec in self._specs:
                 if isinstance(spec, ManagerSpec):
-                    for managed in await managed_servers(spec, self._config):
-                        self._add(managed)
+                    self._managers[spec.server] = spec
                 else:
                     self._add(mcp_server(spec, self._config))
-            await asyncio.gather(*(server.open() for server in self._servers.values()))
+            await asyncio.gather(*(self._try(name) for name in {**self._servers, **self._managers}))
+            for error in self._down.values():
+                if isinstance(error, ToolServerConfigError):
+                    raise error
         except BaseException:
             await self.close()
             raise
+
+    async def connect(self, name: str) -> None:
+        """Connect to a server that is ``down``. Raises ToolServerError, and it stays there.
+
+        A manager adds its servers; those that do not answer are ``down`` then, by their own names.
+        """
+        if name in self._managers:
+            listed = await managed_servers(self._managers[name], self._config)
+            del self._managers[name]
+            self._down.pop(name, None)
+            for server in listed:
+                self._add(server)
+            await asyncio.gather(*(self._try(server.name) for server in listed))
+            if name in self._down:
+                raise self._down[name]
+        else:
+            await self._servers[name].open()
+            self._down.pop(name, None)
 
     async def close(self) -> None:
         """Disconnect from every server."""
@@ -85,32 +134,39 @@ class ToolPool:
 
     def list(self, servers: Sequence[str] | None = None) -> Sequence[Schema]:
         """Return the function schemas of the tools of ``servers`` (None: all), as last listed."""
-        names = self._names()
-        offered = [
-            names.renamed(name, schema)
-            for name in self._chosen(servers)
-            for schema in self._servers[name].schemas
-        ]
+        chosen = self._chosen(servers)
+        names = self._names(chosen)
+        offered = [names.renamed(name, schema) for name in chosen for schema in self._servers[name].schemas]
         return sorted(offered, key=schema_name)
 
     def session(self, trajectory: Trajectory, environment: OwnSession | None = None) -> ToolSession:
         """Return the tools of one trajectory: ``async with pool.session(trajectory) as tools``.
 
         The tools of its ``environment`` are offered beside those of the servers. Raises ToolServerError for
-        a server that is not configured.
+        a server that is not configured, or that has not answered yet.
         """
+        chosen = self._chosen(trajectory.servers)
+        for name in self._down if trajectory.servers is None else trajectory.servers:
+            if name in self._down:
+                raise self._down[name]
         sessions: dict[str, ServerSession] = {
-            name: self._servers[name].session(trajectory) for name in self._chosen(trajectory.servers)
+            name: self._servers[name].session(trajectory) for name in chosen
         }
         if environment is not None:
             sessions[ENVIRONMENT] = environment
         return ToolSession(
             sessions,
-            self._names(environment),
+            self._names(chosen, environment),
             max_chars=self._config.max_tool_result_chars,
             max_parallel=self._config.max_parallel_tool_calls,
             condense=self._condense_for(trajectory.question),
         )
+
+    async def _try(self, name: str) -> None:
+        try:
+            await self.connect(name)
+        except ToolServerError as error:
+            self._down[name] = error
 
     def _condense_for(self, question: str) -> Condense | None:
         browse = self._browse
@@ -120,18 +176,24 @@ class ToolPool:
 
     def _add(self, server: ToolServer) -> None:
         if server.name == ENVIRONMENT:
-            raise ToolServerError(
+            raise ToolServerConfigError(
                 f"a tool server is named {ENVIRONMENT!r}",
                 hint="rename it: the tools of a task's environment have this name",
             )
         if server.name in self._servers:
-            raise ToolServerError(
+            raise ToolServerConfigError(
                 f"two tool servers are named {server.name!r}", hint="rename one in --mcp_servers_file"
             )
         self._servers[server.name] = server
 
     def _chosen(self, servers: Sequence[str] | None) -> Sequence[str]:
         unknown = [name for name in servers or () if name not in self._servers]
+        for manager in self._managers:
+            if unknown and (manager == _ALL or manager in unknown):
+                raise ToolServerError(
+                    f"the MCP manager is down: it may have a tool server {', '.join(unknown)}",
+                    outage=tool_server(manager),
+                )
         if unknown:
             raise ToolServerError(
                 f"there is no tool server {', '.join(unknown)}",
@@ -139,6 +201,6 @@ class ToolPool:
             )
         return [name for name in self._servers if servers is None or name in servers]
 
-    def _names(self, environment: OwnSession | None = None) -> ToolNames:
-        schemas = {name: server.schemas for name, server in self._servers.items()}
+    def _names(self, chosen: Sequence[str], environment: OwnSession | None = None) -> ToolNames:
+        schemas = {name: self._servers[name].schemas for name in chosen}
         return ToolNames(schemas if environment is None else {**schemas, ENVIRONMENT: environment.schemas})

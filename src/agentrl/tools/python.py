@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from agentrl.errors import AgentRLError, FailureError, ToolServerError
 from agentrl.registry import Registry
 from agentrl.tools.base import Reply, Schema, Trajectory, function_schema, schema_name, timeout_text
+from agentrl.tools.outage import unreachable_is_outage
 from agentrl.tools.stateful import StatefulTools, is_stateful
 from agentrl.user_code import contain
 
@@ -73,7 +74,8 @@ def tool(*names: str) -> Callable[[F], F]:
     The model sees the name, the docstring and the parameters of the function, async or not; every parameter
     needs a type hint. Of a class it sees the public methods. A new instance is made for each trajectory, so
     attributes are the trajectory's state, and its method ``close`` is called at the end. A tool returns text
-    or anything that JSON can hold. An exception is a result that the model reads.
+    or anything that JSON can hold. An exception is a result that the model reads, except an ``OutageError``:
+    what the tool reaches is down, and the call is repeated when it is up.
 
     A class with ``create`` and ``execute`` is one tool with verl's methods: see ``StatefulTool``.
     """
@@ -163,7 +165,8 @@ class PythonSession:
             return target
         if self._instance is None:
             what = f"the class of tool {self._name}"
-            self._instance = await contain(lambda: asyncio.to_thread(target), what, ToolServerError)
+            with unreachable_is_outage(self._name):
+                self._instance = await contain(lambda: asyncio.to_thread(target), what, ToolServerError)
         function: Callable[..., Any] = getattr(self._instance, tool)
         return function
 

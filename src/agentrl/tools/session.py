@@ -11,6 +11,7 @@ from typing import Any, Self
 from agentrl.documents.model_call import Condensed
 from agentrl.tools.base import Rewarding, Schema, ServerSession, ToolResult, schema_name
 from agentrl.tools.names import ToolNames
+from agentrl.tools.outage import outages_of
 
 Condense = Callable[[str, Mapping[str, Any], str], Awaitable[Condensed | None]]
 """Returns a tool's text condensed, by the tool's name, arguments and text; None leaves it as it is."""
@@ -38,7 +39,7 @@ class ToolSession:
         self._call_rewards: dict[str, list[float]] = {}
 
     async def __aenter__(self) -> Self:
-        opening = [asyncio.ensure_future(session.open()) for session in self._sessions.values()]
+        opening = [asyncio.ensure_future(_open(name, session)) for name, session in self._sessions.items()]
         try:
             await asyncio.gather(*opening)
         except BaseException:
@@ -75,7 +76,8 @@ class ToolSession:
         server, tool = target
         async with self._slots:
             start = time.monotonic()
-            reply = await self._sessions[server].call(tool, arguments)
+            with outages_of(server):
+                reply = await self._sessions[server].call(tool, arguments)
             seconds = time.monotonic() - start
         if reply.reward is not None:
             self._call_rewards.setdefault(name, []).append(reply.reward)
@@ -100,7 +102,8 @@ class ToolSession:
             name: {"calls": list(calls)} for name, calls in self._call_rewards.items()
         }
         for server, session in self._sessions.items():
-            state = await session.reward() if isinstance(session, Rewarding) else None
+            with outages_of(server):
+                state = await session.reward() if isinstance(session, Rewarding) else None
             if state is not None:
                 rewards.setdefault(server, {"calls": []})["state"] = state
         return rewards
@@ -116,6 +119,11 @@ class ToolSession:
                 if self._names.offered(server, tool) == name:
                     return server, tool
         return None
+
+
+async def _open(server: str, session: ServerSession) -> None:
+    with outages_of(server):
+        await session.open()
 
 
 def _cut(text: str, limit: int) -> str:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentrl.errors import AgentRLError, ConfigError, FailureError, ToolServerError
 from agentrl.tools.base import Reply, Schema, Trajectory, function_schema, timeout_text
+from agentrl.tools.outage import unreachable_is_outage
 from agentrl.user_code import contain, contain_call
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,11 @@ class StatefulTool(ABC):
         )
 
     async def create(self, instance_id: str, **kwargs: Any) -> str:
-        """Prepare the state of one trajectory; return its instance id."""
+        """Prepare the state of one trajectory; return its instance id.
+
+        It is called again after an outage: it raised a ConnectionError, a TimeoutError or an OutageError, or
+        took too long. ``release`` is called in between.
+        """
         return instance_id
 
     @abstractmethod
@@ -146,7 +151,8 @@ class StatefulSession:
         self._kwargs = _tool_kwargs(trajectory.meta, name)
 
     async def open(self) -> None:
-        """Call ``create``. Raises ToolServerError if it raises or takes too long."""
+        """Call ``create``. Raises ToolServerError if it raises or takes too long; a time-out and an error of
+        a connection are outages."""
         given = self._kwargs.get("create_kwargs", {})
         create = getattr(self._target, "create", None)
         self._created = True
@@ -203,11 +209,12 @@ class StatefulSession:
 
     async def _method(self, method: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         what = f"{method} of tool {self._name}"
-        try:
-            async with asyncio.timeout(self._call_timeout):
-                return await contain(lambda: _call(function, *args, **kwargs), what, ToolServerError)
-        except TimeoutError as error:
-            raise ToolServerError(f"{what} took longer than {self._call_timeout:g} s") from error
+        with unreachable_is_outage(self._name):
+            try:
+                async with asyncio.timeout(self._call_timeout):
+                    return await contain(lambda: _call(function, *args, **kwargs), what, ToolServerError)
+            except TimeoutError as error:
+                raise ToolServerError(f"{what} took longer than {self._call_timeout:g} s") from error
 
 
 class _ToolError(FailureError):

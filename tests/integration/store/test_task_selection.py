@@ -23,6 +23,7 @@ from agentrl.store.admin.reopen import Reopening
 from agentrl.store.admin.rescore import NewScore, Rescoring
 from agentrl.store.admission import GroupAdmission
 from agentrl.store.client import Store, open_store
+from agentrl.store.needs import Needs
 from agentrl.store.selection import PASS_RATE, Selection
 from agentrl.store.views.rows import GroupCount
 
@@ -198,3 +199,22 @@ async def test_by_order_nothing_is_selected_numbered_or_asked(
     assert task is not None
     assert (task.begun, task.ease) == (None, None)
     assert (await store.tasks.sort_keys(["train/0/0"])) == {"train/0/0": (0, 0, 0)}
+
+
+async def test_tasks_that_need_what_is_down_are_neither_begun_nor_begun_again(store: Store) -> None:
+    await load(store, 8)
+    search = {"$set": {"tools": ["search"]}}
+    await store.database["Task"].update_many({"task_id": {"$in": ["1", "4"]}}, search)
+    await store.database["Task"].update_many({"task_id": {"$nin": ["1", "4"]}}, {"$set": {"tools": []}})
+    assert (await admit_one_by_one(store, {"1": (0.0, 1.0)}, 4))[-1] == "0/3 order"
+    begun = []
+    for without in (Needs(frozenset({"search"})), Needs(known=frozenset({"calc"})), Needs()):
+        limit = 1 + await store.training.open_groups("train")
+        for _ in range(2):
+            claimed = await store.claims.claim(
+                split="train", owner="s", lease_seconds=60.0, max_groups_open=limit, selection=EPOCHS,
+                without=without,
+            )  # fmt: skip
+            assert claimed is not None
+        begun.append(claimed.task.id)
+    assert begun == ["train/0/5", "train/0/6", "train/1/1"]

@@ -50,7 +50,9 @@ def test_both_kinds_of_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ),
         ("servers: {calc: {command: x, scope: mine}}", "scope is 'mine'"),
         ("servers: {calc: {url: x, transport: stdio}}", "transport is 'stdio', which no URL has"),
-        ("servers: {calc: {url: x, reset: clear}}", "reset clears a trajectory's own server"),
+        ("servers: {calc: {url: 'http://x', reset: clear}}", "reset clears a trajectory's own server"),
+        ("servers: {calc: {url: 'ftp://x/mcp'}}", "calc.url is not a URL of HTTP"),
+        ("servers: {calc: {url: 'http:///mcp'}}", "calc.url is not a URL of HTTP"),
         ("servers: {calc: {command: x, setup: [{call: y}]}}", "setup\\[0\\] is .* a tool's name"),
         ("servers: {calc: {command: x, limits: {speed: 1}}}", "limits has unknown keys: speed"),
         (

@@ -30,6 +30,7 @@ def render_state(state: RunState, *, alive_seconds: float) -> RenderableType:
     """Return the tables that have rows; an engine is dead without a heartbeat for ``alive_seconds``."""
     tables = [
         _outage_table(state),
+        _past_outage_table(state),
         _settings_table(state),
         _configuration_table(state),
         _status_table("Tasks", "split", state.tasks, [str(status) for status in TaskStatus]),
@@ -63,6 +64,23 @@ def _outage_table(state: RunState) -> Table:
         for item in state.outages
     ]
     return table("Down now", ["what", "since", "calls held", "last error", "seen by"], rows, text=3)
+
+
+def _past_outage_table(state: RunState) -> Table:
+    rows = [
+        [
+            item.dependency,
+            f"{item.began_at:%H:%M:%S}",
+            f"{item.ended_at:%H:%M:%S}",
+            age(item.ended_at, state.at),
+            excerpt(item.why, 120),
+            excerpt(item.by, 60),
+        ]
+        for item in state.past_outages
+        if item.ended_at is not None
+    ]
+    columns = ["what", "since (UTC)", "until", "ended", "last error", "seen by"]
+    return table("Was down", columns, rows, text=4)
 
 
 def _settings_table(state: RunState) -> Table:

@@ -20,6 +20,7 @@ from agentrl.scoring.groups import FAILED
 from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.model_calls import read_model_calls
 from agentrl.store.names import DATA, RECORD, STEP, TASK, VERSION
+from agentrl.store.outages import OutageRecords
 from agentrl.store.selection import ORDER
 from agentrl.store.services import Services
 from agentrl.store.settings import Settings
@@ -39,6 +40,7 @@ from agentrl.store.views.rows import (
 
 LAST_STEPS = 10
 LAST_VERSIONS = 5
+PAST_OUTAGES = 5
 _TRAIN = "train"
 _BY_ID: Json = {"$sort": {"_id": 1}}
 R = TypeVar("R", bound=Root)
@@ -73,6 +75,8 @@ class RunState:
     """sampler → slots of the train split that it holds under live leases."""
     outages: Sequence[Outage]
     """What samplers find down now."""
+    past_outages: Sequence[Outage] = ()
+    """What was down, the latest first."""
     waiting_for_score: int
     """Number of sampled trajectories of the train split in the queue for a score."""
     engines: Sequence[EngineRow]
@@ -219,6 +223,7 @@ class Views(Repository):
             prompts=await self._prompts(),
             samplers=liveness.claims,
             outages=liveness.outages,
+            past_outages=await OutageRecords(self._connection).past(PAST_OUTAGES),
             waiting_for_score=liveness.waiting_for_score,
             engines=await self.engines(),
             versions=[PolicyVersion.from_document({**version, "files": ()}) async for version in newest],

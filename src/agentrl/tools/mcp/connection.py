@@ -28,12 +28,19 @@ PROBE_SECONDS = 5.0
 TRAJECTORY_KEY = "agentrl/trajectory"
 """The key of the trajectory's id in the ``_meta`` of a call."""
 
+OUTAGE_KEY = "agentrl/outage"
+"""The key in the ``_meta`` of an error result by which a server says that what its tool reaches is down."""
+
 _GRACE_SECONDS = 5.0
 _TOTAL_FACTOR = 10.0
 """Longest call with progress, in timeouts, unless ``max_seconds`` is set."""
 _EXCERPT = 500
 _SDK_LOGGERS = ("mcp.client.streamable_http", "mcp.client.sse", "client", "mcp.shared.jsonrpc_dispatcher")
 """Loggers of the SDK that are silenced: they log tracebacks of errors that the call already reports."""
+
+
+class UnusableError(ConnectionError):
+    """The entry of the server is wrong: no such command, a command that fails, a login that is refused."""
 
 
 class LostError(Exception):
@@ -80,7 +87,10 @@ class Connection:
         return self._listing.schemas if self._listing is not None else ()
 
     async def open(self) -> None:
-        """Connect and list the tools. Raises ConnectionError with the reason, without secrets."""
+        """Connect and list the tools. Raises ConnectionError with the reason, without secrets.
+
+        It is an UnusableError if another attempt cannot help.
+        """
         self._owner = asyncio.create_task(self._own(), name=f"mcp-{self._spec.name}")
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
@@ -90,7 +100,8 @@ class Connection:
             raise ConnectionError(self._words(f"no answer within {CONNECT_SECONDS:g} s")) from error
         except ConnectionError as error:
             await self.close()
-            raise ConnectionError(self._words(str(error))) from error
+            kind = UnusableError if self._command_failed else type(error)
+            raise kind(self._words(str(error))) from error
         except asyncio.CancelledError:
             await self.close()
             raise
@@ -157,6 +168,8 @@ class Connection:
             text = redact_secrets(reasons(error)[:_EXCERPT], self._spec)
             return Reply(text=f"{tool} gave a result that is not valid: {text}", error=True)
         text = "\n".join(getattr(item, "text", "") for item in result.content)
+        if result.is_error and (result.meta or {}).get(OUTAGE_KEY):
+            raise RefusedError(f"{tool}: {redact_secrets(text[:_EXCERPT], self._spec)}")
         return Reply(text=text, error=bool(result.is_error))
 
     async def answers(self) -> bool:
@@ -169,6 +182,10 @@ class Connection:
         except Exception:  # noqa: BLE001  any error of a foreign server
             return False
         return True
+
+    @property
+    def _command_failed(self) -> bool:
+        return self._process is not None and self._process.has_failed
 
     @property
     def _own_tools(self) -> frozenset[str]:
@@ -200,7 +217,8 @@ class Connection:
                 await self._stop.wait()
         except Exception as error:  # noqa: BLE001  any error of a foreign server or transport
             if not self._ready.done():
-                self._ready.set_exception(ConnectionError(reasons(error)))
+                kind = UnusableError if _is_unusable(error) else ConnectionError
+                self._ready.set_exception(kind(reasons(error)))
             elif not self._stop.is_set():
                 logger.warning(
                     "tool server connection broke",
@@ -253,6 +271,18 @@ class Connection:
         """Return ``reason`` and the last words of the process, without secrets."""
         more = self._process.last_words() if self._process is not None else ""
         return redact_secrets("; ".join(part for part in (reason, more) if part), self._spec)
+
+
+def _is_unusable(error: BaseException) -> bool:
+    """Return whether a connection failed for want of a program or of a login."""
+    from mcp import MCPError
+
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(_is_unusable, error.exceptions))
+    if isinstance(error, MCPError):
+        return isinstance(error.error.data, dict) and bool(error.error.data.get("login"))
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status in (401, 403) or isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError)
 
 
 def reasons(error: BaseException) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from agentrl.errors import ToolServerError, tool_server
-from agentrl.tools.mcp.connection import Connection
+from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
+from agentrl.tools.mcp.connection import Connection, UnusableError
 from agentrl.tools.redact import redact_address
 from agentrl.tools.specs import HttpSpec, McpSpec
 
@@ -29,32 +29,43 @@ class Connector:
         self._slots = asyncio.Semaphore(parallel)
         self._http: httpx2.AsyncClient | None = None
         self._failures = 0
-        self._problem = ""
+        self._problem: ConnectionError = ConnectionError("it is not connected")
         self._again_at = 0.0
 
     async def open(self) -> Connection:
-        """Return a new connection. Raises ToolServerError, at once while the back-off lasts."""
+        """Return a new connection. Raises ToolServerError, at once while the back-off lasts.
+
+        It is a ToolServerConfigError if another attempt cannot help.
+        """
         loop = asyncio.get_running_loop()
         async with self._slots:
             if self._failures and loop.time() < self._again_at:
-                raise self.unreachable(self._problem)
+                raise self._failed()
             for delay in RECONNECT_DELAYS:
                 await asyncio.sleep(delay)
                 connection = Connection(self.spec, self._client())
                 try:
                     await connection.open()
                 except ConnectionError as error:
-                    self._problem = str(error)
+                    self._problem = error
+                    if isinstance(error, UnusableError):
+                        break
                     continue
                 self._failures = 0
                 return connection
             self._failures += 1
             self._again_at = loop.time() + min(2.0 ** (self._failures - 1), _MAX_BACKOFF_SECONDS)
-            raise self.unreachable(self._problem)
+            raise self._failed()
 
-    def unreachable(self, problem: str, *, retry_after: float | None = None) -> ToolServerError:
+    def unreachable(
+        self,
+        problem: str,
+        *,
+        retry_after: float | None = None,
+        kind: type[ToolServerError] = ToolServerError,
+    ) -> ToolServerError:
         """Return the error of a server that is down or refuses everybody."""
-        return ToolServerError(
+        return kind(
             f"tool server {self.spec.name} ({redact_address(self.spec)}) cannot be reached: {problem}",
             hint="start it, or correct its entry in --mcp_servers_file or --mcp_manager_url",
             outage=tool_server(self.spec.name),
@@ -66,6 +77,11 @@ class Connector:
         http, self._http = self._http, None
         if http is not None:
             await http.aclose()
+
+    def _failed(self) -> ToolServerError:
+        is_unusable = isinstance(self._problem, UnusableError)
+        kind = ToolServerConfigError if is_unusable else ToolServerError
+        return self.unreachable(str(self._problem), kind=kind)
 
     def _client(self) -> httpx2.AsyncClient | None:
         if not isinstance(self.spec, HttpSpec) or self.spec.sse:

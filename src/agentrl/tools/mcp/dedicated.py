@@ -135,6 +135,11 @@ class DedicatedSession(McpSession):
         self._running = 0
         self._has_abandoned = False
 
+    @property
+    def server_name(self) -> str:
+        """Return the name of the server."""
+        return self._server.name
+
     async def prepare(self) -> None:
         """Take a connection now if there are setup hooks; else at the first call."""
         if self.options.setup:
@@ -214,7 +219,8 @@ class DedicatedSession(McpSession):
             try:
                 return await connection.call(tool, arguments, limits, self.meta)
             except TimeoutError:
-                return Reply(text=timeout_text(tool, limits.timeout_seconds or 0.0), error=True)
+                text = timeout_text(tool, limits.timeout_seconds or 0.0)
+                return Reply(text=text, error=True, lost=True)
             except (LostError, RefusedError) as error:
                 raise self._server.unreachable(error) from error
 

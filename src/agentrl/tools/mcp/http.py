@@ -95,7 +95,7 @@ def _refusal(response: httpx2.Response, kind: str) -> tuple[int, str, dict[str, 
     """Return the code, text and data of an answer that is no MCP message; None for an MCP message."""
     status = response.status_code
     if status in (401, 403):
-        return REFUSED, f"it asks for a login (HTTP {status})", {}
+        return REFUSED, f"it asks for a login (HTTP {status})", {"login": True}
     if status in (429, 503):
         return REFUSED, f"it is overloaded (HTTP {status})", {"retry_after": _retry_after(response)}
     if status >= 500 and not kind.startswith("application/json"):

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from agentrl.errors import ToolServerError
+from agentrl.errors import ToolServerError, tool_server
 from agentrl.tools.base import Reply, Schema, Trajectory, schema_name
 from agentrl.tools.limits import CallGate
 from agentrl.tools.mcp.connection import TRAJECTORY_KEY
@@ -38,6 +38,11 @@ class McpSession(ABC):
         self._gate = gate
         self._order = asyncio.Lock() if options.ordered else None
         self._seen: Sequence[Schema] = ()
+
+    @property
+    @abstractmethod
+    def server_name(self) -> str:
+        """Return the name of the server."""
 
     @abstractmethod
     async def prepare(self) -> None:
@@ -80,13 +85,17 @@ class McpSession(ABC):
         return replace(reply, text=text, max_chars=limits.max_result_chars)
 
     async def run_setup(self, request: Request) -> None:
-        """Run the setup hooks by ``request``. Raises ToolServerError if one reports an error."""
+        """Run the setup hooks by ``request``. Raises ToolServerError if one reports an error.
+
+        It is an outage if the server gave no answer; all hooks run again when it is over.
+        """
         for hook in self.options.setup:
             reply = await self._run(hook, request)
             if reply.error:
                 raise ToolServerError(
                     f"the setup call {hook.tool} reported an error: {reply.text[:300]}",
                     hint="correct the entry's 'setup' in --mcp_servers_file",
+                    outage=tool_server(self.server_name) if reply.lost else None,
                 )
 
     async def run_teardown(self, request: Request) -> None:

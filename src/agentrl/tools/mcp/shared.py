@@ -128,6 +128,11 @@ class SharedSession(McpSession):
         self._server = server
         self._is_closed = False
 
+    @property
+    def server_name(self) -> str:
+        """Return the name of the server."""
+        return self._server.name
+
     async def prepare(self) -> None:
         """Run the setup hooks."""
         await self.run_setup(self.request)
@@ -148,7 +153,8 @@ class SharedSession(McpSession):
                 return await connection.call(tool, arguments, limits, self.meta)
             except TimeoutError:
                 self._server.suspect(connection)
-                return Reply(text=timeout_text(tool, limits.timeout_seconds or 0.0), error=True)
+                text = timeout_text(tool, limits.timeout_seconds or 0.0)
+                return Reply(text=text, error=True, lost=True)
             except RefusedError as refused:
                 raise self._server.unreachable(refused) from refused
             except LostError as lost:
@@ -156,7 +162,7 @@ class SharedSession(McpSession):
                     self._server.lost(connection, str(lost))
                 test = self._server.suspect(connection) if not lost.whole else None
                 if lost.sent and (is_last or not connection.repeatable(tool)):
-                    return Reply(text=lost_text(tool, self._server.name), error=True)
+                    return Reply(text=lost_text(tool, self._server.name), error=True, lost=True)
                 if is_last:
                     raise self._server.unreachable(lost) from lost
                 if test is not None:

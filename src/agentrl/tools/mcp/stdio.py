@@ -55,6 +55,11 @@ class StdioProcess:
             return seen is None
         return False
 
+    @property
+    def has_failed(self) -> bool:
+        """Return whether the process has ended with an exit code of its own that is an error."""
+        return self._process is not None and (self._process.returncode or 0) > 0
+
     def last_words(self) -> str:
         """Return why the process ended: its exit code and the end of its stderr, without secrets."""
         parts = [self._problem] if self._problem else []
