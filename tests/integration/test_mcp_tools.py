@@ -16,7 +16,7 @@ import yaml
 from open_tools import open_tools
 
 from agentrl.config.schema import ToolConfig
-from agentrl.errors import ToolServerError
+from agentrl.errors import ToolServerConfigError, ToolServerError
 from agentrl.tools.base import Trajectory, schema_name
 from agentrl.tools.mcp import connector
 from agentrl.tools.pool import ToolPool
@@ -143,13 +143,18 @@ async def test_tools_of_one_name_on_two_servers_are_prefixed(
 
 async def test_unreachable_servers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connector, "RECONNECT_DELAYS", (0.0,))
-    for entry in (
-        {"url": f"http://127.0.0.1:{free_port()}/mcp"},
-        {"command": "/no/such/program"},
-        {"command": "false"},
+    for entry, kind in (
+        ({"url": f"http://127.0.0.1:{free_port()}/mcp"}, ToolServerError),
+        ({"command": "/no/such/program"}, ToolServerConfigError),
+        ({"command": "false"}, ToolServerConfigError),
     ):
-        with pytest.raises(ToolServerError, match=r"tool server gone \(.*cannot be reached"):
-            await ToolPool(config_of(tmp_path, {"gone": entry})).open()
+        pool = ToolPool(config_of(tmp_path, {"gone": entry}))
+        with pytest.raises(kind, match=r"tool server gone \(.*cannot be reached"):
+            await pool.open()
+        if kind is ToolServerError:
+            await pool.open_reachable()
+            assert list(pool.down) == ["gone"]
+            await pool.close()
 
 
 async def test_closing_ends_the_stdio_server(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import yaml
 from open_tools import open_tools
 
 from agentrl.config.schema import ToolConfig
-from agentrl.errors import ToolServerError, tool_server
+from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
 from agentrl.tools.base import Trajectory, schema_name
 from agentrl.tools.mcp import connector
 from agentrl.tools.pool import ToolPool
@@ -254,6 +254,7 @@ async def test_a_server_that_admits_nobody_is_named(
     with pytest.raises(ToolServerError, match=problem) as failed:
         await ToolPool(config_of(tmp_path, web.entry(path))).open()
     assert failed.value.outage == tool_server("misbehaving")
+    assert isinstance(failed.value, ToolServerConfigError) is (path == "login")
 
 
 async def test_any_other_manager_url_is_a_plain_server_with_the_token(
@@ -476,3 +477,38 @@ async def test_a_process_that_cannot_be_reset_is_replaced(tmp_path: Path) -> Non
             async with pool.session(trajectory(number)) as tools:
                 pids.add(await pid_of(tools))
     assert len(pids) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"setup": ["hang"]}, "hang was stopped"),
+        ({"setup": [{"tool": "content", "arguments": {"kind": "outage"}}]}, "the index is down"),
+    ],
+)
+@pytest.mark.parametrize("scope", ["trajectory", "shared"])
+async def test_a_setup_call_without_an_answer_is_an_outage(
+    tmp_path: Path, options: dict[str, Any], problem: str, scope: str
+) -> None:
+    limits = {"timeout_seconds": 0.3}
+    async with ToolPool(config_of(tmp_path, stdio(scope=scope, limits=limits, **options))) as pool:
+        with pytest.raises(ToolServerError, match=problem) as failed:
+            async with pool.session(trajectory()):
+                raise AssertionError("the setup failed")
+        assert failed.value.outage == tool_server("misbehaving")
+
+
+async def test_a_setup_call_that_reports_an_error_is_an_attempt_and_a_teardown_never_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fails = {"tool": "content", "arguments": {"kind": "none"}}
+    async with ToolPool(config_of(tmp_path, stdio(setup=[fails]))) as pool:
+        with pytest.raises(ToolServerError, match="reported an error") as failed:
+            async with pool.session(trajectory()):
+                raise AssertionError("the setup failed")
+        assert failed.value.outage is None
+    down = {"tool": "content", "arguments": {"kind": "outage"}}
+    config = config_of(tmp_path, stdio(scope="shared", teardown=[down]))
+    async with ToolPool(config) as pool, pool.session(trajectory()):
+        pass
+    assert "a teardown call failed" in caplog.text

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from tiny_policy import write_tiny_policy
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents.status import RecordStatus, SlotStatus
+from agentrl.errors import DATABASE
+from agentrl.store import availability
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.store.retry import retry_outages
@@ -161,6 +164,11 @@ async def test_an_outage_within_db_wait_seconds_loses_nothing(
     assert sum(record.status is RecordStatus.RELEASED for record in records) <= 1  # the claim in flight
     assert caplog.text.count("the database is unavailable") == 1
     assert "the database is back" in caplog.text
+    (past,) = await store.outages.past(5)
+    assert (past.dependency, past.held) == ("the database", 0)
+    assert past.ended_at is not None
+    assert past.ended_at > past.began_at
+    assert "did not answer" in past.why
 
 
 async def test_a_claim_whose_answer_was_lost_is_released_and_uses_up_no_attempt(
@@ -181,3 +189,54 @@ async def test_a_claim_whose_answer_was_lost_is_released_and_uses_up_no_attempt(
     found = await store.tasks.get("train/0/a")
     assert found is not None
     assert [slot.released for slot in found.slots] == [1, 0]
+
+
+async def test_a_sampler_that_starts_after_an_outage_leaves_leases_that_nobody_could_renew(
+    store: Store, mongo: EmbeddedMongo
+) -> None:
+    await store.tasks.load([task("a", slots=2)])
+    held = await store.claims.claim(split="train", owner="old", lease_seconds=1.0)
+    assert held is not None
+    await store.records.create(held)
+    signal_mongod(mongo, signal.SIGKILL)
+    await expired_long_ago(1.0)
+    await asyncio.to_thread(mongo.up)
+    run = RunConfig(run_name=store.run_name, db_connection_string=mongo.status().uri)
+    async with await open_store(run) as late:
+        assert await late.claims.reap("train", grace_seconds=600.0) == 0
+        other = await late.claims.claim(split="train", owner="new", lease_seconds=600.0)
+        assert other is not None
+        assert other.traj_id != held.traj_id
+        assert await late.claims.claim(split="train", owner="new", lease_seconds=600.0) is None
+        with retry_outages(60):
+            assert await store.claims.heartbeat([held], 600.0) == []
+        found = await late.tasks.get("train/0/a")
+        assert found is not None
+        assert {slot.owner for slot in found.slots} == {"old", "new"}
+        await late.claims.heartbeat([other], 0.05)
+        await expired_long_ago(0.05)
+        assert await late.claims.reap("train", grace_seconds=600.0) == 1
+        await late.outages.add_past(
+            "o/1", dependency=str(DATABASE), by="o", why="it hung", ago=0.0, seconds=60.0
+        )
+        await store.claims.heartbeat([held], -1.0)
+        assert await late.claims.reap("train", grace_seconds=600.0) == 0
+        assert await late.claims.reap("train") == 1
+
+
+async def test_a_sampler_that_has_just_started_takes_nothing_over(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(availability, "RENEWAL_SECONDS", 600.0)
+    await store.tasks.load([task("a", slots=1)])
+    held = await store.claims.claim(split="train", owner="old", lease_seconds=-1.0)
+    assert held is not None
+    assert await store.claims.reap("train", grace_seconds=600.0) == 0
+    assert await store.claims.claim(split="train", owner="new", lease_seconds=600.0) is None
+
+
+async def expired_long_ago(lease_seconds: float) -> None:
+    """Wait until a lease of so long has been expired for more than a second, the resolution of a start."""
+    over = time.monotonic() + lease_seconds + 1.5
+    while time.monotonic() < over:  # noqa: ASYNC110  nothing announces the time
+        await asyncio.sleep(0.05)

@@ -80,6 +80,7 @@ class Setting:
         self.tools = flags.pop("tools", None) or FakeTools()
         self.stop = asyncio.Event()
         environment_timeout = flags.pop("environment_timeout", 30.0)
+        sampling = flags.pop("sampling", SamplingConfig())
         claims = ClaimConfig(**{"retry_backoff_seconds": 0.01, **flags.pop("claims", {})})
         self.worker = Worker(
             store=store,
@@ -89,7 +90,7 @@ class Setting:
             params=SamplingParams(),
             seed=7,
             agent=AgentConfig(**flags),
-            sampling=SamplingConfig(),
+            sampling=sampling,
             claims=claims,
             stop=self.stop,
             environment_timeout=environment_timeout,

@@ -58,6 +58,11 @@ CONTENT: dict[str, Json] = {
     "structured_twice": {"content": [{"type": "text", "text": '{"a": 1}'}], "structuredContent": {"a": 1}},
     "structured_more": {"content": [{"type": "text", "text": "done"}], "structuredContent": {"a": 1}},
     "wrong": {"content": ["bare", 3, {"text": "no type"}]},
+    "outage": {
+        "content": [{"type": "text", "text": "the index is down"}],
+        "isError": True,
+        "_meta": {"agentrl/outage": True},
+    },
     "none": {},
     "empty": {"content": []},
 }

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agentrl.config.schema import ToolConfig
-from agentrl.errors import ToolServerError, tool_server
+from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
 from agentrl.tools.base import Trajectory, schema_name
 from agentrl.tools.pool import ToolPool
 
@@ -93,7 +93,7 @@ async def test_tools_of_all_servers(manager: Manager) -> None:
 async def test_one_server_is_picked(manager: Manager) -> None:
     async with pool_of(manager, mcp_server_name="math") as pool:
         assert [schema_name(s) for s in pool.list()] == ["mul"]
-    with pytest.raises(ToolServerError, match="has no server 'mash'"):
+    with pytest.raises(ToolServerConfigError, match="has no server 'mash'"):
         await pool_of(manager, mcp_server_name="mash").open()
 
 
@@ -164,9 +164,32 @@ async def test_a_broken_or_absent_manager_is_a_failure(
     manager: Manager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MCP_AUTH_TOKEN", "wrong")
-    with pytest.raises(ToolServerError, match="answered 401 to /servers"):
-        await pool_of(manager).open()
+    with pytest.raises(ToolServerConfigError, match="answered 401 to /servers"):
+        await pool_of(manager).open_reachable()
     manager.shutdown()
     manager.server_close()
     with pytest.raises(ToolServerError, match="cannot be reached"):
         await pool_of(manager).open()
+
+
+async def test_a_manager_that_answers_later_names_its_servers_then(
+    manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Handler, "do_GET", lambda self: self.answer(b"<h1>starting</h1>"))
+    pool = pool_of(manager, tools="python_sandbox")
+    await pool.open_reachable()
+    assert (list(pool.down), pool.known) == (["all"], frozenset({"code_interpreter"}))
+    for use in (lambda: pool.list(["math"]), lambda: pool.session(ANY)):
+        with pytest.raises(ToolServerError) as failed:
+            use()
+        assert failed.value.outage == tool_server("all")
+    with pytest.raises(ToolServerError, match="answered no JSON"):
+        await pool.connect("all")
+    monkeypatch.undo()
+    monkeypatch.setenv("MCP_AUTH_TOKEN", "secret")
+    await pool.connect("all")
+    assert (pool.down, pool.known, pool.servers) == ({}, None, ("code_interpreter", "math", "text"))
+    with pytest.raises(ToolServerError, match="there is no tool server nowhere") as failed:
+        pool.list(["nowhere"])
+    assert failed.value.outage is None
+    await pool.close()

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from agentrl.config.schema import ToolConfig
-from agentrl.errors import ConfigError, ToolServerError
+from agentrl.errors import ConfigError, FailureError, OutageError, ToolServerError, tool_server
 from agentrl.tools.base import Trajectory
 from agentrl.tools.pool import ToolPool
 from agentrl.tools.specs import StdioSpec
@@ -224,3 +224,80 @@ def test_mcp_entries_name_servers_and_the_tools_to_offer(tmp_path: Path) -> None
     (server,) = found.servers
     assert isinstance(server, StdioSpec)
     assert (server.name, server.options.offered) == ("search", ("find",))
+
+
+class Reaching(StatefulTool):
+    """A tool that reaches a service; ``error`` is what that raises."""
+
+    error: ClassVar[Exception | None] = None
+
+    def get_openai_tool_schema(self) -> Any:
+        return {"type": "function", "function": {"name": "reaching", "description": "Reaches."}}
+
+    def reach(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    async def create(self, instance_id: str, **kwargs: Any) -> str:
+        self.reach()
+        return instance_id
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> str:
+        self.reach()
+        return "reached"
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
+        self.reach()
+        return 1.0
+
+
+def _wrapped(cause: Exception) -> Exception:
+    """An HTTP client's error, as it wraps one of the socket."""
+    error = RuntimeError("the request failed")
+    error.__context__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "is_outage"),
+    [
+        (ConnectionRefusedError("refused"), True),
+        (TimeoutError("late"), True),
+        (_wrapped(ConnectionResetError("reset")), True),
+        (OutageError("the index is down"), True),
+        (ValueError("no such file"), False),
+    ],
+)
+async def test_an_outage_of_what_a_tool_reaches_is_told_from_its_errors(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, is_outage: bool
+) -> None:
+    outage = tool_server("reaching") if is_outage else None
+    async with ToolPool(ToolConfig(tools=f"{__name__}:Reaching")) as pool:
+        async with pool.session(_trajectory()) as tools:
+            monkeypatch.setattr(Reaching, "error", error)
+            with pytest.raises(FailureError) as failed:
+                await tools.rewards()
+            assert failed.value.outage == outage
+            if isinstance(error, OutageError):
+                with pytest.raises(OutageError, match="the index is down"):
+                    await tools.call("reaching", {})
+            else:
+                assert (await tools.call("reaching", {})).error
+        if isinstance(error, OutageError):
+            error.outage = None
+        with pytest.raises(FailureError) as failed:
+            async with pool.session(_trajectory()):
+                raise AssertionError("create failed")
+        assert failed.value.outage == outage
+
+
+async def test_a_create_that_takes_too_long_is_an_outage() -> None:
+    class Slow(Reaching):
+        async def create(self, instance_id: str, **kwargs: Any) -> str:
+            await asyncio.sleep(60)
+            return instance_id
+
+    slow = StatefulTools.load(Slow, {}, None, where="tools[0]", call_timeout=0.05)
+    with pytest.raises(ToolServerError, match=r"longer than 0\.05 s") as failed:
+        await slow.session(_trajectory()).open()
+    assert failed.value.outage == tool_server("reaching")
