@@ -12,6 +12,7 @@ import pytest
 import small_run as run
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from legal_edges import watched
 from legal_history import History
 
 from agentrl.cli import db
@@ -64,9 +65,20 @@ async def test_every_legal_history_is_clean(
         # Not a Random of Hypothesis: what a history may do next depends on MongoDB's clock too,
         # and Hypothesis refuses draws that differ between two runs of one example.
         history = History(store, Path(weights), random.Random(seed), rules)
-        await history.load()
-        await history.go_on(operations)
+        async with watched(store) as changes:
+            await history.load()
+            await history.go_on(operations)
+        assert changes.illegal == []
         assert await violations(store, history) == []
+
+
+async def test_a_change_along_no_edge_is_named(store: Store) -> None:
+    async with watched(store) as changes:
+        await run.add_task(store, "train/0/a", 0)
+        await run.claim(store)
+        await store.database["Task"].update_one({"_id": "train/0/a"}, {"$set": {"status": "completed"}})
+    assert changes.seen == 3, "created, running, completed; the Record began to run"
+    assert changes.illegal == ["Task train/0/a: running → completed"]
 
 
 async def test_an_evaluation_before_the_first_step_is_clean(store: Store, tmp_path: Path) -> None:
