@@ -75,7 +75,8 @@ def main(argv: list[str]) -> int:
     """Run, print the report, and return 0 if there is no violation."""
     options = _parse(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s chaos  %(message)s")
-    logging.getLogger("pymongo").setLevel(logging.WARNING)
+    for name in ("pymongo", "httpx"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     folder = options.keep or Path(tempfile.mkdtemp(prefix="agentrl-chaos-"))
     folder = folder.resolve()
     if options.keep is not None and folder.exists() and any(folder.iterdir()):

@@ -212,7 +212,7 @@ class SamplingConfig(Flags):
     outage_wait_seconds: float = flag(
         3600.0,
         "how long a trajectory waits for a tool server or the engines to come back before its slot is"
-        " released; no attempt is used up",
+        " released, and a sampler that can claim nothing for a tool server at its start; no attempt is used",
         within="(0, inf)",
         unit="seconds",
         per_process=True,
