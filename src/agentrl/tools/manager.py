@@ -27,7 +27,7 @@ class ManagedServer:
 
     async def open(self) -> None:
         """List the tools: ``GET /server/NAME/tools``. Raises ToolServerError."""
-        answer = await self._manager.get(f"/server/{self.name}/tools")
+        answer = await self._manager.get(f"/server/{self.name}/tools", self.name)
         tools = answer.get("tools")
         entries = [item.get("function", item) for item in tools or () if isinstance(item, Mapping)]
         schemas = [
@@ -82,10 +82,11 @@ async def managed_servers(spec: ManagerSpec, config: ToolConfig) -> list[Managed
     """Return all servers of the manager, or the one that the flags select. Raises ToolServerError."""
     manager = ManagerClient(spec, connections=config.max_tool_connections)
     try:
-        answer = await manager.get("/servers")
+        answer = await manager.get("/servers", spec.server)
         listed = answer.get("servers")
         if not isinstance(listed, list):
-            raise manager.error(f"answered no list of servers to /servers: {str(answer)[:200]}")
+            problem = f"answered no list of servers to /servers: {str(answer)[:200]}"
+            raise manager.error(problem, server=spec.server)
         names = [str(name) for name in listed]
         if spec.server != "all" and spec.server not in names:
             raise manager.error(

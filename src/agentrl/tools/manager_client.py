@@ -51,7 +51,7 @@ class ManagerClient:
     async def get(self, path: str, server: str = "all") -> dict[str, Any]:
         """Return the JSON object at ``path``, which ``server`` needs. Raises ToolServerError."""
         try:
-            answer = await self._send("GET", path, None, _CONTROL_SECONDS, {})
+            answer = await self._send("GET", path, server, None, _CONTROL_SECONDS, {})
         except TimeoutError as error:
             late = f"did not answer {path} within {_CONTROL_SECONDS:g} s"
             raise self.error(late, server=server) from error
@@ -74,7 +74,7 @@ class ManagerClient:
         path, headers = f"/tool/{server}.{tool}", {_TRAJECTORY_HEADER: trajectory}
         async with self._slots:
             try:
-                answer = await self._send("POST", path, dict(arguments), seconds, headers)
+                answer = await self._send("POST", path, server, dict(arguments), seconds, headers)
             except _NOT_SENT as error:
                 raise self._unreachable(error, server) from error
             except httpx.HTTPError as error:
@@ -114,7 +114,7 @@ class ManagerClient:
                 self._suspect = False
 
     async def _send(
-        self, method: str, path: str, body: Any, seconds: float, headers: Mapping[str, str]
+        self, method: str, path: str, server: str, body: Any, seconds: float, headers: Mapping[str, str]
     ) -> ManagerAnswer:
         """Return the answer. Raises httpx.HTTPError, TimeoutError and ToolServerError."""
         limits = httpx.Timeout(_CONTROL_SECONDS, read=seconds)
@@ -128,12 +128,12 @@ class ManagerClient:
                 if len(content) > MAX_MESSAGE_BYTES:
                     text = f"the answer is longer than {MAX_MESSAGE_BYTES // 2**20} MiB and was dropped"
                     return ManagerAnswer(500, {"detail": text})
-        return self._answer(response, bytes(content), path)
+        return self._answer(response, bytes(content), path, server)
 
-    def _answer(self, response: httpx.Response, content: bytes, path: str) -> ManagerAnswer:
+    def _answer(self, response: httpx.Response, content: bytes, path: str, server: str) -> ManagerAnswer:
         """Read the body. Raises ToolServerError for a login, an overload, and a page instead of JSON."""
         text = content.decode("utf-8", "replace")
-        status, server = response.status_code, path.removeprefix("/tool/").partition(".")[0]
+        status = response.status_code
         shown = " ".join(text[:_EXCERPT].split())
         if status in _LOGIN:
             problem = f"answered {status} to {path}: {shown}"
