@@ -433,7 +433,7 @@ async def test_a_late_result_is_refused_and_logged_and_the_new_owner_stands(
         await Setting(store, "<answer>3</answer>").run()
         return ScoreResult(0.75)
 
-    monkeypatch.setattr(scoring_module, "run_scorer", overtaken)
+    monkeypatch.setattr(scoring_module, "score_context", overtaken)
     assert not await setting.worker.run(late)
     assert "the claim was lost; its result is dropped" in caplog.text
     (record,) = await setting.records("train/0/a")
