@@ -13,10 +13,10 @@ from agentrl.chat.parsers.reasoning import THINK, ReasoningTags
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adaptation:
-    """What a template needs. The default changes only where reasoning is kept."""
+    """How messages are rewritten for one template. By default only reasoning is put where it is read."""
 
     reasoning: Literal["field", "text"] = "field"
-    """A thought is a field of its message (``reasoning_content``, ``thinking``), or tagged text before the
+    """Reasoning is a field of its message (``reasoning_content``, ``thinking``), or tagged text before the
     content."""
     tags: ReasoningTags = THINK
     arguments_as_text: bool = False

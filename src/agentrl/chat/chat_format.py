@@ -81,8 +81,8 @@ class ChatFormat(Protocol):
         """Return the ids between a generation and the next one: prompt, output, *these ids*, next output.
 
         ``history`` ends with the message that ``output_ids`` were parsed into; ``new_messages`` follow it.
-        None: the next prompt does not continue this one, because earlier thoughts are dropped from it. It is
-        ``render`` of all messages then, a new branch of the token tree.
+        None if the next prompt drops earlier reasoning and so does not continue this one: render all messages
+        then, as a new branch of the token tree.
         """
         ...
 

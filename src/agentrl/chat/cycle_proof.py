@@ -1,4 +1,4 @@
-"""Prove that a template writes the same after a generation, whatever the tool cycle before it holds.
+"""Check that the text after a generation does not depend on the tool calls and results before it.
 
 Then each turn renders the conversation without that cycle, and costs the same however long it is.
 """

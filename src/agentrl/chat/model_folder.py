@@ -16,7 +16,7 @@ from agentrl.errors import ModelError
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFiles:
-    """The files of a model that decide how it chats."""
+    """The tokenizer, template and configuration that define a model's chat format."""
 
     tokenizer: Tokenizer
     template: str | None

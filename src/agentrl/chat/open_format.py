@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 def open_chat_format(
     folder: str | Path, model: ModelConfig, parser: str | None = None, *, with_tools: bool = False
 ) -> ProvenFormat:
-    """Open and prove the chat format of the model in ``folder``; ``parser`` is ``--tool_call_parser``.
+    """Open and check the chat format of the model in ``folder``; ``parser`` is ``--tool_call_parser``.
 
     ``with_tools``: tools will be offered. Raises ModelError for a folder without a tokenizer or a template,
     and for a format that loses or renames a message.

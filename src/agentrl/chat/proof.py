@@ -1,4 +1,4 @@
-"""Prove that a chat format loses no message: render a conversation turn by turn, and search for each one.
+"""Check at start-up that a chat format loses no message: render a conversation, and search for each one.
 
 The conversation has thoughts, parallel calls, their results, an error, and further questions. Every text in
 it is a word of its own, so a missing or misplaced one is found.
@@ -123,7 +123,7 @@ _HARMONY_NAME = re.compile(r"functions\.(\w+)")
 
 def prove(base: RenderingFormat, tokens: ControlTokens, retention: ThinkingRetention = "template",
           tags: ReasoningTags = THINK) -> ProvenFormat:  # fmt: skip
-    """Return ``base`` with the adaptation that loses nothing.
+    """Return ``base`` with the smallest rewriting of messages that loses none of them.
 
     Raises TrajectoryError for a format that loses or renames a message of a conversation without tools.
     """
@@ -141,7 +141,7 @@ def prove(base: RenderingFormat, tokens: ControlTokens, retention: ThinkingReten
 
 
 def _with_tools(base: RenderingFormat, adaptation: Adaptation) -> tuple[Adaptation, list[str]]:
-    """Return the smallest adaptation that loses nothing of a conversation with tools; else the problems."""
+    """Return the smallest rewriting that loses no message of a conversation with tools; else the problems."""
     first: list[str] | None = None
     for written_out, apart, one_each in sorted(product((False, True), repeat=3), key=sum):
         tried = replace(

@@ -1,4 +1,4 @@
-"""Use a chat format as its proof allows: adapt messages to it, and keep or drop earlier thoughts."""
+"""Wrap a chat format: rewrite messages as its template needs them, and keep or drop earlier reasoning."""
 
 from __future__ import annotations
 

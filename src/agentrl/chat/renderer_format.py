@@ -31,7 +31,7 @@ _HARMONY = "gpt-oss"
 
 
 class RendererFormat:
-    """One renderer of the package, and another whose extensions never drop a thought."""
+    """A renderer of the package; a second instance, which keeps all reasoning, extends prompts."""
 
     def __init__(
         self,
