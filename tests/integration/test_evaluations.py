@@ -132,7 +132,7 @@ async def test_a_signal_while_it_samples_leaves_nothing_half_done_and_the_same_c
     store: Store, run_config: RunConfig, start: Start, file: Path, model: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    limits = ("--max_new_tokens", "800", "--max_concurrent_samples_per_process", "4")
+    limits = ("--max_new_tokens", "500", "--max_concurrent_samples_per_process", "4")
     more = ("--eval_model", str(model), *limits)
     process = start(*more)
 
