@@ -18,6 +18,7 @@ from agentrl.documents.task import Claim
 from agentrl.store import slots
 from agentrl.store.blobs import Blobs
 from agentrl.store.connection import Connection, Json, Repository, database_call
+from agentrl.store.driver_errors import is_outage
 from agentrl.store.names import GATEWAY_CALL, MODEL_CALL, RECORD
 from agentrl.store.slots import lease_lost, lost_claims
 from agentrl.store.write_coalescer import WriteCoalescer
@@ -130,6 +131,14 @@ class ModelCalls(Repository):
             raise error
 
     async def _add_each(self, additions: Sequence[_Addition]) -> None:
+        """Store the additions of one trajectory, in one transaction or else one by one to the first error."""
+        if len(additions) > 1:
+            try:
+                if await self._add_batch([additions]) is not None:
+                    return
+            except Exception as error:
+                if is_outage(error):
+                    raise
         for addition in additions:
             await self._add(addition)
 
