@@ -76,6 +76,10 @@ if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
 fi
 printf 'setup: requirements\n'
 pip install -r requirements.txt ${extras:+-r requirements/dev.txt} -c requirements/lock.txt || fail "cannot install requirements.txt"
+if [ -n "$extras" ]; then
+  pip install -r requirements/environments.txt -c requirements/lock.txt ||
+    printf 'setup: reasoning-gym and textarena are not installed, so their tests skip; building pycosat needs a C compiler\n' >&2
+fi
 pip install --no-deps -e . || fail "cannot install the package"
 fingerprint > "$venv/.agentrl-$extras"
 printf 'setup: done; activate with: . %s/bin/activate\n' "$venv"

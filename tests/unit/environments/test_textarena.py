@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from environment_packages import needs_packages
 from test_environment_rollout import play
 
 from agentrl.config.schema import SamplingConfig
@@ -16,6 +17,8 @@ from agentrl.environments.tasks import read_task_source
 from agentrl.environments.textarena import Game
 from agentrl.errors import TaskEnvironmentError, TaskFileError
 from agentrl.rollout.run_agent import score_trajectory
+
+pytestmark = needs_packages
 
 
 def tasks(address: str, split: str = "train") -> list[Task]:
