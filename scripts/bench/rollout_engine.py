@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import time
 from collections import Counter
@@ -20,6 +21,7 @@ import orjson
 
 from agentrl.chat.model_folder import read_chat_files
 
+_NAME = re.compile(rb'"rid":"[^"-]*-([^"]*)"')
 _WORDS = "the page says that the tower by the river was built in that century and the author lived there"
 
 
@@ -52,31 +54,35 @@ class InstantEngine:
                 )
                 body = await reader.readexactly(length)
                 if path == "/generate":
-                    self._generate(writer, orjson.loads(body))
+                    self._generate(writer, body)
                 else:
                     info = {"weight_version": "0", "model_path": "", "vocab_size": 1_000_000}
                     _write(writer, orjson.dumps(info), stream=False)
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
 
-    def _generate(self, writer: asyncio.StreamWriter, request: dict[str, Any]) -> None:
-        name = request["rid"].partition("-")[2]
+    def _generate(self, writer: asyncio.StreamWriter, body: bytes) -> None:
+        """Note when the request arrived; its ids are parsed when it is answered, in nobody's time."""
+        found = _NAME.search(body)
+        assert found is not None
+        name = found[1].decode()
         if name in self._answered_at:
             self.latencies.append(time.perf_counter() - self._answered_at.pop(name))
         self._seen[name] += 1
-        body = self._answer(name, self._seen[name], len(request["input_ids"]))
-        self._waiting.append((writer, name, body if not request.get("stream") else b"S" + body))
+        self._waiting.append((writer, name, body))
         if len(self._waiting) < self._together:
             return
         waiting, self._waiting = self._waiting, []
+        answers = [self._answer(name, orjson.loads(body)) for _, name, body in waiting]
         now = time.perf_counter()
-        for each, waiter, answer in waiting:
+        for (each, waiter, _), (answer, is_stream) in zip(waiting, answers, strict=True):
             if self._seen[waiter] % self._turns:
                 self._answered_at[waiter] = now
-            _write(each, answer.removeprefix(b"S"), stream=answer.startswith(b"S"))
+            _write(each, answer, stream=is_stream)
 
-    def _answer(self, name: str, count: int, prompt_tokens: int) -> bytes:
-        turn = (count - 1) % self._turns + 1
+    def _answer(self, name: str, request: dict[str, Any]) -> tuple[bytes, bool]:
+        turn = (self._seen[name] - 1) % self._turns + 1
+        prompt_tokens = len(request["input_ids"])
         text = self._text(turn, name)
         ids = [*self._tokenizer.encode(text, add_special_tokens=False).ids, self._eos]
         meta = {
@@ -87,7 +93,8 @@ class InstantEngine:
             "cached_tokens": prompt_tokens,
             "weight_version": "0",
         }
-        return orjson.dumps({"text": "", "output_ids": ids, "meta_info": meta})
+        answer = orjson.dumps({"text": "", "output_ids": ids, "meta_info": meta})
+        return answer, bool(request.get("stream"))
 
     def _text(self, turn: int, name: str) -> str:
         if turn == self._turns:

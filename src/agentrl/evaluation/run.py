@@ -28,10 +28,11 @@ from agentrl.evaluation.progress import Progress
 from agentrl.evaluation.report import results_of
 from agentrl.observe.logging import describe_process_id
 from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.rollout.garbage import collect_garbage_less_often
 from agentrl.rollout.load_tasks import load_read_tasks
 from agentrl.rollout.preflight import probe
 from agentrl.rollout.sampler import Sampler
-from agentrl.rollout.setup import collect_garbage_less_often, open_worker, sampler_config
+from agentrl.rollout.setup import open_worker, sampler_config
 from agentrl.scoring.evaluation import EvaluatedTask, Prices
 from agentrl.store.retry import log_store_errors
 

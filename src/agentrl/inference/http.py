@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import h11
 import httpx2
 import orjson
 
@@ -140,7 +139,7 @@ class EngineHttp:
         except TimeoutError as error:
             if not is_done:
                 raise silent(where, timeout) from error
-        except (OSError, h11.ProtocolError) as error:
+        except OSError as error:
             raise _unreachable(where, error) from error
 
     def _single_event(self, path: str, status: int, kind: str, body: bytes) -> dict[str, Any]:

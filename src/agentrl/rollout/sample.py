@@ -19,11 +19,11 @@ from agentrl.observe.begin_run import begin_model, begin_run
 from agentrl.registry import paths_among
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.rollout.garbage import collect_garbage_less_often
 from agentrl.rollout.load_tasks import load_tasks
 from agentrl.rollout.preflight import probe, require_groups
 from agentrl.rollout.sampler import Sampler
 from agentrl.rollout.setup import (
-    collect_garbage_less_often,
     open_worker,
     require_extensions,
     sampler_config,

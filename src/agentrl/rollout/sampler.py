@@ -14,6 +14,7 @@ from agentrl.config.schema import ClaimConfig
 from agentrl.documents.task import Claim
 from agentrl.errors import StoreUnavailableError
 from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.rollout.garbage import collect_while_idle
 from agentrl.rollout.held_claims import HeldClaims, bounded
 from agentrl.rollout.housekeeping import EpochPlan, Housekeeping
 from agentrl.rollout.late_servers import LateServers
@@ -119,7 +120,7 @@ class Sampler:
         jobs = [
             self._held.heartbeats(), self._housekeeping.finalize_own(), self._housekeeping.work_for_all(),
             self._watch_work(), self._watch_training(), self._queue.run(stop),
-            report_outages(self._store, self._outages, self._config.owner),
+            report_outages(self._store, self._outages, self._config.owner), collect_while_idle(),
             self._late.run(self._require_tools, lambda: self._has_claimed),
         ]  # fmt: skip
         if self._tails is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 import uuid
@@ -15,7 +14,7 @@ from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.context_length import model_context_length
 from agentrl.chat.fingerprint import tokenizer_fingerprint
 from agentrl.chat.open_format import open_chat_format
-from agentrl.chat.parsers import PARSERS
+from agentrl.chat.parsers import PARSERS, load_validator
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AgentConfig,
@@ -55,9 +54,6 @@ if TYPE_CHECKING:
     from agentrl.store.client import Store
 
 logger = logging.getLogger(__name__)
-
-_NEW_OBJECTS = 20_000
-"""New objects after which the youngest are collected; Python's default is 700."""
 
 
 def owner_name() -> str:
@@ -256,6 +252,7 @@ async def open_worker(
         if problem is not None:
             logger.warning("%s", problem)
         await tools.open_reachable()
+        load_validator()
         async with aclosing(SamplerGateway(store, configs, router, chat_format, params)) as gateway:
             yield (
                 Worker(
@@ -279,15 +276,3 @@ async def open_worker(
         await tools.close()
         outages.close()
         await router.close()
-
-
-def collect_garbage_less_often() -> None:
-    """Leave what was loaded at the start out of garbage collections, and collect less often.
-
-    Call it once in a process. By default a tenth of a sampler's CPU time goes into collections that find
-    nothing: prompts are long lists of ids, and each collection visits every id. One of all objects takes a
-    tenth of a second.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_NEW_OBJECTS, 10, 10)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-import h11
 import pytest
 
 from agentrl.inference.connections import Connections
@@ -84,10 +83,12 @@ async def test_a_connection_that_the_server_closed_is_not_used_again(server: Ser
 
 
 async def test_a_connection_with_half_an_answer_is_closed(server: Server) -> None:
+    server.answer = PLAIN[:-2]
     connections = Connections(server.url)
     async with connections.post("/x", b"", {}) as answer:
         assert answer.status == 200
     await server.closed.wait()
+    server.answer = PLAIN
     assert await ask(connections) == b"hello"
     await connections.close()
 
@@ -101,12 +102,57 @@ async def test_a_stream_is_read_to_its_end_and_keeps_its_connection(server: Serv
     await http.close()
 
 
-async def test_what_is_no_http_is_an_error(server: Server) -> None:
+async def test_what_is_not_http_is_an_error(server: Server) -> None:
     server.answer = b"hello\r\n\r\n"
     connections = Connections(server.url)
-    with pytest.raises(h11.RemoteProtocolError):
+    with pytest.raises(ConnectionError, match=r"is not HTTP/1\.1"):
+        await ask(connections)
+    server.answer = b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000
+    with pytest.raises(ConnectionError, match="longer than 65536 bytes"):
         await ask(connections)
     server.answer, server.closes = b"", True
-    with pytest.raises(h11.RemoteProtocolError):
+    with pytest.raises(ConnectionError, match="closed the connection before the end"):
+        await ask(connections)
+    server.answer = PLAIN[:-2]
+    with pytest.raises(ConnectionError, match="closed the connection before the end"):
         await ask(connections)
     await connections.close()
+
+
+async def test_an_informational_answer_comes_before_the_real_one(server: Server) -> None:
+    server.answer = b"HTTP/1.1 102 Processing\r\nx: y\r\n\r\n" + PLAIN
+    connections = Connections(server.url)
+    assert [await ask(connections) for _ in range(2)] == [b"hello"] * 2
+    assert server.connections == 1
+    await connections.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        PLAIN.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"),
+        PLAIN.replace(b"HTTP/1.1", b"HTTP/1.0"),
+        PLAIN + b"HTTP/1.1 200 more",
+    ],
+)
+async def test_a_connection_that_the_server_will_close_is_not_kept(server: Server, answer: bytes) -> None:
+    server.answer = answer
+    connections = Connections(server.url)
+    assert [await ask(connections) for _ in range(2)] == [b"hello"] * 2
+    assert server.connections == 2
+    await connections.close()
+
+
+async def test_a_body_without_a_length_ends_with_the_connection(server: Server) -> None:
+    server.answer, server.closes = PLAIN.replace(b"content-length: 5\r\n", b""), True
+    connections = Connections(server.url)
+    assert await ask(connections) == b"hello"
+    await connections.close()
+
+
+async def test_a_header_cannot_hold_a_line_break(server: Server) -> None:
+    connections = Connections(server.url)
+    with pytest.raises(ValueError, match="a line break"):
+        async with connections.post("/x", b"", {"x": "y\r\nhost: other"}):
+            pass
+    assert server.connections == 0

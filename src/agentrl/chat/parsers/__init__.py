@@ -3,7 +3,7 @@
 from agentrl.chat.parsers.base import ParsedMessage, ToolCall, ToolCallParser, Tools
 from agentrl.chat.parsers.reasoning import ReasoningTags, opens_thought, parse_text, split_reasoning, tags_in
 from agentrl.chat.parsers.registry import PARSERS, get_parser, tool_call_parser
-from agentrl.chat.parsers.validate import validate_call
+from agentrl.chat.parsers.validate import load_validator, validate_call
 
 __all__ = [
     "PARSERS",
@@ -13,6 +13,7 @@ __all__ = [
     "ToolCallParser",
     "Tools",
     "get_parser",
+    "load_validator",
     "opens_thought",
     "parse_text",
     "split_reasoning",

@@ -31,6 +31,11 @@ def validate_call(call: ToolCall, tools: Tools) -> str | None:
     return f"{call.name}: {problem}. Arguments: {expected}."
 
 
+def load_validator() -> None:
+    """Import what validation needs: it takes 50 ms, which the first tool calls would wait for."""
+    _check("{}")
+
+
 @lru_cache(maxsize=1024)
 def _check(parameters: str) -> Check:
     """Return the check of a schema given as JSON. Compiling one takes half a millisecond, so it is cached."""
