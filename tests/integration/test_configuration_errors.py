@@ -38,7 +38,7 @@ scorer_agent:
         ({"scorer": "broken_module:score"}, "RuntimeError: no licence"),
         ({"agent_name": "nobody"}, "unknown agent 'nobody'"),
         ({"answer_schema": "two words"}, "answer_schema is 'two words'"),
-        ({"tools": ("nowhere",)}, "there is no tool server nowhere"),
+        ({"tools": ("nowhere",)}, "unknown tool server nowhere"),
         ({"scorer": "agentcpm"}, "none.yml cannot be read"),
         ({"slots": 1}, "--num_generations is 1, so no group's scores can differ"),
     ],

@@ -126,6 +126,6 @@ async def test_a_server_that_no_configuration_names_is_an_error_at_once(store: S
     await store.tasks.load([task("late", tools=("late",)), task("nowhere", tools=("nowhere",))])
     await pool.open_reachable()
     sampling = setting_of(store, pool).worker.sampling
-    with pytest.raises(ConfigError, match="there is no tool server nowhere"):
+    with pytest.raises(ConfigError, match="unknown tool server nowhere"):
         await probe(store, pool, sampling, "train")
     await pool.close()

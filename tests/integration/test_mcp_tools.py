@@ -137,7 +137,7 @@ async def test_tools_of_one_name_on_two_servers_are_prefixed(
             assert "add" in [schema_name(schema) for schema in await tools.list()]
         async with all_servers.session(Trajectory(id="t", servers=())) as tools:
             assert await tools.list() == []
-        with pytest.raises(ToolServerError, match="no tool server nowhere"):
+        with pytest.raises(ToolServerError, match="unknown tool server nowhere"):
             all_servers.list(["nowhere"])
 
 

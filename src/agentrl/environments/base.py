@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from agentrl.documents.task import Task
-from agentrl.errors import ScorerError
+from agentrl.errors import ConfigError, ScorerError, TaskEnvironmentError
 from agentrl.registry import Registry
 from agentrl.scoring.scorers import Result, ScorerContext
 from agentrl.tools.base import ENVIRONMENT
@@ -66,9 +66,13 @@ class Environment:
     def tasks(cls, request: TaskRequest) -> Iterable[Mapping[str, Any]]:
         """Yield ``request.n`` tasks with the fields of a task file; ``id`` is optional.
 
-        The same request must yield the same tasks, and a request with a larger ``n`` the same first tasks.
+        The same request must yield the same tasks, and a request with a larger ``n`` the same first tasks. An
+        environment without this method gets its tasks from task files.
         """
-        raise NotImplementedError
+        raise ConfigError(
+            f"{cls.__name__} generates no tasks",
+            hint="define the method 'tasks', or load a task file whose tasks name the environment",
+        )
 
     def setup(self) -> Awaitable[None] | None:
         """Prepare the trajectory. An exception ends the attempt as ``environment``; it is retried."""
@@ -76,7 +80,9 @@ class Environment:
 
     def step(self, text: str) -> Observation | Awaitable[Observation]:
         """Return the answer to the model's message ``text``; only in environments that answer messages."""
-        raise NotImplementedError
+        raise TaskEnvironmentError(
+            f"{type(self).__name__} answers no messages", hint="define the method 'step'"
+        )
 
     def reward(self) -> float | Awaitable[float | None] | None:
         """Return the reward of the final state, or None. It is stored in the Record before scoring."""
@@ -86,8 +92,8 @@ class Environment:
     def score(cls, context: ScorerContext) -> Result | Awaitable[Result]:
         """Return the score of a finished trajectory: the stored ``reward`` unless it is overridden.
 
-        There is no instance: it may run later, in another process, and again. A method that is not async
-        runs in a worker process.
+        It runs without an instance, because a score may be computed later, in another process, and again. A
+        method that is not async runs in a worker process.
         """
         state = context.tool_rewards.get(ENVIRONMENT, {}).get("state")
         if state is None:

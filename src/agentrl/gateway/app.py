@@ -8,7 +8,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 from starlette.applications import Starlette
@@ -30,9 +30,6 @@ from agentrl.gateway.pending import PendingAnswer, PendingAnswers
 from agentrl.gateway.request import GatewayRequest, load_body, require_model
 from agentrl.gateway.rewards import read_reward
 from agentrl.gateway.text_stream import TextStream
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 

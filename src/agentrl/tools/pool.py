@@ -196,7 +196,7 @@ class ToolPool:
                 )
         if unknown:
             raise ToolServerError(
-                f"there is no tool server {', '.join(unknown)}",
+                f"unknown tool server {', '.join(unknown)}",
                 hint=f"the task's 'tools' may name: {', '.join(self._servers) or 'none, none is configured'}",
             )
         return [name for name in self._servers if servers is None or name in servers]

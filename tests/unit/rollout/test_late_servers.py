@@ -83,7 +83,7 @@ async def test_nothing_is_claimed_before_the_names_in_tasks_are_checked() -> Non
 
     async def check() -> None:
         assert "all" in outages.needs_down().servers
-        raise ConfigError("there is no tool server nowhere")
+        raise ConfigError("unknown tool server nowhere")
 
     with pytest.raises(ConfigError, match="nowhere"):
         await asyncio.wait_for(late.run(check, lambda: True), 20)

@@ -189,7 +189,7 @@ async def test_a_manager_that_answers_later_names_its_servers_then(
     monkeypatch.setenv("MCP_AUTH_TOKEN", "secret")
     await pool.connect("all")
     assert (pool.down, pool.known, pool.servers) == ({}, None, ("code_interpreter", "math", "text"))
-    with pytest.raises(ToolServerError, match="there is no tool server nowhere") as failed:
+    with pytest.raises(ToolServerError, match="unknown tool server nowhere") as failed:
         pool.list(["nowhere"])
     assert failed.value.outage is None
     await pool.close()

@@ -1,22 +1,21 @@
-"""Plots reward with its running mean, and staleness below it, over the optimizer steps of a run."""
+"""Plot reward with its running mean, and staleness below it, over the optimizer steps of a run."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentrl.documents.status import StepStatus
-from agentrl.errors import AgentRLError, ConfigError
+from agentrl.errors import AgentRLError
+from agentrl.observe.plotting import COLORS, finish, label_steps, new_figure, save_figure
 from agentrl.store.views.rows import StepRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_REWARD = "#1b6ca8"
-_STALENESS = "#b35c1e"
-_GRID = "#dddddd"
+_REWARD, _STALENESS = COLORS[:2]
 
 
 def plot_curve(run_name: str, steps: Sequence[StepRow], out: Path) -> None:
@@ -30,20 +29,16 @@ def plot_curve(run_name: str, steps: Sequence[StepRow], out: Path) -> None:
             f"run {run_name!r} has no committed optimizer step to plot",
             hint=f"`agentrl audit run --run_name {run_name}` shows how far it is",
         )
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(8.0, 5.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8.0, 5.6)
     reward_axes, staleness_axes = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.4])
     _plot_reward(reward_axes, committed)
     _plot_staleness(staleness_axes, committed)
     reward_axes.set_title(f"{run_name}: {len(committed)} optimizer steps", loc="left", fontsize=11)
-    staleness_axes.set_xlabel("optimizer step")
-    staleness_axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    label_steps(staleness_axes)
     staleness_axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
-    _save(figure, out)
+    save_figure(figure, out, "--out")
 
 
 def _is_drawn(step: StepRow) -> bool:
@@ -68,7 +63,7 @@ def _plot_reward(axes: Axes, steps: Sequence[StepRow]) -> None:
     axes.set_ylabel("mean score of sampled trajectories")
     if all(0 <= reward <= 1 for reward in rewards):
         axes.set_ylim(-0.03, 1.03)
-    _finish(axes)
+    finish(axes)
 
 
 def _plot_staleness(axes: Axes, steps: Sequence[StepRow]) -> None:
@@ -81,27 +76,9 @@ def _plot_staleness(axes: Axes, steps: Sequence[StepRow]) -> None:
         )  # fmt: skip
     axes.set_ylabel("staleness\n(steps)")
     axes.set_ylim(bottom=0)
-    _finish(axes)
-
-
-def _finish(axes: Axes) -> None:
-    axes.grid(color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, loc="best")
+    finish(axes)
 
 
 def _value(step: StepRow, key: str) -> float | None:
     value = step.metrics.get(key)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _save(figure: Any, out: Path) -> None:
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"the plot cannot be written to {out}: {error}",
-            hint="give --out a writable path that ends in .png, .svg or .pdf",
-        ) from error
