@@ -9,6 +9,7 @@ from typing import Any
 
 import pymongo.monitoring
 import pytest
+from rollout_fakes import FakeTools
 from test_store_claims import make_tasks, take_one
 from test_store_training import complete, decide, make_call, make_step
 
@@ -221,8 +222,10 @@ class NoWorker:
 
     def __init__(self, store: Store) -> None:
         self.outages = Outages()
+        self.tools = FakeTools()
+        self.sampling = SamplingConfig()
         self.scoring = Scoring(
-            store=store, outages=self.outages, sampling=SamplingConfig(), claims=ClaimConfig()
+            store=store, outages=self.outages, sampling=self.sampling, claims=ClaimConfig()
         )
 
     async def run(self, claim: object) -> bool:
