@@ -130,9 +130,8 @@ class PendingAnswers:
         ``identity`` is the body and the idempotency key.
         """
         body, key = identity
-        digest = (
-            body_digest(session.id, dialect, "key", key) if key else body_digest(session.id, dialect, body)
-        )
+        identifying = ("key", key) if key else (body,)
+        digest = body_digest(claim.record_id, dialect, *identifying)  # seeds depend on it: nothing random
         running = self._running.get(digest)
         if running is not None:
             return running
