@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections import deque
@@ -85,9 +86,14 @@ class OutageLog:
         self._next_line = 0.0
         self._announced = False
 
-    def call_failed(self, why: str, retry_seconds: float) -> None:
-        """Record a call that failed because the server is unavailable."""
+    def call_failed(self, why: str, retry_seconds: float, called_at: float = math.inf) -> None:
+        """Record a call that failed because the server is unavailable.
+
+        A call of ``called_at`` (``time.monotonic``) that fails after an outage is over belongs to it.
+        """
         now = time.monotonic()
+        if self._began is None and called_at < self._ended:
+            return
         if self._began is None:
             self._began, self._why = now, why
         if now < self._next_line:
@@ -137,6 +143,7 @@ async def retry_while_unavailable(
     deadline = time.monotonic() + policy.seconds
     delay, stopping = _FIRST_DELAY, False
     while True:
+        called_at = time.monotonic()
         try:
             result = await operation()
             raise_if_cancelled()
@@ -152,7 +159,7 @@ async def retry_while_unavailable(
         else:
             log.call_succeeded()
             return result
-        log.call_failed(failure.message, policy.seconds)
+        log.call_failed(failure.message, policy.seconds, called_at)
         delay = min(_LONGEST_DELAY, random.uniform(_FIRST_DELAY, 3 * delay))
         await _sleep(min(delay, left), None if stopping else policy.stop)
 
