@@ -11,6 +11,7 @@ import asyncio
 import json
 import random
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +56,7 @@ class DrillEngine:
         return 200, "text/event-stream", b"data: " + event + b"\n\ndata: [DONE]\n\n", _THINK_SECONDS
 
 
-class _Refusing:
+class _Refusing(ABC):
     """Answers, or refuses everybody."""
 
     def __init__(self) -> None:
@@ -72,9 +73,9 @@ class _Refusing:
             return 200, "text/html", b"<html><body>Sign in to continue</body></html>", 0.0
         return 200, "application/json", json.dumps(self.reply(path)).encode(), 0.05
 
+    @abstractmethod
     def reply(self, path: str) -> dict[str, Any]:
         """Return the JSON of an answer."""
-        raise NotImplementedError
 
 
 class DrillJudge(_Refusing):

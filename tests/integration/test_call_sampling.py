@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -12,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from rollout_fakes import FakeTools
+from served_engine import Served, serve_locally
 from tiny_policy import write_tiny_policy
 from transformers import Qwen3ForCausalLM
 
 from agentrl.chat.open_format import open_chat_format
-from agentrl.config.schema import AgentConfig, EngineConfig, GroupConfig, ModelConfig
+from agentrl.config.schema import AgentConfig, GroupConfig, ModelConfig
 from agentrl.data.finalize_group import GroupRules
 from agentrl.data.planner import build_micro_batches
 from agentrl.distributed.parallel_model import ParallelModel
@@ -26,8 +26,6 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim, Slot, Task
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.engines.commands import engine_command
-from agentrl.inference.engines.process import EngineProcess, free_port
 from agentrl.inference.generation import Generation
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import load_policy
@@ -50,14 +48,6 @@ GREEDY = {"temperature": 0.0}
 PENALISED = {"temperature": 0.5, "presence_penalty": 1.5}
 
 
-@dataclass(frozen=True)
-class Served:
-    """A running engine and the weights that it serves."""
-
-    folder: Path
-    url: str
-
-
 def sharpen(folder: Path) -> None:
     """Multiply the policy's logits, so that the temperature matters."""
     model = Qwen3ForCausalLM.from_pretrained(folder)
@@ -70,19 +60,8 @@ def sharpen(folder: Path) -> None:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = write_tiny_policy(tmp_path_factory.mktemp("call-sampling") / "policy")
     sharpen(folder)
-    config = EngineConfig(engine="local", max_total_tokens=4096)
-    port = free_port(config.host)
-    process = EngineProcess(engine_command(str(folder), ModelConfig(), config, port), folder / "engine.log")
-    served = Served(folder, f"http://{config.host}:{port}")
-
-    async def ready() -> None:
-        async with engine_client("local", served.url, 60.0) as client:
-            await process.wait_ready(client, 100.0)
-            await client.set_version(0)
-
-    asyncio.run(ready())
-    yield served
-    asyncio.run(process.stop())
+    with serve_locally(folder, max_total_tokens=4096) as served:
+        yield served
 
 
 @dataclass

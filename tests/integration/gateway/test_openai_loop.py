@@ -6,11 +6,11 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from rollout_fakes import FakeTools
+from served_engine import Served, serve_locally
 from unmoved.train_dump import make_model
 
 from agentrl.chat.open_format import open_chat_format
@@ -18,7 +18,6 @@ from agentrl.config.gateway import GatewayConfig
 from agentrl.config.schema import (
     AgentConfig,
     ClaimConfig,
-    EngineConfig,
     GroupConfig,
     ModelConfig,
     SamplingConfig,
@@ -34,9 +33,6 @@ from agentrl.documents.training import DBRecordData
 from agentrl.gateway.chains import Chains
 from agentrl.gateway.host import GatewayHost
 from agentrl.gateway.model_calls import Answerer
-from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.engines.commands import engine_command
-from agentrl.inference.engines.process import EngineProcess, free_port
 from agentrl.inference.router import EngineRouter
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import load_policy
@@ -53,30 +49,11 @@ SEED = 1
 """The seeds of model calls follow from it: two of the eight first answers call the tool."""
 
 
-@dataclass(frozen=True)
-class Served:
-    """A running engine and the weights that it serves."""
-
-    folder: Path
-    url: str
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = make_model(tmp_path_factory.mktemp("openai-loop") / "policy")
-    config = EngineConfig(engine="local", max_total_tokens=8192)
-    port = free_port(config.host)
-    process = EngineProcess(engine_command(str(folder), ModelConfig(), config, port), folder / "engine.log")
-    served = Served(folder, f"http://{config.host}:{port}")
-
-    async def ready() -> None:
-        async with engine_client("local", served.url, 60.0) as client:
-            await process.wait_ready(client, 100.0)
-            await client.set_version(0)
-
-    asyncio.run(ready())
-    yield served
-    asyncio.run(process.stop())
+    with serve_locally(folder, max_total_tokens=8192) as served:
+        yield served
 
 
 @asynccontextmanager
