@@ -1,6 +1,6 @@
 """The chat format of any model with a chat template: the template's text, and a parser of its tool calls.
 
-The ids between two generations are the difference of two renderings. Their history has a marker in place of
+The ids between two generations are the difference of two renderings. Their history has a marker instead of
 the generated turn, so a template that rewrites history (drops thoughts, adds empty ones) changes no id.
 """
 

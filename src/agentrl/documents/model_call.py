@@ -93,7 +93,7 @@ class DispatchedSamplingTask(Root):
     """The messages that were added after the parent's response.
 
     A tool result is stored once, in the parent's ``tool_executions``: its message has ``execution``, an index
-    into them, in place of ``content``. ``full_messages`` restores the content.
+    into them, instead of ``content``. ``full_messages`` restores the content.
     """
     response: dict[str, Any]
     """The assistant message: ``content``, ``tool_calls``."""

@@ -98,7 +98,7 @@ class Task(Root):
     finalised_at, counted_at_step}``; the last is the step whose metrics count it. ``filtered`` is
     ``[{record, because}]`` of the Records that ``--group_filter`` dropped.
 
-    A group of an evaluation split has ``right_threshold`` in place of ``rules``. A group that was given up
+    A group of an evaluation split has ``right_threshold`` instead of ``rules``. A group that was given up
     has the outcome ``failed``, and the reason in ``problem``."""
     finalising: dict[str, Any] | None = None
     """``{attempts, problem, retry_at}`` of a group whose finalization has failed so far."""

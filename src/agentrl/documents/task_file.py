@@ -95,7 +95,7 @@ def read_tasks(
 
     ``known_scorers`` and ``known_agents``, if given, check names; ``module:function`` is always allowed. The
     order is shuffled by ``seed`` and epoch and is the same on every machine. Tasks are read on access, so
-    memory does not grow with their size. ``source`` is read in place of the file; errors name ``path``.
+    memory does not grow with their size. ``source`` is read instead of the file; errors name ``path``.
     """
     source = source or TaskSource(Path(path))
     known = {"scorer": known_scorers, "agent_name": known_agents}

@@ -167,7 +167,7 @@ def _dataset(name: str, level: int | None, config: str, seed: int) -> Any:
 
 
 def _tuples(value: Any) -> Any:
-    """Return ``value`` with tuples in place of lists, which some scorers compare with."""
+    """Return ``value`` with tuples instead of lists, which some scorers compare with."""
     if isinstance(value, Mapping):
         return {key: _tuples(item) for key, item in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

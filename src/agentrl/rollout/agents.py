@@ -44,7 +44,7 @@ def agent(*names: str) -> Callable[[A], A]:
     """Register an async function ``(Rollout) -> Outcome`` or a class with such a method ``run``.
 
     A trajectory has an instance of the class of its own. After ``run``, its method ``evaluate`` gets the
-    ScorerContext and returns the score, in place of the task's scorer.
+    ScorerContext and returns the score, instead of the task's scorer.
     """
 
     def decorate(extension: A) -> A:

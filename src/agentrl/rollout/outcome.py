@@ -25,7 +25,7 @@ class Outcome:
     stop_reason: StopReason
     final_answer: str | None = None
     score: float | ScoreResult | None = None
-    """The agent's own score, in place of the task's scorer; None leaves scoring to the scorer."""
+    """The agent's own score, instead of the task's scorer; None leaves scoring to the scorer."""
 
 
 def checked_outcome(agent: str, value: object) -> Outcome:
