@@ -99,6 +99,12 @@ class AgentConfig(Flags):
     section = "agent"
 
     agent_name: str = flag("react", "agent of tasks that name none")
+    agent_cfg_path: str | None = flag(
+        None,
+        "YAML file with the configuration of the agent, of tasks that name none; for --agent_name command it"
+        " describes the harness (docs/harnesses.md)",
+        per_process=True,
+    )
     system_prompt: str | None = flag(None, "system prompt of tasks that have none")
     query_prompt: str | None = flag(
         None, "template of the user message, with {query}, of tasks that have none"

@@ -78,6 +78,8 @@ class Task(Root):
     scorer: str = "agentcpm"
     answer_schema: str = "answer"
     agent_name: str | None = None
+    agent_cfg_path: str | None = None
+    """The agent's YAML file, below the folder in which samplers are started; None: ``--agent_cfg_path``."""
     environment: str | None = None
     """The environment that gives tools, state and score (``@environment``); None without one."""
     system_prompt: str | None = None
@@ -109,7 +111,8 @@ class Task(Root):
 
 
 CONTENT: Final = (
-    "query", "answer", "aug_answers", "scorer", "answer_schema", "agent_name", "environment", "system_prompt",
+    "query", "answer", "aug_answers", "scorer", "answer_schema", "agent_name", "agent_cfg_path", "environment",
+    "system_prompt",
     "messages", "query_prompt", "tools", "max_turns", "meta",
 )  # fmt: skip
 """The fields that come from the task file; a run sets the other fields."""

@@ -145,8 +145,8 @@ _QUERY = ("q", "Question", "question", "query", "content", "instruction", "traj_
 _ANSWER = ("a", "Final answer", "Final Answer", "Final sample answer", "answer", "expected_answer")
 _RAW_ANSWER = ("expected_answer", "answer")
 _OTHER = (
-    "aug_answers", "scorer", "answer_schema", "agent_name", "environment", "system_prompt", "query_prompt",
-    "tools",
+    "aug_answers", "scorer", "answer_schema", "agent_name", "agent_cfg_path", "environment", "system_prompt",
+    "query_prompt", "tools",
     "max_turns", "meta", "messages", "prompt", "raw", "reward_model", "extra_info",
 )  # fmt: skip
 _KNOWN = frozenset((*_ID, *_QUERY, *_ANSWER, *_OTHER))
@@ -187,6 +187,7 @@ def make_task(item: Any, split: str, epoch: int, num_generations: int) -> Task:
         scorer=_take_scorer(rest) or ("agentcpm" if environment is None else "environment"),
         answer_schema=_take_word(rest, "answer_schema") or "answer",
         agent_name=_take_word(rest, "agent_name"),
+        agent_cfg_path=_take_word(rest, "agent_cfg_path"),
         environment=environment,
         system_prompt=_take_system_prompt(rest, chat),
         messages=chat.messages,

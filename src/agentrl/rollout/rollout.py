@@ -20,6 +20,7 @@ from agentrl.documents.task import Claim
 from agentrl.environments.base import Environment, Observation
 from agentrl.environments.session import EnvironmentSession
 from agentrl.errors import ContextFullError, ToolServerError, TrajectoryError, TurnsLimitError
+from agentrl.rollout.agent_cfg import agent_cfg_path
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.endpoint import Endpoint, Gateway, GatewayResult
 from agentrl.rollout.model_call import Engine, PendingCall, Turn
@@ -67,6 +68,8 @@ class Rollout:
         self.task = claim.task
         self.config = config
         self.schemas = list(schemas)
+        self.agent_cfg_path = agent_cfg_path(claim.task.agent_cfg_path, config.agent_cfg_path)
+        """The agent's YAML file; None without one."""
         self.max_turns = claim.task.max_turns or config.max_turns
         self.turns = 0
         self.tool_calls = 0
