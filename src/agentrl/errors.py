@@ -21,6 +21,7 @@ AgentRLError
     ├── OutageError             what a tool or a scorer of your own reaches is down
     ├── ScorerError             the scorer raised
     ├── TrajectoryError         the conversation cannot be continued
+    │   └── ImageError              an image cannot be read, is too large, or the model reads text only
     └── GroupError              a group filter or an advantage estimator failed; it ends a group
 """
 
@@ -211,6 +212,12 @@ class TrajectoryError(FailureError):
     """The conversation cannot be continued: the template or the context manager broke an invariant."""
 
     kind = "trajectory"
+
+
+class ImageError(TrajectoryError):
+    """An image cannot be decoded, is larger than the limits, or the model reads text only."""
+
+    kind = "image"
 
 
 class ContextFullError(TrajectoryError):

@@ -99,6 +99,7 @@ def to_training_data(
         untrained_calls=record.untrained_calls,
         nodes=tree.nodes,
         spans=tuple(spans),
+        images=tree.images,
         input_ids=pack_ids(tree.input_ids),
         behavior_logprobs=pack_floats(np.concatenate(logprobs)),
     )

@@ -9,8 +9,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.data.forest_images import ForestImages, concatenate_images, images_of_spans
+from agentrl.data.node_layout import lay_out
 from agentrl.documents.packing import unpack_floats, unpack_ids
-from agentrl.documents.training import DBRecordData, Node
+from agentrl.documents.training import DBRecordData
 from agentrl.errors import ForestError
 
 Ints = NDArray[np.int64]
@@ -57,6 +59,8 @@ class TokenForest:
     """float32[T], the trainer's logprobs at the start of a step with several updates."""
     reference_logprob: Floats | None = None
     """float32[T], logprobs of the reference model."""
+    images: ForestImages | None = None
+    """The images among the tokens; None without any."""
 
     @property
     def trajectories(self) -> int:
@@ -125,6 +129,9 @@ def concatenate(forests: Sequence[TokenForest]) -> TokenForest:
         ),
         trajectory=np.concatenate([forest.trajectory + first for forest, _, first in placed]),
         row_tokens=np.concatenate([forest.row_tokens for forest in forests]),
+        images=concatenate_images(
+            [forest.images for forest in forests], [forest.tokens for forest in forests]
+        ),
     )
 
 
@@ -232,7 +239,7 @@ def _one_trajectory(
     _require(len(ids) == data.tokens > 0, data.id, f"says {data.tokens} tokens and holds {len(ids)}")
     _check_vocabulary(data.id, ids, vocab_size)
     _check_nodes(data)
-    layout = _lay_out(data.nodes)
+    layout = lay_out(data.nodes)
     target = _targets(data)
     per_span = np.array([span.end - span.start for span in data.spans], np.int64)
     advantage = np.repeat(np.array([span.advantage for span in data.spans], np.float32), per_span)
@@ -267,7 +274,20 @@ def _one_trajectory(
         owner=at_or_below(placed, layout.subtree_end) - 1,
         trajectory=np.zeros(1, np.int64),
         row_tokens=np.array([len(target)]),
+        images=_images(data, target, layout.place),
     )
+
+
+def _images(data: DBRecordData, target: Ints, place: Ints) -> ForestImages | None:
+    """Return the images of a trajectory; none of their tokens is trainable."""
+    try:
+        images = images_of_spans(data.images, data.tokens, place)
+    except ValueError as error:
+        raise ForestError(f"training data {data.id}: {error}", hint=_MISMATCH) from error
+    if images is not None:
+        trained = target[images.image[place[target]] >= 0]
+        _require(trained.size == 0, data.id, f"token {trained[:1]} of an image is trainable")
+    return images
 
 
 def _span_ages(data: DBRecordData, ages: Mapping[int, int] | None) -> Ints:
@@ -306,47 +326,3 @@ def _targets(data: DBRecordData) -> Ints:
     target = np.concatenate(pieces)
     _require(len(np.unique(target)) == len(target), data.id, "spans overlap")
     return target
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """New index of each stored token, and the tree arrays in the new order; int64[N] each."""
-
-    place: Ints
-    parent: Ints
-    position: Ints
-    subtree_end: Ints
-
-
-def _lay_out(nodes: Sequence[Node]) -> _Layout:
-    """Put nodes in depth-first order, children in their stored order."""
-    children: list[list[int]] = [[] for _ in nodes]
-    for index, node in enumerate(nodes):
-        if node.parent >= 0:
-            children[node.parent].append(index)
-    stack = [index for index, node in reversed(list(enumerate(nodes))) if node.parent < 0]
-    first, size = np.zeros(len(nodes), np.int64), np.array([node.end - node.start for node in nodes])
-    cursor = 0
-    while stack:
-        index = stack.pop()
-        first[index] = cursor
-        cursor += size[index]
-        stack.extend(reversed(children[index]))
-    subtree = size.copy()
-    for index in range(len(nodes) - 1, -1, -1):
-        if nodes[index].parent >= 0:
-            subtree[nodes[index].parent] += subtree[index]
-    place = np.concatenate(
-        [np.arange(start, start + length) for start, length in zip(first, size, strict=True)]
-    )
-    parent, position, subtree_end = (np.zeros(cursor, np.int64) for _ in range(3))
-    for index, node in enumerate(nodes):
-        start, length = first[index], size[index]
-        before = first[node.parent] + size[node.parent] - 1 if node.parent >= 0 else -1
-        depth = position[before] + 1 if before >= 0 else 0
-        here = slice(start, start + length)
-        parent[here] = np.arange(start - 1, start + length - 1)
-        parent[start] = before
-        position[here] = np.arange(depth, depth + length)
-        subtree_end[here] = start + subtree[index]
-    return _Layout(place, parent, position, subtree_end)

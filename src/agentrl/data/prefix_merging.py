@@ -51,14 +51,22 @@ def merge_prefixes(forest: TokenForest) -> TokenForest:
         subtree_end=subtree_end,
         target=target,
         owner=owner,
+        images=None if forest.images is None else forest.images.select(source),
     )
 
 
 def _keys(forest: TokenForest) -> Ints:
-    """Return int64[N], equal for tokens that may be merged: the id, with the owner if there are several."""
+    """Return int64[N], equal for tokens that may be merged: the id, with the owner if there are several.
+
+    Tokens of an image are equal only at one place of one image: all images have the same id.
+    """
+    ids = forest.input_ids
+    if forest.images is not None:
+        places = forest.images.keys()
+        ids = np.where(places > 0, int(ids.max(initial=0)) + places, ids)
     if forest.trajectories == 1:
-        return forest.input_ids
-    return forest.input_ids + (forest.owner + 1) * (int(forest.input_ids.max(initial=0)) + 1)
+        return ids
+    return ids + (forest.owner + 1) * (int(ids.max(initial=0)) + 1)
 
 
 def _paths(forest: TokenForest) -> list[Ints]:

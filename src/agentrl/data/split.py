@@ -40,6 +40,7 @@ def restrict(forest: TokenForest, labels: NDArray[np.bool_]) -> TokenForest:
         owner=forest.owner[kept],
         trajectory=forest.trajectory[rows],
         row_tokens=forest.row_tokens[rows],
+        images=None if forest.images is None else forest.images.select(kept),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.documents.images import ImageSpan
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.packing import unpack_ids
 from agentrl.documents.training import Node
@@ -21,6 +22,8 @@ class TokenTree:
     nodes: tuple[Node, ...]
     input_ids: NDArray[np.int32]
     output_starts: Mapping[str, int]
+    images: tuple[ImageSpan, ...] = ()
+    """Tokens that stand for images, by their place in ``input_ids``."""
 
 
 def build_tree(calls: Sequence[DispatchedSamplingTask], kept: Collection[str]) -> TokenTree:
@@ -70,6 +73,7 @@ class _Builder:
         self._pieces: list[NDArray[np.int32]] = []
         self._length = 0
         self._output_starts: dict[str, int] = {}
+        self._images: list[ImageSpan] = []
 
     def add_branch(self, first: DispatchedSamplingTask) -> None:
         """Append the subtree of ``first``, depth-first. Does not recurse: chains may be long."""
@@ -88,10 +92,11 @@ class _Builder:
 
     def finish(self) -> TokenTree:
         ids = np.concatenate(self._pieces) if self._pieces else np.empty(0, np.int32)
-        return TokenTree(tuple(self._nodes), ids, self._output_starts)
+        return TokenTree(tuple(self._nodes), ids, self._output_starts, tuple(self._images))
 
     def _append_call(self, call: DispatchedSamplingTask) -> None:
         context, output = unpack_ids(call.context_ids), unpack_ids(call.output_ids)
+        self._images += [image.moved(self._length) for image in call.images]
         self._output_starts[call.id] = self._length + len(context)
         self._pieces += [context, output]
         self._length += len(context) + len(output)

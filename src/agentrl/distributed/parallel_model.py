@@ -18,6 +18,7 @@ from agentrl.distributed.fsdp import GradientReduction, set_reduction
 from agentrl.distributed.gradients import clip_gradients, sum_partial_gradients
 from agentrl.distributed.mesh import Mesh
 from agentrl.distributed.pipeline_parallel.stages import run_stage, sum_tied_gradients
+from agentrl.errors import ModelError
 from agentrl.model.attention.executor import ForestExecutor, build_executor
 from agentrl.model.flops import Stopwatch
 from agentrl.model.forward import ForwardOptions, forest_logprobs
@@ -105,6 +106,12 @@ class ParallelModel(nn.Module):
         A pipeline stage before the last returns hidden states [n, H] instead. One after the first gets those
         of the stage before as ``received``.
         """
+        if forest.images is not None and self.mesh.layout.world > 1:
+            raise ModelError(
+                f"the data hold images, and {self.mesh.layout.world} ranks share the model: images are"
+                " trained in one process",
+                hint="train with one process, or sample without images",
+            )
         with options.autocast(self.model.device):
             if self._context is not None:
                 hidden = self._context.run(forest, received)

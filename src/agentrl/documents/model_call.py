@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from agentrl.documents.base import Document, Root, now
+from agentrl.documents.images import ImageRef, ImageSpan, Part
 from agentrl.documents.sampling import LogprobsOf
 from agentrl.documents.status import CallStatus
 
@@ -64,11 +65,21 @@ class ToolExecution(Document):
     """The reward that the tool itself gives to the call, if it gives one."""
     condensed: Condensed | None = None
     """Set if the browse agent was called; ``result`` is the text that the policy read."""
+    images: tuple[ImageRef, ...] = ()
+    """The images that the tool returned and the model reads, behind the text."""
 
     @property
     def text(self) -> str:
         """Return the text that the model reads."""
         return f"Error: {self.result}" if self.error else self.result
+
+    @property
+    def content(self) -> str | list[Part]:
+        """Return the content of its message: the text, and the images if there are any."""
+        if not self.images:
+            return self.text
+        text = [{"type": "text", "text": self.text}] if self.text else []
+        return [*text, *(image.part() for image in self.images)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +129,8 @@ class DispatchedSamplingTask(Root):
     logprobs: bytes
     """float32 logprob of each output id; ``logprobs_of`` names the distribution."""
     logprobs_of: LogprobsOf = "policy"
+    images: tuple[ImageSpan, ...] = ()
+    """Tokens of ``context_ids`` that stand for images."""
 
     @property
     def is_context_reset(self) -> bool:
@@ -132,7 +145,7 @@ def strip_tool_results(
     stored, index = [], 0
     for message in messages:
         has_result = index < len(executions) and message.get("role") == "tool"
-        if has_result and message.get("content") == executions[index].text:
+        if has_result and message.get("content") == executions[index].content:
             message = {key: value for key, value in message.items() if key != "content"}
             message["execution"] = index
             index += 1
@@ -147,7 +160,7 @@ def full_messages(
     executions = parent.tool_executions if parent is not None else ()
     return tuple(
         {**{key: value for key, value in message.items() if key != "execution"},
-         "content": executions[message["execution"]].text}
+         "content": executions[message["execution"]].content}
         if "execution" in message and message["execution"] < len(executions)
         else message
         for message in call.messages

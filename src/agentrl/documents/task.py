@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from agentrl.documents.base import Document, Root, now
+from agentrl.documents.images import ImageRef
 from agentrl.documents.status import SlotStatus, TaskStatus
 
 
@@ -86,6 +87,8 @@ class Task(Root):
     messages: tuple[dict[str, Any], ...] = ()
     """Chat messages between the system prompt and the question, such as worked examples; never trained."""
     query_prompt: str | None = None
+    images: tuple[ImageRef, ...] = ()
+    """The images of the question; ``<image>`` in it is the place of one."""
     tools: tuple[str, ...] | None = None
     max_turns: int | None = None
     meta: dict[str, Any] = field(default_factory=dict)
@@ -112,8 +115,7 @@ class Task(Root):
 
 CONTENT: Final = (
     "query", "answer", "aug_answers", "scorer", "answer_schema", "agent_name", "agent_cfg_path", "environment",
-    "system_prompt",
-    "messages", "query_prompt", "tools", "max_turns", "meta",
+    "system_prompt", "messages", "query_prompt", "images", "tools", "max_turns", "meta",
 )  # fmt: skip
 """The fields that come from the task file; a run sets the other fields."""
 

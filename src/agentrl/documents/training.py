@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from agentrl.documents.base import Document, Root, now
+from agentrl.documents.images import ImageSpan
 from agentrl.documents.status import DataStatus, StepStatus
 
 
@@ -62,6 +63,8 @@ class DBRecordData(Root):
     """``Record.untrained_calls``."""
     nodes: tuple[Node, ...]
     spans: tuple[TrainableSpan, ...]
+    images: tuple[ImageSpan, ...] = ()
+    """Tokens that stand for images, by their place in ``input_ids``."""
     trained_count: int = 0
     trained_at_steps: tuple[int, ...] = ()
     planned_step: int | None = None

@@ -131,6 +131,7 @@ def architecture(folder: Path) -> dict[str, Any]:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder}/config.json cannot be read: {error}", hint="restore the file") from error
+    content |= content.get("text_config") or {}
     return {key: content[key] for key in _ARCHITECTURE_KEYS if content.get(key) is not None}
 
 
@@ -158,13 +159,12 @@ def resolve_dtype(name: str) -> torch.dtype:
 
 def load_model(folder: Path, config: ModelConfig) -> PreTrainedModel:
     """Load the model in ``folder`` with the dtype of ``config``; ModelError if it cannot be loaded."""
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     disable_progress_bar: Callable[[], None] = transformers_logging.disable_progress_bar
     disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model = _model_class(folder).from_pretrained(
             str(folder),
             dtype=resolve_dtype(config.dtype),
             attn_implementation="sdpa",
@@ -176,6 +176,14 @@ def load_model(folder: Path, config: ModelConfig) -> PreTrainedModel:
             hint="check its config.json and weights; code of its own needs --trust_remote_code true",
         ) from error
     return cast("PreTrainedModel", model)
+
+
+def _model_class(folder: Path) -> Any:
+    """Return the class that loads a language model, or one with a vision tower."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    is_vision = "vision_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return AutoModelForImageTextToText if is_vision else AutoModelForCausalLM
 
 
 def _own_template(config: ModelConfig) -> str | None:

@@ -23,6 +23,7 @@ from agentrl.store.connection import Connection
 from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.store.evaluations import Evaluations
 from agentrl.store.gateways import Gateways
+from agentrl.store.images import Images
 from agentrl.store.model_calls import ModelCalls
 from agentrl.store.names import TASK
 from agentrl.store.outages import OutageRecords
@@ -60,6 +61,7 @@ class Store:
         self.settings = Settings(connection)
         self.evaluations = Evaluations(connection)
         self.gateways = Gateways(connection)
+        self.images = Images(connection)
         self.views = Views(connection)
         self._changes = Changes(connection)
 

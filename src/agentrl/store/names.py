@@ -29,6 +29,8 @@ LEASE: Final = "TrainerLease"
 """The lease by which trainers exclude each other."""
 SETTINGS: Final = "Settings"
 """The settings of the run's first process; only administrators change them."""
+IMAGE: Final = "Image"
+"""The images of tasks, tool results and requests, by the hash of their bytes."""
 EVALUATION: Final = "Evaluation"
 """Evaluations of policies, with their results."""
 COLLECTIONS: Final = (
@@ -47,6 +49,7 @@ COLLECTIONS: Final = (
     IMPORTS,
     OUTAGE,
     EVALUATION,
+    IMAGE,
     GATEWAY_SESSION,
     GATEWAY_CALL,
 )

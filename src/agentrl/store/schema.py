@@ -18,6 +18,7 @@ from pymongo.errors import OperationFailure
 from agentrl.documents.base import Document, Root
 from agentrl.documents.evaluation import Evaluation
 from agentrl.documents.gateway import GatewayCall, GatewaySession
+from agentrl.documents.images import Image
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.outage import Outage
 from agentrl.documents.record import Record
@@ -46,6 +47,7 @@ from agentrl.store.names import (
     GATE,
     GATEWAY_CALL,
     GATEWAY_SESSION,
+    IMAGE,
     IMPORTS,
     LEASE,
     MODEL_CALL,
@@ -180,6 +182,7 @@ VALIDATORS: dict[str, Json] = {
         LEASE: _object(TrainerLease),
         OUTAGE: _object(Outage),
         EVALUATION: _object(Evaluation),
+        IMAGE: _object(Image, packed_in_gridfs=_in_gridfs(Image)),
         GATEWAY_SESSION: _object(GatewaySession),
         GATEWAY_CALL: _object(GatewayCall),
     }.items()

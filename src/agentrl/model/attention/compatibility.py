@@ -74,15 +74,19 @@ def check_compatibility(model: Any, *, trains: bool = True) -> None:
 
 def set_attention(model: Any, implementation: str) -> None:
     """Make every attention layer use ``implementation``; ModelError if the model does not support it."""
-    if model.config._attn_implementation == implementation:
+    text = model.config.get_text_config()
+    if text._attn_implementation == implementation:
         return
     hint = "use a model that transformers runs through its attention interface (Llama, Qwen, Mistral, …)"
     name = type(model).__name__
     try:
-        model.set_attn_implementation(implementation)
+        if text is model.config:
+            model.set_attn_implementation(implementation)
+        else:  # the vision tower keeps its own
+            model.set_attn_implementation({"text_config": implementation})
     except ValueError as error:
         raise ModelError(f"{name} has no {implementation!r} attention: {error}", hint=hint) from error
-    if model.config._attn_implementation != implementation:
+    if text._attn_implementation != implementation:
         raise ModelError(f"{name} does not let its attention be set to {implementation!r}", hint=hint)
 
 

@@ -35,6 +35,7 @@ EXECUTORS: dict[str, Callable[[Any, TokenForest], Tensor]] = {
     "per_sequence": run_per_sequence,
     "per_sequence_padded": run_per_sequence_padded,
 }
+_WITH_IMAGES = ("varlen", "sdpa")
 _WITHOUT_MASK = ("per_sequence", "per_sequence_padded")
 
 DENSE_TOKENS = 512
@@ -68,6 +69,8 @@ class ForestExecutor:
         ``auto`` is ``flex`` on a GPU; elsewhere ``varlen``, or ``sdpa`` for a small branching forest. A model
         that no mask makes exact runs each path alone, and one warning says why.
         """
+        if forest.images is not None:
+            return self._choose_for_images(forest)
         reason = self.limits.reason(forest.depth)
         model = type(self.model).__name__
         if self.name != "auto":
@@ -82,6 +85,19 @@ class ForestExecutor:
             return "per_sequence_padded" if self.equal_calls else "per_sequence"
         if self.has_flex:
             return "flex"
+        return "varlen" if forest.is_chains or forest.tokens > DENSE_TOKENS else "sdpa"
+
+    def _choose_for_images(self, forest: TokenForest) -> str:
+        """Return ``varlen`` or ``sdpa``: the executors that pass images to the model."""
+        reason = self.limits.reason(forest.depth)
+        if reason is not None or self.name not in ("auto", *_WITH_IMAGES):
+            what = f"{type(self.model).__name__} has {reason}" if reason else f"executor {self.name!r}"
+            raise ModelError(
+                f"{what}, and the data hold images: they run through {' and '.join(_WITH_IMAGES)} only",
+                hint="use executor 'auto' and a model with full attention, or sample without images",
+            )
+        if self.name != "auto":
+            return self.name
         return "varlen" if forest.is_chains or forest.tokens > DENSE_TOKENS else "sdpa"
 
     def choices(self, forest: TokenForest) -> list[str]:

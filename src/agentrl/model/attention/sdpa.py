@@ -11,6 +11,7 @@ from torch import Tensor
 from agentrl.data.forest import Ints, TokenForest
 from agentrl.model.attention.compatibility import set_attention
 from agentrl.model.attention.varlen import Segment, split_segments
+from agentrl.model.vision import forest_inputs
 
 
 def forest_mask(subtree_end: Tensor) -> Tensor:
@@ -25,8 +26,7 @@ def run_sdpa(model: Any, forest: TokenForest) -> Tensor:
     set_attention(model, "sdpa")
     device = model.device
     output = model.get_decoder()(
-        input_ids=torch.from_numpy(forest.input_ids).to(device)[None],
-        position_ids=torch.from_numpy(forest.position_ids).to(device)[None],
+        **forest_inputs(model, forest),
         attention_mask=forest_mask(torch.from_numpy(forest.subtree_end).to(device)),
         use_cache=False,
     )

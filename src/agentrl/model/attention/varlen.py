@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 from agentrl.data.forest import TokenForest
 from agentrl.errors import ModelError
 from agentrl.model.attention.compatibility import set_attention
+from agentrl.model.vision import forest_inputs
 
 IMPLEMENTATION = "agentrl_segments"
 
@@ -101,8 +102,7 @@ def run_varlen(model: Any, forest: TokenForest) -> Tensor:
     device = model.device
     segments = split_segments(forest)
     output = model.get_decoder()(
-        input_ids=torch.from_numpy(forest.input_ids).to(device)[None],
-        position_ids=torch.from_numpy(forest.position_ids).to(device)[None],
+        **forest_inputs(model, forest),
         attention_mask=None,
         use_cache=False,
         segment_plan=plan_segments(segments),

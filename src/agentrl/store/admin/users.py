@@ -21,6 +21,7 @@ from agentrl.store.names import (
     GATE,
     GATEWAY_CALL,
     GATEWAY_SESSION,
+    IMAGE,
     LEASE,
     MODEL_CALL,
     OUTAGE,
@@ -53,7 +54,7 @@ ROLES: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
     "agentrl_sampler": {
         TASK: _CHANGE, RECORD: _CHANGE, MODEL_CALL: _ADD, DATA: _ADD, GATE: _CHANGE, EPOCH: _CHANGE,
         SETTINGS: _ADD, OUTAGE: _CHANGE, EVALUATION: _CHANGE, GATEWAY_SESSION: _CHANGE, GATEWAY_CALL: _CHANGE,
-        **_packed(MODEL_CALL), **_packed(DATA),
+        IMAGE: _CHANGE, **_packed(MODEL_CALL), **_packed(DATA), **_packed(IMAGE),
     },
     "agentrl_trainer": {
         TASK: ["update"], RECORD: ["update"], DATA: ["update"], STEP: _CHANGE, VERSION: _CHANGE,

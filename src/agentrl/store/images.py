@@ -1,0 +1,74 @@
+"""Store the images of a run, each once, by the hash of its bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+
+from pymongo.errors import DuplicateKeyError
+
+from agentrl.documents.base import now
+from agentrl.documents.images import Image
+from agentrl.errors import ImageError
+from agentrl.store.blobs import Blobs
+from agentrl.store.connection import Connection, Repository, database_call
+from agentrl.store.names import IMAGE
+
+_CACHED_BYTES = 256 * 2**20
+_FRESH_SECONDS = 600.0
+"""Time for which an image that this process has put need not be marked as used again."""
+
+
+class Images(Repository):
+    """The images of tasks, tool results and requests. Large ones lie in GridFS."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._blobs = Blobs(connection, IMAGE)
+        self._cached: OrderedDict[str, Image] = OrderedDict()
+        self._bytes = 0
+        self._put_at: dict[str, float] = {}
+
+    @database_call
+    async def put(self, *images: Image) -> None:
+        """Store images. Idempotent; an image that is stored already is marked as used now."""
+        for image in images:
+            if time.monotonic() - self._put_at.get(image.id, -math.inf) < _FRESH_SECONDS:
+                continue
+            found = await self._collection(IMAGE).update_one({"_id": image.id}, {"$set": {"used_at": now()}})
+            if not found.matched_count:
+                document = await self._blobs.offload(image.to_document())
+                with contextlib.suppress(DuplicateKeyError):  # another process stored it now
+                    await self._collection(IMAGE).insert_one(document)
+            self._put_at[image.id] = time.monotonic()
+            self._keep(image)
+
+    @database_call
+    async def get(self, hashes: Collection[str]) -> dict[str, Image]:
+        """Return images by hash. Raises ImageError for one that is not stored."""
+        found = {key: self._cached[key] for key in hashes if key in self._cached}
+        missing = sorted(set(hashes) - set(found))
+        if missing:
+            async for document in self._collection(IMAGE).find({"_id": {"$in": missing}}):
+                image = Image.from_document(await self._blobs.restore(document))
+                self._keep(image)
+                found[image.id] = image
+        lost: Sequence[str] = [key for key in missing if key not in found]
+        if lost:
+            raise ImageError(
+                f"{len(lost)} images are not stored, the first is {lost[0][:12]}…",
+                hint="load the tasks again; `agentrl db prune` keeps images that tasks and calls name",
+            )
+        return found
+
+    def _keep(self, image: Image) -> None:
+        if image.id in self._cached:
+            return
+        self._cached[image.id] = image
+        self._bytes += len(image.data)
+        while self._bytes > _CACHED_BYTES and len(self._cached) > 1:
+            _, old = self._cached.popitem(last=False)
+            self._bytes -= len(old.data)
