@@ -17,7 +17,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ForestImage:
-    """One image: ``grid`` is (1, rows, columns) in patches, of which the model merges neighbours to a token."""
+    """One image: ``grid`` is (1, rows, columns) in patches; the model merges neighbours to a token."""
 
     sha256: str
     grid: tuple[int, ...]

@@ -114,8 +114,8 @@ class Task(Root):
 
 
 CONTENT: Final = (
-    "query", "answer", "aug_answers", "scorer", "answer_schema", "agent_name", "agent_cfg_path", "environment",
-    "system_prompt", "messages", "query_prompt", "images", "tools", "max_turns", "meta",
+    "query", "answer", "aug_answers", "scorer", "answer_schema", "agent_name", "agent_cfg_path",
+    "environment", "system_prompt", "messages", "query_prompt", "images", "tools", "max_turns", "meta",
 )  # fmt: skip
 """The fields that come from the task file; a run sets the other fields."""
 
