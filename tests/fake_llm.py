@@ -43,6 +43,8 @@ class FakeLLM:
     most_under_way: int = 0
     seconds: float = 0.0
     """How long a reply takes."""
+    tool_calls: list[list[dict[str, Any]]] = field(default_factory=list)
+    """The tool calls of the next replies."""
 
     @property
     def models(self) -> list[str]:
@@ -100,7 +102,8 @@ class FakeLLM:
             return await self._send(writer, 200, b'{"choices": [{"mess')
         if reply == NO_CHOICES:
             return await self._send(writer, 200, b'{"error": "overloaded"}')
-        return await self._send(writer, 200, completion(reply))
+        calls = self.tool_calls.pop(0) if self.tool_calls else []
+        return await self._send(writer, 200, completion(reply, tool_calls=calls))
 
     async def _send(
         self, writer: asyncio.StreamWriter, status: int, body: bytes, kind: str = "application/json",
@@ -116,9 +119,12 @@ class FakeLLM:
         return True
 
 
-def completion(text: str, prompt_tokens: int = 100, completion_tokens: int = 10) -> bytes:
+def completion(
+    text: str, prompt_tokens: int = 100, completion_tokens: int = 10, tool_calls: Any = ()
+) -> bytes:
     """Return the body of a chat completion."""
-    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+    message = {"role": "assistant", "content": text} | ({"tool_calls": tool_calls} if tool_calls else {})
+    choice = {"index": 0, "finish_reason": "stop", "message": message}
     usage = {
         "prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,

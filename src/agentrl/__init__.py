@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from agentrl.observe.trackers import tracker
     from agentrl.rollout.agents import agent
     from agentrl.rollout.context import context_manager
+    from agentrl.rollout.fixed_model import FixedModel
     from agentrl.rollout.model_call import Turn
     from agentrl.rollout.outcome import Outcome
+    from agentrl.rollout.role import Role
     from agentrl.rollout.rollout import Rollout
     from agentrl.scoring.advantages import advantage
     from agentrl.scoring.group_filters import ScoredGroup, group_filter
@@ -40,21 +42,23 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Environment", "LossSettings", "Message", "Observation", "OutageError", "Outcome", "ParsedMessage",
-    "Rollout", "ScoreResult", "ScoredCall", "ScoredGroup", "ScorerContext", "StopReason", "Store",
-    "TaskRequest", "TokenBatch", "TokenLosses", "ToolCall", "Turn", "advantage", "agent", "context_manager",
-    "convert_arguments", "environment", "group_filter", "loss", "scorer", "tool", "tool_call_parser",
-    "tracker",
+    "Environment", "FixedModel", "LossSettings", "Message", "Observation", "OutageError", "Outcome",
+    "ParsedMessage", "Role", "Rollout", "ScoreResult", "ScoredCall", "ScoredGroup", "ScorerContext",
+    "StopReason", "Store", "TaskRequest", "TokenBatch", "TokenLosses", "ToolCall", "Turn", "advantage",
+    "agent", "context_manager", "convert_arguments", "environment", "group_filter", "loss", "scorer", "tool",
+    "tool_call_parser", "tracker",
 ]  # fmt: skip
 
 _MODULES = {
     "Environment": "environments.base",
+    "FixedModel": "rollout.fixed_model",
     "LossSettings": "losses.settings",
     "Message": "chat.chat_format",
     "Observation": "environments.base",
     "OutageError": "errors",
     "Outcome": "rollout.outcome",
     "ParsedMessage": "chat.parsers.base",
+    "Role": "rollout.role",
     "Rollout": "rollout.rollout",
     "ScoreResult": "scoring.scorers",
     "ScoredCall": "scoring.scorers",

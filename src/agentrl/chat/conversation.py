@@ -76,6 +76,17 @@ class Conversation:
         self._seen = len(self.messages)
         self._context = self._next_prompt = None
 
+    @property
+    def unseen(self) -> tuple[Message, ...]:
+        """Return the messages since the last answer; all messages before the first."""
+        return tuple(self.messages[self._seen :])
+
+    def append_message(self, message: Message) -> None:
+        """Append the answer of another model: it has no ids of the policy."""
+        self.messages.append(dict(message))
+        self._seen = len(self.messages)
+        self._context = self._next_prompt = None
+
     def append_messages(self, messages: Sequence[Message]) -> None:
         """Append messages that the model did not generate: tool results, user messages."""
         self.messages.extend(dict(message) for message in messages)

@@ -176,7 +176,7 @@ def _trainable_calls(
 def _own_advantage(call: DispatchedSamplingTask, credit: _Credit, config: GroupConfig) -> float | None:
     """Return the advantage of a call with tokens to train, else None."""
     own = call_advantage(call.status, credit.of_call(call.index))
-    if own is None or not call.output_ids:
+    if own is None or not call.output_ids or call.fixed is not None:
         return None
     if (own == 0.0 and config.drop_zero_advantage) or abs(own) < config.minimal_advantage:
         return None

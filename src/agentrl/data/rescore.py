@@ -10,7 +10,7 @@ from typing import Any
 
 from agentrl.config.sampling import RIGHT_THRESHOLD, GroupConfig
 from agentrl.data.finalize_group import TRAIN_SPLIT, GroupRules
-from agentrl.documents.branches import branches_of, main_branch
+from agentrl.documents.branches import branches_of, main_branch, of_main_role
 from agentrl.documents.model_call import DispatchedSamplingTask, full_messages
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus
@@ -149,7 +149,7 @@ def scorer_context(
 ) -> ScorerContext:
     """Return the scorer's input, rebuilt from stored documents; without messages if they were pruned."""
     main = None if record.train_rule is None else main_branch(branches_of(calls))
-    path = calls if main is None else main.calls
+    path = of_main_role(calls) if main is None else main.calls
     first = max((number for number, call in enumerate(path) if call.parent is None), default=0)
     messages = [
         message
@@ -162,7 +162,9 @@ def scorer_context(
         answer=task.answer,
         aug_answers=task.aug_answers,
         messages=tuple(messages),
-        calls=tuple(ScoredCall.of(call.response, call.tool_executions, call.status) for call in calls),
+        calls=tuple(
+            ScoredCall.of(call.response, call.tool_executions, call.status, call.role) for call in calls
+        ),
         meta=task.meta,
         environment=task.environment,
         tool_rewards=record.tool_rewards,

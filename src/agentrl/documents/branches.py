@@ -41,6 +41,12 @@ def main_branch(branches: Sequence[Branch]) -> Branch | None:
     )
 
 
+def of_main_role(calls: Sequence[DispatchedSamplingTask]) -> list[DispatchedSamplingTask]:
+    """Return the calls of the trajectory's own conversation; if it has none, those of the first role."""
+    name = calls[0].role if calls and all(call.role is not None for call in calls) else None
+    return [call for call in calls if call.role == name]
+
+
 def _path(
     by_id: Mapping[str, DispatchedSamplingTask], last: DispatchedSamplingTask
 ) -> tuple[DispatchedSamplingTask, ...]:

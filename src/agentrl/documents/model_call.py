@@ -83,6 +83,19 @@ class ToolExecution(Document):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FixedModelCall(Document):
+    """What a call of a model other than the policy took. Its tokens are never trained."""
+
+    model: str
+    base_url: str
+    """Without user name, password and query."""
+    params: dict[str, Any] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchedSamplingTask(Root):
     """One model call. ``id`` is ``record_id/index``.
 
@@ -94,7 +107,13 @@ class DispatchedSamplingTask(Root):
     id: str
     record: str
     index: int
+    role: str | None = None
+    """The role of the trajectory that made it; None for the trajectory's own conversation."""
     parent: str | None
+    opens_branch: bool = False
+    """It begins a conversation beside the others: the first call of a role, or of an edited history."""
+    fixed: FixedModelCall | None = None
+    """Set if a model other than the policy answered: then it has no ids, and no tokens of the policy."""
     drops_thoughts: bool = False
     """The prompt leaves out thoughts of the call before, as the chat format does, and so continues none."""
     follows: str | None = None
@@ -135,7 +154,8 @@ class DispatchedSamplingTask(Root):
     @property
     def is_context_reset(self) -> bool:
         """Return whether the prompt is the first of a context that a context manager started."""
-        return self.parent is None and self.index > 0 and not self.drops_thoughts
+        begins = self.parent is None and self.index > 0
+        return begins and not self.drops_thoughts and not self.opens_branch
 
 
 def strip_tool_results(

@@ -14,6 +14,10 @@ from agentrl.documents.status import RecordStatus, StopReason
 
 TURN_REWARDS = "turn_rewards"
 """The key of ``score_details`` with a reward for each model call."""
+ROLE_REWARDS = "role_rewards"
+"""The key of ``score_details`` with the rewards of roles, {role: reward}."""
+CALL_ROLES = "call_roles"
+"""The key of ``score_details`` with the role of each model call, if roles have rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +57,11 @@ class Record(Root):
     advantage: float | None = None
     """The advantage of the score, for all model calls."""
     turn_advantages: tuple[float, ...] = ()
-    """What each model call's own reward adds to it; empty if the group has no turn rewards."""
+    """What each model call's own reward, or that of its role, adds to it; empty without such rewards."""
     tool_rewards: dict[str, Any] = field(default_factory=dict)
     """``{tool: {"calls": [reward of each call], "state": reward of its state}}``, of tools that give any."""
     agent_score: dict[str, Any] | None = None
-    """``{score, details, turn_rewards}`` of an agent that scores its own trajectories; None without one."""
+    """``{score, details, turn_rewards, role_rewards}`` of an agent that scores its own trajectories."""
     turns: int = 0
     tool_calls: int = 0
     context_resets: int = 0
@@ -100,6 +104,19 @@ class Record(Root):
         stored = self.score_details.get(TURN_REWARDS)
         values = stored if isinstance(stored, (list, tuple)) else ()
         return tuple(float(value) if _is_finite(value) else 0.0 for value in values)
+
+    @property
+    def role_rewards(self) -> dict[str, float]:
+        """Return the rewards of roles; empty without any."""
+        stored = self.score_details.get(ROLE_REWARDS)
+        values = stored if isinstance(stored, dict) else {}
+        return {role: float(value) for role, value in values.items() if _is_finite(value)}
+
+    @property
+    def call_roles(self) -> tuple[str | None, ...]:
+        """Return the role of each model call; empty if no role has a reward."""
+        stored = self.score_details.get(CALL_ROLES)
+        return tuple(stored) if isinstance(stored, (list, tuple)) else ()
 
 
 def _is_finite(value: Any) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint
 from agentrl.llm.client import (
@@ -62,6 +62,7 @@ class Answer(Generic[T]):
     model: str
     reply: str
     spent: Spent
+    completion: Completion
 
 
 class NoAnswerError(Exception):
@@ -78,17 +79,22 @@ class NoAnswerError(Exception):
 
 
 async def ask(
-    section: AgentSection, messages: Messages, read: Callable[[str], T | None], deadline: Deadline
+    section: AgentSection,
+    messages: Messages,
+    read: Callable[[str], T | None],
+    deadline: Deadline,
+    params: Mapping[str, Any] | None = None,
 ) -> Answer[T]:
     """Return what ``read`` finds in the reply of the first model that gives one; it returns None otherwise.
 
     Each model may use an equal share of the time that is left, for up to ``max_retries`` requests: a model
     that hangs never uses up the time of the next. A model that must be left alone for longer is skipped.
-    Waiting for this process's own limits does not count. Raises NoAnswerError.
+    Waiting for this process's own limits does not count. ``params`` are parameters of this request, beside
+    each model's own. Raises NoAnswerError.
     """
     budget = _budgets.setdefault(section.name, Budget())
     budget.limit = section.cost_limit
-    question = _Question(section, messages, read, deadline, budget)
+    question = _Question(section, messages, read, deadline, budget, params or {})
     started = asyncio.get_running_loop().time()
     for place, endpoint in enumerate(section.models):
         share = deadline.left() / (len(section.models) - place)
@@ -114,6 +120,7 @@ class _Question(Generic[T]):
     read: Callable[[str], T | None]
     deadline: Deadline
     budget: Budget
+    params: Mapping[str, Any]
     spent: Spent = field(default_factory=Spent)
     problems: list[str] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
@@ -144,7 +151,9 @@ class _Question(Generic[T]):
                 continue
             value = self.read(reply.text)
             if value is not None:
-                return Answer(value=value, model=endpoint.model, reply=reply.text, spent=self.spent)
+                return Answer(
+                    value=value, model=endpoint.model, reply=reply.text, spent=self.spent, completion=reply
+                )
             self.is_outage = False
             problem = f"cannot be read: {reply.text[:_SHOWN]!r}"
         self._give_up(endpoint, problem)
@@ -162,7 +171,8 @@ class _Question(Generic[T]):
             if left < _LEAST_SECONDS:
                 raise LLMError(Problem.TIMED_OUT, "no time was left for the request")
             self.spent.requests += 1
-            params, timeout = client.endpoint.params, min(self.section.timeout, left)
+            params = {**client.endpoint.params, **self.params}
+            timeout = min(self.section.timeout, left)
             reply = await client.complete(self.messages, params, timeout, use)
         finally:
             client.limits.release()

@@ -26,7 +26,7 @@ _REPLY_TOKENS = 256
 """Assumed length of a reply that has not come yet."""
 _SHOWN = 200
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 
 
 class Problem(StrEnum):
@@ -65,6 +65,10 @@ class Completion:
     completion_tokens: int
     cost: float
     seconds: float
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
+    """As the API writes them: the arguments are text."""
+    is_cut: bool = False
+    """Whether a length limit ended the reply."""
 
 
 class EndpointClient:
@@ -92,7 +96,7 @@ class EndpointClient:
                 body = await self._post(messages, params)
         except TimeoutError as error:
             raise LLMError(Problem.TIMED_OUT, f"no reply within {timeout:.3g} s") from error
-        text, prompt, completion = _read(body)
+        text, prompt, completion, tool_calls, is_cut = _read(body)
         use.amount = prompt + completion or use.amount
         end = self.endpoint
         return Completion(
@@ -102,6 +106,8 @@ class EndpointClient:
             completion_tokens=completion,
             cost=(prompt * end.input_price + completion * end.output_price) / 1e6,
             seconds=time.monotonic() - started,
+            tool_calls=tool_calls,
+            is_cut=is_cut,
         )
 
     async def close(self) -> None:
@@ -141,7 +147,7 @@ class EndpointClient:
 
 def estimated_tokens(messages: Messages) -> int:
     """Return about how many tokens a request takes, with its reply."""
-    return sum(len(message["content"]) for message in messages) // _CHARS_PER_TOKEN + _REPLY_TOKENS
+    return sum(len(message.get("content") or "") for message in messages) // _CHARS_PER_TOKEN + _REPLY_TOKENS
 
 
 class _Clients(dict[ModelEndpoint, EndpointClient]):
@@ -184,8 +190,8 @@ async def _close_at_the_end(clients: _Clients) -> AsyncGenerator[None]:
         clients.clear()
 
 
-def _read(body: bytes) -> tuple[str, int, int]:
-    """Return text, prompt tokens and completion tokens of a chat completion. Raises LLMError."""
+def _read(body: bytes) -> tuple[str, int, int, tuple[Mapping[str, Any], ...], bool]:
+    """Return text, prompt tokens, completion tokens, tool calls and whether it was cut. Raises LLMError."""
     try:
         answer = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -193,14 +199,21 @@ def _read(body: bytes) -> tuple[str, int, int]:
         what = "a web page (does the URL end in /v1?)" if "<" in shown[:20] else "no JSON"
         raise LLMError(Problem.NOT_A_COMPLETION, f"{what}: {shown!r}") from error
     try:
-        content = answer["choices"][0]["message"]["content"]
-    except (LookupError, TypeError) as error:
+        choice = answer["choices"][0]
+        message = choice["message"]
+        calls = message.get("tool_calls") or []
+        content = message.get("content") if calls else message["content"]
+    except (LookupError, TypeError, AttributeError) as error:
         raise LLMError(Problem.NOT_A_COMPLETION, f"no choices: {str(answer)[:_SHOWN]!r}") from error
     if content is not None and not isinstance(content, str):
         raise LLMError(Problem.NOT_A_COMPLETION, f"a content that is not text: {str(content)[:_SHOWN]!r}")
     usage = answer.get("usage")
     counts = usage if isinstance(usage, dict) else {}
-    return content or "", _count(counts.get("prompt_tokens")), _count(counts.get("completion_tokens"))
+    tool_calls = tuple(call for call in calls if isinstance(call, dict)) if isinstance(calls, list) else ()
+    return (
+        content or "", _count(counts.get("prompt_tokens")), _count(counts.get("completion_tokens")),
+        tool_calls, choice.get("finish_reason") == "length",
+    )  # fmt: skip
 
 
 def _count(value: Any) -> int:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from agentrl.documents.status import StopReason
 from agentrl.registry import Registry
 from agentrl.rollout.outcome import Outcome
+from agentrl.rollout.role import Role
 from agentrl.rollout.rollout import Rollout
 
 A = TypeVar("A", bound=Callable[..., Any])
@@ -55,7 +56,7 @@ def agent(*names: str) -> Callable[[A], A]:
 
 
 @agent("react", "tool_agent")
-async def react(rollout: Rollout) -> Outcome:
+async def react(rollout: Role) -> Outcome:
     """Alternate model calls and tool calls until an answer or a limit (ReAct, arXiv 2210.03629).
 
     A model call without an answer and without a tool call is followed by another model call. A full context,
@@ -107,7 +108,7 @@ async def multi_turn(rollout: Rollout) -> Outcome:
 
 
 @agent("single_turn")
-async def single_turn(rollout: Rollout) -> Outcome:
+async def single_turn(rollout: Role) -> Outcome:
     """Make one model call without tools; a call without an answer ends at the limit of turns."""
     if rollout.context_is_full:
         return Outcome(StopReason.LENGTH_LIMIT)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from agentrl.chat.chat_format import Message
 from agentrl.registry import Registry
-from agentrl.rollout.rollout import ContextManager, Rollout
+from agentrl.rollout.role import ContextManager, Role
 
 CONTEXT_MANAGERS: Registry[ContextManager] = Registry(
     "context manager", group="agentrl.context_managers", flag="--new_context"
@@ -23,33 +23,34 @@ _LATEST, _KEPT = 15, 10
 
 
 def context_manager(*names: str) -> Callable[[ContextManager], ContextManager]:
-    """Register an async function ``(Rollout) -> list[Message] | None`` under ``names``.
+    """Register an async function ``(Role) -> list[Message] | None`` under ``names``.
 
+    It gets the Rollout, which is a Role, or the role whose context is full.
     It returns the messages that the new context starts with, or None to end the trajectory.
     """
     return CONTEXT_MANAGERS.register(*names)
 
 
 @context_manager("disabled")
-async def end_trajectory(rollout: Rollout) -> list[Message] | None:
+async def end_trajectory(rollout: Role) -> list[Message] | None:
     """Return None: a full context ends the trajectory."""
     return None
 
 
 @context_manager("discard_all_tools")
-async def discard_tools(rollout: Rollout) -> list[Message] | None:
+async def discard_tools(rollout: Role) -> list[Message] | None:
     """Return the context without tool results and, if many messages are left, without the latest ones."""
     return without_tools(rollout.messages, fixed=len(rollout.first_messages))
 
 
 @context_manager("discard_all")
-async def discard_all(rollout: Rollout) -> list[Message] | None:
+async def discard_all(rollout: Role) -> list[Message] | None:
     """Return the question and the policy's own summary of everything after it."""
     return None if rollout.turns == 0 else await _summary(rollout)
 
 
 @context_manager("summarize")
-async def summarize(rollout: Rollout) -> list[Message] | None:
+async def summarize(rollout: Role) -> list[Message] | None:
     """Return the question, the policy's own summary, and the latest tool calls with their results.
 
     The latest calls are left out if they do not fit.
@@ -61,7 +62,7 @@ async def summarize(rollout: Rollout) -> list[Message] | None:
     return [*summary, *latest] if rollout.would_fit([*summary, *latest]) else summary
 
 
-async def _summary(rollout: Rollout) -> list[Message]:
+async def _summary(rollout: Role) -> list[Message]:
     """Return the first messages, with the policy's summary behind the question.
 
     The summary is one more model call of the trajectory. It is sampled within ``--prompt_reserve_tokens``,

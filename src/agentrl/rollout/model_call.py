@@ -8,7 +8,7 @@ from typing import Protocol
 
 from agentrl.chat.chat_format import Message
 from agentrl.chat.parsers import ToolCall
-from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution
+from agentrl.documents.model_call import DispatchedSamplingTask, FixedModelCall, ToolExecution
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.sanitize_bson import sanitize_bson
@@ -57,9 +57,13 @@ class PendingCall:
     """A model call that is not stored yet: its tools may still run."""
 
     record: str
-    index: int
+    index: int | None = None
+    """Its place among the stored calls; None until it is stored."""
+    role: str | None = None
     parent: str | None
+    follows: str | None = None
     drops_thoughts: bool = False
+    opens_branch: bool = False
     messages: tuple[Message, ...]
     tools: tuple[Schema, ...] | None
     context_ids: list[int]
@@ -70,11 +74,14 @@ class PendingCall:
     repeated: bool = False
     executions: list[ToolExecution] = field(default_factory=list)
     tool_seconds: float = 0.0
+    settled: bool = False
+    """Whether no tool call is left to run."""
+    fixed: FixedModelCall | None = None
 
     @property
     def id(self) -> str:
         """Return the id of its document."""
-        return f"{self.record}/{self.index}"
+        return f"{self.record}/{self.index or 0}"
 
     @property
     def status(self) -> CallStatus:
@@ -98,9 +105,13 @@ class PendingCall:
         return DispatchedSamplingTask(
             id=self.id,
             record=self.record,
-            index=self.index,
+            index=self.index or 0,
+            role=self.role,
             parent=self.parent,
+            follows=self.follows,
             drops_thoughts=self.drops_thoughts,
+            opens_branch=self.opens_branch,
+            fixed=self.fixed,
             status=self.status,
             messages=tuple(sanitize_bson(message) for message in self.messages),
             response=sanitize_bson(self.response),
@@ -113,7 +124,7 @@ class PendingCall:
             generated_tokens=len(generation.output_ids),
             cached_tokens=generation.cached_tokens,
             engine=generation.engine_url,
-            sampling_params=sanitize_bson(self.params.to_request()),
+            sampling_params=sanitize_bson(self.fixed.params if self.fixed else self.params.to_request()),
             generate_seconds=generation.seconds,
             tool_seconds=self.tool_seconds,
             context_ids=pack_ids(self.context_ids),

@@ -26,6 +26,8 @@ class Outcome:
     final_answer: str | None = None
     score: float | ScoreResult | None = None
     """The agent's own score, instead of the task's scorer; None leaves scoring to the scorer."""
+    rewards: Mapping[str, float] | None = None
+    """Rewards of roles, {role: reward}. Without ``score`` the score is the mean of those of the policy."""
 
 
 def checked_outcome(agent: str, value: object) -> Outcome:
@@ -46,7 +48,7 @@ def checked_outcome(agent: str, value: object) -> Outcome:
             f"agent {agent} returned the stop reason {describe(value.stop_reason)}",
             hint=f"known: {', '.join(StopReason)}",
         ) from error
-    return Outcome(reason, replace_surrogates(value.final_answer), value.score)
+    return Outcome(reason, replace_surrogates(value.final_answer), value.score, value.rewards)
 
 
 def checked_messages(messages: Sequence[Message]) -> list[Message]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from agentrl.config.schema import SamplingConfig
@@ -12,6 +14,7 @@ from agentrl.errors import ContextFullError, FailureError, ScorerError, Trajecto
 from agentrl.rollout.agents import Agent, AgentClass
 from agentrl.rollout.outcome import Outcome, checked_outcome
 from agentrl.rollout.rollout import Rollout
+from agentrl.scoring.role_rewards import checked_role_rewards
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, checked_score, score_context
 from agentrl.user_code import contain, contain_call
 
@@ -46,7 +49,7 @@ async def _score_by_agent(
     instance: Any, name: str, rollout: Rollout, outcome: Outcome, sampling: SamplingConfig
 ) -> None:
     """Set ``rollout.agent_score`` if the outcome, a report to the gateway or ``evaluate`` gives a score."""
-    score = outcome.score
+    score = _own_score(name, rollout, outcome)
     if score is None and rollout.reported_reward is not None:
         score = rollout.reported_reward
     evaluate = getattr(instance, "evaluate", None)
@@ -64,7 +67,25 @@ async def _score_by_agent(
                 f"evaluate of agent {name} returned None", hint="return a number or a ScoreResult"
             )
     if score is not None:
-        rollout.agent_score = checked_score(name, score, len(rollout.scored_calls))
+        rollout.agent_score = checked_score(name, score, rollout.scored_calls)
+
+
+def _own_score(name: str, rollout: Rollout, outcome: Outcome) -> Any:
+    """Return the score of an outcome, with the rewards that it gives to roles. Raises ScorerError."""
+    if outcome.rewards is None:
+        return outcome.score
+    if isinstance(outcome.score, ScoreResult):
+        return replace(outcome.score, role_rewards=outcome.rewards)
+    rewards = checked_role_rewards(name, outcome.rewards, rollout.role_names, "agent") or {}
+    if outcome.score is not None:
+        return ScoreResult(outcome.score, role_rewards=rewards)
+    trained = [value for role, value in rewards.items() if role in rollout.trained_roles]
+    if not trained:
+        raise ScorerError(
+            f"agent {name} rewards no role that the policy plays, and gives no score",
+            hint="give Outcome(score=…), or the reward of a role without a fixed model",
+        )
+    return ScoreResult(fmean(trained), role_rewards=rewards)
 
 
 async def score_trajectory(
@@ -82,7 +103,7 @@ def scorer_context(task: Task, rollout: Rollout, outcome: Outcome, sampling: Sam
         final_answer=outcome.final_answer,
         answer=task.answer,
         aug_answers=task.aug_answers,
-        messages=tuple(rollout.messages),
+        messages=tuple(rollout.result_messages),
         calls=tuple(rollout.scored_calls),
         meta=task.meta,
         environment=task.environment,

@@ -196,6 +196,7 @@ class Worker:
                 write=writer.write,
                 environment=environment,
                 gateway=self.gateway,
+                hold=lambda call: self.outages.hold(call, clock),
             )
             outcome = await self._run_agent(agent, agent_name, rollout, writer)
         await self._advance(

@@ -12,6 +12,7 @@ from agentrl.config.sampling import RIGHT_THRESHOLD, GroupConfig
 from agentrl.documents.record import Record
 from agentrl.documents.status import StopReason
 from agentrl.scoring.advantages import ESTIMATORS, agrees, estimate
+from agentrl.scoring.role_rewards import added, role_additions, role_rewards_agree
 from agentrl.scoring.turn_rewards import turn_advantages, turn_rewards_agree
 
 EFFICIENCY_SPREAD = 0.2
@@ -42,7 +43,8 @@ def decide_group(
     The order is: (1) abandon what ``--group_filter`` dropped (``filtered``, {id: reason}) and ignore it from
     then on; (2) abandon a group without spread as a whole; (3) balance right and wrong answers
     (``balance_sample``) or apply the other filters; (4) compute the advantages of the rest, with a baseline
-    over the rest. Filters use the scores; a group has spread if its scores or its turn rewards have some.
+    over the rest. Filters use the scores; a group has spread if its scores, its turn rewards or the rewards
+    of a role have some.
     ``efficient_rewarding`` and the overlong penalty change the rewards that advantages come from, never a
     score.
     """
@@ -80,14 +82,15 @@ def _decide(scored: Sequence[Record], config: GroupConfig, rng: random.Random) -
     if not scored:
         return []
     scores = [_score(record) for record in scored]
-    if agrees(scores, config.min_score_spread) and turn_rewards_agree(scored, config.min_score_spread):
+    least = config.min_score_spread
+    if agrees(scores, least) and turn_rewards_agree(scored, least) and role_rewards_agree(scored, least):
         return [_abandon(record, "no spread in the group's scores") for record in scored]
     dropped = _balance(scored, config, rng) if config.balance_sample else _filter(scored, config, rng)
     kept = [record for record in scored if record.id not in dropped]
     if len(kept) == 1 and ESTIMATORS.get(config.advantage).needs_others:
         dropped[kept.pop().id] = "alone in its group"
     advantages = _advantages(kept, config) if kept else {}
-    of_turns = turn_advantages(kept, config)
+    of_turns = added(turn_advantages(kept, config), role_additions(kept, advantages, config))
     return [
         Decision(
             record_id=record.id,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from agentrl.documents.model_call import ToolExecution
-from agentrl.documents.record import TURN_REWARDS
+from agentrl.documents.record import CALL_ROLES, ROLE_REWARDS, TURN_REWARDS
 from agentrl.documents.sanitize_bson import sanitize_bson
 from agentrl.documents.scorer_sum import scorer_weights
 from agentrl.documents.status import CallStatus
@@ -19,6 +19,7 @@ from agentrl.errors import ConfigError, FailureError, OutageError, ScorerError, 
 from agentrl.llm.deadline import Deadline
 from agentrl.registry import Registry
 from agentrl.scoring.process_pool import run_in_process
+from agentrl.scoring.role_rewards import checked_role_rewards, stored_role_rewards
 from agentrl.scoring.turn_rewards import checked_turn_rewards, stored_turn_rewards
 from agentrl.user_code import contain, describe
 
@@ -35,10 +36,16 @@ class ScoredCall:
     """A value of ``CallStatus``, such as ``completed``, ``formaterror`` or ``toolfailed``."""
     tool_rewards: tuple[float, ...]
     """The rewards that tools gave to their calls."""
+    role: str | None = None
+    """The role that made it; None for the trajectory's own conversation."""
 
     @classmethod
     def of(
-        cls, response: Mapping[str, Any], executions: Sequence[ToolExecution], status: CallStatus
+        cls,
+        response: Mapping[str, Any],
+        executions: Sequence[ToolExecution],
+        status: CallStatus,
+        role: str | None = None,
     ) -> ScoredCall:
         """Return what a scorer gets of a model call with this response and these tool executions."""
         return cls(
@@ -46,6 +53,7 @@ class ScoredCall:
             tool_calls=tuple(execution.name for execution in executions),
             status=status.value,
             tool_rewards=tuple(item.reward for item in executions if item.reward is not None),
+            role=role,
         )
 
 
@@ -89,6 +97,8 @@ class ScoreResult:
     score: float
     details: dict[str, Any] = field(default_factory=dict)
     turn_rewards: Sequence[float] | Mapping[int, float] | None = None
+    role_rewards: Mapping[str, float] | None = None
+    """Rewards of roles, {role: reward}: a role is trained by its own reward instead of the score."""
 
 
 Result = float | ScoreResult
@@ -153,14 +163,15 @@ async def run_scorer(name: str, context: ScorerContext, timeout: float) -> Score
     return _finished(name, result, context)
 
 
-def checked_score(name: str, given: Any, calls: int) -> dict[str, Any]:
-    """Return the score that agent ``name`` gives to its trajectory of ``calls`` model calls, storable.
+def checked_score(name: str, given: Any, calls: Sequence[ScoredCall]) -> dict[str, Any]:
+    """Return the score that agent ``name`` gives to its trajectory with these model calls, storable.
 
     Raises ScorerError for anything but a finite number or a ScoreResult.
     """
     result = _checked(name, given, calls, what="agent")
     rewards = None if result.turn_rewards is None else list(result.turn_rewards)
-    return {"score": result.score, "details": result.details, "turn_rewards": rewards}
+    stored = {"score": result.score, "details": result.details, "turn_rewards": rewards}
+    return stored if result.role_rewards is None else {**stored, ROLE_REWARDS: result.role_rewards}
 
 
 async def score_context(name: str, context: ScorerContext, timeout: float) -> ScoreResult:
@@ -168,14 +179,18 @@ async def score_context(name: str, context: ScorerContext, timeout: float) -> Sc
     own = context.agent_score
     if own is None:
         return await run_scorer(name, context, timeout)
-    return _finished("agent", _Checked(own["score"], own["details"], own["turn_rewards"]), context)
+    checked = _Checked(own["score"], own["details"], own["turn_rewards"], own.get(ROLE_REWARDS))
+    return _finished("agent", checked, context)
 
 
 def _finished(name: str, result: _Checked, context: ScorerContext) -> ScoreResult:
-    """Return the result with the name of the scorer, and with rewards of calls that tools gave."""
+    """Return the result with the name of the scorer, with rewards of calls that tools gave, and of roles."""
     rewards = stored_turn_rewards(result.turn_rewards, [call.tool_rewards for call in context.calls])
-    own = {key: value for key, value in result.details.items() if key != TURN_REWARDS}
-    return ScoreResult(result.score, {**own, **rewards, "scorer": name}, rewards.get(TURN_REWARDS))
+    roles = stored_role_rewards(result.role_rewards, [call.role for call in context.calls])
+    reserved = (TURN_REWARDS, ROLE_REWARDS, CALL_ROLES)
+    own = {key: value for key, value in result.details.items() if key not in reserved}
+    details = {**own, **rewards, **roles, "scorer": name}
+    return ScoreResult(result.score, details, rewards.get(TURN_REWARDS), result.role_rewards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +200,14 @@ class _Checked:
     score: float
     details: dict[str, Any]
     turn_rewards: Sequence[float] | None
+    role_rewards: dict[str, float] | None = None
 
 
 async def _run_one(name: str, context: ScorerContext, timeout: float) -> _Checked:
     async def call() -> _Checked:
         function = SCORERS.get(name)
         result = run_in_process(function, context) if _blocks(function) else function(context)
-        return _checked(name, await result if inspect.isawaitable(result) else result, len(context.calls))
+        return _checked(name, await result if inspect.isawaitable(result) else result, context.calls)
 
     try:
         async with Deadline(timeout).enforced():
@@ -224,10 +240,14 @@ def _weighted(weights: Mapping[str, float], parts: Mapping[str, _Checked]) -> _C
         for part, result in parts.items()
     }
     score = sum(weights[part] * result.score for part, result in parts.items())
-    return _Checked(score, {"parts": details}, rewards)
+    roles: dict[str, float] = {}
+    for part, result in parts.items():
+        for role, value in (result.role_rewards or {}).items():
+            roles[role] = roles.get(role, 0.0) + weights[part] * value
+    return _Checked(score, {"parts": details}, rewards, roles or None)
 
 
-def _checked(name: str, result: Result, calls: int, what: str = "scorer") -> _Checked:
+def _checked(name: str, result: Result, calls: Sequence[ScoredCall], what: str = "scorer") -> _Checked:
     """Return the result with details sanitized for BSON. Raises ScorerError for anything but a score."""
     if not isinstance(result, ScoreResult):
         return _Checked(_number(f"{what} {name}", result), {}, None)
@@ -236,8 +256,9 @@ def _checked(name: str, result: Result, calls: int, what: str = "scorer") -> _Ch
         raise ScorerError(
             f"{what} {name} returned the details {describe(result.details)}, which is not a mapping"
         )
-    rewards = checked_turn_rewards(name, result.turn_rewards, calls)
-    return _Checked(_number(f"{what} {name}", result.score), details, rewards)
+    rewards = checked_turn_rewards(name, result.turn_rewards, len(calls))
+    roles = checked_role_rewards(name, result.role_rewards, [call.role for call in calls], what)
+    return _Checked(_number(f"{what} {name}", result.score), details, rewards, roles)
 
 
 def _number(name: str, value: Any) -> float:

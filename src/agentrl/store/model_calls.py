@@ -227,7 +227,7 @@ def _count(call: DispatchedSamplingTask) -> list[Json]:
                 "turns": {"$add": ["$turns", 1]},
                 "tool_calls": {"$add": ["$tool_calls", len(call.tool_executions)]},
                 "context_resets": {"$add": ["$context_resets", int(call.is_context_reset)]},
-                "prompt_tokens": call.prompt_tokens,
+                "prompt_tokens": "$prompt_tokens" if call.fixed else call.prompt_tokens,
                 "input_tokens": _plus("input_tokens", call.prompt_tokens),
                 "cached_tokens": _plus("cached_tokens", call.cached_tokens),
                 "generated_tokens": {"$add": ["$generated_tokens", call.generated_tokens]},

@@ -11,7 +11,7 @@ from typing import Any
 from pymongo import ASCENDING, UpdateOne
 
 from agentrl.documents.base import plain
-from agentrl.documents.record import TURN_REWARDS, Record
+from agentrl.documents.record import ROLE_REWARDS, TURN_REWARDS, Record
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Begin, Task
 from agentrl.errors import StoreError
@@ -172,7 +172,7 @@ def _with_score(record: Record, new: NewScore | None) -> Record:
     """Return the Record with its new score; the Record itself if nothing of the score changed."""
     if new is None or record.score is None:
         return record
-    compared = ("scorer", TURN_REWARDS)
+    compared = ("scorer", TURN_REWARDS, ROLE_REWARDS)
     is_same = all(record.score_details.get(key) == new.details.get(key) for key in compared)
     if record.score == new.score and is_same:
         return record

@@ -28,7 +28,8 @@ _LIVING = frozenset({SlotStatus.RUNNING, SlotStatus.SAMPLED, SlotStatus.SCORED})
 RECORD_FIELDS = {
     "task": 1, "traj_id": 1, "attempt": 1, "split": 1, "epoch": 1, "status": 1, "score": 1,
     "score_details.scorer": 1, "stop_reason": 1, "failure.kind": 1, "abandoned_because": 1, "advantage": 1,
-    "score_details.turn_rewards": 1, "turn_advantages": 1,
+    "score_details.turn_rewards": 1, "score_details.role_rewards": 1, "score_details.call_roles": 1,
+    "turn_advantages": 1,
     "turns": 1, "tool_calls": 1, "context_resets": 1, "prompt_tokens": 1, "generated_tokens": 1,
     "min_version": 1, "max_version": 1, "owner": 1, "traj": 1, "trained_count": 1, "last_trained_step": 1,
     "scored_at": 1, "pruned_at": 1,
@@ -40,7 +41,8 @@ _BYTES = 4
 _PACKED = ("context_ids", "output_ids", "logprobs")
 
 _CALL_FIELDS = {
-    "record": 1, "index": 1, "parent": 1, "drops_thoughts": 1, "status": 1, "versions": 1, "prompt_tokens": 1,
+    "record": 1, "index": 1, "parent": 1, "drops_thoughts": 1, "opens_branch": 1, "fixed.model": 1,
+    "status": 1, "versions": 1, "prompt_tokens": 1,
     "generated_tokens": 1, "created_at": 1, "packed_in_gridfs": 1,
     "executions": {"$size": "$tool_executions"},
     **{name: {"$binarySize": f"${name}"} for name in _PACKED},
@@ -169,14 +171,18 @@ def call_problems(record: Json, calls: Sequence[Json]) -> Iterator[Problem]:
 def _sums(record: Json, calls: Sequence[Json]) -> list[tuple[str, Any, Any]]:
     versions = [span["version"] for call in calls for span in call["versions"]]
     resets = sum(
-        call["parent"] is None and call["index"] > 0 and not call.get("drops_thoughts") for call in calls
+        call["parent"] is None
+        and call["index"] > 0
+        and not call.get("drops_thoughts")
+        and not call.get("opens_branch")
+        for call in calls
     )
+    prompts = [call["prompt_tokens"] for call in calls if not call.get("fixed")]
     return [
         ("turns", len(calls), record["turns"]),
         ("tool_calls", sum(call["executions"] for call in calls), record["tool_calls"]),
         ("context_resets", resets, record["context_resets"]),
-        ("prompt_tokens of its last call", calls[-1]["prompt_tokens"] if calls else 0,
-         record["prompt_tokens"]),
+        ("prompt_tokens of the policy's last call", prompts[-1] if prompts else 0, record["prompt_tokens"]),
         ("generated_tokens", sum(call["generated_tokens"] for call in calls), record["generated_tokens"]),
         ("min_version", min(versions, default=None), record.get("min_version")),
         ("max_version", max(versions, default=None), record.get("max_version")),
