@@ -18,6 +18,7 @@ AgentRLError
     ├── ToolServerError         a tool server cannot be reached (a tool may return errors)
     │   └── ToolServerConfigError   it cannot be used as it is configured: no such command, a refused login
     ├── TaskEnvironmentError    an environment raised or took too long
+    ├── HarnessError            a harness ended in a way that fails its attempt, or gave no score
     ├── OutageError             what a tool or a scorer of your own reaches is down
     ├── ScorerError             the scorer raised
     ├── TrajectoryError         the conversation cannot be continued
@@ -189,6 +190,12 @@ class TaskEnvironmentError(FailureError):
     """The environment of a task raised, took too long or returned a malformed result."""
 
     kind = "environment"
+
+
+class HarnessError(FailureError):
+    """The command line of a trajectory failed, exceeded a limit or gave no score."""
+
+    kind = "harness"
 
 
 class OutageError(FailureError):

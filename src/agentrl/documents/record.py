@@ -9,6 +9,7 @@ from typing import Any
 
 from agentrl.documents.base import Document, Root, now
 from agentrl.documents.gateway import ReportedReward
+from agentrl.documents.harness import HarnessRun
 from agentrl.documents.partial import PartialGeneration
 from agentrl.documents.status import RecordStatus, StopReason
 
@@ -22,7 +23,7 @@ CALL_ROLES = "call_roles"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure(Document):
-    """Why an attempt failed; ``kind`` is engine, tool, scorer, timeout, trajectory, lease or internal."""
+    """Why an attempt failed; ``kind`` is engine, tool, harness, scorer, timeout, trajectory or internal."""
 
     kind: str
     message: str
@@ -84,6 +85,8 @@ class Record(Root):
     """Indexes of the model calls that ``train_rule`` leaves out."""
     reported_reward: ReportedReward | None = None
     """The reward that the agent reported through its gateway; at the end it becomes ``agent_score``."""
+    harness: HarnessRun | None = None
+    """What the harness of the agent ``command`` did; None without one."""
     traj: tuple[str, ...] = ()
     """``_id`` of each model call, in order."""
     trained_count: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from agentrl.documents.status import StopReason
@@ -38,7 +39,17 @@ def _agent(found: Any) -> Agent | AgentClass:
     return AgentClass(found)
 
 
-AGENTS: Registry[Agent | AgentClass] = Registry("agent", group="agentrl.agents", convert=_agent)
+AGENTS: Registry[Agent | AgentClass] = Registry(
+    "agent", group="agentrl.agents", built_in=("agentrl.harness.agent",), convert=_agent
+)
+
+
+def check_agent(name: str, path: Path | None) -> None:
+    """Raise ConfigError for an unknown agent, and for one whose ``check`` refuses its YAML file."""
+    found = AGENTS.get(name)
+    check = getattr(found.kind, "check", None) if isinstance(found, AgentClass) else None
+    if check is not None:
+        check(path)
 
 
 def agent(*names: str) -> Callable[[A], A]:

@@ -7,11 +7,12 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from agentrl.config.schema import GroupConfig, SamplingConfig
+from agentrl.config.schema import AgentConfig, GroupConfig, SamplingConfig
 from agentrl.environments.base import ENVIRONMENTS
 from agentrl.errors import AgentRLError, ConfigError, ToolServerError
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint, load_section
-from agentrl.rollout.agents import AGENTS
+from agentrl.rollout.agent_cfg import agent_cfg_path
+from agentrl.rollout.agents import check_agent
 from agentrl.rollout.worker import ToolSource
 from agentrl.scoring.advantages import ESTIMATORS
 from agentrl.scoring.answers import check_schema
@@ -46,17 +47,24 @@ def require_groups(groups: GroupConfig, num_generations: int) -> None:
 
 
 async def probe(
-    store: Store, tools: ToolSource, sampling: SamplingConfig, split: str, groups: GroupConfig | None = None
+    store: Store,
+    tools: ToolSource,
+    sampling: SamplingConfig,
+    split: str,
+    groups: GroupConfig | None = None,
+    agent: AgentConfig | None = None,
 ) -> None:
     """Try the names in the unfinished tasks of ``split``. Raises ConfigError with all that cannot be used.
 
-    ``groups`` are the rules of a split that is trained. A judge that does not answer is only a warning. Names
-    of tool servers that only a manager knows, which is down, are checked later: ``require_tools``.
+    ``groups`` are the rules of a split that is trained; ``agent`` names the agent of tasks that name none. A
+    judge that does not answer is only a warning. Names of tool servers that only a manager knows, which is
+    down, are checked later: ``require_tools``.
     """
     named = await store.tasks.references(split)
     problems: list[str] = []
-    for name, task in named.agents.items():
-        _try(problems, task, lambda name=name: AGENTS.get(name))  # type: ignore[misc]
+    flags = agent or AgentConfig()
+    for (name, path), task in named.agent_files.items():
+        _try(problems, task, lambda name=name, path=path: _check_agent(flags, name, path))  # type: ignore[misc]
     for name, task in named.scorers.items():
         _try(problems, task, lambda name=name: SCORERS.get(name))  # type: ignore[misc]
     for name, task in named.environments.items():
@@ -76,6 +84,10 @@ async def probe(
             await _reach(section)
     if problems:
         raise _refusal(problems, split)
+
+
+def _check_agent(flags: AgentConfig, name: str | None, path: str | None) -> None:
+    check_agent(name or flags.agent_name, agent_cfg_path(path, flags.agent_cfg_path))
 
 
 async def require_tools(store: Store, tools: ToolSource, split: str) -> None:

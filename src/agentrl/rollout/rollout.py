@@ -8,6 +8,7 @@ from typing import Any
 
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.config.schema import AgentConfig
+from agentrl.documents.harness import HarnessRun
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
 from agentrl.environments.base import Environment, Observation
@@ -71,6 +72,8 @@ class Rollout(Role):
         """The agent's own score as the Record stores it; None without one."""
         self.reported_reward: ScoreResult | None = None
         """The reward that the agent reported through its gateway."""
+        self.harness_run: HarnessRun | None = None
+        """What the command line of the trajectory did, for its Record."""
         self._claim = claim
         self._gateway = gateway
         self._uses_gateway = False

@@ -7,6 +7,7 @@ from dataclasses import replace
 from agentrl.config.agreed_settings import sampler_settings
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
+    AgentConfig,
     GroupConfig,
     ModelConfig,
     RunConfig,
@@ -55,7 +56,7 @@ async def sample(configs: Configs) -> None:
             await _join_run(store, configs)
             async with open_worker(store, configs, stop=stop) as (worker, router):
                 collect_garbage_less_often()
-                await probe(store, worker.tools, sampling, TRAIN_SPLIT, groups)
+                await probe(store, worker.tools, sampling, TRAIN_SPLIT, groups, configs[AgentConfig])
                 await store.imports.add(paths_among({groups.group_filter or "", groups.advantage}))
                 await store.settings.begin("chat", worker.chat_format.agreed_settings, "sample")
                 finalizer = GroupFinalizer(store, groups, split=TRAIN_SPLIT, seed=run.seed)

@@ -35,7 +35,8 @@ from agentrl.errors import ModelError
 from agentrl.inference.router import EngineRouter, LiveEngines, Watch
 from agentrl.observe.logging import describe_process_id
 from agentrl.registry import allow_imports
-from agentrl.rollout.agents import AGENTS
+from agentrl.rollout.agent_cfg import agent_cfg_path
+from agentrl.rollout.agents import check_agent
 from agentrl.rollout.budget import context_problem
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.endpoint import Endpoint
@@ -135,7 +136,7 @@ def require_extensions(configs: Configs) -> None:
     Call it before the run stores its flags.
     """
     agent = configs[AgentConfig]
-    AGENTS.get(agent.agent_name)
+    check_agent(agent.agent_name, agent_cfg_path(None, agent.agent_cfg_path))
     CONTEXT_MANAGERS.get(agent.new_context)
     if agent.tool_call_parser is not None:
         PARSERS.get(agent.tool_call_parser)

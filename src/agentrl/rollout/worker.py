@@ -198,7 +198,7 @@ class Worker:
                 gateway=self.gateway,
                 hold=lambda call: self.outages.hold(call, clock),
             )
-            outcome = await self._run_agent(agent, agent_name, rollout, writer)
+            outcome = await self._run_agent(claim, agent, agent_name, rollout, writer)
         await self._advance(
             claim,
             RecordStatus.COMPLETED,
@@ -206,6 +206,7 @@ class Worker:
             stop_reason=outcome.stop_reason,
             tool_rewards=rollout.tool_rewards,
             agent_score=rollout.agent_score,
+            harness=rollout.harness_run,
         )
         return rollout, outcome
 
@@ -231,7 +232,7 @@ class Worker:
             raise
 
     async def _run_agent(
-        self, agent: Agent | AgentClass, name: str, rollout: Rollout, writer: CallWriter
+        self, claim: Claim, agent: Agent | AgentClass, name: str, rollout: Rollout, writer: CallWriter
     ) -> Outcome:
         """Run the agent and store all its model calls, also if the agent failed."""
         try:
@@ -239,6 +240,8 @@ class Worker:
         except (FailureError, ConfigError):
             await rollout.finish()
             await writer.flush()
+            if rollout.harness_run is not None:
+                await self.store.records.keep_harness(claim, rollout.harness_run)
             raise
         await rollout.finish()
         await writer.flush()

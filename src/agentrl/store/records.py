@@ -11,6 +11,7 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import DuplicateKeyError
 
 from agentrl.documents.base import plain
+from agentrl.documents.harness import HarnessRun
 from agentrl.documents.partial import PartialGeneration
 from agentrl.documents.record import Record
 from agentrl.documents.status import RECORD_EDGES, RecordStatus, sources
@@ -76,6 +77,14 @@ class Records(Repository):
             "_id": claim.record_id, "owner": claim.owner, "status": RecordStatus.RUNNING.value,
         }  # fmt: skip
         await self._collection(RECORD).update_one(query, {"$set": {"partial": partial.to_document()}})
+
+    @database_call
+    async def keep_harness(self, claim: Claim, run: HarnessRun) -> None:
+        """Store what the harness of a claim did before its attempt failed, if the claim is still held."""
+        query = {
+            "_id": claim.record_id, "owner": claim.owner, "status": RecordStatus.RUNNING.value,
+        }  # fmt: skip
+        await self._collection(RECORD).update_one(query, {"$set": {"harness": run.to_document()}})
 
     @database_call
     async def latest_partial(self, claim: Claim) -> PartialGeneration | None:

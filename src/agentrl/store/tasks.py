@@ -29,6 +29,8 @@ class TaskReferences:
     answer_schemas: dict[str, str]
     environments: dict[str, str]
     tools: dict[tuple[str, ...], str]
+    agent_files: dict[tuple[str | None, str | None], str]
+    """(agent_name, agent_cfg_path) → a task; None where the flags say it."""
     smallest_group: int | None
     """The lowest number of generations of a task; None without tasks."""
 
@@ -75,7 +77,7 @@ class Tasks(Epochs):
     @database_call
     async def references(self, split: str) -> TaskReferences:
         """Return the agents, scorers, environments and so on that the unfinished tasks of ``split`` name."""
-        fields = ("agent_name", "scorer", "answer_schema", "environment", "tools")
+        fields = ("agent_name", "agent_cfg_path", "scorer", "answer_schema", "environment", "tools")
         pipeline: list[Json] = [
             {"$match": {"split": split, "status": {"$in": _UNFINISHED}}},
             {
@@ -97,8 +99,12 @@ class Tasks(Epochs):
             for group in groups
             if group["_id"].get("tools") is not None
         }
+        agent_files = {
+            (group["_id"].get("agent_name"), group["_id"].get("agent_cfg_path")): group["task"]
+            for group in groups
+        }
         smallest = min((group["slots"] for group in groups), default=None)
-        return TaskReferences(agents, scorers, schemas, environments, tools, smallest)
+        return TaskReferences(agents, scorers, schemas, environments, tools, agent_files, smallest)
 
     @database_call
     async def unfinished(self, split: str) -> int:

@@ -50,10 +50,13 @@ def version() -> int:
     return max(0, int(found))
 
 
-def restrict(*, readable: Iterable[str], devices: Iterable[str], writable: str) -> bool:
+def restrict(
+    *, readable: Iterable[str], devices: Iterable[str], writable: str, network: bool = False
+) -> bool:
     """Restrict this process, for good, to these paths; return False without Landlock. Raises OSError.
 
-    Paths that do not exist are ignored. The process must have set PR_SET_NO_NEW_PRIVS.
+    ``network`` allows TCP. Paths that do not exist are ignored. The process must have set
+    PR_SET_NO_NEW_PRIVS.
     """
     found = version()
     if found == 0:
@@ -61,7 +64,7 @@ def restrict(*, readable: Iterable[str], devices: Iterable[str], writable: str) 
     everything = (1 << _RIGHTS.get(found, 16)) - 1
     ruleset = _Ruleset(
         files=everything,
-        network=_NETWORK if found >= 4 else 0,
+        network=_NETWORK if found >= 4 and not network else 0,
         scoped=_SCOPE if found >= 6 else 0,
     )
     size = 24 if found >= 6 else 16 if found >= 4 else 8

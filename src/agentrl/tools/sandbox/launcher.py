@@ -22,6 +22,7 @@ from agentrl.tools.sandbox.plain import PlainRun, descendants
 from agentrl.tools.sandbox.program import Job, Streams
 
 _POLL_SECONDS: Final = 0.05
+_SAVE_SECONDS: Final = 15.0
 _CHUNK: Final = 65536
 LENGTH_BYTES: Final = 8
 """A job is preceded by its length."""
@@ -42,19 +43,23 @@ class _Run(Protocol):
         """Return whether the program's files exceed their limits."""
         ...
 
-    def end(self) -> dict[str, Any]:
+    def end(self, *, keep_files: bool) -> dict[str, Any]:
         """Kill all that runs; return ``{"status", "kept"}`` or ``{"error"}``."""
         ...
 
 
 @dataclass
 class Capture:
-    """The output of the program on one pipe, up to a limit."""
+    """The output of the program on one pipe, up to a limit; the first and the last bytes of it are kept."""
 
     descriptor: int
     limit: int
-    text: bytearray = field(default_factory=bytearray)
+    first: int
+    last: int
+    total: int = 0
     closed: bool = False
+    _begin: bytearray = field(default_factory=bytearray)
+    _end: bytearray = field(default_factory=bytearray)
 
     def read(self) -> bool:
         """Read the available bytes; return False if the limit is exceeded."""
@@ -64,11 +69,21 @@ class Capture:
             except BlockingIOError:
                 return True
             self.closed = not chunk
-            self.text += chunk
-            if len(self.text) > self.limit:
-                del self.text[self.limit :]
+            self.total += len(chunk)
+            free = self.first - len(self._begin)
+            self._begin += chunk[:free]
+            self._end += chunk[free:]
+            del self._end[: max(0, len(self._end) - self.last)]
+            if self.total > self.limit:
                 return False
         return True
+
+    @property
+    def text(self) -> str:
+        """Return what is shown of the output."""
+        left_out = self.total - len(self._begin) - len(self._end)
+        notice = f"\n[{left_out:,} bytes left out]\n".encode() if left_out and self.last else b""
+        return (self._begin + notice + self._end).decode("utf-8", "replace")
 
 
 def main() -> None:
@@ -124,18 +139,22 @@ def supervise(job: Job, connection: int) -> dict[str, Any]:
     out_read, out_write = os.pipe()
     error_read, error_write = os.pipe()
     streams = Streams(stdin=_input(job.stdin), stdout=out_write, stderr=error_write)
-    captures = [Capture(pipe, int(limits["output_bytes"])) for pipe in (out_read, error_read)]
+    limit = int(limits["output_bytes"])
+    first, last = (limit, 0) if job.shown_bytes is None else (job.shown_bytes // 2, job.shown_bytes // 2)
+    captures = [Capture(pipe, limit, first, last) for pipe in (out_read, error_read)]
     for capture in captures:
         os.set_blocking(capture.descriptor, False)
     started = time.monotonic()
     run: _Run = _NamespaceRun(job, streams) if job.namespaces else PlainRun(job, streams)
     ended: dict[str, Any] = {}
+    exceeded: str | None = "connection"
+    peak = 0
     try:
         for descriptor in (streams.stdin, streams.stdout, streams.stderr):
             os.close(descriptor)
         exceeded, peak = _watch(run, captures, started, job, connection)
     finally:
-        ended = run.end()
+        ended = run.end(keep_files=exceeded != "connection")
     if "error" in ended and exceeded is None:
         return {"error": ended["error"]}
     for capture in captures:
@@ -143,14 +162,18 @@ def supervise(job: Job, connection: int) -> dict[str, Any]:
             exceeded = exceeded or "output"
     if ended.get("status") == -signal.SIGXCPU:
         exceeded = exceeded or "time"
+    if job.command and (ended.get("full") or not ended.get("kept")):
+        exceeded = exceeded or "files"
     return {
-        "stdout": captures[0].text.decode("utf-8", "replace"),
-        "stderr": captures[1].text.decode("utf-8", "replace"),
+        "stdout": captures[0].text,
+        "stderr": captures[1].text,
+        "stdout_bytes": captures[0].total,
+        "stderr_bytes": captures[1].total,
         "exit_code": ended.get("status", -int(signal.SIGKILL)),
         "exceeded": exceeded,
         "seconds": time.monotonic() - started,
         "memory_mb": peak / (1 << 20),
-        "kept": exceeded is None and bool(ended.get("kept", False)),
+        "kept": (exceeded is None or bool(job.command)) and bool(ended.get("kept", False)),
     }
 
 
@@ -159,6 +182,7 @@ class _NamespaceRun:
 
     def __init__(self, job: Job, streams: Streams) -> None:
         self._read, write = os.pipe()
+        self._saves = bool(job.command)
         before = os.path.join(job.directory, "files.tar")
         after = os.path.join(job.directory, "files.new")
         files = namespaces.Files(
@@ -177,8 +201,10 @@ class _NamespaceRun:
         """Return False: the directory is a file system of limited size."""
         return False
 
-    def end(self) -> dict[str, Any]:
+    def end(self, *, keep_files: bool) -> dict[str, Any]:
         """Kill what runs and return the report."""
+        if keep_files and self._saves:
+            self._end_program()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
@@ -187,6 +213,13 @@ class _NamespaceRun:
             report += chunk
         answer: dict[str, Any] = json.loads(report.partition(b"\n")[0]) if report else {}
         return answer
+
+    def _end_program(self) -> None:
+        """Let the first process kill the others and keep the files."""
+        for first in list(descendants(self.pid))[1:2]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(first, signal.SIGTERM)
+        select.select([self._read], [], [], _SAVE_SECONDS)
 
 
 def _watch(

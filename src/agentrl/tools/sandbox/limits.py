@@ -58,6 +58,9 @@ class Execution:
     seconds: float
     memory_mb: float
     """Largest memory seen."""
+    stdout_bytes: int = 0
+    """Bytes of standard output, with those left out of ``stdout``."""
+    stderr_bytes: int = 0
 
     @property
     def succeeded(self) -> bool:

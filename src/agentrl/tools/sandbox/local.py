@@ -58,7 +58,7 @@ class LocalSandbox:
         async with self._turn, _slot():
             namespaces = await self._uses_namespaces()
             folder = self._directory()
-            answer = await _launch(self._job(code, stdin, folder, namespaces=namespaces), self._limits)
+            answer = await launch(self._job(code, stdin, folder, namespaces=namespaces), self._limits)
             if answer.pop("kept"):
                 with contextlib.suppress(FileNotFoundError):
                     os.replace(os.path.join(folder, "files.new"), os.path.join(folder, "files.tar"))
@@ -107,7 +107,7 @@ def _slot() -> asyncio.Semaphore:
     return _running[loop]
 
 
-async def _launch(job: Mapping[str, Any], limits: SandboxLimits) -> dict[str, Any]:
+async def launch(job: Mapping[str, Any], limits: SandboxLimits) -> dict[str, Any]:
     """Run one program; end it on cancellation and after a hard time limit."""
     reader, writer = await asyncio.open_connection(sock=LAUNCHER.connect())
     try:

@@ -72,7 +72,7 @@ def _map_users(child: int) -> None:
 def _outer(job: Job, streams: Streams, files: Files, status: int, ready: int, go: int) -> None:
     """Create the namespaces, start their first process and wait for it."""
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
-    linux.unshare(_ALL)
+    linux.unshare(_ALL & ~linux.CLONE_NEWNET if job.command else _ALL)
     linux.prctl(linux.PR_SET_DUMPABLE, 1)
     os.write(ready, b"1")
     os.close(ready)
@@ -93,6 +93,8 @@ def _init(job: Job, streams: Streams, files: Files, status: int) -> None:
     os.umask(0o022)
     user = _INSIDE_USER if os.getuid() == 0 else None
     _build_root(job, user)
+    if job.command:
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(-1, signal.SIGKILL))
     program = os.fork()
     if program == 0:
         guarded(status, lambda: _program(job, streams, files, user))
@@ -107,16 +109,16 @@ def _init(job: Job, streams: Streams, files: Files, status: int) -> None:
     with contextlib.suppress(ChildProcessError):
         while True:
             os.wait()
-    kept = files.after is None or _save(files.after, job)
-    os.write(status, _line({"status": os.waitstatus_to_exitcode(ended), "kept": kept}))
+    is_full = any(map(_is_full, (WORK, "/tmp")))
+    kept = files.after is None or save(files.after, WORK, job)
+    report = {"status": os.waitstatus_to_exitcode(ended), "kept": kept, "full": is_full}
+    os.write(status, _line(report))
     os._exit(0)
 
 
 def _program(job: Job, streams: Streams, files: Files, user: int | None) -> None:
     if files.before is not None:
-        with os.fdopen(files.before, "rb") as source, tarfile.open(fileobj=source) as archive:
-            archive.extraction_filter = lambda member, _: member
-            archive.extractall(WORK, numeric_owner=True)
+        extract(files.before, WORK)
     write_main(job, WORK, user)
     become(job, WORK, streams, user)
 
@@ -187,7 +189,19 @@ def _texts() -> None:
     _write("/new/etc/group", f"sandbox:x:{user}:\n")
 
 
-def _save(descriptor: int, job: Job) -> bool:
+def extract(descriptor: int, directory: str) -> None:
+    """Extract an archive that ``save`` or this package wrote."""
+    with os.fdopen(descriptor, "rb") as source, tarfile.open(fileobj=source) as archive:
+        archive.extraction_filter = lambda member, _: member
+        archive.extractall(directory, numeric_owner=True)
+
+
+def _is_full(directory: str) -> bool:
+    found = os.statvfs(directory)
+    return found.f_bavail == 0 or found.f_favail == 0
+
+
+def save(descriptor: int, directory: str, job: Job) -> bool:
     """Archive the program's directory; return False if it is too large or cannot be read."""
     limit = int(job.limits["disk_mb"]) << 20
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * limit + (4 << 20), resource.RLIM_INFINITY))
@@ -195,7 +209,7 @@ def _save(descriptor: int, job: Job) -> bool:
     try:
         with os.fdopen(descriptor, "wb") as target:
             with tarfile.open(fileobj=target, mode="w", format=tarfile.GNU_FORMAT) as archive:
-                archive.add(WORK, arcname=".", filter=_plain)
+                archive.add(directory, arcname=".", filter=_plain)
             target.flush()
     except (OSError, ValueError, tarfile.TarError, RecursionError):
         return False

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
 from typing import Any, Final
 
-from agentrl.tools.sandbox.namespaces import guarded
+from agentrl.tools.sandbox.namespaces import extract, guarded, save
 from agentrl.tools.sandbox.program import Job, Streams, become, write_main
 
 _FIRST_USER: Final = 2_000_000_000
@@ -25,6 +26,9 @@ class PlainRun:
         self._directory = os.path.join(job.directory, "work")
         user = _unused_user() if os.geteuid() == 0 else None
         os.makedirs(self._directory, mode=0o700, exist_ok=True)
+        before = os.path.join(job.directory, "files.tar")
+        if job.command and os.path.exists(before):
+            extract(os.open(before, os.O_RDONLY), self._directory)
         if user is not None:
             _give(job.directory, user)
         write_main(job, self._directory, user)
@@ -51,7 +55,7 @@ class PlainRun:
         limits = self._job.limits
         return count > int(limits["files"]) or size > int(limits["disk_mb"]) << 20
 
-    def end(self) -> dict[str, Any]:
+    def end(self, *, keep_files: bool) -> dict[str, Any]:
         """Kill the program and all that it started; return its exit code."""
         status: int | None = None
         deadline = time.monotonic() + _KILL_SECONDS
@@ -69,7 +73,15 @@ class PlainRun:
         report = os.read(self._status, 65536)
         if report:
             return {"error": report.decode()}
-        return {"status": -int(signal.SIGKILL) if status is None else status, "kept": True}
+        kept = not self._job.command or (keep_files and self._save())
+        return {"status": -int(signal.SIGKILL) if status is None else status, "kept": kept}
+
+    def _save(self) -> bool:
+        after = os.path.join(self._job.directory, "files.new")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        kept = save(os.open(after, flags, 0o600), self._directory, self._job)
+        shutil.rmtree(self._directory, ignore_errors=True)
+        return kept
 
 
 def descendants(pid: int) -> Iterator[int]:

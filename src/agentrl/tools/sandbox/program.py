@@ -6,7 +6,7 @@ import contextlib
 import os
 import resource
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from agentrl.tools.sandbox import landlock, linux, seccomp
@@ -24,7 +24,11 @@ DEVICES: Final = ("full", "null", "random", "urandom", "zero")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One program to run, as the launcher reads it from its standard input."""
+    """One program to run, as the launcher reads it from its standard input.
+
+    With ``command`` it is any program instead of ``code``: it may open sockets and send signals, its address
+    space is not limited, and its files are kept when it exceeds a limit too.
+    """
 
     code: str
     stdin: str
@@ -38,6 +42,14 @@ class Job:
     keep_files: bool
     """Keep the files of the program's directory for the next program of the session."""
     limits: dict[str, Any]
+    command: tuple[str, ...] = ()
+    """The program and its arguments, instead of ``code``."""
+    cwd: str = "."
+    """Where the command runs, relative to the program's directory."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Further variables of the command."""
+    shown_bytes: int | None = None
+    """Bytes to return of each output: its begin and its end. None returns all up to the limit."""
 
     @property
     def mebibytes(self) -> int:
@@ -74,27 +86,32 @@ def become(job: Job, directory: str, streams: Streams, user: int | None) -> None
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    os.chdir(directory)
+    os.chdir(os.path.join(directory, job.cwd))
     _limit(job, user)
     linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
     if job.namespaces or user is not None:
         linux.drop_capabilities()
     if not job.namespaces:
         landlock.restrict(
-            readable=(*SYSTEM, *job.visible, "/proc/self"),
+            readable=(*SYSTEM, *job.visible, "/proc" if job.command else "/proc/self"),
             devices=[f"/dev/{name}" for name in DEVICES],
             writable=directory,
+            network=bool(job.command),
         )
-    seccomp.install(namespaces=job.namespaces)
+    seccomp.install(namespaces=job.namespaces or bool(job.command))
     environment = {
         "HOME": directory, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PATH": "/usr/local/bin:/usr/bin:/bin",
         "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1", "TMPDIR": directory, "USER": "sandbox",
     }  # fmt: skip
+    if job.command:
+        os.execvpe(job.command[0], job.command, {**environment, **job.environment})
     os.execve(job.python, [job.python, "-s", os.path.join(directory, MAIN)], environment)
 
 
 def write_main(job: Job, directory: str, user: int | None) -> None:
     """Write the program into its directory; what has that name is replaced, and a link is not followed."""
+    if job.command:
+        return
     path = os.path.join(directory, MAIN)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -122,6 +139,8 @@ def _limit(job: Job, user: int | None) -> None:
         resource.RLIMIT_NPROC: processes,
         resource.RLIMIT_SIGPENDING: 256,
     }
+    if job.command:
+        del bounds[resource.RLIMIT_AS]  # interpreters such as Node reserve far more than they use
     os.nice(5)
     for kind, bound in bounds.items():
         _, hard = resource.getrlimit(kind)

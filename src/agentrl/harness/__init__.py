@@ -1,0 +1,1 @@
+"""Run agents that are programs of their own: a command line per trajectory, in a sandbox."""

@@ -1,0 +1,196 @@
+"""Define the agent ``command``: a harness of its own process, which calls the model through a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import string
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from agentrl.documents.harness import CommandRun, Ending, HarnessRun
+from agentrl.documents.status import StopReason
+from agentrl.errors import HarnessError
+from agentrl.harness.changes import compare
+from agentrl.harness.config import HarnessConfig
+from agentrl.harness.prepare import Prepared, prepare
+from agentrl.harness.score import score_files
+from agentrl.harness.session import HarnessSession, hide
+from agentrl.harness.workspace import HOME, WORKSPACE, read_file
+from agentrl.rollout.agents import agent
+from agentrl.rollout.endpoint import Endpoint
+from agentrl.rollout.outcome import Outcome
+from agentrl.rollout.rollout import Rollout
+from agentrl.scoring.answers import extract_answer
+from agentrl.scoring.scorers import ScoreResult
+
+TASK_FILE: Final = "task.json"
+QUESTION_FILE: Final = "task.txt"
+_VARIABLE_BYTES: Final = 100_000
+"""Longest question in a variable; the kernel allows 128 KiB. A longer one is only in the files."""
+_ANSWER_BYTES: Final = 64 << 10
+_SHOWN: Final = 1000
+_STOPPED: Final = {"turns": StopReason.TURNS_LIMIT, "length": StopReason.LENGTH_LIMIT}
+
+
+@agent("command")
+class CommandAgent:
+    """Runs the command line that ``agent_cfg_path`` describes, once per trajectory."""
+
+    @staticmethod
+    def check(path: Path | None) -> None:
+        """Raise ConfigError unless this machine can run the harness."""
+        prepare(path)
+
+    async def run(self, rollout: Rollout) -> Outcome:
+        """Run the harness in a working directory of its own. Raises HarnessError for a failed attempt."""
+        prepared = await asyncio.to_thread(prepare, rollout.agent_cfg_path)
+        config = prepared.config
+        passed = {name: os.environ[name] for name in config.pass_environment}
+        async with HarnessSession(prepared) as session:
+            async with rollout.gateway(train=config.train) as endpoint:
+                variables = _variables(rollout, endpoint, session)
+                secrets = (endpoint.api_key, *(value for value in passed.values() if value))
+                await session.fill(_files(rollout, config, variables))
+                own = {name: _filled(value, variables) for name, value in config.environment.items()}
+                run = await session.run(
+                    config.command,
+                    {**variables, **passed, **own},
+                    seconds=config.limits.seconds,
+                    secrets=secrets,
+                )
+            run = _checked(run, rollout)
+            await _keep(rollout, session, run, secrets)
+            stopped_by = _STOPPED.get(endpoint.result.stopped_by or "")
+            if stopped_by is None and run.ended in config.fail_on:
+                raise HarnessError(_failure(prepared, run), hint=_HINTS.get(run.ended))
+            answer = await _answer(rollout, config, session, run)
+            score = await _score(rollout, config, session, run, {**passed, **own})
+        return Outcome(stopped_by or StopReason.ANSWERED, answer, score)
+
+
+def _variables(rollout: Rollout, endpoint: Endpoint, session: HarnessSession) -> dict[str, str]:
+    """Return the variables that every harness gets."""
+    question = rollout.question.replace("\0", "")
+    variables = {
+        "AGENTRL_BASE_URL": endpoint.base_url,
+        "AGENTRL_ROOT_URL": endpoint.root_url,
+        "AGENTRL_REWARD_URL": f"{endpoint.root_url}/reward",
+        "AGENTRL_API_KEY": endpoint.api_key,
+        "AGENTRL_MODEL": endpoint.model,
+        "AGENTRL_TASK_FILE": f"{session.root}/{TASK_FILE}",
+        "AGENTRL_QUESTION_FILE": f"{session.root}/{QUESTION_FILE}",
+        "AGENTRL_WORKSPACE": f"{session.root}/{WORKSPACE}",
+        "OPENAI_BASE_URL": endpoint.base_url,
+        "OPENAI_API_BASE": endpoint.base_url,
+        "OPENAI_API_KEY": endpoint.api_key,
+        "OPENAI_MODEL": endpoint.model,
+        "ANTHROPIC_BASE_URL": endpoint.root_url,
+        "ANTHROPIC_API_KEY": endpoint.api_key,
+        "ANTHROPIC_MODEL": endpoint.model,
+    }
+    if len(question.encode("utf-8", "replace")) <= _VARIABLE_BYTES:
+        variables["AGENTRL_TASK"] = question.encode("utf-8", "replace").decode()
+    return variables
+
+
+def _files(rollout: Rollout, config: HarnessConfig, variables: dict[str, str]) -> dict[str, bytes]:
+    """Return the files of a trajectory beside its working directory's, by their path in the archive."""
+    task = rollout.task
+    described = {
+        "id": task.task_id, "question": rollout.question, "query": task.query,
+        "system_prompt": task.system_prompt, "meta": task.meta,
+    }  # fmt: skip
+    files = {
+        TASK_FILE: json.dumps(described, ensure_ascii=True, default=str).encode(),
+        QUESTION_FILE: rollout.question.encode("utf-8", "replace"),
+    }
+    for name, text in config.files.items():
+        place = f"{HOME}/{name[2:]}" if name.startswith("~/") else f"{WORKSPACE}/{name}"
+        files[os.path.normpath(place)] = _filled(text, variables).encode("utf-8", "replace")
+    return files
+
+
+def _filled(text: str, variables: dict[str, str]) -> str:
+    """Replace ``${AGENTRL_…}`` by its value; other variables stay as they are."""
+    return string.Template(text).safe_substitute(
+        {name: value for name, value in variables.items() if name.startswith("AGENTRL_")}
+    )
+
+
+def _checked(run: CommandRun, rollout: Rollout) -> CommandRun:
+    """Return the run, with its own ending if the harness has never called the model."""
+    if run.ended is not Ending.EXITED or rollout.turns:
+        return run
+    return replace(run, ended=Ending.NO_CALLS)
+
+
+async def _keep(rollout: Rollout, session: HarnessSession, run: CommandRun, secrets: tuple[str, ...]) -> None:
+    """Let the Record show the run and what it changed."""
+    changes = await asyncio.to_thread(compare, session.before, session.archive)
+    rollout.harness_run = HarnessRun(
+        run=run, changed_files=changes.files, changes=changes.count, diff=hide(changes.diff, secrets)
+    )
+
+
+async def _answer(
+    rollout: Rollout, config: HarnessConfig, session: HarnessSession, run: CommandRun
+) -> str | None:
+    """Return the final answer: the last message, standard output or a file, cut to the task's schema."""
+    text: str | None
+    if config.answer_file is not None:
+        text = await asyncio.to_thread(read_file, session.archive, config.answer_file, _ANSWER_BYTES)
+    elif config.answer == "stdout":
+        text = run.stdout.strip()
+    else:
+        last = rollout.messages[-1] if rollout.scored_calls else {}
+        content = last.get("content")
+        text = content if isinstance(content, str) else None
+    if text is None:
+        return None
+    found = extract_answer(text, rollout.task.answer_schema)
+    return text if found is None else found
+
+
+async def _score(
+    rollout: Rollout, config: HarnessConfig, session: HarnessSession, run: CommandRun, own: dict[str, str]
+) -> ScoreResult | None:
+    """Return the score of the working directory; None if the client's report or the scorer gives it."""
+    if config.score == "reward" and rollout.reported_reward is None:
+        raise HarnessError(
+            "the harness has reported no reward",
+            hint="POST {\"score\": 1.0} to $AGENTRL_REWARD_URL, or change 'score'",
+        )
+    score, scoring = await score_files(config, session, run, own)
+    kept = rollout.harness_run
+    if scoring is not None and kept is not None:
+        rollout.harness_run = replace(kept, scoring=scoring)
+    return score
+
+
+def _failure(prepared: Prepared, run: CommandRun) -> str:
+    limits = prepared.config.limits
+    what = {
+        Ending.NONZERO_EXIT: f"ended with exit code {run.exit_code}",
+        Ending.KILLED: f"was killed (exit code {run.exit_code})",
+        Ending.TIME_LIMIT: f"ran longer than limits.seconds {limits.seconds:g} or limits.cpu_seconds",
+        Ending.MEMORY_LIMIT: f"used more than limits.memory_mb {limits.memory_mb}",
+        Ending.DISK_LIMIT: f"filled its disk: limits.disk_mb {limits.disk_mb}, limits.files {limits.files}",
+        Ending.OUTPUT_LIMIT: f"printed more than limits.output_bytes {limits.output_bytes:,}",
+        Ending.NO_CALLS: "ended without a model call",
+    }[run.ended]
+    said = (run.stderr.strip() or run.stdout.strip())[-_SHOWN:]
+    return f"the harness {what} ({run.ended})" + (f"; its last output: {said}" if said else "")
+
+
+_HINTS: Final = {
+    Ending.NONZERO_EXIT: "score it anyway by leaving nonzero_exit out of fail_on",
+    Ending.KILLED: "137 is often a lack of memory: raise limits.memory_mb",
+    Ending.TIME_LIMIT: "raise the limit, or leave time_limit out of fail_on",
+    Ending.MEMORY_LIMIT: "raise the limit, or leave memory_limit out of fail_on",
+    Ending.DISK_LIMIT: "raise the limit, or leave disk_limit out of fail_on",
+    Ending.OUTPUT_LIMIT: "raise the limit, or leave output_limit out of fail_on",
+    Ending.NO_CALLS: "let it use $AGENTRL_BASE_URL, $AGENTRL_API_KEY and $AGENTRL_MODEL",
+}

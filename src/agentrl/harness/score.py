@@ -1,0 +1,70 @@
+"""Score the working directory that a harness leaves: by a file in it, or by a command such as its tests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from typing import Any, Final
+
+from agentrl.documents.harness import CommandRun, Ending
+from agentrl.documents.sanitize_bson import sanitize_bson
+from agentrl.errors import HarnessError
+from agentrl.harness.config import HarnessConfig, ScoreCommand
+from agentrl.harness.session import HarnessSession
+from agentrl.harness.workspace import read_file, restore
+from agentrl.scoring.scorers import ScoreResult
+
+_FILE_BYTES: Final = 1 << 20
+_TAIL: Final = 2000
+
+
+async def score_files(
+    config: HarnessConfig, session: HarnessSession, run: CommandRun, environment: dict[str, str]
+) -> tuple[ScoreResult | None, CommandRun | None]:
+    """Return the score, and the command that gave it; None for a score that comes from elsewhere.
+
+    Raises HarnessError for a file or an output without a number.
+    """
+    if config.score == "exit_code":
+        passed = run.ended is Ending.EXITED
+        return ScoreResult(float(passed), {"exit_code": run.exit_code, "ended": run.ended.value}), None
+    if config.score_file is not None:
+        text = await asyncio.to_thread(read_file, session.archive, config.score_file, _FILE_BYTES)
+        if text is None:
+            raise HarnessError(
+                f"the harness has not written {config.score_file!r}, the file with its score",
+                hint="write a number, or JSON with 'score', into it",
+            )
+        return _read_score(text, f"the file {config.score_file!r}"), None
+    if config.score_command is not None:
+        return await _run_command(config.score_command, session, environment)
+    return None, None
+
+
+async def _run_command(
+    command: ScoreCommand, session: HarnessSession, environment: dict[str, str]
+) -> tuple[ScoreResult, CommandRun]:
+    if command.restore:
+        await asyncio.to_thread(restore, session.archive, session.before, command.restore)
+    done = await session.run(command.command, environment, seconds=command.seconds)
+    if command.result == "stdout" and done.ended is Ending.EXITED:
+        lines = done.stdout.strip().splitlines()
+        return _read_score(lines[-1] if lines else "", "the last line of score.command"), done
+    score = float(done.ended is Ending.EXITED)
+    return ScoreResult(score, {"exit_code": done.exit_code, "ended": done.ended.value}), done
+
+
+def _read_score(text: str, where: str) -> ScoreResult:
+    """Read a number, or a JSON object with ``score`` and ``details``."""
+    try:
+        value: Any = json.loads(text)
+    except ValueError:
+        value = None
+    details = value.get("details") if isinstance(value, dict) else None
+    score = value.get("score") if isinstance(value, dict) else value
+    if isinstance(score, bool) or not isinstance(score, (int, float)) or not math.isfinite(score):
+        raise HarnessError(
+            f"{where} holds {text[:100]!a}, not a score", hint='write a number, or {"score": 1.0}'
+        )
+    return ScoreResult(float(score), sanitize_bson(details) if isinstance(details, dict) else {})

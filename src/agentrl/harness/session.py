@@ -1,0 +1,161 @@
+"""Run the commands of one trajectory in its sandbox, one after the other, in one working directory."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from agentrl.documents.harness import CommandRun, Ending
+from agentrl.errors import ConfigError, ToolServerError
+from agentrl.harness.command import arguments_of, search_path
+from agentrl.harness.config import Command
+from agentrl.harness.prepare import Prepared
+from agentrl.harness.workspace import HOME, TEMPORARY, WORKSPACE, add_files
+from agentrl.processes import process_tree
+from agentrl.tools.sandbox.limits import Execution
+from agentrl.tools.sandbox.local import launch, namespace_problem
+from agentrl.tools.sandbox.namespaces import WORK
+
+logger = logging.getLogger(__name__)
+
+SHOWN_BYTES: Final = 64 << 10
+"""Bytes of each output that are kept."""
+_MARKER: Final = "AGENTRL_HARNESS"
+_LIMITS: Final = {
+    "time": Ending.TIME_LIMIT,
+    "memory": Ending.MEMORY_LIMIT,
+    "files": Ending.DISK_LIMIT,
+    "output": Ending.OUTPUT_LIMIT,
+}
+_SHELL_SIGNAL: Final = 128
+
+
+class HarnessSession:
+    """The sandbox of one trajectory. ``archive`` holds its files, ``before`` those of its beginning."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        self._folder = Path()
+        self._namespaces = False
+        self._marker = f"{_MARKER}={uuid.uuid4().hex}"
+
+    async def __aenter__(self) -> Self:
+        isolation = self._prepared.config.isolation
+        problem = None if isolation == "limits" else await asyncio.to_thread(namespace_problem)
+        if problem is not None and isolation == "namespaces":
+            raise ConfigError(
+                f"{self._prepared.config.source}: isolation is 'namespaces', and this machine has none:"
+                f" {problem}",
+                hint="allow user namespaces (sysctl user.max_user_namespaces), or use isolation: auto",
+            )
+        self._namespaces = isolation != "limits" and problem is None
+        self._folder = Path(tempfile.mkdtemp(prefix="agentrl-harness-"))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    @property
+    def archive(self) -> Path:
+        """The files of the trajectory."""
+        return self._folder / "files.tar"
+
+    @property
+    def before(self) -> Path:
+        """The files with which it began."""
+        return self._folder / "before.tar"
+
+    @property
+    def root(self) -> str:
+        """The folder of the files, as commands see it."""
+        return WORK if self._namespaces else str(self._folder / "work")
+
+    async def fill(self, files: Mapping[str, bytes]) -> None:
+        """Make the working directory, with more files by their path in the archive."""
+
+        def copy() -> None:
+            shutil.copyfile(self._prepared.base, self.before)
+            add_files(self.before, files)
+            shutil.copyfile(self.before, self.archive)
+
+        await asyncio.to_thread(copy)
+
+    async def run(
+        self, command: Command, environment: Mapping[str, str], *, seconds: float, secrets: Sequence[str] = ()
+    ) -> CommandRun:
+        """Run a command to its end or to a limit. ``secrets`` are hidden in its output.
+
+        On cancellation it is killed with all that it started. Raises ToolServerError if the sandbox fails.
+        """
+        limits = dataclasses.replace(self._prepared.config.limits, seconds=seconds)
+        job = {
+            "code": "", "stdin": "", "python": "", "visible": self._prepared.visible,
+            "directory": str(self._folder), "namespaces": self._namespaces, "keep_files": True,
+            "limits": dataclasses.asdict(limits), "command": arguments_of(command), "cwd": WORKSPACE,
+            "environment": {**self._base_environment(), **environment}, "shown_bytes": SHOWN_BYTES,
+        }  # fmt: skip
+        try:
+            answer = await launch(job, limits)
+        except ToolServerError:
+            await asyncio.to_thread(self._kill_remains)
+            raise
+        if answer.pop("kept"):
+            with suppress(FileNotFoundError):
+                os.replace(self._folder / "files.new", self.archive)
+        return _command_run(Execution(**answer), secrets)
+
+    def _base_environment(self) -> dict[str, str]:
+        name, _, value = self._marker.partition("=")
+        return {
+            "HOME": f"{self.root}/{HOME}", "TMPDIR": f"{self.root}/{TEMPORARY}",
+            "PATH": search_path(self._prepared.path), name: value,
+        }  # fmt: skip
+
+    def _kill_remains(self) -> None:
+        """Kill what a supervisor that was killed itself has left."""
+        for pid in process_tree((), self._marker):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _command_run(done: Execution, secrets: Sequence[str]) -> CommandRun:
+    values: dict[str, Any] = {}
+    for name in ("stdout", "stderr"):
+        values[name] = hide(getattr(done, name), secrets)
+    return CommandRun(
+        ended=_ending(done),
+        exit_code=done.exit_code,
+        seconds=done.seconds,
+        memory_mb=done.memory_mb,
+        stdout_bytes=done.stdout_bytes,
+        stderr_bytes=done.stderr_bytes,
+        **values,
+    )
+
+
+def hide(text: str, secrets: Sequence[str]) -> str:
+    """Return the text without the values of secrets."""
+    for secret in secrets:
+        text = text.replace(secret, "***")
+    return text
+
+
+def _ending(done: Execution) -> Ending:
+    if done.exceeded is not None:
+        return _LIMITS[done.exceeded]
+    if done.exit_code < 0 or _SHELL_SIGNAL < done.exit_code <= _SHELL_SIGNAL + signal.NSIG:
+        return Ending.KILLED
+    return Ending.EXITED if done.exit_code == 0 else Ending.NONZERO_EXIT

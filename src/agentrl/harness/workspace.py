@@ -1,0 +1,151 @@
+"""Prepare the working directory of a harness as an archive, from a template folder or a git bundle."""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from agentrl.errors import ConfigError
+from agentrl.harness.config import HarnessConfig
+
+WORKSPACE: Final = "workspace"
+HOME: Final = "home"
+TEMPORARY: Final = "tmp"
+_OWNER: Final = 1000
+"""The user in the sandbox."""
+_CLONE_SECONDS: Final = 300.0
+
+
+def build_base(config: HarnessConfig, target: Path) -> None:
+    """Write the archive that every trajectory begins with. Raises ConfigError."""
+    with tarfile.open(target, "w", format=tarfile.GNU_FORMAT) as archive, _source(config) as source:
+        for folder in (HOME, TEMPORARY):
+            archive.addfile(_member(folder, 0, tarfile.DIRTYPE, 0o700))
+        if source is None:
+            archive.addfile(_member(WORKSPACE, 0, tarfile.DIRTYPE, 0o700))
+        else:
+            archive.add(source, arcname=WORKSPACE, filter=_owned)
+    limit = config.limits.disk_mb << 20
+    if target.stat().st_size > limit:
+        raise ConfigError(
+            f"{config.source}: the working directory has {target.stat().st_size >> 20} MiB, above"
+            f" limits.disk_mb {config.limits.disk_mb}",
+            hint="raise limits.disk_mb",
+        )
+
+
+def add_files(archive: Path, files: Mapping[str, bytes]) -> None:
+    """Add files, by their path in the archive, readable and writable by the harness."""
+    with tarfile.open(archive, "a", format=tarfile.GNU_FORMAT) as target:
+        folders: set[str] = set()
+        for name, content in files.items():
+            for parent in reversed(Path(name).parents):
+                if str(parent) not in (".", WORKSPACE, HOME, *folders):
+                    folders.add(str(parent))
+                    target.addfile(_member(str(parent), 0, tarfile.DIRTYPE, 0o700))
+            target.addfile(_member(name, len(content), tarfile.REGTYPE, 0o600), io.BytesIO(content))
+
+
+def restore(archive: Path, before: Path, names: tuple[str, ...]) -> None:
+    """Put files and folders of the working directory back as they were in ``before``."""
+    paths = tuple(os.path.normpath(f"{WORKSPACE}/{name}") for name in names)
+
+    def is_named(name: str) -> bool:
+        return any(name == path or name.startswith(f"{path}/") for path in paths)
+
+    fresh = archive.with_suffix(".restored")
+    with tarfile.open(fresh, "w", format=tarfile.GNU_FORMAT) as target:
+        _copy(archive, target, lambda name: not is_named(name))
+        _copy(before, target, is_named)
+    fresh.replace(archive)
+
+
+def read_file(archive: Path, name: str, limit: int) -> str | None:
+    """Return the text of a file of the working directory, at most ``limit`` bytes; None if there is none."""
+    wanted = os.path.normpath(f"{WORKSPACE}/{name}")
+    content = None
+    with tarfile.open(archive) as source:
+        for member in source:
+            if os.path.normpath(member.name) == wanted and member.isreg():
+                reader = source.extractfile(member)
+                content = None if reader is None else reader.read(limit).decode("utf-8", "replace")
+    return content
+
+
+def keep_until_exit() -> Path:
+    """Return a new folder that is deleted when this process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="agentrl-harness-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _copy(archive: Path, target: tarfile.TarFile, wanted: Callable[[str], bool]) -> None:
+    with tarfile.open(archive) as source:
+        for member in source:
+            name = os.path.normpath(member.name)
+            if wanted(name) and not (member.islnk() and not wanted(os.path.normpath(member.linkname))):
+                target.addfile(member, source.extractfile(member) if member.isreg() else None)
+
+
+@contextmanager
+def _source(config: HarnessConfig) -> Iterator[Path | None]:
+    """Yield the folder that the working directory is copied from; None for an empty one."""
+    if config.bundle is None:
+        yield config.template
+        return
+    with tempfile.TemporaryDirectory(prefix="agentrl-bundle-") as folder:
+        clone = Path(folder) / "clone"
+        _git(config, "clone", "--quiet", str(config.bundle), str(clone))
+        if config.ref is not None:
+            _git(config, "-C", str(clone), "checkout", "--quiet", config.ref)
+        _git(config, "-C", str(clone), "remote", "remove", "origin")
+        yield clone
+
+
+def _git(config: HarnessConfig, *words: str) -> None:
+    environment = {"PATH": os.environ.get("PATH", ""), "GIT_CONFIG_NOSYSTEM": "1", "HOME": "/nonexistent"}
+    try:
+        subprocess.run(
+            ["git", *words],
+            check=True,
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=_CLONE_SECONDS,
+        )
+    except FileNotFoundError as error:
+        raise ConfigError(f"{config.source}: workspace.bundle needs git", hint="install git") from error
+    except subprocess.SubprocessError as error:
+        said = getattr(error, "stderr", None) or str(error)
+        raise ConfigError(
+            f"{config.source}: workspace.bundle {config.bundle} with ref {config.ref!r} cannot be checked"
+            f" out: {str(said).strip()[-500:]}",
+            hint="make it by `git bundle create FILE HEAD BRANCH`, and name one of its branches as ref",
+        ) from error
+
+
+def _owned(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    """Give a member to the user in the sandbox; leave out pipes, sockets and devices."""
+    member.uid = member.gid = _OWNER
+    member.uname = member.gname = ""
+    member.mode |= 0o700 if member.isdir() else 0o600
+    kept = member.isdir() or member.isreg() or member.issym() or member.islnk()
+    return member if kept else None
+
+
+def _member(name: str, size: int, kind: bytes, mode: int) -> tarfile.TarInfo:
+    member = tarfile.TarInfo(name)
+    member.size, member.type, member.mode = size, kind, mode
+    member.uid = member.gid = _OWNER
+    member.mtime = int(time.time())
+    return member
