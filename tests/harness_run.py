@@ -23,16 +23,16 @@ from agentrl.store.client import Store
 PYTHON = "/usr/bin/python3" if Path("/usr/bin/python3").exists() else sys.executable
 """Other users, such as that of the sandbox, may run the system's interpreter."""
 
-CALL = """
-PYTHON - <<'EOF'
+CALL = f"""
+{PYTHON} - <<'EOF'
 import json, os, urllib.request
-body = json.dumps({"model": os.environ["AGENTRL_MODEL"], "messages": [{"role": "user", "content": "hi"}]}).encode()
-head = {"Authorization": "Bearer " + os.environ["AGENTRL_API_KEY"], "Content-Type": "application/json"}
+ask = {{"model": os.environ["AGENTRL_MODEL"], "messages": [{{"role": "user", "content": "hi"}}]}}
+head = {{"Authorization": "Bearer " + os.environ["AGENTRL_API_KEY"], "Content-Type": "application/json"}}
 url = os.environ["AGENTRL_BASE_URL"] + "/chat/completions"
-print(json.load(urllib.request.urlopen(urllib.request.Request(url, body, head)))["choices"][0]["message"]["content"])
+sent = urllib.request.Request(url, json.dumps(ask).encode(), head)
+print(json.load(urllib.request.urlopen(sent))["choices"][0]["message"]["content"])
 EOF
 """
-CALL = CALL.replace("PYTHON", PYTHON)
 """A shell line that asks the model once and prints the answer."""
 
 

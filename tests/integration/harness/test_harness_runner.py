@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from harness_run import CALL, HarnessRun, write_harness
