@@ -17,6 +17,7 @@ from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.partial import PartialGeneration
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ToolServerError
+from agentrl.inference.encoded_ids import EncodedIds
 from agentrl.inference.generation import Generation, Progress
 from agentrl.tools.base import Schema, ToolResult, Trajectory, function_schema
 
@@ -63,6 +64,7 @@ class ScriptedEngine:
         self.version = 3
         self.context_length: int | None = None
         self.partial: PartialGeneration | None = None
+        self.encoded = EncodedIds()
 
     async def generate(
         self, input_ids: Sequence[int], params: SamplingParams, progress: Progress | None = None

@@ -55,8 +55,8 @@ class GatewayApp:
         self.answerer = answerer
         self.config = config
         self.name = f"gateway-{secrets.token_hex(6)}"
-        self._pending = PendingAnswers(answerer, config, self.name)
-        self._claims: dict[str, tuple[GatewaySession, Claim]] = {}
+        self._callers: dict[str, Caller] = {}
+        self._pending = PendingAnswers(answerer, config, self.name, lambda key: self._callers.pop(key, None))
 
     def app(self) -> Starlette:
         """Return the application."""
@@ -84,7 +84,9 @@ class GatewayApp:
 
     async def close_record(self, record_id: str) -> None:
         """Cancel the answers that are under way for one trajectory."""
-        self._claims = {key: each for key, each in self._claims.items() if each[1].record_id != record_id}
+        self._callers = {
+            key: each for key, each in self._callers.items() if each.claim.record_id != record_id
+        }
         await self._pending.close(record_id)
 
     async def _health(self, request: Request) -> Response:
@@ -100,13 +102,20 @@ class GatewayApp:
         return _json(CHAT.error(error), error.status)
 
     def _guarded(
-        self, dialect: Dialect, handle: Callable[[Request, Caller], Awaitable[Response]]
+        self,
+        dialect: Dialect,
+        handle: Callable[[Request, Caller], Awaitable[Response]],
+        *,
+        checks_known: bool = True,
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Return a handler that authenticates, bounds the time of a request and answers errors."""
+        """Return a handler that authenticates, bounds the time of a request and answers errors.
+
+        Without ``checks_known`` the handler itself checks that a known trajectory still runs.
+        """
 
         async def guarded(request: Request) -> Response:
             try:
-                return await handle(request, await self._caller(request))
+                return await handle(request, await self._caller(request, checks_known=checks_known))
             except ClientDisconnect:
                 return Response(status_code=499)
             except GatewayError as error:
@@ -137,7 +146,7 @@ class GatewayApp:
             answer = answer_of(call, asked, pending.call, self.answerer.chat_format)
             return _json(dialect.answer(answer))
 
-        return self._guarded(dialect, generate)
+        return self._guarded(dialect, generate, checks_known=False)
 
     async def _events(
         self, dialect: Dialect, asked: GatewayRequest, pending: PendingAnswer
@@ -200,7 +209,7 @@ class GatewayApp:
             ) from error
         return b"".join(parts)
 
-    async def _caller(self, request: Request) -> Caller:
+    async def _caller(self, request: Request, *, checks_known: bool) -> Caller:
         """Return the trajectory of a request's token. Raises GatewayError unless its claim is alive."""
         token = request.path_params["token"]
         for name in _KEY_HEADERS:
@@ -212,20 +221,24 @@ class GatewayApp:
                     code="wrong_key",
                     hint="base URL and key belong together: use those of one trajectory",
                 )
-        store = self.answerer.store
         session_id = token_digest(token)
-        cached = self._claims.get(session_id)
+        known = self._callers.get(session_id)
+        if known is None:
+            known = self._callers[session_id] = await self._load_caller(session_id)
+        elif checks_known and await self.answerer.store.gateways.live_calls(session_id) is None:
+            self._callers.pop(session_id, None)
+            raise dead_url()
+        return known
+
+    async def _load_caller(self, session_id: str) -> Caller:
+        store = self.answerer.store
         session = await store.gateways.session(session_id)
         if session is None or session.closed_at is not None or not await store.gateways.is_live(session):
-            self._claims.pop(session_id, None)
             raise dead_url()
-        if cached is not None:
-            return Caller(session, cached[1])
         task = await store.tasks.get(session.task)
         if task is None:
             raise dead_url()
         claim = Claim(task=task, traj_id=session.traj_id, attempt=session.attempt, owner=session.owner)
-        self._claims[session_id] = (session, claim)
         return Caller(session, claim)
 
     async def _models(self, request: Request, caller: Caller) -> Response:

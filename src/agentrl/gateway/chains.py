@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.documents.model_call import DispatchedSamplingTask, full_messages
 from agentrl.documents.packing import unpack_ids
 from agentrl.errors import StoreError, TrajectoryError
+from agentrl.inference.encoded_ids import EncodedIds
 from agentrl.tools.base import Schema
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ class Chain:
     output_ids: list[int]
     messages: list[Message]
     """All messages, the answer included, with the thoughts that a client does not send back."""
+    encoded: EncodedIds = field(default_factory=EncodedIds)
+    """The JSON of its prompt, which the next prompt extends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,9 @@ class Prompt:
     """Those that the parent does not have."""
     parent: str | None
     follows: str | None
+    encoded: EncodedIds
+    digest: str = ""
+    """Digest of the request's conversation."""
 
 
 class Chains:
@@ -51,7 +57,27 @@ class Chains:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._cached: OrderedDict[str, Chain] = OrderedDict()
+        self._ends: dict[tuple[str, str], Chain] = {}
+        self._keys: dict[str, tuple[str, str]] = {}
         self._tokens = 0
+
+    async def longest(self, record_id: str, digests: Sequence[str]) -> tuple[int, Chain | None]:
+        """Return the longest of the conversations with ``digests`` that ends with an answer, and its place.
+
+        The place counts from 1; without such a conversation it is 0.
+        """
+        if not digests:
+            return 0, None
+        chain = self._ends.get((record_id, digests[-1]))
+        if chain is not None:
+            self._cached.move_to_end(chain.call)
+            return len(digests), chain
+        found = await self._store.gateways.latest_after(record_id, digests)
+        for place in range(len(digests), 0, -1):
+            call = found.get(digests[place - 1])
+            if call is not None:
+                return place, await self.get(record_id, str(call.call))
+        return 0, None
 
     async def get(self, record_id: str, call_id: str) -> Chain:
         """Return the conversation up to a model call of a trajectory."""
@@ -64,15 +90,21 @@ class Chains:
             self._cached.move_to_end(call_id)
         return chain
 
-    def add(self, chain: Chain) -> None:
-        """Keep a conversation; drop the oldest ones beyond the limit."""
+    def add(self, chain: Chain, after: tuple[str, str] | None = None) -> None:
+        """Keep a conversation, with ``after`` also by its record and digest; drop old ones over the limit."""
         if chain.call in self._cached:
             return
         self._cached[chain.call] = chain
+        if after is not None:
+            self._ends[after] = chain
+            self._keys[chain.call] = after
         self._tokens += _size(chain)
         while self._tokens > _CACHED_TOKENS and len(self._cached) > 1:
-            _, old = self._cached.popitem(last=False)
+            call, old = self._cached.popitem(last=False)
             self._tokens -= _size(old)
+            key = self._keys.pop(call, None)
+            if key is not None and self._ends.get(key) is old:
+                del self._ends[key]
 
 
 def _size(chain: Chain) -> int:
@@ -114,7 +146,7 @@ def prompt_of(
     """
     if chain is None:
         ids = chat_format.render(messages, tools)
-        return Prompt(ids, ids, list(messages), list(messages), None, None)
+        return Prompt(ids, ids, list(messages), list(messages), None, None, EncodedIds())
     new = list(messages[known:])
     whole = [*chain.messages, *new]
     try:
@@ -123,5 +155,6 @@ def prompt_of(
         added = None
     if added is None:
         ids = chat_format.render(whole, tools)
-        return Prompt(ids, ids, whole, whole, None, chain.call)
-    return Prompt([*chain.prompt_ids, *chain.output_ids, *added], added, whole, new, chain.call, None)
+        return Prompt(ids, ids, whole, whole, None, chain.call, EncodedIds())
+    ids = [*chain.prompt_ids, *chain.output_ids, *added]
+    return Prompt(ids, added, whole, new, chain.call, None, chain.encoded)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+import orjson
 
 from agentrl.chat.chat_format import Message
 from agentrl.tools.base import Schema
@@ -18,12 +20,15 @@ def prefix_digests(messages: Sequence[Message], tools: Sequence[Schema]) -> list
     around an assistant's text and its thoughts do not count, because clients change them in what they send
     back.
     """
-    state = hashlib.sha256(_dump([dict(tool) for tool in tools]))
-    digests = [state.hexdigest()]
+    digests = [hashlib.sha256(_dump([dict(tool) for tool in tools])).hexdigest()]
     for message in messages:
-        state.update(b"\x00" + _dump(_canonical(message)))
-        digests.append(state.hexdigest())
+        digests.append(digest_after(digests[-1], message))
     return digests
+
+
+def digest_after(digest: str, message: Message) -> str:
+    """Return the digest of a conversation with ``digest`` and one more message."""
+    return hashlib.sha256(digest.encode() + _dump(_canonical(message))).hexdigest()
 
 
 def body_digest(*parts: str | bytes) -> str:
@@ -43,5 +48,8 @@ def _canonical(message: Message) -> list[Any]:
     return ["assistant", content.strip(), [[call["name"], call.get("arguments") or {}] for call in calls]]
 
 
-def _dump(value: Mapping[str, Any] | Sequence[Any]) -> bytes:
-    return json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":")).encode()
+def _dump(value: Sequence[Any]) -> bytes:
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # a lone surrogate, or an integer of more than 64 bits
+        return json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":")).encode()

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -30,8 +30,9 @@ from agentrl.errors import (
 )
 from agentrl.gateway.chains import Chain, Chains, Prompt, prompt_of
 from agentrl.gateway.errors import GatewayError, invalid
-from agentrl.gateway.history import prefix_digests
+from agentrl.gateway.history import digest_after, prefix_digests
 from agentrl.gateway.request import Answer, AnsweredToolCall, GatewayRequest
+from agentrl.inference.encoded_ids import EncodedIds
 from agentrl.inference.generation import EngineRefusedError, Generation, Progress
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.model_call import PendingCall
@@ -50,6 +51,8 @@ _ID_DIGITS = 7
 
 class StreamingEngine(Protocol):
     """An engine that reports tokens while it generates: ``EngineSession``."""
+
+    encoded: EncodedIds
 
     @property
     def context_length(self) -> int | None:
@@ -92,17 +95,19 @@ class Answerer:
         claim: Claim,
         request: GatewayRequest,
         call: GatewayCall,
+        prompting: Awaitable[Prompt],
         on_prompt: OnPrompt,
         progress: Progress | None,
     ) -> DispatchedSamplingTask:
-        """Generate and store the answer of a request; return its model call.
+        """Generate and store the answer of a request behind the prompt ``prompting``; return its model call.
 
         ``on_prompt`` receives the prompt before generation begins. Raises GatewayError; the request is then
         marked as failed.
         """
         try:
             async with self._renewing(call):
-                return await self._answer(claim, request, call, on_prompt, progress)
+                prompt = await prompting
+                return await self._answer(claim, request, call, prompt, on_prompt, progress)
         except LeaseLostError as error:
             raise dead_url() from error
         except BaseException as error:
@@ -136,7 +141,7 @@ class Answerer:
     async def count_tokens(self, claim: Claim, request: GatewayRequest) -> int:
         """Return the length of the prompt that a request would have, in tokens. Raises GatewayError."""
         try:
-            return len((await self._prompt(claim, request)).ids)
+            return len((await self.prompt(claim, request)).ids)
         except FailureError as error:
             raise _as_gateway_error(error) from error
 
@@ -145,10 +150,10 @@ class Answerer:
         claim: Claim,
         request: GatewayRequest,
         call: GatewayCall,
+        prompt: Prompt,
         on_prompt: OnPrompt,
         progress: Progress | None,
     ) -> DispatchedSamplingTask:
-        prompt = await self._prompt(claim, request)
         async with self.router.session(claim.record_id, claim.record_id) as engine:
             budget = Budget(self.agent, engine.context_length)
             if len(prompt.ids) > budget.prompt_limit:
@@ -156,6 +161,7 @@ class Answerer:
             params = request.params(self.params).seeded(self.seed, call.id)
             params = budget.clamp(params, len(prompt.ids))
             on_prompt(prompt.ids)
+            engine.encoded = prompt.encoded
             generation = await engine.generate(prompt.ids, params, progress)
         parsed = contain_call(
             lambda: self.chat_format.parse(generation.output_ids, request.tools, prompt.ids),
@@ -177,15 +183,15 @@ class Answerer:
             error=error,
         )
         document = replace(pending.document(), follows=prompt.follows)
-        after = prefix_digests([*request.messages, response], request.tools)[-1]
+        after = digest_after(prompt.digest, response)
         async with self.writing.setdefault(claim.record_id, asyncio.Lock()):
-            stored = await self.store.model_calls.add_answer(claim, document, call, after)
-        self.chains.add(
-            Chain(stored.id, prompt.ids, list(generation.output_ids), [*prompt.messages, response])
-        )
+            stored = await self.store.answered_calls.add(claim, document, call, after)
+        messages, output = [*prompt.messages, response], list(generation.output_ids)
+        chain = Chain(stored.id, prompt.ids, output, messages, prompt.encoded)
+        self.chains.add(chain, (claim.record_id, after))
         return stored
 
-    async def _prompt(self, claim: Claim, request: GatewayRequest) -> Prompt:
+    async def prompt(self, claim: Claim, request: GatewayRequest) -> Prompt:
         """Return the prompt: behind the latest sampled answer that the request's messages begin with."""
         messages, tools = request.messages, request.tools
         if messages[-1]["role"] == "assistant":
@@ -195,15 +201,10 @@ class Answerer:
                 code="no_new_message",
             )
         digests = prefix_digests(messages, tools)
-        ends = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        found = await self.store.gateways.latest_after(
-            claim.record_id, [digests[place + 1] for place in ends]
-        )
-        known = next((place + 1 for place in reversed(ends) if digests[place + 1] in found), 0)
-        chain = None
-        if known:
-            chain = await self.chains.get(claim.record_id, str(found[digests[known]].call))
-        return prompt_of(self.chat_format, chain, known, messages, tools)
+        ends = [place + 1 for place, message in enumerate(messages) if message["role"] == "assistant"]
+        found, chain = await self.chains.longest(claim.record_id, [digests[end] for end in ends])
+        known = ends[found - 1] if found else 0
+        return replace(prompt_of(self.chat_format, chain, known, messages, tools), digest=digests[-1])
 
     @contextlib.asynccontextmanager
     async def _renewing(self, call: GatewayCall) -> AsyncIterator[None]:

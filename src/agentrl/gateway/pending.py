@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 from agentrl.config.gateway import GatewayConfig
 from agentrl.documents.gateway import GatewayCall, GatewayCallStatus, GatewaySession
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.task import Claim
+from agentrl.gateway.chains import Prompt
 from agentrl.gateway.errors import GatewayError
 from agentrl.gateway.history import body_digest
 from agentrl.gateway.model_calls import Answerer, dead_url
@@ -111,10 +112,14 @@ def _joined(events: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int, Sequ
 class PendingAnswers:
     """The answers under way in this process; a retry joins the answer of the first request."""
 
-    def __init__(self, answerer: Answerer, config: GatewayConfig, gateway: str) -> None:
+    def __init__(
+        self, answerer: Answerer, config: GatewayConfig, gateway: str, on_dead: Callable[[str], object]
+    ) -> None:
+        """``on_dead`` receives the id of a session that turns out to have ended."""
         self._answerer = answerer
         self._config = config
         self._gateway = gateway
+        self._on_dead = on_dead
         self._running: dict[str, PendingAnswer] = {}
 
     def get(
@@ -166,38 +171,63 @@ class PendingAnswers:
         asked: CallRequest,
     ) -> DispatchedSamplingTask:
         """Return the model call of a request: generate it, unless it exists or another gateway does."""
-        store, answerer = self._answerer.store, self._answerer
-        while True:
-            pending.call, is_mine = await store.gateways.begin(
-                asked,
-                lease_seconds=answerer.lease_seconds,
-                retry_seconds=self._config.gateway_retry_seconds,
-            )
-            if is_mine:
-                await self._check_calls(session, pending.call)
-                return await self._generate(pending, session, claim, request)
-            done = await self._follow(pending.call)
-            if done is not None:
-                return done
+        gateways, answerer = self._answerer.store.gateways, self._answerer
+        prompting = asyncio.create_task(answerer.prompt(claim, request), name=f"prompt for {session.record}")
+        try:
+            begun = await gateways.begin_first(asked, answerer.lease_seconds)
+            is_mine = begun is not None
+            while True:
+                if begun is None:
+                    begun, is_mine = await gateways.begin(
+                        asked,
+                        lease_seconds=answerer.lease_seconds,
+                        retry_seconds=self._config.gateway_retry_seconds,
+                    )
+                pending.call = begun
+                await self._check_calls(session, begun if is_mine else None)
+                if is_mine:
+                    return await self._generate(pending, session, claim, request, prompting)
+                done = await self._follow(begun)
+                if done is not None:
+                    return done
+                begun = None
+        finally:
+            prompting.cancel()
+            await asyncio.wait([prompting])
+            if not prompting.cancelled():
+                prompting.exception()  # ``_generate`` raises it
 
     async def _generate(
-        self, pending: PendingAnswer, session: GatewaySession, claim: Claim, request: GatewayRequest
+        self,
+        pending: PendingAnswer,
+        session: GatewaySession,
+        claim: Claim,
+        request: GatewayRequest,
+        prompting: asyncio.Task[Prompt],
     ) -> DispatchedSamplingTask:
         try:
             return await self._answerer.answer(
-                claim, request, pending.call, pending.prompted, pending.generated
+                claim, request, pending.call, prompting, pending.prompted, pending.generated
             )
         except GatewayError as error:
             if error.code == "context_length_exceeded":
                 await self._answerer.store.gateways.stop_session(session.id, "length")
             raise
 
-    async def _check_calls(self, session: GatewaySession, call: GatewayCall) -> None:
-        """Raise GatewayError if the trajectory has made all its model calls."""
+    async def _check_calls(self, session: GatewaySession, mine: GatewayCall | None) -> None:
+        """Raise GatewayError if the trajectory has ended, or has made all its model calls.
+
+        ``mine`` is a request of this process that counts; the answer of an earlier one is always allowed.
+        """
         gateways = self._answerer.store.gateways
-        if await gateways.count(session.record) <= session.max_calls:
+        count = await gateways.live_calls(session.id)
+        if count is not None and (mine is None or count <= session.max_calls):
             return
-        await gateways.fail(call)
+        if mine is not None:
+            await gateways.fail(mine)
+        if count is None:
+            self._on_dead(session.id)
+            raise dead_url()
         await gateways.stop_session(session.id, "turns")
         raise GatewayError(
             "limit",

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
 from agentrl.chat.chat_format import Message
 from agentrl.documents.sampling import SamplingParams
 from agentrl.gateway.errors import GatewayError, invalid
@@ -82,12 +84,20 @@ class Answer:
 def load_body(body: bytes) -> dict[str, Any]:
     """Decode the body of a request. Raises GatewayError unless it is a JSON object."""
     try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"the body is not JSON: {error}", code="invalid_json") from error
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        value = _load_tolerantly(body)
     if not isinstance(value, dict):
         raise invalid(f"the body must be a JSON object, not {kind_of(value)}", code="invalid_json")
     return value
+
+
+def _load_tolerantly(body: bytes) -> Any:
+    """Decode JSON that only the standard library reads, such as a lone surrogate in a text."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"the body is not JSON: {error}", code="invalid_json") from error
 
 
 def sampling_changes(body: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class GatewayServer:
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
+                proxy_headers=False,
                 timeout_graceful_shutdown=1,
                 timeout_keep_alive=30,
             )
@@ -78,7 +79,9 @@ class GatewayServer:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sends small pieces at once (TCP_NODELAY) only on sockets that name the protocol
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

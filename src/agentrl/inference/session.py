@@ -109,7 +109,8 @@ class EngineSession:
         self.tokens = 0
         self.partial = partial
         self._engines = engines
-        self._encoded = EncodedIds()
+        self.encoded = EncodedIds()
+        """The JSON of the last prompt; that of an earlier call of the same conversation may replace it."""
 
     @property
     def context_length(self) -> int | None:
@@ -203,7 +204,7 @@ class EngineSession:
                 input_ids,
                 params,
                 rid,
-                encoded=self._encoded,
+                encoded=self.encoded,
                 routing_key=self.group or self.traj_id,
                 keep=keep,
                 progress=progress,

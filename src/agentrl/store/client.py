@@ -17,6 +17,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store.admin.migrate import check_version, open_schema
 from agentrl.store.allowed_imports import Imports
+from agentrl.store.answered_calls import AnsweredCalls
 from agentrl.store.changes import Changes
 from agentrl.store.claims import Claims
 from agentrl.store.connection import Connection
@@ -62,6 +63,7 @@ class Store:
         self.evaluations = Evaluations(connection)
         self.gateways = Gateways(connection)
         self.images = Images(connection)
+        self.answered_calls = AnsweredCalls(connection)
         self.views = Views(connection)
         self._changes = Changes(connection)
 

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pymongo import ASCENDING, DESCENDING, ReturnDocument
+from pymongo import ASCENDING, DESCENDING, ReturnDocument, UpdateOne
+from pymongo.asynchronous.collection import AsyncCollection
 from pymongo.errors import DuplicateKeyError
+from pymongo.read_concern import ReadConcern
+from pymongo.write_concern import WriteConcern
 
+from agentrl.documents.base import now
 from agentrl.documents.gateway import GatewayCall, GatewayCallStatus, GatewaySession, ReportedReward
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim
 from agentrl.errors import StoreError
 from agentrl.store import slots
-from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import GATEWAY_CALL, GATEWAY_SESSION, RECORD, TASK
 from agentrl.store.slots import lease_lost
+from agentrl.store.write_coalescer import WriteCoalescer
 
 _TRIES = 64
+_LIVE_CALLS = [GatewayCallStatus.RUNNING.value, GatewayCallStatus.DONE.value]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +38,31 @@ class CallRequest:
     has_key: bool
     """Whether ``digest`` is of an idempotency key, which is valid for the whole trajectory."""
 
+    def call(self, number: int) -> GatewayCall:
+        """Return the document of this request as the ``number``-th one with its digest."""
+        begun = now()
+        return GatewayCall(
+            id=f"{self.record}:{self.digest}:{number}", record=self.record, digest=self.digest,
+            number=number, answer_id=f"{self.answer_id}{number:x}", dialect=self.dialect,
+            gateway=self.gateway, status=GatewayCallStatus.RUNNING, expires_at=begun, created_at=begun,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _First:
+    """A request that no earlier one is expected to equal."""
+
+    call: GatewayCall
+    lease_seconds: float
+
 
 class Gateways(Repository):
-    """The calls of gateways on sessions and requests. Times are the server's."""
+    """The calls of gateways on sessions and requests. Leases and their ends are in the server's time."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._beginning = WriteCoalescer(self._begin_batch, self._begin_each)
+        self._asking = WriteCoalescer(self._calls_batch, self._calls_each)
 
     @database_call
     async def open_session(self, session: GatewaySession) -> None:
@@ -79,10 +107,22 @@ class Gateways(Repository):
         )
 
     @database_call
-    async def count(self, record: str) -> int:
-        """Return the number of requests that have an answer or are about to."""
-        live = {"$in": [GatewayCallStatus.RUNNING.value, GatewayCallStatus.DONE.value]}
-        return await self._collection(GATEWAY_CALL).count_documents({"record": record, "status": live})
+    async def live_calls(self, session_id: str) -> int | None:
+        """Return the number of requests of a session that have an answer or are about to.
+
+        None if the session is closed, or its claim is lost.
+        """
+        return await self._asking.write(session_id)
+
+    @database_call
+    async def begin_first(self, request: CallRequest, lease_seconds: float) -> GatewayCall | None:
+        """Store a request unless one with its digest exists; return its document, else None.
+
+        The write is not journaled: if it is lost, ``AnsweredCalls.add`` finds no request, and a retry begins
+        again.
+        """
+        call = request.call(0)
+        return call if await self._beginning.write(_First(call, lease_seconds)) else None
 
     @database_call
     async def begin(
@@ -94,13 +134,15 @@ class Gateways(Repository):
         idempotency key, for ``retry_seconds`` after its end. A request whose gateway is gone or that failed
         is taken over.
         """
-        calls = self._collection(GATEWAY_CALL)
+        calls = self._latest(GATEWAY_CALL)
         for _ in range(_TRIES):
             latest = await calls.find_one(
                 {"record": request.record, "digest": request.digest}, sort=[("number", DESCENDING)]
             )
             if latest is None:
                 begun = await self._insert(request, 0, lease_seconds)
+            elif latest["gateway"] == request.gateway and latest["answer_id"].startswith(request.answer_id):
+                return GatewayCall.from_document(latest), True  # an outage lost the answer of its insertion
             elif await calls.find_one(_reusable(latest["_id"], request.has_key, retry_seconds), {"_id": 1}):
                 return GatewayCall.from_document(latest), False
             elif latest["status"] == GatewayCallStatus.DONE.value:
@@ -130,7 +172,7 @@ class Gateways(Repository):
     @database_call
     async def get(self, call_id: str) -> tuple[GatewayCall | None, bool]:
         """Return a request, and whether its gateway is late: it may be taken over."""
-        calls = self._collection(GATEWAY_CALL)
+        calls = self._latest(GATEWAY_CALL)
         document = await calls.find_one({"_id": call_id})
         if document is None:
             return None, True
@@ -175,24 +217,71 @@ class Gateways(Repository):
 
     async def _insert(self, request: CallRequest, number: int, lease_seconds: float) -> GatewayCall | None:
         """Insert a request; return None if another gateway did."""
-        key = f"{request.record}:{request.digest}:{number}"
-        fields: Json = {
-            "record": slots.literal(request.record), "digest": request.digest, "number": number,
-            "answer_id": f"{request.answer_id}{number:x}", "dialect": request.dialect,
-            "gateway": slots.literal(request.gateway), "status": GatewayCallStatus.RUNNING.value,
-            "expires_at": slots.after(lease_seconds), "created_at": "$$NOW", "call": None, "after": None,
-            "finished_at": None,
-        }  # fmt: skip
+        call = request.call(number)
         try:
-            document = await self._collection(GATEWAY_CALL).find_one_and_update(
-                {"_id": key, "digest": {"$exists": False}},
-                [{"$set": fields}],
+            await self._collection(GATEWAY_CALL).update_one(
+                {"_id": call.id, "digest": {"$exists": False}},
+                [{"$set": _stored(call, lease_seconds)}],
                 upsert=True,
-                return_document=ReturnDocument.AFTER,
             )
         except DuplicateKeyError:
             return None
-        return None if document is None else GatewayCall.from_document(document)
+        return call
+
+    async def _begin_each(self, first: _First) -> bool:
+        return (await self._begin_batch([first]))[0]
+
+    async def _begin_batch(self, batch: Sequence[_First]) -> list[bool]:
+        """Store requests; return for each whether it is new."""
+        is_new = {"$eq": [{"$type": "$digest"}, "missing"]}
+        updates = [
+            UpdateOne(
+                {"_id": each.call.id},
+                [{"$replaceWith": {"$cond": [
+                    is_new, {"$mergeObjects": ["$$ROOT", _stored(each.call, each.lease_seconds)]}, "$$ROOT",
+                ]}}],
+                upsert=True,
+            )
+            for each in batch
+        ]  # fmt: skip
+        result = await self._latest(GATEWAY_CALL).bulk_write(updates, ordered=False)
+        inserted = result.upserted_ids or {}
+        return [place in inserted for place in range(len(batch))]
+
+    async def _calls_each(self, session_id: str) -> int | None:
+        return (await self._calls_batch([session_id]))[0]
+
+    async def _calls_batch(self, session_ids: Sequence[str]) -> list[int | None]:
+        """Return ``live_calls`` for each session."""
+        claimed = {
+            "$and": [
+                slots.LIVE,
+                *({"$eq": [f"$$slot.{name}", f"$${name}"]} for name in ("traj_id", "attempt", "owner")),
+            ]
+        }
+        names = {name: f"${name}" for name in ("traj_id", "attempt", "owner")}
+        pipeline: list[Json] = [
+            {"$match": {"_id": {"$in": list(set(session_ids))}, "closed_at": None}},
+            {"$lookup": {
+                "from": TASK, "localField": "task", "foreignField": "_id", "let": names, "as": "task",
+                "pipeline": [{"$match": slots.any_slot(claimed)}, {"$project": {"_id": 1}}],
+            }},
+            {"$match": {"task": {"$ne": []}}},
+            {"$lookup": {
+                "from": GATEWAY_CALL, "localField": "record", "foreignField": "record", "as": "calls",
+                "pipeline": [{"$match": {"status": {"$in": _LIVE_CALLS}}}, {"$count": "count"}],
+            }},
+            {"$project": {"count": {"$ifNull": [{"$first": "$calls.count"}, 0]}}},
+        ]  # fmt: skip
+        cursor = await self._latest(GATEWAY_SESSION).aggregate(pipeline)
+        counts = {found["_id"]: int(found["count"]) for found in await cursor.to_list()}
+        return [counts.get(session_id) for session_id in session_ids]
+
+    def _latest(self, name: str) -> AsyncCollection[Json]:
+        """Return a collection whose reads see, and whose writes are, not yet journaled."""
+        return self._collection(name).with_options(
+            read_concern=ReadConcern("local"), write_concern=WriteConcern(w=1, j=False)
+        )
 
     async def _take_over(
         self, latest: Json, request: CallRequest, lease_seconds: float
@@ -210,6 +299,13 @@ class Gateways(Repository):
             {"_id": latest["_id"], **free}, update, return_document=ReturnDocument.AFTER
         )
         return None if document is None else GatewayCall.from_document(document)
+
+
+def _stored(call: GatewayCall, lease_seconds: float) -> Json:
+    """Return the fields of a new request as expressions; its lease ends in the server's time."""
+    fields = call.to_document()
+    values = {name: slots.literal(value) for name, value in fields.items() if name != "_id"}
+    return {**values, "expires_at": slots.after(lease_seconds)}
 
 
 _EXPIRED: Json = {

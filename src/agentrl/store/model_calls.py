@@ -11,7 +11,6 @@ from bson.raw_bson import RawBSONDocument
 from pymongo import ASCENDING, UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
-from agentrl.documents.gateway import GatewayCall, GatewayCallStatus
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim
@@ -19,11 +18,11 @@ from agentrl.store import slots
 from agentrl.store.blobs import Blobs
 from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.driver_errors import is_outage
-from agentrl.store.names import GATEWAY_CALL, MODEL_CALL, RECORD
+from agentrl.store.names import MODEL_CALL, RECORD
 from agentrl.store.slots import lease_lost, lost_claims
 from agentrl.store.write_coalescer import WriteCoalescer
 
-_LARGE = 256 * 1024
+LARGE = 256 * 1024
 """Bytes of the model calls that a trajectory adds at a time; a larger one gets a transaction of its own."""
 
 
@@ -52,52 +51,6 @@ class ModelCalls(Repository):
         self._adding = WriteCoalescer(self._add_batch, self._add_each)
 
     @database_call
-    async def add_answer(
-        self, claim: Claim, call: DispatchedSamplingTask, answer: GatewayCall, after: str
-    ) -> DispatchedSamplingTask:
-        """Store the model call of a gateway's request under the next index, and end the request.
-
-        Both are one transaction, so that a request has one model call whoever answers it. Return the call
-        with its index. Raises LeaseLostError if the claim is lost, the Record is not running, or another
-        gateway has taken the request over.
-        """
-        mine = {
-            "_id": answer.id, "gateway": answer.gateway, "status": GatewayCallStatus.RUNNING.value,
-        }  # fmt: skip
-
-        async def write(session: AsyncClientSession) -> DispatchedSamplingTask:
-            done = await self._collection(GATEWAY_CALL).find_one(
-                {"_id": answer.id, "gateway": answer.gateway, "call": {"$ne": None}}, session=session
-            )
-            if done is not None:  # an outage lost the answer of the transaction that wrote it
-                found = await self._collection(MODEL_CALL).find_one({"_id": done["call"]}, session=session)
-                assert found is not None  # the same transaction wrote it
-                return DispatchedSamplingTask.from_document(await self._blobs.restore(found))
-            before = await self._collection(RECORD).find_one(
-                {"_id": claim.record_id}, {"traj": 1}, session=session
-            )
-            index = len(before["traj"]) if before is not None else 0
-            stored = replace(call, id=f"{claim.record_id}/{index}", index=index)
-            document = RawBSONDocument(bson.encode(await self._blobs.offload(stored.to_document())))
-            addition = _Addition(claim, stored, document)
-            lost, counted = await asyncio.gather(
-                lost_claims(self._connection, [claim]),
-                self._collection(RECORD).update_one(addition.running, _count(stored), session=session),
-            )
-            if lost or counted.matched_count == 0:
-                raise lease_lost(claim)
-            fields: Json = {"status": GatewayCallStatus.DONE.value, "call": stored.id, "after": after}
-            ended = await self._collection(GATEWAY_CALL).update_one(
-                mine, {"$set": fields, "$currentDate": {"finished_at": True}}, session=session
-            )
-            if ended.matched_count == 0:
-                raise lease_lost(claim)
-            await self._collection(MODEL_CALL).insert_one(document, session=session)
-            return stored
-
-        return await self._connection.transaction(write)
-
-    @database_call
     async def by_id(self, call_id: str) -> DispatchedSamplingTask | None:
         """Return one model call; None if it does not exist."""
         document = await self._collection(MODEL_CALL).find_one({"_id": call_id})
@@ -123,7 +76,7 @@ class ModelCalls(Repository):
                 break
             additions.append(_Addition(claim, call, document))
         for group in _groups(additions):
-            if len(group[0].document.raw) > _LARGE:
+            if len(group[0].document.raw) > LARGE:
                 await self._add(group[0])
             else:
                 await self._adding.write(group)
@@ -149,7 +102,7 @@ class ModelCalls(Repository):
             lost, before = await asyncio.gather(
                 lost_claims(self._connection, [addition.claim]),
                 self._collection(RECORD).find_one_and_update(
-                    addition.running, _count(call), {"traj": 1}, session=session
+                    addition.running, count_call(call, slots.literal(call.id)), {"traj": 1}, session=session
                 ),
             )
             if lost or before is None:
@@ -165,7 +118,10 @@ class ModelCalls(Repository):
         """Store the additions of several trajectories; return None if some must be stored on their own."""
         additions = [each for group in groups for each in group]
         counts = [
-            UpdateOne({**each.running, "traj": {"$ne": each.call.id}}, _count(each.call))
+            UpdateOne(
+                {**each.running, "traj": {"$ne": each.call.id}},
+                count_call(each.call, slots.literal(each.call.id)),
+            )
             for each in additions
         ]
         documents = [each.document for each in additions]
@@ -205,12 +161,12 @@ async def read_model_calls(
 
 
 def _groups(additions: Sequence[_Addition]) -> Iterator[list[_Addition]]:
-    """Yield consecutive additions of at most ``_LARGE`` bytes together, and larger ones alone."""
+    """Yield consecutive additions of at most ``LARGE`` bytes together, and larger ones alone."""
     group: list[_Addition] = []
     size = 0
     for addition in additions:
         size += len(addition.document.raw)
-        if group and size > _LARGE:
+        if group and size > LARGE:
             yield group
             group, size = [], len(addition.document.raw)
         group.append(addition)
@@ -218,15 +174,18 @@ def _groups(additions: Sequence[_Addition]) -> Iterator[list[_Addition]]:
         yield group
 
 
-def _count(call: DispatchedSamplingTask) -> list[Json]:
+def count_call(call: DispatchedSamplingTask, call_id: Json) -> list[Json]:
+    """Return the update of a Record that counts a model call, whose id is the expression ``call_id``."""
     versions = [span.version for span in call.versions]
+    later = replace(call, index=1)
+    is_reset = {"$cond": [{"$gt": [{"$size": "$traj"}, 0]}, int(later.is_context_reset), 0]}
     return [
         {
             "$set": {
-                "traj": {"$concatArrays": ["$traj", [slots.literal(call.id)]]},
+                "traj": {"$concatArrays": ["$traj", [call_id]]},
                 "turns": {"$add": ["$turns", 1]},
                 "tool_calls": {"$add": ["$tool_calls", len(call.tool_executions)]},
-                "context_resets": {"$add": ["$context_resets", int(call.is_context_reset)]},
+                "context_resets": {"$add": ["$context_resets", is_reset]},
                 "prompt_tokens": "$prompt_tokens" if call.fixed else call.prompt_tokens,
                 "input_tokens": _plus("input_tokens", call.prompt_tokens),
                 "cached_tokens": _plus("cached_tokens", call.cached_tokens),

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from gateway_run import GatewayRun
+from pymongo.read_concern import ReadConcern
 from rollout_fakes import ScriptedEngine, format_of
 
 from agentrl.config.gateway import GatewayConfig
@@ -124,9 +125,10 @@ async def test_the_call_of_a_gateway_that_died_is_taken_over(store: Store) -> No
         lost = asyncio.create_task(post(url_of(run, second)))
         await dying.began.wait()
         # What is left of a gateway that was killed: its lease, which nobody renews.
-        (left,) = await store.database["GatewayCall"].find({}).to_list()
+        calls = store.database["GatewayCall"].with_options(read_concern=ReadConcern("local"))
+        (left,) = await calls.find({}).to_list()
         expired = {"$set": {"expires_at": left["created_at"], "gateway": "killed"}}
-        await store.database["GatewayCall"].update_one({"_id": left["_id"]}, expired)
+        await calls.update_one({"_id": left["_id"]}, expired)
         answer = await post(url_of(run))
         dying.may_end.set()
         with pytest.raises(AssertionError, match="dead_token"):
