@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from agentrl.config.gateway import GatewayConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.task import Claim
+from agentrl.documents.task import Claim, Task
 from agentrl.gateway.host import GatewayHost
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store
@@ -36,9 +37,9 @@ EOF
 """A shell line that asks the model once and prints the answer."""
 
 
-def write_harness(folder: Path, command: Any, **keys: Any) -> Path:
+def write_harness(folder: Path, command: Any, name: str = "harness.yml", **keys: Any) -> Path:
     """Write the YAML file of a harness."""
-    path = folder / "harness.yml"
+    path = folder / name
     path.write_text(yaml.safe_dump({"command": command, **keys}), encoding="utf-8")
     return path
 
@@ -46,31 +47,36 @@ def write_harness(folder: Path, command: Any, **keys: Any) -> Path:
 class HarnessRun:
     """A worker whose agent is a harness."""
 
-    def __init__(self, store: Store, path: Path, *script: str | Callable[[str], str], **agent: Any) -> None:
+    def __init__(
+        self, store: Store, path: Path | None, *script: str | Callable[[str], str], **agent: Any
+    ) -> None:
         self.store = store
         self.engine = ScriptedEngine(format_of(), *(script or ("the answer",)))
         self.host = GatewayHost(answerer_of(store, self.engine, **agent), GatewayConfig())
         self.worker = Worker(
             store=store, router=self.engine, tools=FakeTools(), chat_format=self.engine.chat_format,
             params=SamplingParams(), seed=7,
-            agent=AgentConfig(agent_name="command", agent_cfg_path=str(path), **agent),
+            agent=AgentConfig(agent_name="command", agent_cfg_path=path and str(path), **agent),
             sampling=SamplingConfig(), claims=ClaimConfig(retry_backoff_seconds=0.01), gateway=self.host,
         )  # type: ignore[arg-type]  # fmt: skip
 
-    async def claim(self) -> Claim:
-        """Claim a trajectory."""
-        await self.store.tasks.load([gateway_task(slots=1)])
+    async def claim(self, *tasks: Task) -> Claim:
+        """Claim a trajectory, of one of ``tasks`` if there are any."""
+        await self.store.tasks.load(tasks or [gateway_task(slots=1)])
         claim = await self.store.claims.claim(split="train", owner="me", lease_seconds=600)
         assert claim is not None
         return claim
 
     async def run(self) -> Record:
         """Run one trajectory; return its Record."""
-        claim = await self.claim()
+        return next(iter((await self.run_all([gateway_task(slots=1)])).values()))
+
+    async def run_all(self, tasks: Sequence[Task]) -> dict[str, Record]:
+        """Run a trajectory of each task, in parallel; return their Records by the tasks' names."""
+        claims = [await self.claim(*tasks) for _ in tasks]
         try:
-            await self.worker.run(claim)
+            await asyncio.gather(*map(self.worker.run, claims))
         finally:
             await self.host.close()
-        record = await self.store.records.get(claim.record_id)
-        assert record is not None
-        return record
+        records = [await self.store.records.get(claim.record_id) for claim in claims]
+        return {record.task.rpartition("/")[2]: record for record in records if record is not None}

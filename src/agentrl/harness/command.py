@@ -60,7 +60,7 @@ def folders_of(program: str, depth: int = _DEEPEST) -> Iterator[str]:
 
 def _first_word(command: str | Sequence[str], where: str) -> str:
     try:
-        words = shlex.split(command, comments=True) if isinstance(command, str) else list(command)
+        words = _words(command) if isinstance(command, str) else list(command)
     except ValueError as error:
         raise ConfigError(
             f"{where}: the command is no shell line: {error}", hint="close its quotes"
@@ -71,13 +71,20 @@ def _first_word(command: str | Sequence[str], where: str) -> str:
     raise ConfigError(f"{where}: the command is empty", hint="name a program")
 
 
+def _words(line: str) -> list[str]:
+    """Return the words of a shell line, without brackets and operators."""
+    reader = shlex.shlex(line, posix=True, punctuation_chars=True)
+    reader.whitespace_split = True
+    return [word for word in reader if not set(word) <= set("();<>|&")]
+
+
 def _shell_knows(name: str) -> bool:
     """Return whether a word is a keyword or a command of the shell itself."""
     done = subprocess.run(
         ["/bin/sh", "-c", 'command -v -- "$1"', "sh", name],
         capture_output=True, timeout=_LOOK_SECONDS, check=False, env={"PATH": "/nowhere"},
     )  # fmt: skip
-    return done.returncode == 0 or name in ("(", "{", "!")
+    return done.returncode == 0 or name in ("{", "!")
 
 
 def _prefix(program: str) -> str:

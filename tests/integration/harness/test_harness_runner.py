@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+import subprocess
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
-from harness_run import CALL, HarnessRun, write_harness
+from gateway_run import gateway_task
+from harness_run import CALL, PYTHON, HarnessRun, write_harness
 
 from agentrl.documents.harness import Ending
 from agentrl.documents.status import RecordStatus, StopReason
@@ -48,3 +55,133 @@ async def test_a_harness_answers_changes_files_and_is_scored_by_a_command(
     assert run.run.stderr == "policy of ${HOME}\n"
     assert run.changed_files == ("sum.py", "tests/check.sh")
     assert "-    return a - b\n+    return a + b\n" in run.diff
+
+
+LIMITS: dict[str, Any] = {"seconds": 60}
+DISK = "for n in 1 2 3; do dd if=/dev/zero of=$n bs=1M count=30; done; sleep 50"
+MEMORY = f"{PYTHON} -c 'import time; x = b\"1\" * (600 << 20); time.sleep(50)'"
+FILES = "i=0; while :; do i=$((i+1)); : > f$i || sleep 50; done"
+ENDINGS: dict[str, tuple[str, dict[str, Any], Ending, int | None]] = {
+    "exits137": ("exit 137", LIMITS, Ending.KILLED, 137),
+    "killed": ("kill -9 $$", LIMITS, Ending.KILLED, -9),
+    "time": ("trap '' TERM INT HUP; while :; do sleep 9; done", {"seconds": 2}, Ending.TIME_LIMIT, None),
+    "disk": (DISK, {"disk_mb": 50}, Ending.DISK_LIMIT, None),
+    "files": (FILES, {"files": 100}, Ending.DISK_LIMIT, None),
+    "output": ("yes | head -c 1000000000", {"output_bytes": 5_000_000}, Ending.OUTPUT_LIMIT, None),
+    "memory": (MEMORY, {"memory_mb": 200}, Ending.MEMORY_LIMIT, None),
+    "exits3": (f"{CALL}\necho broken >&2; exit 3", LIMITS, Ending.NONZERO_EXIT, 3),
+    "nocalls": ("echo hello", LIMITS, Ending.NO_CALLS, 0),
+}
+
+
+async def test_each_bad_ending_is_a_failed_attempt_with_its_name(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolation: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, (command, limits, _, _) in ENDINGS.items():
+        write_harness(tmp_path, command, f"{name}.yml", limits=limits, isolation=isolation)
+    tasks = [replace(gateway_task(name, slots=1), agent_cfg_path=f"{name}.yml") for name in ENDINGS]
+    records = await HarnessRun(store, None).run_all(tasks)
+    for name, (_, _, ending, exit_code) in ENDINGS.items():
+        record = records[name]
+        assert record.failure is not None, name
+        assert (record.status, record.failure.kind, record.score) == (RecordStatus.FAILED, "harness", None)
+        assert f"({ending})" in record.failure.message
+        assert "→" in record.failure.message
+        assert record.harness is not None
+        assert record.harness.run.ended is ending
+        assert exit_code is None or record.harness.run.exit_code == exit_code
+        assert len(record.harness.run.stdout) < 70_000
+    exits = records["exits3"]
+    assert exits.turns == 1, "the calls of a failed attempt are kept"
+    assert exits.failure is not None
+    assert "exit code 3" in exits.failure.message
+    assert "broken" in exits.failure.message
+
+
+def running(word: str) -> list[int]:
+    """The processes with ``word`` in their command line."""
+    live = [each for each in psutil.process_iter(["cmdline", "status"]) if each.info["status"] != "zombie"]
+    return [each.pid for each in live if word in (each.info["cmdline"] or ())]
+
+
+async def test_what_forks_away_ends_with_the_harness(store: Store, tmp_path: Path, isolation: str) -> None:
+    word = str(random.randint(10**8, 10**9))
+    fork = f"(setsid sh -c 'trap \"\" HUP TERM; sleep {word} & sleep {word}' &) & sleep 0.5\n"
+    path = write_harness(tmp_path, fork + CALL, score="exit_code", isolation=isolation)
+    record = await HarnessRun(store, path).run()
+    assert (record.status, record.score) == (RecordStatus.SCORED, 1.0)
+    assert running(word) == []
+
+
+async def test_a_cancelled_trajectory_kills_its_harness(store: Store, tmp_path: Path, isolation: str) -> None:
+    """So do a lost lease and a sampler that stops: both cancel it."""
+    word = str(random.randint(10**8, 10**9))
+    path = write_harness(tmp_path, f"setsid sleep {word} & sleep {word}", isolation=isolation)
+    run = HarnessRun(store, path)
+    claim = await run.claim()
+    task = asyncio.create_task(run.worker.run(claim))
+    for _ in range(600):
+        if len(running(word)) >= 2 or task.done():
+            break
+        await asyncio.sleep(0.05)
+    assert not task.done()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert running(word) == []
+    await run.host.close()
+
+
+async def test_only_named_variables_pass_and_their_values_are_hidden(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolation: str
+) -> None:
+    monkeypatch.setenv("HARNESS_TOKEN", "sesame-4711")
+    monkeypatch.setenv("OTHER_TOKEN", "do-not-pass")
+    command = f"{CALL}\nenv; echo $HARNESS_TOKEN | tee token.txt; echo ${{#HARNESS_TOKEN}} > length.txt"
+    path = write_harness(
+        tmp_path,
+        command,
+        pass_environment=["HARNESS_TOKEN"],
+        isolation=isolation,
+        score={"file": "length.txt"},
+    )
+    record = await HarnessRun(store, path).run()
+    assert record.score == 11.0
+    assert "do-not-pass" not in repr(record)
+    assert "sesame" not in repr(record)
+    assert record.harness is not None
+    assert "HARNESS_TOKEN=***" in record.harness.run.stdout
+    assert "AGENTRL_API_KEY=***" in record.harness.run.stdout
+
+
+async def test_a_harness_refused_for_its_turns_is_scored(store: Store, tmp_path: Path) -> None:
+    command = f"set -e\n{CALL}{CALL.replace('hi', 'again')}"
+    path = write_harness(tmp_path, command, score={"command": "test -d ."})
+    record = await HarnessRun(store, path, max_turns=1).run()
+    assert record.failure is None
+    assert (record.stop_reason, record.score, record.turns) == (StopReason.TURNS_LIMIT, 1.0, 1)
+
+
+def make_bundle(folder: Path) -> None:
+    """Write ``r.bundle`` with one commit on the branch ``work``."""
+    repository = folder / "repository"
+    git = ["git", "-C", str(repository), "-c", "user.name=x", "-c", "user.email=x@y"]
+    subprocess.run(["git", "init", "-q", "-b", "work", str(repository)], check=True)
+    (repository / "a.txt").write_text("one\n")
+    bundle = ["bundle", "create", str(folder / "r.bundle"), "work"]
+    for words in (["add", "."], ["commit", "-qm", "one"], bundle):
+        subprocess.run([*git, *words], check=True, capture_output=True)
+
+
+async def test_a_git_bundle_is_checked_out(store: Store, tmp_path: Path) -> None:
+    make_bundle(tmp_path)
+    command = f"{CALL}\ngit log --format=%s && echo two >> a.txt"
+    path = write_harness(
+        tmp_path, command, workspace={"bundle": "r.bundle", "ref": "work"}, score="exit_code", answer="stdout"
+    )
+    record = await HarnessRun(store, path).run()
+    assert record.score == 1.0
+    assert str(record.final_answer).endswith("\none")
+    assert record.harness is not None
+    assert record.harness.diff == "--- a/a.txt\n+++ b/a.txt\n@@ -1 +1,2 @@\n one\n+two\n"

@@ -183,6 +183,7 @@ class _NamespaceRun:
     def __init__(self, job: Job, streams: Streams) -> None:
         self._read, write = os.pipe()
         self._saves = bool(job.command)
+        self._size = int(job.limits["disk_mb"]) << 20
         before = os.path.join(job.directory, "files.tar")
         after = os.path.join(job.directory, "files.new")
         files = namespaces.Files(
@@ -198,7 +199,12 @@ class _NamespaceRun:
         return self._read
 
     def over_files(self) -> bool:
-        """Return False: the directory is a file system of limited size."""
+        """Return whether a command has filled its directory, a file system of limited size."""
+        for first in list(descendants(self.pid))[1:2] if self._saves else ():
+            with contextlib.suppress(OSError):
+                found = os.statvfs(f"/proc/{first}/root{namespaces.WORK}")
+                if found.f_blocks * found.f_frsize == self._size:
+                    return found.f_bavail == 0 or found.f_favail == 0
         return False
 
     def end(self, *, keep_files: bool) -> dict[str, Any]:
