@@ -17,6 +17,7 @@ from agentrl.config.schema import (
     SamplingConfig,
     TaskConfig,
     ToolConfig,
+    TraceConfig,
     flag,
 )
 from agentrl.errors import ConfigError
@@ -51,7 +52,7 @@ def main(argv: list[str]) -> int:
         " B` compares two evaluations, `agentrl eval report` lists those of a run.",
         shown=[
             EvaluationConfig, RunConfig, ModelConfig, TaskConfig, SamplingConfig, AgentConfig, ToolConfig,
-            EngineConfig,
+            EngineConfig, TraceConfig,
         ],
         extra=[OutputFlags],
     )  # fmt: skip
@@ -59,10 +60,12 @@ def main(argv: list[str]) -> int:
         raise ConfigError("there is nothing to evaluate", hint="give --eval_file FILE.jsonl")
     from agentrl.evaluation.command import evaluate
     from agentrl.observe.logging import setup
+    from agentrl.observe.tracing.open import tracing
 
     quiet = logging.NOTSET if "log_level" in configs.given else logging.WARNING
     setup(configs[RunConfig], "eval", console_level=quiet)
-    return asyncio.run(evaluate(_with_samples(configs), as_json=configs[OutputFlags].json))
+    with tracing(configs, "eval"):
+        return asyncio.run(evaluate(_with_samples(configs), as_json=configs[OutputFlags].json))
 
 
 def _with_samples(configs: Configs) -> Configs:

@@ -12,6 +12,7 @@ from agentrl.config.schema import (
     ModelConfig,
     RunConfig,
     SamplingConfig,
+    TraceConfig,
 )
 
 
@@ -21,11 +22,21 @@ def main(argv: list[str]) -> int:
         argv,
         command="agentrl gateway",
         description="Serves model APIs for the trajectories of samplers that name it by --gateway_url.",
-        shown=[RunConfig, ModelConfig, GatewayConfig, AgentConfig, SamplingConfig, EngineListConfig],
+        shown=[
+            RunConfig,
+            ModelConfig,
+            GatewayConfig,
+            AgentConfig,
+            SamplingConfig,
+            EngineListConfig,
+            TraceConfig,
+        ],
     )
     from agentrl.gateway.serve import serve_gateway
     from agentrl.observe.logging import setup
+    from agentrl.observe.tracing.open import tracing
 
     setup(configs[RunConfig], "gateway")
-    asyncio.run(serve_gateway(configs))
+    with tracing(configs, "gateway"):
+        asyncio.run(serve_gateway(configs))
     return 0

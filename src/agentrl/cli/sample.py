@@ -16,6 +16,7 @@ from agentrl.config.schema import (
     SamplingConfig,
     TaskConfig,
     ToolConfig,
+    TraceConfig,
 )
 from agentrl.config.validate import require_trainable
 
@@ -37,12 +38,15 @@ def main(argv: list[str]) -> int:
             GroupConfig,
             EngineListConfig,
             GatewayConfig,
+            TraceConfig,
         ],
         validate=require_trainable,
     )
     from agentrl.observe.logging import setup
+    from agentrl.observe.tracing.open import tracing
     from agentrl.rollout.sample import sample
 
     setup(configs[RunConfig], "sample")
-    asyncio.run(sample(configs))
+    with tracing(configs, "sample"):
+        asyncio.run(sample(configs))
     return 0

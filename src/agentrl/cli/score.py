@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 from agentrl.config.load import parse
-from agentrl.config.schema import ClaimConfig, RunConfig, SamplingConfig, flag
+from agentrl.config.schema import ClaimConfig, RunConfig, SamplingConfig, TraceConfig, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +24,16 @@ def main(argv: list[str]) -> int:
         command="agentrl score",
         description="Scores trajectories that are sampled and wait for a score: their scorer failed, a judge"
         " was down, or their sampler ended.",
-        shown=[RunConfig, SamplingConfig, ClaimConfig],
+        shown=[RunConfig, SamplingConfig, ClaimConfig, TraceConfig],
         extra=[ScoreFlags],
     )
     from agentrl.observe.logging import setup
+    from agentrl.observe.tracing.open import tracing
     from agentrl.rollout.score import score
 
     setup(configs[RunConfig], "score")
     flags = configs[ScoreFlags]
-    scored = asyncio.run(score(configs, flags.split, until_empty=flags.until_empty))
+    with tracing(configs, "score"):
+        scored = asyncio.run(score(configs, flags.split, until_empty=flags.until_empty))
     print(f"{scored} trajectories scored")
     return 0

@@ -19,6 +19,7 @@ from agentrl.config.schema import (
     RunConfig,
     SamplingConfig,
     TaskConfig,
+    TraceConfig,
     TrainConfig,
 )
 from agentrl.config.validate import require_trainable
@@ -32,7 +33,7 @@ def main(argv: list[str]) -> int:
         description="Train on sampled groups, publish the weights, save checkpoints; resume after a restart.",
         shown=(
             RunConfig, ModelConfig, TaskConfig, SamplingConfig, ClaimConfig, LossConfig, OptimConfig,
-            AdapterConfig, MemoryConfig, TrainConfig,
+            AdapterConfig, MemoryConfig, TrainConfig, TraceConfig,
         ),
         validate=_check_flags,
     )  # fmt: skip

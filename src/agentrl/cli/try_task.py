@@ -13,6 +13,7 @@ from agentrl.config.schema import (
     RunConfig,
     SamplingConfig,
     ToolConfig,
+    TraceConfig,
     flag,
 )
 from agentrl.errors import ConfigError
@@ -35,7 +36,15 @@ def main(argv: list[str]) -> int:
         command="agentrl try TASK",
         description="Runs one trajectory of TASK and prints it; nothing is stored. TASK is a JSON object, the"
         " id of a task of the run, or a task file.",
-        shown=[RunConfig, ModelConfig, SamplingConfig, AgentConfig, ToolConfig, EngineListConfig],
+        shown=[
+            RunConfig,
+            ModelConfig,
+            SamplingConfig,
+            AgentConfig,
+            ToolConfig,
+            EngineListConfig,
+            TraceConfig,
+        ],
         extra=[TryConfig],
     )
     if wanted is None:
@@ -44,7 +53,9 @@ def main(argv: list[str]) -> int:
             hint='give its JSON, e.g. \'{"query": "1+1?", "answer": "2", "scorer": "exact"}\'; or a'
             " task's id, or a task file",
         )
+    from agentrl.observe.tracing.open import tracing
     from agentrl.rollout.try_task import try_task
 
     flags = configs[TryConfig]
-    return asyncio.run(try_task(configs, wanted, line=flags.line, engine_url=flags.engine_url))
+    with tracing(configs, "try"):
+        return asyncio.run(try_task(configs, wanted, line=flags.line, engine_url=flags.engine_url))

@@ -13,6 +13,7 @@ from agentrl.config.loss import LossConfig
 from agentrl.config.run import EngineConfig, EngineListConfig, ModelConfig, RunConfig
 from agentrl.config.sampling import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig, TaskConfig
 from agentrl.config.tools import ToolConfig
+from agentrl.config.tracing import TraceConfig
 from agentrl.config.training import (
     AdapterConfig,
     IgnoredConfig,
@@ -26,13 +27,13 @@ __all__ = [
     "GROUPS", "AdapterConfig", "AgentConfig", "ClaimConfig", "EngineConfig", "EngineListConfig",
     "EvaluationConfig", "GatewayConfig", "GroupConfig", "IgnoredConfig", "LossConfig", "MemoryConfig",
     "ModelConfig", "OptimConfig", "ParallelConfig", "RunConfig", "SamplingConfig", "TaskConfig", "ToolConfig",
-    "TrainConfig", "flag", "sections",
+    "TraceConfig", "TrainConfig", "flag", "sections",
 ]  # fmt: skip
 
 GROUPS: tuple[type, ...] = (
     RunConfig, ModelConfig, TaskConfig, ClaimConfig, AgentConfig, ToolConfig, SamplingConfig, GroupConfig,
     LossConfig, OptimConfig, AdapterConfig, MemoryConfig, TrainConfig, EngineConfig, EvaluationConfig,
-    GatewayConfig, IgnoredConfig,
+    GatewayConfig, TraceConfig, IgnoredConfig,
 )  # fmt: skip
 """All groups. A run has one set of flags: every process accepts all of them and reads those it needs."""
 

@@ -36,6 +36,8 @@ class GatewaySession(Root):
     closed_at: datetime | None = None
     stopped_by: str | None = None
     """The limit that refused a request: ``turns`` or ``length``."""
+    trace_id: str | None = None
+    """The trace of the trajectory, to which every gateway adds its model calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,6 +87,8 @@ class Record(Root):
     """The reward that the agent reported through its gateway; at the end it becomes ``agent_score``."""
     harness: HarnessRun | None = None
     """What the harness of the agent ``command`` did; None without one."""
+    trace_id: str | None = None
+    """The OpenTelemetry trace of this attempt, in hexadecimal digits; None if it was not traced."""
     traj: tuple[str, ...] = ()
     """``_id`` of each model call, in order."""
     trained_count: int = 0

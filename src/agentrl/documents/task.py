@@ -138,6 +138,8 @@ class Claim:
     traj_id: int
     attempt: int
     owner: str
+    trace_id: str | None = None
+    """The trace of this attempt; None if it is not traced."""
 
     @property
     def record_id(self) -> str:

@@ -238,7 +238,13 @@ class GatewayApp:
         task = await store.tasks.get(session.task)
         if task is None:
             raise dead_url()
-        claim = Claim(task=task, traj_id=session.traj_id, attempt=session.attempt, owner=session.owner)
+        claim = Claim(
+            task=task,
+            traj_id=session.traj_id,
+            attempt=session.attempt,
+            owner=session.owner,
+            trace_id=session.trace_id,
+        )
         return Caller(session, claim)
 
     async def _models(self, request: Request, caller: Caller) -> Response:

@@ -51,6 +51,7 @@ class GatewayHost:
             owner=claim.owner,
             models=self._config.models,
             max_calls=max_calls,
+            trace_id=claim.trace_id,
         )
         url = await self._url()
         await self._store.gateways.open_session(session)

@@ -36,6 +36,8 @@ from agentrl.inference.encoded_ids import EncodedIds
 from agentrl.inference.generation import EngineRefusedError, Generation, Progress
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.model_call import PendingCall
+from agentrl.rollout.trace import end_model_call, model_call_span
+from agentrl.spans import NO_SPAN, Span
 from agentrl.user_code import contain_call
 
 if TYPE_CHECKING:
@@ -154,15 +156,32 @@ class Answerer:
         on_prompt: OnPrompt,
         progress: Progress | None,
     ) -> DispatchedSamplingTask:
-        async with self.router.session(claim.record_id, claim.record_id) as engine:
-            budget = Budget(self.agent, engine.context_length)
-            if len(prompt.ids) > budget.prompt_limit:
-                raise ContextFullError(budget.name_limit(len(prompt.ids)))
-            params = request.params(self.params).seeded(self.seed, call.id)
-            params = budget.clamp(params, len(prompt.ids))
-            on_prompt(prompt.ids)
-            engine.encoded = prompt.encoded
-            generation = await engine.generate(prompt.ids, params, progress)
+        with contextlib.ExitStack() as stack:
+            async with self.router.session(claim.record_id, claim.record_id) as engine:
+                budget = Budget(self.agent, engine.context_length)
+                if len(prompt.ids) > budget.prompt_limit:
+                    raise ContextFullError(budget.name_limit(len(prompt.ids)))
+                params = request.params(self.params).seeded(self.seed, call.id)
+                params = budget.clamp(params, len(prompt.ids))
+                span = stack.enter_context(_span(claim, params, call))
+                on_prompt(prompt.ids)
+                engine.encoded = prompt.encoded
+                generation = await engine.generate(prompt.ids, params, progress)
+            stored = await self._store(claim, request, call, prompt, params, generation)
+            end_model_call(span, generation, prompt.new_messages, stored.response, stored.id)
+            span.set({"agentrl.parent_call": stored.parent or stored.follows})
+        return stored
+
+    async def _store(
+        self,
+        claim: Claim,
+        request: GatewayRequest,
+        call: GatewayCall,
+        prompt: Prompt,
+        params: SamplingParams,
+        generation: Generation,
+    ) -> DispatchedSamplingTask:
+        """Parse an answer and store its model call; return it."""
         parsed = contain_call(
             lambda: self.chat_format.parse(generation.output_ids, request.tools, prompt.ids),
             "the tool-call parser",
@@ -254,6 +273,15 @@ def answer_of(
         cached_tokens=call.cached_tokens,
         logprobs=logprobs,
     )
+
+
+def _span(claim: Claim, params: SamplingParams, call: GatewayCall) -> Span:
+    """Return the span of a model call; the trace of its trajectory may have begun in another process."""
+    if claim.trace_id is None:
+        return NO_SPAN
+    span = model_call_span(claim.record_id, params, trace=claim.trace_id)
+    span.set({"agentrl.gateway.dialect": call.dialect})
+    return span
 
 
 def dead_url() -> GatewayError:

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 from agentrl.llm.agent_config import ModelEndpoint
 from agentrl.llm.limits import Limits, Use
+from agentrl.spans import NO_SPAN, Attributes, Span, tracer
 
 if TYPE_CHECKING:
     from openai import APIStatusError, AsyncOpenAI
@@ -91,12 +93,16 @@ class EndpointClient:
         Raises LLMError. ``use`` gets the number of tokens that the request took.
         """
         started = time.monotonic()
-        try:
-            async with asyncio.timeout(timeout):
-                body = await self._post(messages, params)
-        except TimeoutError as error:
-            raise LLMError(Problem.TIMED_OUT, f"no reply within {timeout:.3g} s") from error
-        text, prompt, completion, tool_calls, is_cut = _read(body)
+        with self._span(messages) as span:
+            try:
+                async with asyncio.timeout(timeout):
+                    body = await self._post(messages, params)
+            except TimeoutError as error:
+                raise LLMError(Problem.TIMED_OUT, f"no reply within {timeout:.3g} s") from error
+            text, prompt, completion, tool_calls, is_cut = _read(body)
+            span.set({"gen_ai.usage.input_tokens": prompt, "gen_ai.usage.output_tokens": completion})
+            reply = {"role": "assistant", "content": text, "tool_calls": tool_calls}
+            span.messages("gen_ai.output.messages", [reply])
         use.amount = prompt + completion or use.amount
         end = self.endpoint
         return Completion(
@@ -113,6 +119,21 @@ class EndpointClient:
     async def close(self) -> None:
         """Close the connections."""
         await self._openai.close()
+
+    def _span(self, messages: Messages) -> Span:
+        if not tracer().is_recording:
+            return NO_SPAN
+        model, host = self.endpoint.model, urlsplit(self.endpoint.base_url)
+        attributes: Attributes = {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.provider.name": "openai",
+            "gen_ai.request.model": model,
+            "server.address": host.hostname,
+            "server.port": host.port,
+        }
+        span = tracer().span(f"chat {model}", attributes, kind="client")
+        span.messages("gen_ai.input.messages", messages)
+        return span
 
     async def _post(self, messages: Messages, params: Mapping[str, Any]) -> bytes:
         from openai import APIConnectionError, APIStatusError, OpenAIError

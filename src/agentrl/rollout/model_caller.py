@@ -14,8 +14,10 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.documents.task import Claim
 from agentrl.errors import TrajectoryError
+from agentrl.inference.generation import Generation
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.model_call import Engine, PendingCall, Turn
+from agentrl.rollout.trace import end_model_call, model_call_span
 from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.scorers import ScoredCall
 from agentrl.tools.base import Schema
@@ -34,6 +36,8 @@ class Draft:
     messages: tuple[Message, ...]
     """The messages that the parent does not have, as they are stored."""
     tools: Sequence[Schema]
+    read: tuple[Message, ...] = ()
+    """The same messages with the results of tools, for traces."""
     parent: str | None = None
     follows: str | None = None
     drops_thoughts: bool = False
@@ -92,14 +96,12 @@ class ModelCaller:
             seed = draft.seed or (self.turns,)
             params = self._params.replace(**changes).seeded(*self._seed, *seed)
             params = self.budget.clamp(params, len(draft.prompt_ids))
-            generation = await self._engine.generate(draft.prompt_ids, params)
-            parsed = contain_call(
-                lambda: cleaned(self.chat_format.parse(generation.output_ids, draft.tools, draft.prompt_ids)),
-                "the tool-call parser",
-                TrajectoryError,
-            )
-            if generation.finish_reason == "length":
-                parsed = replace(parsed, tool_calls=(), error=None)
+            with model_call_span(self.record, params) as span:
+                generation = await self._engine.generate(draft.prompt_ids, params)
+                parsed = self._parsed(draft, generation)
+                response = self.message(parsed)
+                end_model_call(span, generation, draft.read, response)
+                span.set({"agentrl.role": draft.role, "agentrl.turn": self.turns + 1})
             pending = PendingCall(
                 record=self.record,
                 role=draft.role,
@@ -112,11 +114,21 @@ class ModelCaller:
                 context_ids=draft.context_ids,
                 params=params,
                 generation=generation,
-                response=self.message(parsed),
+                response=response,
                 settled=not parsed.tool_calls and parsed.error is None,
             )
             self.add(pending)
             return pending, parsed
+
+    def _parsed(self, draft: Draft, generation: Generation) -> ParsedMessage:
+        parsed = contain_call(
+            lambda: cleaned(self.chat_format.parse(generation.output_ids, draft.tools, draft.prompt_ids)),
+            "the tool-call parser",
+            TrajectoryError,
+        )
+        if generation.finish_reason == "length":
+            return replace(parsed, tool_calls=(), error=None)
+        return parsed
 
     def add(self, pending: PendingCall) -> None:
         """Count a call that was made; ``store`` stores it."""

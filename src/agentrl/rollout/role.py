@@ -136,6 +136,7 @@ class Role:
                 context_ids=conversation.context_ids(),
                 messages=new if starts or parent is None else strip_tool_results(new, parent.executions),
                 tools=self.schemas,
+                read=new,
                 parent=None if starts or parent is None else parent.id,
                 drops_thoughts=starts and parent is not None,
                 opens_branch=self._opens_branch,

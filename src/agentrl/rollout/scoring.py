@@ -19,6 +19,7 @@ from agentrl.rollout.held_claims import HeldClaims
 from agentrl.rollout.outages import OWN_FAILURES, Outages
 from agentrl.rollout.outcome import failure_text
 from agentrl.scoring.scorers import ScorerContext, score_context
+from agentrl.spans import NO_SPAN, Span, tracer
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -43,8 +44,8 @@ class Scoring:
     _blame: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Record id → calls that its judge has served others, and its own failures since."""
 
-    async def score(self, claim: Claim, context: ScorerContext) -> bool:
-        """Score a sampled trajectory; return whether it has a score now.
+    async def score(self, claim: Claim, context: ScorerContext, span: Span = NO_SPAN) -> bool:
+        """Score a sampled trajectory; return whether it has a score now. ``span`` gets the score too.
 
         Raises ConfigError if this process cannot score the task, and LeaseLostError.
         """
@@ -59,6 +60,7 @@ class Scoring:
         if context.agent_score is None:
             self.outages.scorer_succeeded(scorer)
         self._blame.pop(claim.record_id, None)
+        span.set({"agentrl.score": result.score})
         await self.store.claims.score(claim, result.score, result.details)
         logger.info("scored", extra={"record": claim.record_id, "score": result.score})
         return True
@@ -80,7 +82,10 @@ class Scoring:
                 )
             calls = await self.store.model_calls.by_record(claim.record_id)
             context = scorer_context(claim.task, record, calls, self.sampling.agent_config_path)
-            return await self.score(claim, context)
+            if record.trace_id is None:
+                return await self.score(claim, context)
+            with tracer().span("score_stored", trace=record.trace_id) as span:
+                return await self.score(claim, context, span)
         except LeaseLostError:
             logger.warning("the claim was lost; its score is dropped", extra={"record": claim.record_id})
             return False

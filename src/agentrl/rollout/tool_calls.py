@@ -12,6 +12,7 @@ from agentrl.documents.model_call import ToolExecution
 from agentrl.documents.sanitize_bson import replace_surrogates, sanitize_bson
 from agentrl.errors import ToolServerError
 from agentrl.rollout.model_call import PendingCall, Turn
+from agentrl.rollout.trace import end_tool, tool_span
 from agentrl.tools.base import Schema, ToolResult, schema_name
 from agentrl.user_code import contain_errors
 
@@ -68,19 +69,22 @@ async def _execute_all(calls: Sequence[ToolCall], tools: Tools) -> Sequence[Tool
 
 
 async def _execute(call: ToolCall, tools: Tools) -> ToolExecution:
-    result = await contain_errors(
-        lambda: tools.call(call.name, call.arguments), f"tool {call.name}", ToolServerError
-    )
-    return ToolExecution(
-        name=call.name,
-        arguments=sanitize_bson(call.arguments),
-        result=str(replace_surrogates(result.text)),
-        error=result.error,
-        seconds=result.seconds,
-        server=result.server,
-        reward=result.reward,
-        condensed=result.condensed,
-    )
+    with tool_span(call) as span:
+        result = await contain_errors(
+            lambda: tools.call(call.name, call.arguments), f"tool {call.name}", ToolServerError
+        )
+        execution = ToolExecution(
+            name=call.name,
+            arguments=sanitize_bson(call.arguments),
+            result=str(replace_surrogates(result.text)),
+            error=result.error,
+            seconds=result.seconds,
+            server=result.server,
+            reward=result.reward,
+            condensed=result.condensed,
+        )
+        end_tool(span, execution)
+    return execution
 
 
 def _tool_message(text: str, name: str | None, call_id: str | None) -> Message:

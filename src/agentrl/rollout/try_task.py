@@ -53,6 +53,7 @@ from agentrl.rollout.setup import (
     open_router,
     sampling_params,
 )
+from agentrl.rollout.trace import end_trajectory, trajectory_span
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.judge import JUDGES
 from agentrl.scoring.scorers import ScoreResult, require_scorer
@@ -79,18 +80,23 @@ class _Trial:
     environment: EnvironmentSession | None = None
     outcome: Outcome | None = None
     result: ScoreResult | None = None
+    trace_id: str | None = None
 
     async def run(self) -> None:
         """Run the agent, then score. Raises FailureError; ``calls`` holds the model calls until then."""
         agent, sampling = self.configs[AgentConfig], self.configs[SamplingConfig]
-        try:
-            async with asyncio.timeout(agent.trajectory_timeout_seconds):
-                rollout = await self._run_agent(agent)
-        except TimeoutError as error:
-            limit = agent.trajectory_timeout_seconds
-            raise TrajectoryError(f"the trajectory took longer than {limit:g} s") from error
-        if self.outcome is not None:
-            self.result = await score_trajectory(self.claim.task, rollout, self.outcome, sampling)
+        with trajectory_span(self.claim, self.claim.task.agent_name or agent.agent_name) as span:
+            self.trace_id = span.trace_id
+            try:
+                async with asyncio.timeout(agent.trajectory_timeout_seconds):
+                    rollout = await self._run_agent(agent)
+            except TimeoutError as error:
+                limit = agent.trajectory_timeout_seconds
+                raise TrajectoryError(f"the trajectory took longer than {limit:g} s") from error
+            if self.outcome is not None:
+                end_trajectory(span, self.outcome, rollout.turns, rollout.tool_calls)
+                self.result = await score_trajectory(self.claim.task, rollout, self.outcome, sampling)
+                span.set({"agentrl.score": self.result.score})
 
     async def _run_agent(self, agent: AgentConfig) -> Rollout:
         name = self.claim.task.agent_name or agent.agent_name
@@ -283,6 +289,7 @@ def _record(trial: _Trial, failure: object) -> Record:
         min_version=min(versions, default=None),
         max_version=max(versions, default=None),
         completed_at=now(),
+        trace_id=trial.trace_id,
         failure=failure if isinstance(failure, Failure) else None,
     )
     if outcome is not None:

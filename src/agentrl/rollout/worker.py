@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -44,8 +44,10 @@ from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.run_agent import run_agent, scorer_context
 from agentrl.rollout.scoring import Scoring
 from agentrl.rollout.tool_calls import Tools
+from agentrl.rollout.trace import end_trajectory, trajectory_span
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.scorers import require_scorer
+from agentrl.spans import Span
 from agentrl.tools.base import OwnSession, Schema, Trajectory
 from agentrl.user_code import contain, contain_call
 
@@ -131,15 +133,24 @@ class Worker:
         ConfigError if this process cannot work on the task: the caller must release the claim then too. A
         value that no document can hold fails this trajectory only.
         """
+        with trajectory_span(claim, claim.task.agent_name or self.agent.agent_name) as span:
+            if span.trace_id is not None:
+                claim = replace(claim, trace_id=span.trace_id)
+            return await self._run(claim, span)
+
+    async def _run(self, claim: Claim, span: Span) -> bool:
         try:
             try:
                 async with asyncio.timeout(self.agent.trajectory_timeout_seconds) as timeout:
                     rollout, outcome = await self._run_trajectory(claim, Clock(timeout))
-                return await self._score(claim, rollout, outcome)
+                end_trajectory(span, outcome, rollout.turns, rollout.tool_calls)
+                return await self._score(claim, rollout, outcome, span)
             except TimeoutError:
                 limit = self.agent.trajectory_timeout_seconds
+                span.fail("timeout")
                 await self._fail(claim, "timeout", f"the trajectory took longer than {limit:g} s")
             except FailureError as error:
+                span.fail(error.kind, str(error))
                 if error.outage is None:
                     await self._fail(claim, error.kind, error)
                 else:
@@ -148,9 +159,11 @@ class Worker:
                 raise
             except Exception as error:
                 logger.exception("a trajectory cannot go on", extra={"record": claim.record_id})
+                span.fail(FailureError.kind, str(error))
                 await self._fail(claim, FailureError.kind, error)
         except LeaseLostError:
             logger.warning("the claim was lost; its result is dropped", extra={"record": claim.record_id})
+            span.fail("lease")
         return False
 
     async def _is_stopping(self) -> bool:
@@ -247,7 +260,7 @@ class Worker:
         await writer.flush()
         return outcome
 
-    async def _score(self, claim: Claim, rollout: Rollout, outcome: Outcome) -> bool:
+    async def _score(self, claim: Claim, rollout: Rollout, outcome: Outcome, span: Span) -> bool:
         logger.info(
             "sampled",
             extra={
@@ -260,7 +273,8 @@ class Worker:
             return False
         if not is_scored:
             self.outages.begin_probes(claim.record_id, (), claim.task.scorer)
-        return await self.scoring.score(claim, scorer_context(claim.task, rollout, outcome, self.sampling))
+        context = scorer_context(claim.task, rollout, outcome, self.sampling)
+        return await self.scoring.score(claim, context, span)
 
     async def _give_back(self, claim: Claim, error: FailureError) -> None:
         """Release the slot of a trajectory that has waited for too long; this uses up no attempt."""

@@ -21,6 +21,7 @@ from agentrl.registry import Registry
 from agentrl.scoring.process_pool import run_in_process
 from agentrl.scoring.role_rewards import checked_role_rewards, stored_role_rewards
 from agentrl.scoring.turn_rewards import checked_turn_rewards, stored_turn_rewards
+from agentrl.spans import Attributes, Span, tracer
 from agentrl.user_code import contain, describe
 
 
@@ -180,6 +181,8 @@ async def score_context(name: str, context: ScorerContext, timeout: float) -> Sc
     if own is None:
         return await run_scorer(name, context, timeout)
     checked = _Checked(own["score"], own["details"], own["turn_rewards"], own.get(ROLE_REWARDS))
+    with tracer().span("score agent") as span:
+        _trace(span, "agent", checked)
     return _finished("agent", checked, context)
 
 
@@ -204,6 +207,13 @@ class _Checked:
 
 
 async def _run_one(name: str, context: ScorerContext, timeout: float) -> _Checked:
+    with tracer().span(f"score {name}") as span:
+        result = await _call_one(name, context, timeout)
+        _trace(span, name, result)
+    return result
+
+
+async def _call_one(name: str, context: ScorerContext, timeout: float) -> _Checked:
     async def call() -> _Checked:
         function = SCORERS.get(name)
         result = run_in_process(function, context) if _blocks(function) else function(context)
@@ -220,6 +230,16 @@ async def _run_one(name: str, context: ScorerContext, timeout: float) -> _Checke
         named = error.message if f"scorer {name}" in error.message else f"scorer {name}: {error.message}"
         outage = judge(name) if isinstance(error, OutageError) else error.outage
         raise ScorerError(named, hint=error.hint, outage=outage, retry_after=error.retry_after) from error
+
+
+def _trace(span: Span, name: str, result: _Checked) -> None:
+    """Add the result to the span of its scorer, as an event of the GenAI conventions too."""
+    if not span.is_recording:
+        return
+    evaluation: Attributes = {"gen_ai.evaluation.name": name, "gen_ai.evaluation.score.value": result.score}
+    span.set({**evaluation, "agentrl.score": result.score})
+    span.event("gen_ai.evaluation.result", evaluation)
+    span.content("gen_ai.evaluation.explanation", lambda: result.details or None)
 
 
 def _blocks(function: Scorer) -> bool:

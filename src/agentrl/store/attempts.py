@@ -248,6 +248,7 @@ def new_record(claim: Claim) -> Record:
     return Record(
         id=claim.record_id, task=task.id, traj_id=claim.traj_id, attempt=claim.attempt,
         split=task.split, epoch=task.epoch, query=task.query, answer=task.answer, owner=claim.owner,
+        trace_id=claim.trace_id,
     )  # fmt: skip
 
 

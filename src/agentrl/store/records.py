@@ -160,6 +160,13 @@ class Records(Repository):
         return [Record.from_document(document) async for document in cursor]
 
     @database_call
+    async def trace_ids(self, record_ids: Sequence[str], limit: int) -> list[str]:
+        """Return the traces of up to ``limit`` of these Records that were traced."""
+        query = {"_id": {"$in": list(record_ids)}, "trace_id": {"$ne": None}}
+        cursor = self._collection(RECORD).find(query, {"trace_id": 1}, sort=[("_id", 1)], limit=limit)
+        return [document["trace_id"] async for document in cursor]
+
+    @database_call
     async def counts(self, split: str) -> dict[RecordStatus, int]:
         """Return the number of Records per status; every status is a key."""
         counts = dict.fromkeys(RecordStatus, 0)

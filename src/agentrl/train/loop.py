@@ -16,10 +16,12 @@ from agentrl.errors import PublishError, TrainingError
 from agentrl.observe.live import StepView
 from agentrl.observe.terminal import excerpt
 from agentrl.observe.trackers import Tracker
+from agentrl.spans import Span, tracer
 from agentrl.train.lease import TrainerLease
 from agentrl.train.metrics import step_window, window_metrics
 from agentrl.train.resume import Progress
 from agentrl.train.saving import Saver
+from agentrl.train.trace import end_step, step_span, trace_updates
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -107,11 +109,19 @@ class Trainer:
             data=tuple(item.id for item in batch.data),
             owner=self.lease.owner,
         )
+        with await step_span(self.store, plan, batch, seconds_data) as span:
+            await self._compute(plan, batch, seconds_data, span)
+
+    async def _compute(self, plan: TrainStep, batch: StepData, seconds_data: float, span: Span) -> None:
+        progress = self.progress
         await self.store.training.plan_step(plan, attempt=progress.attempt)
         window = await step_window(self.store, self.split, batch.groups)
         self._prefetch(plan.step)
+        began = time.time()
         result = await asyncio.to_thread(self.controller.train, batch.data, batch.ages)
+        trace_updates(span, began, result.metrics)
         if not result.is_finite:
+            span.fail("not_finite")
             await self._skip(plan, result.metrics)
             return
         metrics = {
@@ -125,7 +135,9 @@ class Trainer:
             "seconds_data": seconds_data,
             "seconds_publish": self.saver.seconds_publish,
         }
-        await self._commit(plan, metrics, window.tasks)
+        with tracer().span("commit"):
+            await self._commit(plan, metrics, window.tasks)
+        end_step(span, metrics)
         await self.saver.after_step()
 
     async def _commit(self, plan: TrainStep, metrics: dict[str, Any], counted: Sequence[str]) -> None:

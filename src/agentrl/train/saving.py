@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from agentrl.config.schema import TrainConfig
 from agentrl.errors import PublishError
 from agentrl.model.load import architecture
+from agentrl.spans import tracer
 from agentrl.train import checkpoint
 from agentrl.train.lease import TrainerLease
 from agentrl.train.resume import Progress
@@ -66,7 +67,8 @@ class Saver:
         """
         if self.progress.step % self.config.save_steps == 0:
             try:
-                await self._save()
+                with tracer().span("save"):
+                    await self._save()
             except PublishError as error:
                 await self.lease.check()
                 logger.error("step %d has no checkpoint: %s", self.progress.step, error)
@@ -81,7 +83,8 @@ class Saver:
         pause = _FIRST_PAUSE
         while True:
             try:
-                return await self._publish()
+                with tracer().span("publish"):
+                    return await self._publish()
             except PublishError as error:
                 await self.lease.check()
                 progress.is_overdue = True

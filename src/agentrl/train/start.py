@@ -36,6 +36,7 @@ from agentrl.losses.settings import LossSettings
 from agentrl.model.load import base_folder, resolve_dtype
 from agentrl.observe.begin_run import begin_model, begin_run
 from agentrl.observe.live import StepView
+from agentrl.observe.tracing.open import tracing
 from agentrl.observe.trackers import open_trackers
 from agentrl.store.client import Store, open_store
 from agentrl.store.retry import retry_outages
@@ -59,7 +60,8 @@ def run_trainer(configs: Configs) -> None:
         if world.rank > 0:
             _follow(configs, world)
         else:
-            asyncio.run(_train(configs, world))
+            with tracing(configs, "train"):
+                asyncio.run(_train(configs, world))
 
 
 def _follow(configs: Configs, world: World) -> None:

@@ -83,6 +83,8 @@ def _header(record: Record, calls: Sequence[DispatchedSamplingTask], trained_at_
         f"advantage {fixed(record.advantage, sign=True)} · "
         + (f"trained at step {steps}" if steps else "not trained"),
     ]
+    if record.trace_id is not None:
+        lines.append(f"trace {record.trace_id}")
     header = plain(record.id, "bold")
     header.append(f"  {record.status.upper()}", style="bold")
     header.append(f"  score {fixed(record.score)}\n", style="bold")

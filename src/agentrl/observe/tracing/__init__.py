@@ -1,0 +1,1 @@
+"""Record what a process does as OpenTelemetry spans and send them to a collector or to MLflow."""
