@@ -148,8 +148,9 @@ def scorer_context(
     task: Task, record: Record, calls: Sequence[DispatchedSamplingTask], agent_config_path: str
 ) -> ScorerContext:
     """Return the scorer's input, rebuilt from stored documents; without messages if they were pruned."""
-    main = None if record.train_rule is None else main_branch(branches_of(calls))
-    path = of_main_role(calls) if main is None else main.calls
+    path: Sequence[DispatchedSamplingTask] = of_main_role(calls)
+    main = None if record.train_rule is None else main_branch(branches_of(path))
+    path = path if main is None else main.calls
     first = max((number for number, call in enumerate(path) if call.parent is None), default=0)
     messages = [
         message

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from agentrl.errors import ConfigError
 
@@ -22,3 +25,38 @@ def agent_cfg_path(of_task: str | None, of_flag: str | None) -> Path | None:
             hint="give a relative path without '..', or use --agent_cfg_path",
         )
     return path
+
+
+class AgentCfg(dict[str, Any]):
+    """The settings of an agent's YAML file: ``cfg.name``, ``cfg["name"]``, ``cfg.get("name")``."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            known = ", ".join(map(str, self)) or "nothing"
+            raise AttributeError(f"the agent's cfg has no {name!r}; it has {known}") from None
+
+
+def read_agent_cfg(path: Path | None) -> AgentCfg:
+    """Return the settings in a YAML file; empty without one. Raises ConfigError for other files."""
+    if path is None:
+        return AgentCfg()
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"the agent's file {path} cannot be read: {error}", hint="--agent_cfg_path names a YAML file"
+        ) from error
+    if found is not None and not isinstance(found, dict):
+        raise ConfigError(
+            f"the agent's file {path} is {type(found).__name__}, not a mapping",
+            hint="write name: value lines",
+        )
+    return AgentCfg({str(key): _cfg(item) for key, item in (found or {}).items()})
+
+
+def _cfg(value: Any) -> Any:
+    if isinstance(value, dict):
+        return AgentCfg({str(key): _cfg(item) for key, item in value.items()})
+    return [_cfg(item) for item in value] if isinstance(value, list) else value

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from agentrl.documents.status import StopReason
+from agentrl.errors import ConfigError
 from agentrl.registry import Registry
 from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.role import Role
@@ -27,6 +29,8 @@ class AgentClass:
 
 
 def _agent(found: Any) -> Agent | AgentClass:
+    if _is_graph(found):
+        return partial(_run_graph, found)
     if not callable(found):
         raise TypeError(f"it is of type {type(found).__name__}, not a function or class")
     if not inspect.isclass(found):
@@ -37,6 +41,20 @@ def _agent(found: Any) -> Agent | AgentClass:
         if (needed or method is not None) and not inspect.iscoroutinefunction(method):
             raise TypeError(f"the class {found.__name__} has no async method {name!r}")
     return AgentClass(found)
+
+
+def _is_graph(found: Any) -> bool:
+    """Return whether ``found`` is a compiled graph of LangGraph, or a plain function of ``cfg``."""
+    if hasattr(found, "ainvoke") and hasattr(found, "get_graph"):
+        return True
+    is_plain = inspect.isfunction(found) and not inspect.iscoroutinefunction(found)
+    return is_plain and "cfg" in inspect.signature(found).parameters
+
+
+async def _run_graph(found: Any, rollout: Rollout) -> Outcome:
+    from agentrl.rollout.langgraph.graph import run_found
+
+    return await run_found(found, rollout)
 
 
 AGENTS: Registry[Agent | AgentClass] = Registry(
@@ -55,6 +73,8 @@ def check_agent(name: str, path: Path | None) -> None:
 def agent(*names: str) -> Callable[[A], A]:
     """Register an async function ``(Rollout) -> Outcome`` or a class with such a method ``run``.
 
+    A LangGraph agent is a compiled graph, or a plain function ``build_graph(cfg)`` that returns one.
+
     A trajectory has an instance of the class of its own. After ``run``, its method ``evaluate`` gets the
     ScorerContext and returns the score, instead of the task's scorer.
     """
@@ -64,6 +84,21 @@ def agent(*names: str) -> Callable[[A], A]:
         return extension
 
     return decorate
+
+
+@agent("langgraph")
+async def langgraph(rollout: Rollout) -> Outcome:
+    """Run the graph that ``graph: module:name`` in the agent's file names."""
+    name = rollout.cfg.get("graph")
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"the agent's file {rollout.agent_cfg_path} names no graph",
+            hint="write `graph: module:build_graph` into the file of --agent_cfg_path",
+        )
+    found = AGENTS.get(name)
+    if isinstance(found, AgentClass):
+        raise ConfigError(f"{name} is a class, not a graph", hint="name it by --agent_name instead")
+    return await found(rollout)
 
 
 @agent("react", "tool_agent")

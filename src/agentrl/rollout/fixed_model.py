@@ -84,6 +84,8 @@ class FixedRole(Role):
     one of the policy's roles.
     """
 
+    _fixed = True
+
     def __init__(
         self,
         shared: Shared,

@@ -7,7 +7,7 @@ from typing import Any
 
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ENGINES, tool_server
-from agentrl.inference.generation import Generation
+from agentrl.inference.generation import Generation, Progress
 from agentrl.rollout.model_call import Engine
 from agentrl.rollout.outages import Clock, Outages
 from agentrl.rollout.tool_calls import Tools
@@ -42,9 +42,12 @@ class HeldEngine:
         """Return the largest number of tokens of a prompt and its continuation; None if it is unknown."""
         return self._engine.context_length
 
-    async def generate(self, input_ids: Sequence[int], params: SamplingParams) -> Generation:
-        """Sample a continuation of ``input_ids``."""
-        return await self._outages.hold(lambda: self._engine.generate(input_ids, params), self._clock)
+    async def generate(
+        self, input_ids: Sequence[int], params: SamplingParams, progress: Progress | None = None
+    ) -> Generation:
+        """Sample a continuation of ``input_ids``; ``progress`` receives the tokens meanwhile."""
+        more = () if progress is None else (progress,)
+        return await self._outages.hold(lambda: self._engine.generate(input_ids, params, *more), self._clock)
 
 
 class HeldTools:

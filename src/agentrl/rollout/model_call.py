@@ -13,7 +13,7 @@ from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.sanitize_bson import sanitize_bson
 from agentrl.documents.status import CallStatus
-from agentrl.inference.generation import Generation
+from agentrl.inference.generation import Generation, Progress
 from agentrl.tools.base import Schema
 
 
@@ -25,8 +25,10 @@ class Engine(Protocol):
         """Return the largest number of tokens of a prompt and its continuation; None if it is unknown."""
         ...
 
-    async def generate(self, input_ids: Sequence[int], params: SamplingParams) -> Generation:
-        """Sample a continuation of ``input_ids``."""
+    async def generate(
+        self, input_ids: Sequence[int], params: SamplingParams, progress: Progress | None = None
+    ) -> Generation:
+        """Sample a continuation of ``input_ids``; ``progress`` receives the tokens meanwhile."""
         ...
 
 

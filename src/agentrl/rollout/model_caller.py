@@ -14,7 +14,7 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.documents.task import Claim
 from agentrl.errors import TrajectoryError
-from agentrl.inference.generation import Generation
+from agentrl.inference.generation import Generation, Progress
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.model_call import Engine, PendingCall, Turn
 from agentrl.rollout.trace import end_model_call, model_call_span
@@ -87,17 +87,21 @@ class ModelCaller:
         """Return the limits of prompts and generations."""
         return Budget(self._config, self._engine.context_length)
 
-    async def sample(self, draft: Draft, changes: dict[str, Any]) -> tuple[PendingCall, ParsedMessage]:
+    async def sample(
+        self, draft: Draft, changes: dict[str, Any], progress: Progress | None = None
+    ) -> tuple[PendingCall, ParsedMessage]:
         """Sample one call; ``changes`` are sampling parameters for this call only.
 
-        Concurrent calls of one trajectory are made one after the other.
+        ``progress`` receives the tokens while they are generated. Concurrent calls of one trajectory are made
+        one after the other.
         """
         async with self._turn:
             seed = draft.seed or (self.turns,)
             params = self._params.replace(**changes).seeded(*self._seed, *seed)
             params = self.budget.clamp(params, len(draft.prompt_ids))
             with model_call_span(self.record, params) as span:
-                generation = await self._engine.generate(draft.prompt_ids, params)
+                more = () if progress is None else (progress,)
+                generation = await self._engine.generate(draft.prompt_ids, params, *more)
                 parsed = self._parsed(draft, generation)
                 response = self.message(parsed)
                 end_model_call(span, generation, draft.read, response)

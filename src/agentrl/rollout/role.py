@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from agentrl.config.schema import AgentConfig
 from agentrl.documents.model_call import ToolExecution, strip_tool_results
 from agentrl.documents.task import Task
 from agentrl.errors import ContextFullError, TrajectoryError, TurnsLimitError
+from agentrl.rollout.histories import Histories, MakeProgress
 from agentrl.rollout.model_call import PendingCall, Turn
 from agentrl.rollout.model_caller import Draft, ModelCaller
 from agentrl.rollout.outcome import checked_messages
@@ -48,10 +49,14 @@ class Shared:
 class Role:
     """One conversation of a trajectory.
 
+    ``complete`` is for frameworks, which send whole conversations: use it instead of the other methods.
+
     ``generate`` makes a model call, ``call_tools`` runs the tool calls in it, ``append_messages`` adds other
     messages, ``restart`` and ``reset_context`` start a new prefix. A model call is stored when the
     trajectory goes on.
     """
+
+    _fixed = False
 
     def __init__(
         self,
@@ -77,6 +82,7 @@ class Role:
         """The latest call of the current context."""
         self._is_managing = False
         self._restarted = False
+        self._histories: Histories | None = None
         self._conversation = self._new_conversation(self._first)
 
     @property
@@ -92,7 +98,9 @@ class Role:
 
     @property
     def messages(self) -> list[Message]:
-        """Return a copy of the messages of the current context."""
+        """Return a copy of the messages of the current context; those of the main branch after branches."""
+        if self._histories is not None:
+            return [dict(message) for message in self._histories.main_messages]
         return [dict(message) for message in self._conversation.messages]
 
     @property
@@ -200,6 +208,44 @@ class Role:
         self._shared.context_resets += 1
         return not self.context_is_full
 
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Schema] = (),
+        *,
+        progress: MakeProgress | None = None,
+        **changes: Any,
+    ) -> tuple[Message, Turn]:
+        """Make the model call that answers a whole conversation, as a framework sends it; return its message.
+
+        Messages that extend an earlier call's go on from its ids; any others are a branch. ``tools`` are the
+        function schemas offered. ``progress`` makes what receives the tokens meanwhile. Raises
+        TurnsLimitError at the limit of turns, and ContextFullError.
+        """
+        if self._last is not None or self._fixed:
+            raise TrajectoryError(
+                f"role {self.name} has a conversation of its own",
+                hint="use either generate() or complete() for a role that the policy plays",
+            )
+        if self.turns >= self.max_turns:
+            raise TurnsLimitError(f"the trajectory has made its {self.turns} model calls")
+        if self._histories is None:
+            self._histories = Histories(self._caller, self.name)
+        checked = checked_messages(messages)
+        pending, turn = await self._histories.complete(checked, tools, changes, progress)
+        self._own_turns += 1
+        return dict(pending.response), turn
+
+    async def call_tool(self, call_id: str, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
+        """Run a tool that an answer of ``complete`` called, by the id of the tool call.
+
+        Return the text that the model reads, and whether it is an error.
+        """
+        if self._histories is None:
+            raise TrajectoryError("no model call was made", hint="call complete() first")
+        self._shared.tool_calls += 1
+        return await self._histories.call_tool(call_id, name, arguments, self._shared.tools, self.schemas)
+
     async def finish(self) -> None:
         """Store the role's last model call, unless it is stored."""
         if self._last is not None:
@@ -227,6 +273,10 @@ class Role:
         self._restarted = False
 
     def _require_turns(self) -> None:
+        if self._histories is not None:
+            raise TrajectoryError(
+                "this conversation is made of complete() calls", hint="use either generate() or complete()"
+            )
         if self.name is not None and self._own_turns >= self.max_turns:
             raise TurnsLimitError(f"role {self.name} has made its {self._own_turns} model calls")
 

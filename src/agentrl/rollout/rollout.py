@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import cached_property
 from typing import Any
 
 from agentrl.chat.chat_format import ChatFormat, Message
@@ -14,7 +16,7 @@ from agentrl.documents.task import Claim
 from agentrl.environments.base import Environment, Observation
 from agentrl.environments.session import EnvironmentSession
 from agentrl.errors import ContextFullError, ToolServerError, TrajectoryError, TurnsLimitError
-from agentrl.rollout.agent_cfg import agent_cfg_path
+from agentrl.rollout.agent_cfg import AgentCfg, agent_cfg_path, read_agent_cfg
 from agentrl.rollout.endpoint import Endpoint, Gateway, GatewayResult
 from agentrl.rollout.fixed_model import FixedModel, FixedRole, Hold, call_at_once
 from agentrl.rollout.model_call import Engine, PendingCall, Turn
@@ -74,11 +76,15 @@ class Rollout(Role):
         """The reward that the agent reported through its gateway."""
         self.harness_run: HarnessRun | None = None
         """What the command line of the trajectory did, for its Record."""
+        self.chat_format = chat_format
+        """How messages become ids, and ids messages."""
         self._claim = claim
         self._gateway = gateway
         self._uses_gateway = False
         self._environment = environment
         self._hold = hold
+        self.loop = asyncio.get_running_loop()
+        """The event loop that the trajectory runs in."""
 
     @property
     def turns(self) -> int:
@@ -110,6 +116,22 @@ class Rollout(Role):
         """Return the user message that asks the question."""
         template = self.task.query_prompt or self.config.query_prompt or "{query}"
         return template.replace("{query}", self.task.query)
+
+    @property
+    def record_id(self) -> str:
+        """Return the id of the trajectory's Record."""
+        return self._claim.record_id
+
+    @property
+    def train_rule(self) -> str | None:
+        """Return the rule that chose the branches to train: all, if whole conversations were answered."""
+        roles = (self, *self._shared.roles.values())
+        return "all" if any(role._histories is not None for role in roles) else None
+
+    @cached_property
+    def cfg(self) -> AgentCfg:
+        """Return the agent's YAML file, as ``cfg.name`` or ``cfg["name"]``; empty without one."""
+        return read_agent_cfg(self.agent_cfg_path)
 
     @property
     def result_messages(self) -> list[Message]:

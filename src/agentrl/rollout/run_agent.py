@@ -12,6 +12,7 @@ from agentrl.documents.status import StopReason
 from agentrl.documents.task import Task
 from agentrl.errors import ContextFullError, FailureError, ScorerError, TrajectoryError, TurnsLimitError
 from agentrl.rollout.agents import Agent, AgentClass
+from agentrl.rollout.current import working_on
 from agentrl.rollout.outcome import Outcome, checked_outcome
 from agentrl.rollout.rollout import Rollout
 from agentrl.scoring.role_rewards import checked_role_rewards
@@ -32,7 +33,8 @@ async def run_agent(
         instance = contain_call(agent.kind, f"the class of agent {name}", TrajectoryError)
     run: Agent = instance.run if isinstance(agent, AgentClass) else agent
     try:
-        outcome = await contain(lambda: run(rollout), f"agent {name}", FailureError)
+        with working_on(rollout):
+            outcome = await contain(lambda: run(rollout), f"agent {name}", FailureError)
     except ContextFullError:
         outcome = Outcome(StopReason.LENGTH_LIMIT)
     except TurnsLimitError:

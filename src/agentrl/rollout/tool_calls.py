@@ -64,11 +64,12 @@ async def run_tool_calls(
 
 async def _execute_all(calls: Sequence[ToolCall], tools: Tools) -> Sequence[ToolExecution | BaseException]:
     if len(calls) == 1:  # a task would cost more than many a tool
-        return [await _execute(calls[0], tools)]
-    return await asyncio.gather(*(_execute(call, tools) for call in calls), return_exceptions=True)
+        return [await execute(calls[0], tools)]
+    return await asyncio.gather(*(execute(call, tools) for call in calls), return_exceptions=True)
 
 
-async def _execute(call: ToolCall, tools: Tools) -> ToolExecution:
+async def execute(call: ToolCall, tools: Tools) -> ToolExecution:
+    """Run one valid tool call. Raises ToolServerError if its server is lost."""
     with tool_span(call) as span:
         result = await contain_errors(
             lambda: tools.call(call.name, call.arguments), f"tool {call.name}", ToolServerError

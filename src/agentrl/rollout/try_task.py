@@ -34,7 +34,7 @@ from agentrl.environments.session import EnvironmentSession, open_environment
 from agentrl.environments.tasks import generate, is_address
 from agentrl.errors import ConfigError, FailureError, TaskFileError, TrajectoryError
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.generation import Generation
+from agentrl.inference.generation import Generation, Progress
 from agentrl.llm.agent_config import load_section
 from agentrl.observe.audit.record import render_trajectory
 from agentrl.observe.terminal import stdout_console
@@ -240,9 +240,14 @@ class _Direct:
     client: _Client
     context_length: int | None
 
-    async def generate(self, input_ids: Sequence[int], params: SamplingParams) -> Generation:
-        """Sample a continuation of ``input_ids``."""
-        return await self.client.generate(input_ids, params, f"{uuid.uuid4().hex}-{_ID}")
+    async def generate(
+        self, input_ids: Sequence[int], params: SamplingParams, progress: Progress | None = None
+    ) -> Generation:
+        """Sample a continuation of ``input_ids``; ``progress`` receives all its tokens at the end."""
+        generation = await self.client.generate(input_ids, params, f"{uuid.uuid4().hex}-{_ID}")
+        if progress is not None:
+            progress(0, generation.output_ids)
+        return generation
 
 
 @asynccontextmanager

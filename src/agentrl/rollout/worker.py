@@ -220,6 +220,7 @@ class Worker:
             tool_rewards=rollout.tool_rewards,
             agent_score=rollout.agent_score,
             harness=rollout.harness_run,
+            **({} if rollout.train_rule is None else {"train_rule": rollout.train_rule}),
         )
         return rollout, outcome
 
