@@ -69,5 +69,5 @@ def _prepare(config: HarnessConfig) -> Prepared:
         )
     base = keep_until_exit() / "base.tar"
     build_base(config, base)
-    unique = dict.fromkeys(os.path.normpath(folder) for folder in visible)
+    unique = sorted({os.path.normpath(folder) for folder in visible})  # a folder before what it holds
     return Prepared(config, base, tuple(dict.fromkeys(own)), tuple(unique))

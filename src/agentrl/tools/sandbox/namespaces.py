@@ -15,7 +15,8 @@ from typing import Any, Final, NoReturn
 from agentrl.tools.sandbox import linux
 from agentrl.tools.sandbox.program import DEVICES, SYSTEM, Job, Streams, become, write_main
 
-WORK: Final = "/work"
+WORK: Final = "/sandbox"
+"""A folder that no host has: what the program may read keeps its path, and may not lie inside."""
 _INSIDE_USER: Final = 1000
 _HOST_USER_OF_ROOT: Final = 65534
 _ALL: Final = (
@@ -132,19 +133,19 @@ def _build_root(job: Job, user: int | None) -> None:
     linux.pivot_root("/tmp", "/tmp/old")
     os.chdir("/")
     linux.mount("tmpfs", "/new", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,nr_inodes=1024,mode=755")
-    for path in dict.fromkeys((*SYSTEM, *job.visible)):
-        _show(path)
-    _devices()
-    _texts()
-    os.mkdir("/new/proc")
-    with contextlib.suppress(OSError):  # a container may forbid it; programs rarely need it
-        linux.mount("proc", "/new/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
     size = f"size={job.limits['disk_mb']}m,nr_inodes={job.limits['files']},mode=700"
     for path in (WORK, "/tmp"):
         os.mkdir(f"/new{path}")
         linux.mount("tmpfs", f"/new{path}", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, size)
         if user is not None:
             os.chown(f"/new{path}", user, user)
+    for path in dict.fromkeys((*SYSTEM, *job.visible)):  # some may lie below /tmp
+        _show(path)
+    _devices()
+    _texts()
+    os.mkdir("/new/proc")
+    with contextlib.suppress(OSError):  # a container may forbid it; programs rarely need it
+        linux.mount("proc", "/new/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
     os.symlink("/tmp", "/new/dev/shm")
     os.mkdir("/new/.old")
     linux.pivot_root("/new", "/new/.old")
