@@ -1,0 +1,117 @@
+"""Unmodified harnesses solve a task by calls of their own tools, and are recorded token by token."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from installed_harnesses import ROOT, InstalledRun, call, require_harness
+
+from agentrl.documents.status import RecordStatus, StopReason
+from agentrl.store.client import Store
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+EXAMPLES = ROOT / "assets" / "examples"
+THOUGHT = "<think>\nThe number first.\n</think>\n\nI look at the file.\n\n"
+
+
+@dataclass(frozen=True)
+class Harness:
+    """A harness, and how the model uses its tools."""
+
+    name: str
+    command: str
+    config: str
+    read: Callable[[str], str]
+    """The call that reads a file of the working directory."""
+    second: str
+    """Another call of the same answer."""
+    write: Callable[[str, str], str]
+    side: Callable[[str], str | None] = lambda prompt: None
+    """The answer to a call that is not the conversation's."""
+    side_calls: int = 0
+    last: str = "It is written."
+
+
+def title(prompt: str) -> str | None:
+    """Answer opencode's request for a title."""
+    return "Doubling" if "Generate a title" in prompt else None
+
+
+def greeting(prompt: str) -> str | None:
+    """Answer the sub-agent of Claude Code."""
+    return None if "double.txt" in prompt else "Hello from the sub-agent."
+
+
+HARNESSES = [
+    Harness(
+        "openai-agents", "agents-python", "openai_agents/harness.yml",
+        lambda path: call("read_file", name="number.txt"), call("read_file", name="number.txt"),
+        lambda path, text: call("write_file", name="double.txt", text=text),
+    ),
+    Harness(
+        "mini-swe-agent", "mini", "claude_code/mini_swe_agent.yml",
+        lambda path: call("bash", command="cat number.txt"), call("bash", command="ls"),
+        lambda path, text: call("bash", command=f"echo {text} > double.txt"),
+        last=call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
+    ),
+    Harness(
+        "claude-code", "claude", "claude_code/claude_code.yml",
+        lambda path: call("Read", file_path=f"{path}/number.txt"),
+        call("Agent", description="greet", prompt="Say hello.", subagent_type="general-purpose",
+             run_in_background=False),
+        lambda path, text: call("Write", file_path=f"{path}/double.txt", content=text),
+        side=greeting, side_calls=1,
+    ),
+    Harness(
+        "opencode", "opencode", "claude_code/opencode.yml",
+        lambda path: call("read", filePath=f"{path}/number.txt"),
+        call("bash", command="ls", description="List files"),
+        lambda path, text: call("write", filePath=f"{path}/double.txt", content=text),
+        side=title, side_calls=1,
+    ),
+    Harness(
+        "qwen-code", "qwen", "claude_code/qwen_code.yml",
+        lambda path: call("read_file", file_path=f"{path}/number.txt"),
+        call("run_shell_command", command="ls", description="List files", is_background=False),
+        lambda path, text: call("write_file", file_path=f"{path}/double.txt", content=text),
+    ),
+]  # fmt: skip
+
+
+def script_of(harness: Harness) -> Callable[[str], str]:
+    """Read and make a second call at once, write, and end."""
+
+    def say(prompt: str) -> str:
+        aside = harness.side(prompt)
+        if aside is not None:
+            return aside
+        place = re.findall(r"[\w/.-]*/workspace\b", prompt)
+        folder = place[0] if place else ""
+        turns = prompt.count("<|im_start|>assistant")
+        if turns == 1:
+            return f"{THOUGHT}{harness.read(folder)}\n{harness.second}"
+        if turns == 2:
+            found = re.findall(r"number is (\d+)", prompt)
+            return f"Now I write it.\n\n{harness.write(folder, str(2 * int(found[-1])))}"
+        return harness.last
+
+    return say
+
+
+@pytest.mark.parametrize("harness", HARNESSES, ids=lambda harness: harness.name)
+async def test_a_harness_solves_a_task_and_is_recorded_exactly(store: Store, harness: Harness) -> None:
+    require_harness(harness.name, harness.command)
+    run = InstalledRun(store, EXAMPLES / harness.config, script_of(harness))
+    record = await run.run("The number is 7341.", "14682")
+    assert record.failure is None, record.failure.message
+    assert (record.status, record.stop_reason) == (RecordStatus.SCORED, StopReason.ANSWERED)
+    assert record.harness is not None
+    assert record.harness.changed_files == ("double.txt",)
+    assert ((record.final_answer or "").strip(), record.score) == ("14682", 1.0)
+    assert len(run.main) == 3
+    assert len(run.calls) == 3 + harness.side_calls
+    run.check_exact(record)
