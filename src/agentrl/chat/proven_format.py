@@ -29,6 +29,11 @@ _KEPT = {
 class RenderingFormat(ChatFormat, Protocol):
     """A chat format that can also render a conversation without a generation prompt."""
 
+    @property
+    def call_marks(self) -> tuple[str, ...] | None:
+        """Return the texts with which a tool call may begin; None if any text may be one."""
+        ...
+
     def render_closed(self, messages: Sequence[Message], tools: ToolSchemas | None) -> list[int]:
         """Return a conversation that ends with its last message."""
         ...
@@ -85,6 +90,11 @@ class ProvenFormat:
             self.tool_problems,
             skips_cycles=True,
         )
+
+    @property
+    def call_marks(self) -> tuple[str, ...] | None:
+        """Return the texts with which a tool call may begin; None if any text may be one."""
+        return self.base.call_marks
 
     @property
     def description(self) -> str:

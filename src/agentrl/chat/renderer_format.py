@@ -62,6 +62,12 @@ class RendererFormat:
         self.stop_ids = frozenset(renderer.get_stop_token_ids()) | frozenset(stop_ids)
 
     @property
+    def call_marks(self) -> tuple[str, ...] | None:
+        """Return the texts with which a tool call may begin; None if any text may be one."""
+        parser = self._parser or self._reader
+        return (*parser.marks, "<|", "<｜") if isinstance(parser, MarkedParser) else None
+
+    @property
     def agreed_settings(self) -> dict[str, str]:
         """Return what all samplers of a run must have in common."""
         return {"chat_format": f"{self.description}: {self._renderer.config!r}"}

@@ -17,6 +17,7 @@ import numpy as np
 from agentrl.chat.chat_format import Message, TokenizedConversation, ToolSchemas, split_train
 from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.parsers import ParsedMessage, ToolCallParser, opens_thought, parse_text
+from agentrl.chat.parsers.marked import MarkedParser
 from agentrl.chat.parsers.reasoning import tags_in
 from agentrl.chat.template import ChatTemplate
 from agentrl.errors import TrajectoryError
@@ -52,6 +53,11 @@ class TemplateFormat:
         """Ids of the latest prompts by ``_key``: all trajectories of a group start with one prompt."""
         self._decoded: tuple[Sequence[int], str] = ((), "")
         """The last ids given to ``decode`` and their text."""
+
+    @property
+    def call_marks(self) -> tuple[str, ...] | None:
+        """Return the texts with which a tool call may begin; None if any text may be one."""
+        return self._parser.marks if isinstance(self._parser, MarkedParser) else None
 
     def with_parser(self, parser: ToolCallParser, name: str) -> TemplateFormat:
         """Return the same format with another parser of tool calls."""

@@ -27,7 +27,9 @@ class GatewayConfig(Flags):
         per_process=True,
     )
     gateway_models: str = flag(
-        "policy", "names, comma-separated, by which a client may name the policy", per_process=True
+        "policy",
+        "names, comma-separated, by which a client may name the policy; claude-* allows all that begin so",
+        per_process=True,
     )
     gateway_body_mb: float = flag(
         8.0, "largest body of a request", within="(0, inf)", unit="MiB", per_process=True
@@ -45,5 +47,12 @@ class GatewayConfig(Flags):
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Return the names of the policy."""
-        return tuple(name.strip() for name in self.gateway_models.split(",") if name.strip()) or ("policy",)
+        """Return the names and patterns of the policy; the first one is a name."""
+        given = [name.strip() for name in self.gateway_models.split(",") if name.strip()]
+        names = [name for name in given if not is_pattern(name)] or ["policy"]
+        return (*names, *filter(is_pattern, given))
+
+
+def is_pattern(name: str) -> bool:
+    """Return whether a name of the policy stands for several, as ``claude-*`` does."""
+    return any(letter in name for letter in "*?[")

@@ -30,7 +30,7 @@ class GatewaySession(Root):
     owner: str
     """The owner of the claim; the URL is dead when its lease ends."""
     models: tuple[str, ...]
-    """The names by which a request may name the policy."""
+    """The names, and patterns such as ``claude-*``, by which a request may name the policy."""
     max_calls: int
     created_at: datetime = field(default_factory=now)
     closed_at: datetime | None = None

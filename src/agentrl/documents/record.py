@@ -80,7 +80,7 @@ class Record(Root):
     partial: PartialGeneration | None = None
     """The tokens of a released Record's unfinished model call; the next attempt resumes it."""
     train_rule: str | None = None
-    """Which branches of a gateway's trajectory are trained: main, all, or module:function."""
+    """Which branches of a gateway's trajectory are trained: main, agent, all, or module:function."""
     untrained_calls: tuple[int, ...] = ()
     """Indexes of the model calls that ``train_rule`` leaves out."""
     reported_reward: ReportedReward | None = None

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from agentrl.config.gateway import GatewayConfig
+from agentrl.config.gateway import GatewayConfig, is_pattern
 from agentrl.documents.gateway import GatewaySession
 from agentrl.documents.task import Claim
 from agentrl.errors import AgentRLError, LeaseLostError, StoreUnavailableError
@@ -156,7 +156,7 @@ class GatewayApp:
         call = pending.call
         chat_format = self.answerer.chat_format
         stream = dialect.stream(asked)
-        text = TextStream(chat_format, prompt_ids or (), asked.stop)
+        text = TextStream(chat_format, prompt_ids or (), asked.stop, getattr(chat_format, "call_marks", None))
         for event in stream.begin(call.answer_id, int(call.created_at.timestamp()), len(prompt_ids or ())):
             yield event
         try:
@@ -248,7 +248,8 @@ class GatewayApp:
         return Caller(session, claim)
 
     async def _models(self, request: Request, caller: Caller) -> Response:
-        models = [_model_json(name, caller.session) for name in caller.session.models]
+        session = caller.session
+        models = [_model_json(name, session) for name in session.models if not is_pattern(name)]
         return _json({
             "object": "list", "data": models, "has_more": False,
             "first_id": models[0]["id"], "last_id": models[-1]["id"],

@@ -306,6 +306,10 @@ def _response(
     """
     is_cut = generation.finish_reason == "length"
     calls = () if is_cut else parsed.tool_calls
+    error = None if is_cut else parsed.error
+    if request.one_call and len(calls) > 1:
+        error = error or f"{len(calls)} tool calls, and the request allows one: the first is answered"
+        calls = calls[:1]
     content = parsed.content
     if not content and not calls and not parsed.reasoning:
         content = chat_format.decode(generation.output_ids).strip()
@@ -327,7 +331,7 @@ def _response(
             for place, item in enumerate(calls)
         ]
     cleaned: dict[str, Any] = sanitize_bson(replace_surrogates(message))
-    return cleaned, None if is_cut else replace_surrogates(parsed.error)
+    return cleaned, replace_surrogates(error)
 
 
 def _as_gateway_error(error: BaseException) -> BaseException:

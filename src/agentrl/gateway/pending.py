@@ -233,7 +233,7 @@ class PendingAnswers:
             "limit",
             f"the trajectory has made its {session.max_calls} model calls",
             code="turns_limit",
-            hint="--max_turns, or max_turns of the task, sets the limit",
+            hint="--max_turns, or max_turns of the task, sets the limit; side calls count too",
         )
 
     async def _follow(self, call: GatewayCall) -> DispatchedSamplingTask | None:

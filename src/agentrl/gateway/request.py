@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import orjson
@@ -39,6 +40,8 @@ class GatewayRequest:
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
+    one_call: bool = False
+    """Whether an answer may have one tool call only."""
     previous: str | None = None
     """The id of an earlier answer whose conversation comes before ``messages``."""
 
@@ -190,8 +193,8 @@ def refuse_media(kind: Any, where: str) -> GatewayError:
 
 
 def require_model(request: GatewayRequest, models: Sequence[str]) -> None:
-    """Raise GatewayError unless the request names the policy."""
-    if request.model not in models:
+    """Raise GatewayError unless the request names the policy; ``models`` may be patterns, as ``claude-*``."""
+    if not any(fnmatchcase(request.model, pattern) for pattern in models):
         raise GatewayError(
             "not_found",
             f"the model {short(request.model)} does not exist",

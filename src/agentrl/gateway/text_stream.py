@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from agentrl.chat.parsers.reasoning import REASONING_TAGS, ReasoningTags, opens_thought
 
 _PROMPT_END = 16
-_MAY_OPEN_A_CALL = frozenset("<[{`◁")
+_ANY_CALL = tuple("<[{`◁")
 """The first characters of the marks of tool calls and thoughts, over all chat formats."""
+_THOUGHTS = tuple(mark for tags in REASONING_TAGS for mark in (tags.open, tags.close))
 _UNFINISHED = "\ufffd"
 """The decoded text of an incomplete character."""
 
@@ -29,14 +31,40 @@ class Delta(NamedTuple):
     text: str
 
 
+class _Marks:
+    """Texts to find in a growing text."""
+
+    def __init__(self, marks: Sequence[str]) -> None:
+        self._pattern = re.compile("|".join(map(re.escape, marks)))
+        self._begun = frozenset(mark[:length] for mark in marks for length in range(1, len(mark)))
+        self._longest = max(map(len, marks))
+
+    def find(self, text: str) -> tuple[int, bool]:
+        """Return the place of the first mark, and whether it is whole: the end of ``text`` may begin one."""
+        found = self._pattern.search(text)
+        if found is not None:
+            return found.start(), True
+        for place in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[place:] in self._begun:
+                return place, False
+        return len(text), False
+
+
 class TextStream:
     """Deltas that are certain to be in the parsed answer.
 
-    From the first character that may open a tool call, text is held back: ``finish`` returns what the parsed
-    answer has beyond the deltas. So a client never gets text that turns out to be a call.
+    From the first text that opens a tool call or a further thought, all is held back: ``finish`` returns what
+    the parsed answer has beyond the deltas. So a client never gets text that turns out to be a call.
     """
 
-    def __init__(self, decoder: Decoder, prompt_ids: Sequence[int], stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        prompt_ids: Sequence[int],
+        stops: Sequence[str] = (),
+        call_marks: Sequence[str] | None = None,
+    ) -> None:
+        """``call_marks``: how tool calls begin in the chat format; None if that is not known."""
         self._decoder = decoder
         self._ids: list[int] = []
         self._done = self._read = 0
@@ -50,7 +78,8 @@ class TextStream:
         self._mode: Literal["start", "reasoning", "content", "held"] = (
             "start" if self._tags is None else "reasoning"
         )
-        self._holds = _MAY_OPEN_A_CALL | {stop[0] for stop in stops}
+        marks = _ANY_CALL if call_marks is None else (*call_marks, *_THOUGHTS)
+        self._holds = _Marks((*marks, *stops))
         self.is_broken = False
         """Whether ids that were sent have been replaced: the answer may differ from the deltas."""
 
@@ -115,10 +144,10 @@ class TextStream:
         return self._send_keeping_space("reasoning", thought[: len(thought) - kept])
 
     def _content(self) -> list[Delta]:
-        place = next((i for i, letter in enumerate(self._text) if letter in self._holds), None)
-        text, self._text = self._text, ""
-        if place is not None:
-            self._mode, text = "held", text[:place]
+        place, is_whole = self._holds.find(self._text)
+        text, self._text = self._text[:place], self._text[place:]
+        if is_whole:
+            self._mode = "held"
         return self._send_keeping_space("content", text)
 
     def _send_keeping_space(self, kind: Literal["reasoning", "content"], text: str) -> list[Delta]:

@@ -23,14 +23,32 @@ def train_main(branches: Sequence[Branch]) -> Sequence[int]:
     return () if main is None else main.indexes
 
 
+@TRAIN_RULES.register("agent")
+def train_agent(branches: Sequence[Branch]) -> Sequence[int]:
+    """Train every branch with the system prompt and the tools of the main branch.
+
+    So an agent that replaces its history by a summary is trained before and after it.
+    """
+    main = main_branch(branches)
+    if main is None:
+        return ()
+    return [index for branch in branches if _setting(branch) == _setting(main) for index in branch.indexes]
+
+
 @TRAIN_RULES.register("all")
 def train_all(branches: Sequence[Branch]) -> Sequence[int]:
     """Train every call."""
     return [index for branch in branches for index in branch.indexes]
 
 
+def _setting(branch: Branch) -> tuple[object, object]:
+    """Return the system messages and the tools of a branch."""
+    first = branch.calls[0]
+    return [message for message in first.messages if message["role"] == "system"], first.tools
+
+
 def require_rule(name: str) -> TrainRule:
-    """Return a rule: main, all, or module:function. Raises ConfigError."""
+    """Return a rule: main, agent, all, or module:function. Raises ConfigError."""
     return TRAIN_RULES.get(name)
 
 

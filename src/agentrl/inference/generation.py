@@ -97,8 +97,10 @@ class Collector:
             start = len(self.ids)
             self.ids.extend(chunk.ids)
             self.logprobs.extend(chunk.logprobs)
-            span = VersionSpan(version=self._version_of(chunk), start=start, end=len(self.ids))
-            self._chunk_spans = join_spans([self._chunk_spans, [span]])
+            version = self._version_of(chunk)
+            if self._chunk_spans and self._chunk_spans[-1].version == version:
+                start = self._chunk_spans.pop().start
+            self._chunk_spans.append(VersionSpan(version=version, start=start, end=len(self.ids)))
         if chunk.spans is not None:
             self._spans = chunk.spans
         self._finish_reason = chunk.finish_reason or self._finish_reason

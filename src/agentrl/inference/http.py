@@ -22,6 +22,8 @@ _KEEP_ALIVE_SECONDS = 4.0
 _EXCERPT = 300
 _END_SECONDS = 1.0
 """How long a server may take to end a stream after ``[DONE]``."""
+_SLACK = 0.02
+"""Fraction of a stream's time limit by which it may be late: not every event moves the timer."""
 _LARGEST = 64 * 1024 * 1024
 """Most bytes of an event, and of an answer that is not a stream."""
 _JSON = {"content-type": "application/json"}
@@ -119,9 +121,11 @@ class EngineHttp:
         where = f"{self.url}{path}"
         loop = asyncio.get_running_loop()
         is_done = False
+        slack = timeout * _SLACK
+        due = loop.time() + slack
         try:
             async with (
-                asyncio.timeout(timeout) as clock,
+                asyncio.timeout(timeout + slack) as clock,
                 self._connections.post(path, body, {**_JSON, **headers}) as answer,
             ):
                 kind = answer.headers.get("content-type", "")
@@ -133,9 +137,14 @@ class EngineHttp:
                     if is_done:
                         continue  # the connection is kept only if all is read
                     is_done = data == _DONE
-                    clock.reschedule(loop.time() + (_END_SECONDS if is_done else timeout))
-                    if not is_done:
-                        yield _object(data, where)
+                    now = loop.time()
+                    if is_done:
+                        clock.reschedule(now + _END_SECONDS)
+                        continue
+                    if now >= due:
+                        clock.reschedule(now + timeout + slack)
+                        due = now + slack
+                    yield _object(data, where)
         except TimeoutError as error:
             if not is_done:
                 raise silent(where, timeout) from error

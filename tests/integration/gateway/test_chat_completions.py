@@ -135,6 +135,33 @@ async def test_edits_compaction_and_side_calls_are_branches_that_main_leaves_out
     assert data.untrained_calls == record.untrained_calls
 
 
+async def test_the_rule_agent_trains_an_agent_that_compacts_before_and_after_it(store: Store) -> None:
+    run = GatewayRun(store, lambda prompt: f"Answer {len(run.engine.prompts)}.")
+    async with run.open(train="agent") as endpoint, client_of(endpoint) as client:
+        chat: list[Any] = [*HELLO]
+        for _ in range(2):
+            answer = await client.chat.completions.create(model="policy", messages=chat)
+            said = {"role": "assistant", "content": answer.choices[0].message.content}
+            chat += [said, {"role": "user", "content": "more"}]
+        title = [{"role": "system", "content": "Write a title."}, HELLO[1]]
+        compacted = [HELLO[0], {"role": "user", "content": "So far: 3. Go on."}]
+        for messages in (title, compacted):
+            await client.chat.completions.create(model="policy", messages=messages)  # type: ignore[arg-type]
+    record = await run.record()
+    assert (record.train_rule, record.untrained_calls) == ("agent", (2,))
+
+
+async def test_without_parallel_calls_the_first_is_answered_and_the_others_are_an_error(store: Store) -> None:
+    run = GatewayRun(store, ADD + ADD, "3.")
+    async with run.open() as endpoint, client_of(endpoint) as client:
+        messages = await solve(client, parallel_tool_calls=False)
+    assert len(messages[2]["tool_calls"]) == 1
+    first, second = await run.calls()
+    assert second.parent == first.id
+    assert first.error is not None
+    assert first.error.startswith("2 tool calls, and the request allows one")
+
+
 def only_the_last(branches: Any) -> list[int]:
     return [branches[-1].indexes[-1]]
 

@@ -19,6 +19,10 @@ USER = {"role": "user", "content": "1+2?"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 BAD: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "n": ({"n": 2}, 400, "unsupported_parameter", "one answer for each request"),
+    "logprobs": ({"logprobs": 3}, 400, "invalid_value", "logprobs is 3"),
+    "bias": ({"logit_bias": {"5": 1}}, 400, "unsupported_parameter", "logit_bias"),
+    "model_name": ({"model": None}, 400, "invalid_value", "must be a name"),
+    "pattern": ({"model": "claude-*x"}, 404, "model_not_found", "claude-*x"),
     "top_logprobs": ({"logprobs": True, "top_logprobs": 5}, 400, "unsupported_parameter", "top_logprobs 5"),
     "model": ({"model": "gpt-9"}, 404, "model_not_found", 'the model "gpt-9" does not exist'),
     "image": ({"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "unsupported_content", "text only"),
@@ -41,12 +45,17 @@ BAD: dict[str, tuple[dict[str, Any], int, str, str]] = {
 
 
 async def test_bad_requests_are_named_in_openais_shape(store: Store) -> None:
-    run = GatewayRun(store, "x")
+    run, other = GatewayRun(store, "x"), GatewayRun(store, "mine")
     async with (
+        other.open() as untouched,
         run.open(max_prompt_tokens=200, prompt_reserve_tokens=10) as endpoint,
         httpx.AsyncClient(timeout=60) as client,
     ):
         url = f"{endpoint.base_url}/chat/completions"
+        await client.post(
+            f"{untouched.base_url}/chat/completions", json={"model": "policy", "messages": [USER]}
+        )
+        before = await _documents_of(other)
         for name, (change, status, code, text) in BAD.items():
             answer = await client.post(url, json={"model": "policy", "messages": [USER], **change})
             error = answer.json()["error"]
@@ -62,7 +71,30 @@ async def test_bad_requests_are_named_in_openais_shape(store: Store) -> None:
         nowhere = await client.get(f"{endpoint.base_url}/nothing")
         assert nowhere.status_code == 404
         assert endpoint.api_key not in nowhere.text
+        assert await _documents_of(other) == before
     assert await run.calls() == []
+
+
+async def _documents_of(run: GatewayRun) -> list[Any]:
+    """Every document of a trajectory."""
+    database, record = run.store.database, run.claim.record_id
+    found = [await database["Record"].find_one({"_id": record})]
+    for name in ("GatewayCall", "GatewaySession", "DispatchedSamplingTask"):
+        found += await database[name].find({"record": record}).to_list()
+    return found
+
+
+async def test_models_may_be_named_by_a_pattern(store: Store) -> None:
+    run = GatewayRun(store, "Hello.")
+    config = GatewayConfig(gateway_port=0, gateway_models="claude-*")
+    async with run.open(config=config) as endpoint, httpx.AsyncClient(timeout=60) as client:
+        assert endpoint.model == "policy"
+        url = f"{endpoint.base_url}/chat/completions"
+        for model, status in (("policy", 200), ("claude-sonnet-9", 200), ("gpt-9", 404)):
+            answer = await client.post(url, json={"model": model, "messages": [USER]})
+            assert (model, answer.status_code) == (model, status)
+        listed = (await client.get(f"{endpoint.base_url}/models")).json()
+    assert [item["id"] for item in listed["data"]] == ["policy"]
 
 
 async def test_a_body_over_the_limit_is_refused_before_it_is_read(store: Store) -> None:

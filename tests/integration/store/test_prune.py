@@ -47,6 +47,9 @@ async def stamped(store: Store, collection: str) -> set[str]:
 async def test_everything_finished_goes_and_nothing_else(store: Store, tmp_path: Path) -> None:
     await run.build(store, tmp_path / "weights")
     before = await with_calls(store)
+    for name in ("GatewayCall", "GatewaySession"):
+        kept = [{"_id": record, "record": record} for record in (TRAINED, READY[0])]
+        await store.database[name].insert_many(kept, bypass_document_validation=True)
     counted = await prune(store, older_than_days=0, dry_run=True)
     assert await with_calls(store) == before
     pruned = await prune(store, older_than_days=0)
@@ -64,6 +67,9 @@ async def test_everything_finished_goes_and_nothing_else(store: Store, tmp_path:
     record = await store.records.get(TRAINED)
     assert record is not None
     assert (record.score, record.trained_count, record.last_trained_step) == (0.0, 1, 1)
+    for name in ("GatewayCall", "GatewaySession"):
+        assert await store.database[name].distinct("record") == [READY[0]]
+        await store.database[name].delete_many({})
     assert await prune(store, older_than_days=0) == Pruned()
     assert await violations(store) == []
 

@@ -12,6 +12,7 @@ from agentrl.inference.engines.local.cache import KVCache
 from agentrl.inference.engines.local.model import Chunk
 from agentrl.inference.engines.local.sampling import RowSampler
 from agentrl.inference.engines.local.scheduler import GenerationRequest, Scheduler
+from agentrl.inference.engines.local.stop_strings import StopStrings
 
 VOCAB = 97
 STOP = 96
@@ -44,6 +45,13 @@ class RuleModel:
         logits = torch.full((len(wanted), VOCAB), -50.0)
         logits[range(len(wanted)), wanted] = 50.0
         return logits
+
+
+class Words:
+    """Decodes the id 65 to A, and so on."""
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return "".join(map(chr, ids))
 
 
 def rule(prompt: Sequence[int], count: int, shift: int = 0) -> list[int]:
@@ -100,6 +108,17 @@ def test_requests_of_all_lengths_get_their_own_tokens() -> None:
     }
     assert max(harness.model.batches) == 3
     assert all(r.finish_reason == {"type": "length", "length": 20} for r in harness.ended.values())
+
+
+def test_a_stop_string_ends_a_request() -> None:
+    harness = Harness()
+    request = harness.submit("r", [5, 6], 20)
+    expected = rule([5, 6], 20)
+    stop = "".join(map(chr, expected[3:6]))
+    request.stop_strings = StopStrings(Words(), ["never", stop])  # type: ignore[arg-type]
+    harness.run()
+    assert harness.ended["r"].output_ids == expected[:6]
+    assert harness.ended["r"].finish_reason == {"type": "stop", "matched": stop}
 
 
 def test_a_stop_token_ends_a_request() -> None:

@@ -37,6 +37,11 @@ class MarkedParser:
     opens: tuple[str, ...] = ()
     close: str = ""
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Return the texts with which a call may begin: text without one of them holds no call."""
+        return self.opens
+
     def parse(self, text: str, tools: Tools) -> ParsedMessage:
         """Parse every marked block; text outside of them is content."""
         outside: list[str] = []

@@ -33,6 +33,11 @@ class QwenCoderParser(MarkedParser):
     opens = ("<tool_call>",)
     close = "</tool_call>"
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Return the texts with which a call may begin."""
+        return (*self.opens, "<function=")
+
     def find(self, text: str, at: int) -> int:
         """Return the next tag, or the next whole function without one; -1 without either."""
         tagged = super().find(text, at)

@@ -76,6 +76,7 @@ class ChatCompletions:
             stream=flag_of(body, "stream"),
             include_usage=isinstance(options, dict) and bool(options.get("include_usage")),
             logprobs=flag_of(body, "logprobs"),
+            one_call=body.get("parallel_tool_calls") is False,
         )
 
     def answer(self, answer: Answer) -> dict[str, Any]:

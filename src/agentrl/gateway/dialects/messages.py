@@ -69,6 +69,7 @@ class Messages:
             max_tokens=whole_number(body, "max_tokens", 1),
             stop=stops_of(body.get("stop_sequences"), "stop_sequences"),
             stream=flag_of(body, "stream"),
+            one_call=isinstance(choice, dict) and choice.get("disable_parallel_tool_use") is True,
         )
 
     def answer(self, answer: Answer) -> dict[str, Any]:

@@ -62,6 +62,7 @@ class Responses(ChatCompletions):
             changes=sampling_changes(body, ["temperature", "top_p"]),
             max_tokens=whole_number(body, "max_output_tokens", 1),
             stream=flag_of(body, "stream"),
+            one_call=body.get("parallel_tool_calls") is False,
             previous=None if previous is None else previous.rpartition("_")[2],
         )
 

@@ -1,4 +1,4 @@
-"""Delete model calls and training data that nothing needs any more, and keep the audit trail."""
+"""Delete model calls, gateway requests and training data that nothing needs; keep the audit trail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentrl.documents.status import APPLIED_STEPS, DataStatus, RecordStatus, va
 from agentrl.errors import StoreError
 from agentrl.store.blobs import Blobs
 from agentrl.store.connection import Json, Repository, database_call
-from agentrl.store.names import DATA, MODEL_CALL, RECORD, STEP, TASK
+from agentrl.store.names import DATA, GATEWAY_CALL, GATEWAY_SESSION, MODEL_CALL, RECORD, STEP, TASK
 
 _BATCH = 100
 _DEAD = [RecordStatus.FAILED.value, RecordStatus.RELEASED.value, RecordStatus.ABANDONED.value]
@@ -151,7 +151,10 @@ class Retention(Repository):
         stamp = {"$currentDate": {"pruned_at": True}}
         records = self._collection(RECORD)
         tasks = [item["task"] async for item in records.find(chosen, {"task": 1}, session=session)]
-        for collection, query in ((MODEL_CALL, {"record": {"$in": list(ids)}}), (DATA, chosen)):
+        of_records = {"record": {"$in": list(ids)}}
+        for collection in (GATEWAY_CALL, GATEWAY_SESSION):
+            await self._collection(collection).delete_many(of_records, session=session)
+        for collection, query in ((MODEL_CALL, of_records), (DATA, chosen)):
             await self._collection(collection).delete_many(query, session=session)
             await Blobs(self._connection, collection).delete(ids, session)
         await records.update_many(chosen, stamp, session=session)
@@ -160,8 +163,11 @@ class Retention(Repository):
 
     async def _measure(self, ids: Sequence[str], session: AsyncClientSession) -> Pruned:
         freed = Pruned(trajectories=len(ids))
-        freed.calls, size = await self._size(MODEL_CALL, {"record": {"$in": list(ids)}}, session)
+        of_records: Json = {"record": {"$in": list(ids)}}
+        freed.calls, size = await self._size(MODEL_CALL, of_records, session)
         freed.bytes += size
+        for collection in (GATEWAY_CALL, GATEWAY_SESSION):
+            freed.bytes += (await self._size(collection, of_records, session))[1]
         freed.data, size = await self._size(DATA, {"_id": {"$in": list(ids)}}, session)
         freed.bytes += size
         for collection in (MODEL_CALL, DATA):

@@ -8,6 +8,7 @@ The server batches continuously, reuses the KV cache of common prefixes, and has
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import sys
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ def run_local_server(
     import torch
     import uvicorn
 
+    from agentrl.chat.model_folder import read_chat_files
     from agentrl.inference.engines.local.model import LocalModel
     from agentrl.inference.engines.local.scheduler import Scheduler
     from agentrl.inference.engines.local.server import LocalServer
@@ -62,7 +64,8 @@ def run_local_server(
         model, cache, version=weight_version, max_running=max_running_requests, chunk_tokens=chunk_tokens
     )
     context_length = min(max_model_len or model.max_position, model.max_position, max_total_tokens)
-    server = LocalServer(Worker(scheduler), model, load, context_length, instance)
+    tokenizer = functools.cache(lambda: read_chat_files(model_path).tokenizer)
+    server = LocalServer(Worker(scheduler), model, load, context_length, instance, tokenizer)
     uvicorn.run(
         server.app(), host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=3
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 from agentrl.inference.engines.local.cache import KVCache, Slot
 from agentrl.inference.engines.local.model import Chunk
 from agentrl.inference.engines.local.sampling import RowSampler, sample
+from agentrl.inference.engines.local.stop_strings import StopStrings
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class GenerationRequest:
     sampler: RowSampler
     stop_ids: frozenset[int]
     finish: Callable[[GenerationRequest], None]
+    stop_strings: StopStrings | None = None
     progress: Callable[[GenerationRequest], None] | None = None
     progress_tokens: int = 1
     reported: int = 0
@@ -81,6 +83,8 @@ class GenerationRequest:
         self.spans[-1]["end"] = index + 1
         if token in self.stop_ids:
             self.finish_reason = {"type": "stop", "matched": token}
+        elif self.stop_strings and (stop := self.stop_strings.found_in(self.output_ids)) is not None:
+            self.finish_reason = {"type": "stop", "matched": stop}
         elif self.length == len(self.tokens):
             self.finish_reason = {"type": "length", "length": index + 1}
 

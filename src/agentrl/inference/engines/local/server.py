@@ -13,12 +13,14 @@ import numpy as np
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from tokenizers import Tokenizer
 
 from agentrl.documents.sampling import SamplingParams, logprobs_of
 from agentrl.errors import AgentRLError
 from agentrl.inference.engines.local.model import LocalModel
 from agentrl.inference.engines.local.sampling import RowSampler
 from agentrl.inference.engines.local.scheduler import GenerationRequest, PauseMode
+from agentrl.inference.engines.local.stop_strings import StopStrings, read_stops
 from agentrl.inference.engines.local.worker import Worker
 
 Json = dict[str, Any]
@@ -40,12 +42,15 @@ class LocalServer:
         load: Callable[[str], LocalModel],
         context_length: int,
         instance: str | None = None,
+        tokenizer: Callable[[], Tokenizer] | None = None,
     ) -> None:
+        """``tokenizer`` is called for requests with stop strings only."""
         self._worker = worker
         self._model = model
         self._load = load
         self._context_length = context_length
         self._instance = instance
+        self._tokenizer = tokenizer
         self._updating = asyncio.Lock()
 
     def app(self) -> FastAPI:
@@ -236,9 +241,21 @@ class LocalServer:
             sampler=RowSampler(params, np.random.default_rng(options["sampling_seed"])),
             stop_ids=stop_ids,
             finish=report,
+            stop_strings=self._stop_strings(options["stop"]),
             progress=report if body.get("stream") else None,
             progress_tokens=STREAM_INTERVAL,
         )
+
+    def _stop_strings(self, value: object) -> StopStrings | None:
+        try:
+            stops = read_stops(value)
+            if not stops:
+                return None
+            if self._tokenizer is None:
+                raise _BadRequestError("the local engine has no tokenizer for the sampling parameter stop")
+            return StopStrings(self._tokenizer(), stops)
+        except (ValueError, AgentRLError) as error:
+            raise _BadRequestError(str(error)) from error
 
     def _answer(self, generation: GenerationRequest, body: Json) -> Json:
         """Return the tokens since the last part, and what holds for the whole generation."""
@@ -289,8 +306,8 @@ async def _disconnected(request: Request) -> None:
 
 
 def _sampling_params(values: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
-    """Return the sampling parameters, and the options ``ignore_eos`` and ``sampling_seed``."""
-    options: dict[str, Any] = {"ignore_eos": False, "sampling_seed": None}
+    """Return the sampling parameters, and the options ``ignore_eos``, ``sampling_seed`` and ``stop``."""
+    options: dict[str, Any] = {"ignore_eos": False, "sampling_seed": None, "stop": None}
     unknown = [name for name in values if name not in _PARAMS and name not in options]
     if unknown:
         raise _BadRequestError(f"the local engine does not support sampling parameter {unknown[0]!r}")
