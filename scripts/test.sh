@@ -18,6 +18,15 @@ if [ "${1:-}" = "--fast" ]; then
 elif [ $# -eq 0 ]; then
   step bash scripts/setup_sglang.sh
   export AGENTRL_REQUIRE_ENGINES=sglang
+  step bash scripts/setup_harnesses.sh mini-swe-agent openai-agents
+  export AGENTRL_REQUIRE_HARNESSES=mini-swe-agent,openai-agents
+  code=0
+  step bash scripts/setup_harnesses.sh claude-code || code=$?
+  case $code in
+    0) AGENTRL_REQUIRE_HARNESSES+=,claude-code ;;
+    4) echo "test: goes on without npm; the tests of its harnesses are skipped" >&2 ;;
+    *) exit "$code" ;;
+  esac
 fi
 
 step "$bin/ruff" check .

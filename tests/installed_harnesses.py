@@ -139,7 +139,7 @@ class InstalledRun:
         return record
 
     def check_exact(self, record: Record) -> DBRecordData:
-        """Check that each call has the engine's ids; return the training data, the chain of the main branch."""
+        """Check that each call has the engine's ids; return the training data, which is one chain."""
         by_id = {call.id: call for call in self.calls}
         served = {
             (tuple(prompt), tuple(output))

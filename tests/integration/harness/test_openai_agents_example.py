@@ -1,0 +1,119 @@
+"""The example of the openai-agents SDK is sampled by its flags, then trains a tiny model two steps."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from gateway_run import answerer_of
+from installed_harnesses import ROOT, call, require_harness
+from rollout_fakes import FakeTools, ScriptedEngine, format_of
+from tiny_policy import write_tiny_policy
+
+from agentrl.config.gateway import GatewayConfig
+from agentrl.config.load import parse
+from agentrl.config.schema import (
+    AgentConfig,
+    ClaimConfig,
+    GroupConfig,
+    RunConfig,
+    SamplingConfig,
+    TaskConfig,
+)
+from agentrl.documents.sampling import SamplingParams
+from agentrl.documents.status import RecordStatus, StepStatus
+from agentrl.gateway.host import GatewayHost
+from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.rollout.load_tasks import load_tasks
+from agentrl.rollout.worker import Worker
+from agentrl.store.client import Store
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+FOLDER = ROOT / "assets" / "examples" / "openai_agents"
+SMALL = (
+    "--num_generations", "2", "--groups_per_step", "1", "--max_staleness", "9", "--max_steps", "2",
+    "--publish_steps", "2", "--data_wait_seconds", "60", "--task_selection", "order",
+)  # fmt: skip
+
+
+class Doubler:
+    """Doubles right and wrong in turn: each trajectory keeps to one of them."""
+
+    def __init__(self) -> None:
+        self._count = itertools.count()
+
+    def __call__(self, prompt: str) -> str:
+        turns = prompt.count("<|im_start|>assistant")
+        if turns == 1:
+            return call("read_file", name="number.txt")
+        if turns == 2:
+            number = int(re.findall(r"number is (\d+)", prompt)[-1])
+            return call("write_file", name="double.txt", text=str(2 * number + next(self._count) % 2))
+        return "It is written."
+
+
+async def sample(store: Store, run: RunConfig, flags: list[str]) -> None:
+    """Sample two tasks, two trajectories each, by the example's flags."""
+    configs = parse(flags, command="agentrl sample", description="", shown=())
+    address = str(ROOT / str(configs[TaskConfig].train_file))
+    await load_tasks(store, run, configs[TaskConfig], address, split="train", num_generations=2)
+    path = ROOT / str(configs[AgentConfig].agent_cfg_path)
+    agent = replace(configs[AgentConfig], agent_cfg_path=str(path))
+    engine = ScriptedEngine(format_of(), Doubler())
+    engine.version = 0
+    answerer = replace(answerer_of(store, engine), agent=agent)
+    host = GatewayHost(answerer, GatewayConfig())
+    worker = Worker(
+        store=store, router=engine, tools=FakeTools(), chat_format=engine.chat_format,
+        params=SamplingParams(), seed=7, agent=agent, sampling=SamplingConfig(), claims=ClaimConfig(),
+        gateway=host,
+    )  # fmt: skip
+    try:
+        for _ in range(2):
+            claims = [await store.claims.claim(split="train", owner="me", lease_seconds=600) for _ in "ab"]
+            await asyncio.gather(*(worker.run(claim) for claim in claims if claim is not None))
+    finally:
+        await host.close()
+    assert await GroupFinalizer(store, GroupConfig(), split="train", seed=0).run_waiting() == 2
+
+
+async def test_the_example_samples_and_trains_two_steps(
+    store: Store, run_config: RunConfig, tmp_path: Path
+) -> None:
+    require_harness("openai-agents", "agents-python")
+    flags = ["--config", str(FOLDER / "run.yml"), "--run_name", run_config.run_name, *SMALL]
+    await sample(store, run_config, flags)
+    records = [
+        record for task in await store.tasks.find("train") for record in await store.records.by_task(task.id)
+    ]
+    assert [record.status for record in records] == [RecordStatus.READY] * 4, [
+        record.failure for record in records
+    ]
+    assert sorted(record.score or 0.0 for record in records) == [0.0, 0.0, 1.0, 1.0]
+    command = [
+        sys.executable, "-m", "agentrl", "train", *flags, "--model_name_or_path",
+        str(write_tiny_policy(tmp_path / "model")), "--db_connection_string",
+        str(run_config.db_connection_string), "--output_dir", str(run_config.output_dir),
+        "--log_dir", run_config.log_dir,
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    done = await asyncio.to_thread(
+        subprocess.run, command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert len(await store.training.steps(status=StepStatus.COMMITTED)) == 2
+
+
+@pytest.mark.parametrize("example", ["openai_agents", "claude_code"])
+def test_its_page_is_short(example: str) -> None:
+    lines = (FOLDER.parent / example / "README.md").read_text(encoding="utf-8").splitlines()
+    assert sum(bool(line.strip()) for line in lines) <= 12
