@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,14 +107,25 @@ def _run(arguments: list[str], seconds: float) -> None:
         )
 
 
-def build_tiny_model(folder: Path, seed: int, template: Path = CHAT_TEMPLATE) -> Path:
-    """Write a model with random weights and a small tokenizer; the same seed gives the same bytes."""
+def build_tiny_model(
+    folder: Path,
+    seed: int,
+    template: Path = CHAT_TEMPLATE,
+    *,
+    corpus: Iterable[str] | None = None,
+    whole_numbers: bool = False,
+) -> Path:
+    """Write a model with random weights and a small tokenizer; the same seed gives the same bytes.
+
+    The tokenizer is trained on ``corpus``, by default the quickstart's questions. Each digit is a token of its
+    own; with ``whole_numbers`` the numbers of the corpus may be tokens.
+    """
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     from agentrl.weights.model_folder import atomic_model_folder
 
-    tokenizer = _tokenizer()
+    tokenizer = _tokenizer(_corpus() if corpus is None else corpus, whole_numbers=whole_numbers)
     start, end, pad = tokenizer.convert_tokens_to_ids([START, END, PAD])
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -144,14 +155,17 @@ def build_tiny_model(folder: Path, seed: int, template: Path = CHAT_TEMPLATE) ->
     return folder
 
 
-def _tokenizer() -> Any:
-    """Return a byte-level BPE tokenizer trained on the questions; each digit is a token of its own."""
+def _tokenizer(corpus: Iterable[str], *, whole_numbers: bool) -> Any:
+    """Return a byte-level BPE tokenizer trained on ``corpus``."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=not whole_numbers),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -160,7 +174,7 @@ def _tokenizer() -> Any:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    core.train_from_iterator(_corpus(), trainer)
+    core.train_from_iterator(corpus, trainer)
     core.add_tokens([AddedToken(mark, normalized=False, special=False) for mark in MARKS])
     make: Any = PreTrainedTokenizerFast
     return make(
