@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EXPORT_SECONDS = 5.0
+EXPORT_SECONDS = 10.0
 """Time limit of one batch, with its retries."""
-FLUSH_SECONDS = 5.0
+FLUSH_SECONDS = 10.0
 """How long the end of a process waits until its last spans are sent."""
 
 
