@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 
 from agentrl.chat.chat_format import ChatFormat, Message, ToolSchemas
 from agentrl.chat.parsers import ParsedMessage
+from agentrl.chat.vision import locate_images
+from agentrl.documents.images import ImageSpan
 
 
 class Conversation:
@@ -37,6 +39,8 @@ class Conversation:
         self._context: list[int] | None = None
         self._next_prompt: list[int] | None = None
         self._starts_branch = True
+        self._images: tuple[ImageSpan, ...] = ()
+        """The images of the last prompt."""
 
     @property
     def starts_branch(self) -> bool:
@@ -69,8 +73,21 @@ class Conversation:
             self._next_prompt = [*self._prompt, *self._output, *context]
         return self._next_prompt
 
+    def context_images(self) -> tuple[ImageSpan, ...]:
+        """Return the images in ``context_ids()``."""
+        return locate_images(self._format, self.context_ids(), self.new_messages)
+
+    def prompt_images(self) -> tuple[ImageSpan, ...]:
+        """Return the images in ``prompt_ids()``."""
+        added = self.context_images()
+        if self._starts_branch:
+            return added
+        before = len(self._prompt) + len(self._output)
+        return (*self._images, *(image.moved(before) for image in added))
+
     def append_generation(self, ids: Sequence[int], message: Message) -> None:
         """Append one generation: ``ids`` as generated, ``message`` as parsed."""
+        self._images = self.prompt_images()
         self._prompt, self._output = self.prompt_ids(), list(ids)
         self.messages.append(dict(message))
         self._seen = len(self.messages)

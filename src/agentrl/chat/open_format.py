@@ -23,6 +23,7 @@ from agentrl.chat.renderer_family import make_renderer_format, names_for_tokeniz
 from agentrl.chat.renderer_format import RendererFormat
 from agentrl.chat.template import ChatTemplate
 from agentrl.chat.template_format import TemplateFormat
+from agentrl.chat.vision import read_vision
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ConfigError, ModelError, TrajectoryError
 
@@ -39,8 +40,13 @@ def open_chat_format(
     """
     files = read_chat_files(folder, model.chat_template)
     kwargs = _template_kwargs(model)
-    opener = _Opener(files, ControlTokens(files.tokenizer, files.template), kwargs, model, parser)
+    vision = read_vision(folder, files.config)
+    opener = _Opener(
+        files, ControlTokens(files.tokenizer, files.template), kwargs, model, parser, vision is not None
+    )
     proven = opener.open(str(folder))
+    if vision is not None and isinstance(proven.base, TemplateFormat):
+        proven = proven.with_vision(vision)
     if with_tools and proven.tool_problems:
         raise ModelError(
             f"the chat format of {folder} ({proven.description}) {proven.tool_problems[0]}",
@@ -57,6 +63,8 @@ class _Opener:
     kwargs: Mapping[str, Any]
     model: ModelConfig
     parser: str | None
+    reads_images: bool = False
+    """Then only the template is chosen: it shows images."""
 
     def open(self, folder: str) -> ProvenFormat:
         wanted = self.model.chat_format
@@ -76,6 +84,8 @@ class _Opener:
         template = None
         try:
             template = self._template(folder)
+            if self.reads_images:
+                return self._prove_template(template)
             for candidate in self._candidates(names_for_tokenizer(self.tokens)):
                 if (proven := self._same_as_template(candidate, template)) is not None:
                     return proven

@@ -14,6 +14,7 @@ from agentrl.chat.chat_format import (
     ToolSchemas,
 )
 from agentrl.chat.parsers import ParsedMessage
+from agentrl.chat.vision import Vision, require_text_only
 from agentrl.errors import TrajectoryError
 
 KeptThoughts = Literal["all", "tool_cycle", "none"]
@@ -54,8 +55,9 @@ class ProvenFormat:
         tool_problems: Sequence[str] = (),
         *,
         skips_cycles: bool = False,
+        vision: Vision | None = None,
     ) -> None:
-        """``tool_problems``: why the format cannot be used with tools.
+        """``tool_problems``: why the format cannot be used with tools. ``vision``: how it shows images.
 
         ``skips_cycles``: what follows a generation does not depend on the tool cycle before it.
         """
@@ -68,6 +70,7 @@ class ProvenFormat:
         self.skips_cycles = skips_cycles
         self.name = base.name
         self.stop_ids = base.stop_ids
+        self.vision = vision
 
     def without_tools(self, problem: str) -> ProvenFormat:
         """Return the same format, not to be used with tools because of ``problem``."""
@@ -78,6 +81,7 @@ class ProvenFormat:
             self.retention,
             [problem],
             skips_cycles=self.skips_cycles,
+            vision=self.vision,
         )
 
     def skipping_cycles(self) -> ProvenFormat:
@@ -89,6 +93,19 @@ class ProvenFormat:
             self.retention,
             self.tool_problems,
             skips_cycles=True,
+            vision=self.vision,
+        )
+
+    def with_vision(self, vision: Vision | None) -> ProvenFormat:
+        """Return the same format, which shows images as ``vision`` says."""
+        return ProvenFormat(
+            self.base,
+            self.adaptation,
+            self.template_keeps,
+            self.retention,
+            self.tool_problems,
+            skips_cycles=self.skips_cycles,
+            vision=vision,
         )
 
     @property
@@ -104,20 +121,22 @@ class ProvenFormat:
             thoughts += f" (in the template they {_KEPT[self.template_keeps]})"
         changed = self.adaptation.describe()
         parts = [self.base.description, *([f"with {changed}"] if changed else []), thoughts]
-        return "; ".join([*parts, *(["without tools"] if self.tool_problems else [])])
+        images = [] if self.vision is None else ["with images"]
+        return "; ".join([*parts, *images, *(["without tools"] if self.tool_problems else [])])
 
     @property
     def agreed_settings(self) -> dict[str, str]:
         """Return what all samplers of a run must have in common."""
-        return {**self.base.agreed_settings, "thinking_retention": self.keeps}
+        settings = {**self.base.agreed_settings, "thinking_retention": self.keeps}
+        return settings if self.vision is None else {**settings, "images": repr(self.vision)}
 
     def render(self, messages: Sequence[Message], tools: ToolSchemas | None) -> list[int]:
         """Return the prompt of a conversation, up to where the assistant continues."""
-        return self.base.render(self._adapted(messages), tools)
+        return self._expanded(self.base.render(self._adapted(messages), tools), messages)
 
     def render_closed(self, messages: Sequence[Message], tools: ToolSchemas | None) -> list[int]:
         """Return a conversation that ends with its last message."""
-        return self.base.render_closed(self._adapted(messages), tools)
+        return self._expanded(self.base.render_closed(self._adapted(messages), tools), messages)
 
     def next_prompt(
         self,
@@ -130,6 +149,7 @@ class ProvenFormat:
         """Return the ids between a generation and the next one; None where a thought is dropped."""
         if self._drops_a_thought(history, new_messages):
             return None
+        self._check(new_messages)
         adapt = self.adaptation
         count = len(history)
         whole = adapt.with_ids([*history, *new_messages])
@@ -138,12 +158,13 @@ class ProvenFormat:
         new = adapt.apply(in_call_order([history[-1], *new_messages])[1:])
         before = without_cycle(history[:-1]) if self.skips_cycles else history[:-1]
         try:
-            return self.base.next_prompt(prompt_ids, output_ids, [*adapt.apply(before), last], new, tools)
+            ids = self.base.next_prompt(prompt_ids, output_ids, [*adapt.apply(before), last], new, tools)
         except TrajectoryError:
             if len(before) == len(history) - 1:
                 raise
             written = [*adapt.apply(history[:-1]), last]
-            return self.base.next_prompt(prompt_ids, output_ids, written, new, tools)
+            ids = self.base.next_prompt(prompt_ids, output_ids, written, new, tools)
+        return None if ids is None else self._expanded(ids, new)
 
     def parse(
         self, output_ids: Sequence[int], tools: ToolSchemas, prompt_ids: Sequence[int] = ()
@@ -157,6 +178,7 @@ class ProvenFormat:
 
     def tokenize(self, messages: Sequence[Message], tools: ToolSchemas | None) -> TokenizedConversation:
         """Return a whole conversation and a mask of what the assistant says."""
+        require_text_only(messages, "fine-tuning on conversations")
         return self.base.tokenize(self._adapted(messages), tools)
 
     def _drops_a_thought(self, history: Sequence[Message], new_messages: Sequence[Message]) -> bool:
@@ -170,7 +192,15 @@ class ProvenFormat:
             return False
         return any(_has_thought(message) for message in history[_last_question(history) :])
 
+    def _check(self, messages: Sequence[Message]) -> None:
+        if self.vision is None:
+            require_text_only(messages, f"the model (chat format {self.name})")
+
+    def _expanded(self, ids: list[int], messages: Sequence[Message]) -> list[int]:
+        return ids if self.vision is None else self.vision.expand(ids, self.adaptation.apply(messages))
+
     def _adapted(self, messages: Sequence[Message]) -> list[Message]:
+        self._check(messages)
         return self.adaptation.apply(self.adaptation.with_ids(self._retained(messages)))
 
     def _retained(self, messages: Sequence[Message]) -> Sequence[Message]:

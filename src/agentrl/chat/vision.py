@@ -125,6 +125,11 @@ def require_text_only(messages: Sequence[Message], what: str) -> None:
         )
 
 
+def reads_images(chat_format: object) -> bool:
+    """Return whether a chat format shows images."""
+    return isinstance(getattr(chat_format, "vision", None), Vision)
+
+
 def locate_images(
     chat_format: object, ids: Sequence[int], messages: Sequence[Message]
 ) -> tuple[ImageSpan, ...]:

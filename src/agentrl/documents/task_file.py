@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 from agentrl.documents.bad_task import BadTaskError
+from agentrl.documents.images import Image
 from agentrl.documents.scorer_sum import scorer_weights
 from agentrl.documents.task import Task
+from agentrl.documents.task_images import read_images
 from agentrl.documents.task_json import make_task, nearest_field, parse
 from agentrl.documents.task_source import TaskSource
 from agentrl.errors import TaskFileError
@@ -33,6 +35,8 @@ class ReadResult:
     skipped: tuple[str, ...]
     warnings: tuple[str, ...] = ()
     names: dict[str, set[str]] = field(default_factory=dict)
+    images: Callable[[], Iterator[Image]] = lambda: iter(())
+    """Reads the images of the tasks, each once."""
 
 
 class _FileTasks(Sequence[Task]):
@@ -40,7 +44,8 @@ class _FileTasks(Sequence[Task]):
 
     def __init__(self, source: TaskSource, split: str, epoch: int, num_generations: int) -> None:
         self._source = source
-        self._task_arguments = (split, epoch, num_generations)
+        self._folder = source.path.parent
+        self._task_arguments = (split, epoch, num_generations, self._folder)
         self._offsets = array("Q")
         self._lengths = array("Q")
         self._places = array("Q")
@@ -58,6 +63,20 @@ class _FileTasks(Sequence[Task]):
         random.Random(seed).shuffle(places)
         self._places = array("Q", places)
 
+    def images(self) -> Iterator[Image]:
+        """Yield each image that a task names."""
+        seen: set[str] = set()
+        for place in range(len(self)):
+            if any(image.sha256 not in seen for image in self[place].images):
+                for image in read_images(self._value(place).get("images"), self._folder):
+                    if image.id not in seen:
+                        seen.add(image.id)
+                        yield image
+
+    def _value(self, order: int) -> Any:
+        place = self._places[order]
+        return parse(self._source.read(self._offsets[place], self._lengths[place]))
+
     def __len__(self) -> int:
         return len(self._places)
 
@@ -74,10 +93,8 @@ class _FileTasks(Sequence[Task]):
         return self._read(order)
 
     def _read(self, order: int) -> Task:
-        place = self._places[order]
         try:
-            value = parse(self._source.read(self._offsets[place], self._lengths[place]))
-            return replace(make_task(value, *self._task_arguments), order=order)
+            return replace(make_task(self._value(order), *self._task_arguments), order=order)
         except (BadTaskError, OSError) as error:
             raise TaskFileError(
                 f"the task file {self._source.path} changed while it was loaded: {error}",
@@ -105,7 +122,7 @@ def read_tasks(
         try:
             if isinstance(item.value, BadTaskError):
                 raise item.value
-            reading.add(make_task(item.value, split, epoch, num_generations))
+            reading.add(make_task(item.value, split, epoch, num_generations, source.path.parent))
             reading.tasks.add(item.offset, item.length)
             reading.warn(where, item.value)
         except BadTaskError as error:
@@ -116,7 +133,9 @@ def read_tasks(
         raise TaskFileError(f"{path} holds no tasks", hint='write one {"id": …, "query": …} a line')
     if shuffle:
         reading.tasks.shuffle(f"{seed}/{epoch}")
-    return ReadResult(reading.tasks, tuple(reading.bad), reading.warnings(), reading.names)
+    return ReadResult(
+        reading.tasks, tuple(reading.bad), reading.warnings(), reading.names, reading.tasks.images
+    )
 
 
 class _Reading:

@@ -7,11 +7,13 @@ import json
 import math
 from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from agentrl.documents.bad_task import BadTaskError, kind_of
 from agentrl.documents.scorer_sum import sum_name
 from agentrl.documents.task import Slot, Task, task_key
+from agentrl.documents.task_images import image_refs_of
 from agentrl.documents.task_messages import Chat, read_examples, read_prompt
 
 MAX_LINE_BYTES = 16 * 2**20
@@ -147,7 +149,7 @@ _RAW_ANSWER = ("expected_answer", "answer")
 _OTHER = (
     "aug_answers", "scorer", "answer_schema", "agent_name", "agent_cfg_path", "environment", "system_prompt",
     "query_prompt", "tools",
-    "max_turns", "meta", "messages", "prompt", "raw", "reward_model", "extra_info",
+    "max_turns", "meta", "images", "messages", "prompt", "raw", "reward_model", "extra_info",
 )  # fmt: skip
 _KNOWN = frozenset((*_ID, *_QUERY, *_ANSWER, *_OTHER))
 _LONG_ENOUGH = 4
@@ -164,8 +166,11 @@ def nearest_field(name: str) -> str | None:
     return nearest[0] if nearest else None
 
 
-def make_task(item: Any, split: str, epoch: int, num_generations: int) -> Task:
-    """Return the Task of one JSON value, with ``order`` 0. Raises BadTaskError."""
+def make_task(item: Any, split: str, epoch: int, num_generations: int, folder: Path | None = None) -> Task:
+    """Return the Task of one JSON value, with ``order`` 0. Raises BadTaskError.
+
+    Paths of images are relative to ``folder``.
+    """
     if not isinstance(item, dict):
         raise BadTaskError(f"the task is {kind_of(item)}; it must be a JSON object")
     check_bson_limits(item)
@@ -192,6 +197,7 @@ def make_task(item: Any, split: str, epoch: int, num_generations: int) -> Task:
         system_prompt=_take_system_prompt(rest, chat),
         messages=chat.messages,
         query_prompt=_take_query_prompt(rest),
+        images=image_refs_of(rest.pop("images", None), folder),
         tools=() if tools is None and environment is not None else tools,
         max_turns=_take_max_turns(rest),
         meta=_meta(rest),

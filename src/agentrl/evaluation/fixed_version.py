@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
+from agentrl.documents.images import Image
 from agentrl.documents.partial import PartialGeneration
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import EngineError
-from agentrl.inference.generation import Generation
+from agentrl.inference.generation import Generation, Progress
 from agentrl.rollout.worker import ResumableEngine, Router
 
 logger = logging.getLogger(__name__)
@@ -54,10 +56,18 @@ class _FixedVersionEngine:
     def partial(self, value: PartialGeneration | None) -> None:
         self._engine.partial = value
 
-    async def generate(self, input_ids: Sequence[int], params: SamplingParams) -> Generation:
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        progress: Progress | None = None,
+        images: Sequence[Image] = (),
+    ) -> Generation:
         """Sample a continuation of ``input_ids``. Raises EngineError if no engine stays at the version."""
         for _ in range(_ATTEMPTS):
-            generation = await self._engine.generate(input_ids, params)
+            more = () if progress is None else (progress,)
+            shown: dict[str, Any] = {"images": images} if images else {}
+            generation = await self._engine.generate(input_ids, params, *more, **shown)
             others = {span.version for span in generation.versions} - {self._version}
             if not others:
                 return generation

@@ -110,7 +110,10 @@ class EvaluationRun:
             collect_garbage_less_often()
             fixed = FixedVersionRouter(router, policy.token_version)
             worker = dataclasses.replace(worker, router=fixed)
-            await probe(self._store, worker.tools, configs[SamplingConfig], split, agent=configs[AgentConfig])
+            await probe(
+                self._store, worker.tools, configs[SamplingConfig], split, agent=configs[AgentConfig],
+                chat_format=worker.chat_format,
+            )  # fmt: skip
             sampler = Sampler(self._store, worker, finalizer, config, _no_limit)
             sampling = asyncio.create_task(sampler.run(ending))
             watching = asyncio.create_task(self._watch(worker, split))

@@ -14,6 +14,8 @@ from typing import Any
 
 import orjson
 
+from agentrl.documents.images import Image
+from agentrl.documents.read_image import data_url
 from agentrl.documents.sampling import LogprobsOf, SamplingParams, logprobs_of
 from agentrl.errors import EngineError
 from agentrl.inference.control import EngineControl
@@ -50,6 +52,7 @@ class EngineClient(EngineControl):
         *,
         encoded: EncodedIds | None = None,
         routing_key: str | None = None,
+        images: Sequence[Image] = (),
         keep: Callable[[Generation], None] = lambda _: None,
         progress: Progress | None = None,
     ) -> Generation:
@@ -59,7 +62,8 @@ class EngineClient(EngineControl):
         not be a prefix of the id of another request, because SGLang aborts by prefix. Cancelling the call
         aborts the request in the engine. ``encoded`` keeps the JSON of the ids for the next prompt of the
         same conversation. A cancelled call passes the tokens received so far to ``keep``. ``progress``
-        receives the tokens of each event as it arrives.
+        receives the tokens of each event as it arrives. ``images`` are those of the prompt, in order; the
+        prompt has all tokens of each.
 
         Raises EngineInterruptedError, with the tokens received, if the stream ends early or is silent for
         ``timeout`` seconds, and EngineError if the engine cannot be reached or its answer is malformed.
@@ -70,7 +74,7 @@ class EngineClient(EngineControl):
         collector = await self._collector(params)
         encoded = EncodedIds() if encoded is None else encoded
         ids_json = encoded.update(input_ids, collector.vocab_size)
-        path, body = self._request(ids_json, params, rid)
+        path, body = self._request(ids_json, params, rid, images)
         headers = {_ROUTING_KEY: routing_key} if routing_key else {}
         start = time.monotonic()
         try:
@@ -86,7 +90,14 @@ class EngineClient(EngineControl):
                 keep(part)
             await asyncio.shield(self._abort_quietly(rid))
             raise
-        return collector.result(time.monotonic() - start)
+        generation = collector.result(time.monotonic() - start)
+        if images and generation.prompt_tokens != len(input_ids):
+            raise malformed(
+                self.url,
+                f"for a prompt of {generation.prompt_tokens} tokens; {len(input_ids)} with"
+                f" {len(images)} images were sent",
+            )
+        return generation
 
     async def _collector(self, params: SamplingParams) -> Collector:
         if self._vocab_size is None:
@@ -150,14 +161,18 @@ class EngineClient(EngineControl):
             return EngineRefusedError(text)
         return EngineError(text)
 
-    def _request(self, ids_json: bytes, params: SamplingParams, rid: str) -> tuple[str, bytes]:
+    def _request(
+        self, ids_json: bytes, params: SamplingParams, rid: str, images: Sequence[Image] = ()
+    ) -> tuple[str, bytes]:
         """Return the path and the body of a generation request."""
-        rest = {
+        rest: dict[str, Any] = {
             "sampling_params": params.to_request(),
             "return_logprob": True,
             "stream": True,
             "rid": rid,
         }
+        if images:
+            rest["image_data"] = [data_url(image) for image in images]
         return "/generate", b"".join((b'{"input_ids":', ids_json, b",", orjson.dumps(rest)[1:]))
 
     def _fields(self, event: Mapping[str, Any], have: int) -> Chunk:

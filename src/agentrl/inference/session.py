@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
+from agentrl.documents.images import Image
 from agentrl.documents.partial import PartialGeneration, prompt_digest
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ContextFullError, EngineError
@@ -37,6 +38,7 @@ class Client(Protocol):
         *,
         encoded: EncodedIds | None = None,
         routing_key: str | None = None,
+        images: Sequence[Image] = (),
         keep: Callable[[Generation], None] = lambda _: None,
         progress: Progress | None = None,
     ) -> Generation:
@@ -118,9 +120,15 @@ class EngineSession:
         return self._engines.context_length
 
     async def generate(
-        self, input_ids: Sequence[int], params: SamplingParams, progress: Progress | None = None
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        progress: Progress | None = None,
+        images: Sequence[Image] = (),
     ) -> Generation:
         """Return one complete generation, resumed as often as engines abort it or fail.
+
+        ``images`` are those of the prompt, in order.
 
         An aborted generation continues from its tokens so far, on the same or another engine, unless they
         already end at a stop: an engine may report the abort instead of the stop. After a failure it
@@ -136,7 +144,7 @@ class EngineSession:
             )
         parts = self._kept_parts(input_ids)
         try:
-            return await self._finish(input_ids, params, parts, progress)
+            return await self._finish(input_ids, params, parts, progress, images)
         except EngineRefusedError:
             raise
         except BaseException:
@@ -156,6 +164,7 @@ class EngineSession:
         params: SamplingParams,
         parts: list[Generation],
         progress: Progress | None,
+        images: Sequence[Image],
     ) -> Generation:
         """Append further parts to ``parts`` until the generation is complete; return it."""
         engines = self._engines
@@ -174,6 +183,7 @@ class EngineSession:
                 deadline,
                 parts.append,
                 None if progress is None else _shifted(progress, len(done)),
+                images,
             )
             if part is not None:
                 parts.append(part)
@@ -194,6 +204,7 @@ class EngineSession:
         deadline: float,
         keep: Callable[[Generation], None],
         progress: Progress | None,
+        images: Sequence[Image],
     ) -> tuple[Generation | None, str]:
         """Return the tokens of one request, if there are any, and why it may have to be continued."""
         engines = self._engines
@@ -208,6 +219,7 @@ class EngineSession:
                 routing_key=self.group or self.traj_id,
                 keep=keep,
                 progress=progress,
+                **({"images": images} if images else {}),
             )
         except EngineRefusedError:
             raise

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from agentrl.model.lora import Adapter
+    from agentrl.model.pixels import PixelReader
     from agentrl.weights.model_folder import SavableModel
 
+VISION_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
+"""``model_type`` of the models whose images can be trained."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _ARCHITECTURE_KEYS = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
@@ -37,6 +40,8 @@ class Policy:
     """Content of ``--chat_template``; None for the tokenizer's own."""
     adapter: Adapter | None = None
     """The adapter that ``--lora_rank`` trains; the model's own weights are then frozen."""
+    pixels: PixelReader | None = None
+    """Reads images for a vision model; None for a model that reads text only."""
 
     @property
     def kept(self) -> SavableModel:
@@ -96,11 +101,25 @@ def load_policy(
             hint="resize the model's embeddings, or use the tokenizer that belongs to it",
         )
     disable_dropout(model)
+    if reads_images(model.config):
+        from agentrl.model.pixels import PixelReader
+
+        if is_adapted:
+            raise ModelError(
+                "--lora_rank with a vision model has not been tested",
+                hint="leave it out, or freeze parts with --freeze",
+            )
+        return Policy(model, tokenizer, base, template, pixels=PixelReader(base))
     if adapter is None or not is_adapted:
         return Policy(model, tokenizer, base, template)
     from agentrl.model.lora import add_adapter
 
     return Policy(model, tokenizer, base, template, add_adapter(model, adapter, base, weights))
+
+
+def reads_images(config: object) -> bool:
+    """Return whether a model with this configuration is one of those whose images can be trained."""
+    return getattr(config, "model_type", None) in VISION_TYPES
 
 
 def load_tokenizer(config: ModelConfig, folder: Path) -> tuple[PreTrainedTokenizerBase, str | None]:

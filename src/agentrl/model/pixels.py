@@ -3,18 +3,50 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.data.forest import TokenForest
 from agentrl.documents.images import Image
 from agentrl.documents.read_image import picture_of
-from agentrl.errors import ModelError
+from agentrl.errors import ForestError, ModelError
 
 _CACHED_BYTES = 512 * 2**20
 """Pixels that stay in memory: the trajectories of a group show the same images."""
+
+
+def attach_pixels(
+    forest: TokenForest, reader: PixelReader | None, images: Mapping[str, Image]
+) -> TokenForest:
+    """Return the forest with the pixels of its images.
+
+    Raises ForestError for an image that is missing, or whose grid is not that of its tokens.
+    """
+    if forest.images is None:
+        return forest
+    if reader is None:
+        raise ForestError(
+            f"the data hold {len(forest.images.images)} images, and the model reads text only",
+            hint="train the model that the trajectories were sampled with",
+        )
+    pixels = {}
+    for item in forest.images.images:
+        if item.sha256 not in images:
+            raise ForestError(
+                f"the image {item.sha256[:12]}… of the data is not stored", hint="load the tasks again"
+            )
+        pixels[item.sha256], grid = reader.read(images[item.sha256])
+        if grid != item.grid:
+            raise ForestError(
+                f"the image {item.sha256[:12]}… has the grid {grid}, and was sampled with {item.grid}",
+                hint="sample and train with the same preprocessor_config.json",
+            )
+    return replace(forest, images=forest.images.with_pixels(pixels))
 
 
 class PixelReader:

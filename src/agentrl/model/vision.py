@@ -15,14 +15,7 @@ from torch import Tensor
 from agentrl.data.forest import TokenForest
 from agentrl.data.forest_images import ForestImages, rope_positions
 from agentrl.errors import ForestError, ModelError
-
-VISION_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
-"""``model_type`` of the models whose images can be trained."""
-
-
-def reads_images(config: Any) -> bool:
-    """Return whether the images of a model with this configuration can be trained."""
-    return getattr(config, "model_type", None) in VISION_TYPES
+from agentrl.model.load import reads_images
 
 
 def forest_inputs(model: Any, forest: TokenForest) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from agentrl.chat.chat_format import Message
 from agentrl.chat.parsers import ParsedMessage, ToolCall
+from agentrl.chat.vision import require_text_only
 from agentrl.documents.model_call import FixedModelCall, strip_tool_results
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.sanitize_bson import sanitize_bson
@@ -151,6 +152,7 @@ class FixedRole(Role):
         return self._caller.turn(pending, parsed, parsed.content)
 
     async def _ask(self, params: Mapping[str, Any]) -> Reply:
+        require_text_only(self._conversation.messages, f"the fixed model of role {self.name}")
         messages = [_to_api(message) for message in self._conversation.messages]
         tools = {"tools": self.schemas} if self.schemas else {}
         seconds = self.model.timeout * self.model.max_retries

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentrl.documents.images import Image
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ENGINES, tool_server
 from agentrl.inference.generation import Generation, Progress
@@ -43,11 +44,21 @@ class HeldEngine:
         return self._engine.context_length
 
     async def generate(
-        self, input_ids: Sequence[int], params: SamplingParams, progress: Progress | None = None
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        progress: Progress | None = None,
+        images: Sequence[Image] = (),
     ) -> Generation:
-        """Sample a continuation of ``input_ids``; ``progress`` receives the tokens meanwhile."""
+        """Sample a continuation of ``input_ids``, whose ``images`` are given in order.
+
+        ``progress`` receives the tokens meanwhile.
+        """
         more = () if progress is None else (progress,)
-        return await self._outages.hold(lambda: self._engine.generate(input_ids, params, *more), self._clock)
+        shown: dict[str, Any] = {"images": images} if images else {}
+        return await self._outages.hold(
+            lambda: self._engine.generate(input_ids, params, *more, **shown), self._clock
+        )
 
 
 class HeldTools:

@@ -81,6 +81,8 @@ async def store_tasks(
     Returns what was loaded, and the paths that this user may not add to the list. With ``update``, loaded
     tasks that have not begun are changed.
     """
+    for image in result.images():
+        await store.images.put(image)
     loaded = await store.tasks.load(result.tasks, update=update)
     paths = _paths(result)
     return loaded, () if await store.imports.add(paths) else tuple(paths)

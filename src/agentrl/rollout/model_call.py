@@ -8,6 +8,7 @@ from typing import Protocol
 
 from agentrl.chat.chat_format import Message
 from agentrl.chat.parsers import ToolCall
+from agentrl.documents.images import Image, ImageSpan
 from agentrl.documents.model_call import DispatchedSamplingTask, FixedModelCall, ToolExecution
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.sampling import SamplingParams
@@ -26,9 +27,16 @@ class Engine(Protocol):
         ...
 
     async def generate(
-        self, input_ids: Sequence[int], params: SamplingParams, progress: Progress | None = None
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        progress: Progress | None = None,
+        images: Sequence[Image] = (),
     ) -> Generation:
-        """Sample a continuation of ``input_ids``; ``progress`` receives the tokens meanwhile."""
+        """Sample a continuation of ``input_ids``, whose ``images`` are given in order.
+
+        ``progress`` receives the tokens meanwhile.
+        """
         ...
 
 
@@ -69,6 +77,7 @@ class PendingCall:
     messages: tuple[Message, ...]
     tools: tuple[Schema, ...] | None
     context_ids: list[int]
+    images: tuple[ImageSpan, ...] = ()
     params: SamplingParams
     generation: Generation
     response: Message
@@ -133,4 +142,5 @@ class PendingCall:
             output_ids=pack_ids(generation.output_ids),
             logprobs=pack_floats(generation.logprobs),
             logprobs_of=generation.logprobs_of,
+            images=self.images,
         )

@@ -9,13 +9,16 @@ from typing import Any
 
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.parsers import ParsedMessage, ToolCall
+from agentrl.chat.vision import reads_images
 from agentrl.config.schema import AgentConfig
+from agentrl.documents.images import ImageSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.documents.task import Claim
 from agentrl.errors import TrajectoryError
 from agentrl.inference.generation import Generation, Progress
 from agentrl.rollout.budget import Budget
+from agentrl.rollout.images import ImageStore, MemoryImages, images_of
 from agentrl.rollout.model_call import Engine, PendingCall, Turn
 from agentrl.rollout.trace import end_model_call, model_call_span
 from agentrl.scoring.answers import extract_answer
@@ -42,6 +45,10 @@ class Draft:
     follows: str | None = None
     drops_thoughts: bool = False
     opens_branch: bool = False
+    images: tuple[ImageSpan, ...] = ()
+    """Of the prompt."""
+    context_images: tuple[ImageSpan, ...] = ()
+    """Of ``context_ids``."""
     role: str | None = None
     seed: tuple[object, ...] = ()
 
@@ -63,9 +70,11 @@ class ModelCaller:
         params: SamplingParams,
         seed: int,
         write: Write,
+        images: ImageStore | None = None,
     ) -> None:
-        """``write`` takes one finished model call to store."""
+        """``write`` takes one finished model call to store; ``images`` has those of the messages."""
         self.chat_format = chat_format
+        self.images = images or MemoryImages()
         self.turns = 0
         """Model calls of all roles."""
         self.scored_calls: list[ScoredCall] = []
@@ -81,6 +90,11 @@ class ModelCaller:
         self._unstored: list[PendingCall] = []
         self._turn = asyncio.Lock()
         self._storing = asyncio.Lock()
+
+    @property
+    def reads_images(self) -> bool:
+        """Return whether the chat format shows images."""
+        return reads_images(self.chat_format)
 
     @property
     def budget(self) -> Budget:
@@ -99,9 +113,11 @@ class ModelCaller:
             seed = draft.seed or (self.turns,)
             params = self._params.replace(**changes).seeded(*self._seed, *seed)
             params = self.budget.clamp(params, len(draft.prompt_ids))
+            images = await images_of(self.images, draft.images)
+            shown: dict[str, Any] = {"images": images} if images else {}
             with model_call_span(self.record, params) as span:
                 more = () if progress is None else (progress,)
-                generation = await self._engine.generate(draft.prompt_ids, params, *more)
+                generation = await self._engine.generate(draft.prompt_ids, params, *more, **shown)
                 parsed = self._parsed(draft, generation)
                 response = self.message(parsed)
                 end_model_call(span, generation, draft.read, response)
@@ -116,6 +132,7 @@ class ModelCaller:
                 messages=draft.messages,
                 tools=None if draft.parent else tuple(draft.tools),
                 context_ids=draft.context_ids,
+                images=draft.context_images,
                 params=params,
                 generation=generation,
                 response=response,

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from agentrl.chat.chat_format import ChatFormat
+from agentrl.chat.vision import reads_images
 from agentrl.config.schema import AgentConfig, GroupConfig, SamplingConfig
 from agentrl.environments.base import ENVIRONMENTS
 from agentrl.errors import AgentRLError, ConfigError, ToolServerError
@@ -53,12 +55,14 @@ async def probe(
     split: str,
     groups: GroupConfig | None = None,
     agent: AgentConfig | None = None,
+    *,
+    chat_format: ChatFormat | None = None,
 ) -> None:
     """Try the names in the unfinished tasks of ``split``. Raises ConfigError with all that cannot be used.
 
     ``groups`` are the rules of a split that is trained; ``agent`` names the agent of tasks that name none. A
     judge that does not answer is only a warning. Names of tool servers that only a manager knows, which is
-    down, are checked later: ``require_tools``.
+    down, are checked later: ``require_tools``. Refuses tasks with images if ``chat_format`` shows none.
     """
     named = await store.tasks.references(split)
     problems: list[str] = []
@@ -72,6 +76,11 @@ async def probe(
     for schema, task in named.answer_schemas.items():
         _try(problems, task, lambda schema=schema: check_schema(schema))  # type: ignore[misc]
     problems += _tool_problems(tools, named)
+    if named.images is not None and chat_format is not None and not reads_images(chat_format):
+        problems.append(
+            f"tasks show images (task {ascii(named.images)[:80]}), and the model reads text only"
+            f" (chat format {chat_format.name})\n    → sample with a Qwen-VL model and its own template"
+        )
     if groups is not None and (own := groups.group_filter) is not None:
         _try(problems, None, lambda: GROUP_FILTERS.get(own))
     if groups is not None and named.smallest_group is not None:

@@ -11,6 +11,7 @@ from typing import Any
 from agentrl.chat.chat_format import Message
 from agentrl.chat.conversation import Conversation
 from agentrl.config.schema import AgentConfig
+from agentrl.documents.images import text_of
 from agentrl.documents.model_call import ToolExecution, strip_tool_results
 from agentrl.documents.task import Task
 from agentrl.errors import ContextFullError, TrajectoryError, TurnsLimitError
@@ -142,6 +143,8 @@ class Role:
                 role=self.name,
                 prompt_ids=conversation.prompt_ids(),
                 context_ids=conversation.context_ids(),
+                images=conversation.prompt_images(),
+                context_images=conversation.context_images(),
                 messages=new if starts or parent is None else strip_tool_results(new, parent.executions),
                 tools=self.schemas,
                 read=new,
@@ -170,7 +173,8 @@ class Role:
         started = time.monotonic()
         before = len(pending.executions)
         try:
-            messages = await run_tool_calls(turn, pending, self._shared.tools, self.schemas)
+            images = self._caller.images if self._caller.reads_images else None
+            messages = await run_tool_calls(turn, pending, self._shared.tools, self.schemas, images)
         finally:
             self._shared.tool_calls += len(pending.executions) - before
             pending.tool_seconds = time.monotonic() - started
@@ -307,5 +311,5 @@ class Role:
 def _without_result(message: Message) -> Message:
     if message.get("role") != "tool":
         return message
-    length = len(message["content"])
+    length = len(text_of(message["content"]))
     return {**message, "content": f"[not shown: a result of {length:,} characters does not fit]"}

@@ -11,6 +11,7 @@ from typing import Any
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.harness import HarnessRun
+from agentrl.documents.images import content_with
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
 from agentrl.environments.base import Environment, Observation
@@ -19,6 +20,7 @@ from agentrl.errors import ContextFullError, ToolServerError, TrajectoryError, T
 from agentrl.rollout.agent_cfg import AgentCfg, agent_cfg_path, read_agent_cfg
 from agentrl.rollout.endpoint import Endpoint, Gateway, GatewayResult
 from agentrl.rollout.fixed_model import FixedModel, FixedRole, Hold, call_at_once
+from agentrl.rollout.images import ImageStore
 from agentrl.rollout.model_call import Engine, PendingCall, Turn
 from agentrl.rollout.model_caller import ModelCaller
 from agentrl.rollout.role import ContextManager, Role, Shared
@@ -51,6 +53,7 @@ class Rollout(Role):
         environment: EnvironmentSession | None = None,
         gateway: Gateway | None = None,
         hold: Hold = call_at_once,
+        images: ImageStore | None = None,
     ) -> None:
         """``write`` takes one finished model call to store; ``schemas`` are the tools offered.
 
@@ -59,8 +62,9 @@ class Rollout(Role):
         another attempt is another sample. ``hold`` repeats a call of a fixed model that is down.
         """
         caller = ModelCaller(
-            claim, config, chat_format=chat_format, engine=engine, params=params, seed=seed, write=write
-        )
+            claim, config, chat_format=chat_format, engine=engine, params=params, seed=seed, write=write,
+            images=images,
+        )  # fmt: skip
         shared = Shared(
             task=claim.task, config=config, caller=caller, tools=tools, schemas=list(schemas),
             manage_context=manage_context, max_turns=claim.task.max_turns or config.max_turns,
@@ -288,7 +292,8 @@ class Rollout(Role):
         system = self.config.system_prompt if own is None else own
         first: list[Message] = [{"role": "system", "content": system}] if system else []
         if messages is None:
-            messages = [*self.task.messages, {"role": "user", "content": self.question}]
+            question = content_with(self.question, self.task.images)
+            messages = [*self.task.messages, {"role": "user", "content": question}]
         return [*first, *(dict(message) for message in messages)]
 
     def _schemas_named(self, role: str, tools: Sequence[str] | None) -> list[Schema]:

@@ -56,7 +56,10 @@ async def sample(configs: Configs) -> None:
             await _join_run(store, configs)
             async with open_worker(store, configs, stop=stop) as (worker, router):
                 collect_garbage_less_often()
-                await probe(store, worker.tools, sampling, TRAIN_SPLIT, groups, configs[AgentConfig])
+                await probe(
+                    store, worker.tools, sampling, TRAIN_SPLIT, groups, configs[AgentConfig],
+                    chat_format=worker.chat_format,
+                )  # fmt: skip
                 await store.imports.add(paths_among({groups.group_filter or "", groups.advantage}))
                 await store.settings.begin("chat", worker.chat_format.agreed_settings, "sample")
                 finalizer = GroupFinalizer(store, groups, split=TRAIN_SPLIT, seed=run.seed)

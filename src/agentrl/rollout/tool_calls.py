@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from agentrl.chat.chat_format import Message
 from agentrl.chat.parsers import ToolCall, validate_call
+from agentrl.documents.images import Part
 from agentrl.documents.model_call import ToolExecution
 from agentrl.documents.sanitize_bson import replace_surrogates, sanitize_bson
 from agentrl.errors import ToolServerError
+from agentrl.rollout.images import ImageStore
 from agentrl.rollout.model_call import PendingCall, Turn
 from agentrl.rollout.trace import end_tool, tool_span
 from agentrl.tools.base import Schema, ToolResult, schema_name
 from agentrl.user_code import contain_errors
+
+_NOT_SHOWN = re.compile(r"(\[image, [^\]\n]{1,200}); not shown\]")
+"""The description of an image that the model sees behind the text."""
 
 
 class Tools(Protocol):
@@ -34,20 +40,25 @@ class Tools(Protocol):
 
 
 async def run_tool_calls(
-    turn: Turn, pending: PendingCall, tools: Tools, schemas: Sequence[Schema]
+    turn: Turn,
+    pending: PendingCall,
+    tools: Tools,
+    schemas: Sequence[Schema],
+    images: ImageStore | None = None,
 ) -> list[Message]:
     """Run the tool calls of ``turn`` in parallel; record them in ``pending``, and return one message per
     call, both in the order of the calls.
 
     A malformed tool call is not run: its message says what is wrong. An error that a tool reports is a
-    result. Raises ToolServerError if a server is lost; the other calls of the turn are recorded.
+    result. Raises ToolServerError if a server is lost; the other calls of the turn are recorded. Images of
+    results are stored in ``images``; without it the model reads text only, and the text says what is missing.
     """
     ids = [call["id"] for call in pending.response.get("tool_calls", ())]
     if {call.name for call in turn.tool_calls} - set(map(schema_name, schemas)):
         schemas = [*schemas, *await tools.list()]  # a server may have added tools since the prompt
     problems = [validate_call(call, schemas) for call in turn.tool_calls]
     valid = [call for call, problem in zip(turn.tool_calls, problems, strict=True) if problem is None]
-    results = await _execute_all(valid, tools)
+    results = await _execute_all(valid, tools, images)
     pending.executions += [result for result in results if isinstance(result, ToolExecution)]
     for result in results:
         if isinstance(result, BaseException):
@@ -55,40 +66,47 @@ async def run_tool_calls(
     texts = iter(pending.executions[len(pending.executions) - len(valid) :])
     messages = []
     for call, call_id, problem in zip(turn.tool_calls, ids, problems, strict=True):
-        text = next(texts).text if problem is None else pending.refuse(problem)
-        messages.append(_tool_message(text, call.name, call_id))
+        content = next(texts).content if problem is None else pending.refuse(problem)
+        messages.append(_tool_message(content, call.name, call_id))
     if turn.error is not None:
         messages.append(_tool_message(pending.refuse(turn.error), None, None))
     return messages
 
 
-async def _execute_all(calls: Sequence[ToolCall], tools: Tools) -> Sequence[ToolExecution | BaseException]:
+async def _execute_all(
+    calls: Sequence[ToolCall], tools: Tools, images: ImageStore | None
+) -> Sequence[ToolExecution | BaseException]:
     if len(calls) == 1:  # a task would cost more than many a tool
-        return [await execute(calls[0], tools)]
-    return await asyncio.gather(*(execute(call, tools) for call in calls), return_exceptions=True)
+        return [await execute(calls[0], tools, images)]
+    return await asyncio.gather(*(execute(call, tools, images) for call in calls), return_exceptions=True)
 
 
-async def execute(call: ToolCall, tools: Tools) -> ToolExecution:
-    """Run one valid tool call. Raises ToolServerError if its server is lost."""
+async def execute(call: ToolCall, tools: Tools, images: ImageStore | None = None) -> ToolExecution:
+    """Run one valid tool call; store the images of its result. Raises ToolServerError for a lost server."""
     with tool_span(call) as span:
         result = await contain_errors(
             lambda: tools.call(call.name, call.arguments), f"tool {call.name}", ToolServerError
         )
+        shown = () if images is None else result.images
+        if shown and images is not None:
+            await images.put(*shown)
+        text = _NOT_SHOWN.sub(r"\1]", result.text, count=len(shown)) if shown else result.text
         execution = ToolExecution(
             name=call.name,
             arguments=sanitize_bson(call.arguments),
-            result=str(replace_surrogates(result.text)),
+            result=str(replace_surrogates(text)),
             error=result.error,
             seconds=result.seconds,
             server=result.server,
             reward=result.reward,
             condensed=result.condensed,
+            images=tuple(image.ref for image in shown),
         )
         end_tool(span, execution)
     return execution
 
 
-def _tool_message(text: str, name: str | None, call_id: str | None) -> Message:
+def _tool_message(text: str | list[Part], name: str | None, call_id: str | None) -> Message:
     message: Message = {"role": "tool", "content": text}
     if name is not None:
         message["name"] = name

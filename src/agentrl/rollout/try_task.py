@@ -22,6 +22,7 @@ from agentrl.config.schema import (
 )
 from agentrl.documents.bad_task import BadTaskError
 from agentrl.documents.base import now
+from agentrl.documents.images import Image
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Failure, Record
 from agentrl.documents.sampling import SamplingParams
@@ -213,7 +214,7 @@ def _task_of_file(source: TaskSource, line: int | None) -> Task:
         try:
             if isinstance(item.value, BadTaskError):
                 raise item.value
-            return make_task(item.value, _ID, 0, 1)
+            return make_task(item.value, _ID, 0, 1, path.parent)
         except BadTaskError as error:
             raise TaskFileError(f"{path}:{item.line}: {error}", hint="correct this line") from error
     where = f"no task begins on line {line}" if line is not None else "it holds no tasks"
@@ -230,7 +231,9 @@ def _require_usable(configs: Configs, task: Task) -> None:
 
 
 class _Client(Protocol):
-    async def generate(self, input_ids: Sequence[int], params: SamplingParams, rid: str) -> Generation: ...
+    async def generate(
+        self, input_ids: Sequence[int], params: SamplingParams, rid: str, *, images: Sequence[Image] = ()
+    ) -> Generation: ...
 
 
 @dataclass(frozen=True)
@@ -241,10 +244,15 @@ class _Direct:
     context_length: int | None
 
     async def generate(
-        self, input_ids: Sequence[int], params: SamplingParams, progress: Progress | None = None
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        progress: Progress | None = None,
+        images: Sequence[Image] = (),
     ) -> Generation:
         """Sample a continuation of ``input_ids``; ``progress`` receives all its tokens at the end."""
-        generation = await self.client.generate(input_ids, params, f"{uuid.uuid4().hex}-{_ID}")
+        shown = {"images": images} if images else {}
+        generation = await self.client.generate(input_ids, params, f"{uuid.uuid4().hex}-{_ID}", **shown)
         if progress is not None:
             progress(0, generation.output_ids)
         return generation

@@ -209,6 +209,7 @@ class Worker:
                 write=writer.write,
                 environment=environment,
                 gateway=self.gateway,
+                images=self.store.images,
                 hold=lambda call: self.outages.hold(call, clock),
             )
             outcome = await self._run_agent(claim, agent, agent_name, rollout, writer)

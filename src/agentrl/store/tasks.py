@@ -33,6 +33,8 @@ class TaskReferences:
     """(agent_name, agent_cfg_path) → a task; None where the flags say it."""
     smallest_group: int | None
     """The lowest number of generations of a task; None without tasks."""
+    images: str | None = None
+    """A task that shows images."""
 
 
 class Tasks(Epochs):
@@ -104,7 +106,10 @@ class Tasks(Epochs):
             for group in groups
         }
         smallest = min((group["slots"] for group in groups), default=None)
-        return TaskReferences(agents, scorers, schemas, environments, tools, agent_files, smallest)
+        shown = {"split": split, "status": {"$in": _UNFINISHED}, "images.0": {"$exists": True}}
+        found = await self._collection(TASK).find_one(shown, {"_id": 1})
+        images = None if found is None else str(found["_id"])
+        return TaskReferences(agents, scorers, schemas, environments, tools, agent_files, smallest, images)
 
     @database_call
     async def unfinished(self, split: str) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from agentrl.documents.images import Image
 from agentrl.documents.model_call import Condensed
 from agentrl.documents.task import Claim
 
@@ -47,6 +48,8 @@ class Reply:
     """Where the text is cut; None leaves --max_tool_result_chars."""
     lost: bool = False
     """The server gave no answer: the call took too long, or the connection broke."""
+    images: tuple[Image, ...] = ()
+    """Images that the tool returned; ``text`` describes them for models that read text only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,7 @@ class ToolResult:
     reward: float | None = None
     condensed: Condensed | None = None
     """Set if the browse agent tried to condense the tool's own text."""
+    images: tuple[Image, ...] = ()
 
 
 class ServerSession(Protocol):

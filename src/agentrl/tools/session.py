@@ -93,6 +93,7 @@ class ToolSession:
             server=server,
             reward=reply.reward,
             condensed=condensed,
+            images=reply.images,
         )
 
     async def rewards(self) -> dict[str, dict[str, Any]]:

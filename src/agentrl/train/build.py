@@ -60,6 +60,11 @@ def build_trainer(
     layout = plan_layout(recipe.train, world.size)
     set_seed(recipe.seed)
     policy = load_policy(recipe.model, weights, recipe.adapter)
+    if policy.pixels is not None and world.size > 1:
+        raise ConfigError(
+            f"a vision model in {world.size} processes: images are trained in one",
+            hint="train with one process",
+        )
     if world.size == 1:  # with more ranks a device gets only its part, after the model is split
         policy.model.to(world.device)  # type: ignore[arg-type]
     check_model(policy.model)

@@ -19,6 +19,7 @@ from agentrl.distributed.gather import (
     take_inventory,
 )
 from agentrl.distributed.world import Command, World
+from agentrl.documents.images import Image
 from agentrl.documents.training import DBRecordData
 from agentrl.model.load import Policy
 from agentrl.train.step import PolicyTrainer, StepResult
@@ -49,10 +50,16 @@ class Controller:
         """The learning-rate schedule, equal on all ranks."""
         return self.trainer.scheduler
 
-    def train(self, data: Sequence[DBRecordData], ages: Mapping[int, int] | None = None) -> StepResult:
+    def train(
+        self,
+        data: Sequence[DBRecordData],
+        ages: Mapping[int, int] | None = None,
+        images: Mapping[str, Image] | None = None,
+    ) -> StepResult:
         """Run ``PolicyTrainer.train`` on all ranks."""
-        self._broadcast("train", tuple(data), ages)
-        return self.trainer.train(data, ages)
+        shown = () if images is None else (images,)
+        self._broadcast("train", tuple(data), ages, *shown)
+        return self.trainer.train(data, ages, *shown)
 
     def save_optimizer(self, folder: Path) -> None:
         """Write the optimizer's state; each rank writes its shards."""

@@ -17,12 +17,14 @@ from agentrl.data.forest import TokenForest
 from agentrl.data.planner import CPU_FILL, PrefixMerging, build_micro_batches
 from agentrl.distributed.fsdp import clean_step
 from agentrl.distributed.parallel_model import ParallelModel
+from agentrl.documents.images import Image
 from agentrl.documents.training import DBRecordData
 from agentrl.losses.compute import Denominators
 from agentrl.losses.settings import LossSettings
 from agentrl.model.flops import ModelShape, Stopwatch, peak_flops
 from agentrl.model.forward import ForwardOptions
 from agentrl.model.load import Policy
+from agentrl.model.pixels import attach_pixels
 from agentrl.train.frozen_logprobs import FrozenLogprobs
 from agentrl.train.memory import explain_out_of_memory
 from agentrl.train.metrics import call_tokens, join_metrics, merging_metrics, speed_metrics
@@ -64,17 +66,25 @@ class PolicyTrainer:
     """Optimizer updates per pass."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
 
-    def train(self, data: Sequence[DBRecordData], ages: Mapping[int, int] | None = None) -> StepResult:
+    def train(
+        self,
+        data: Sequence[DBRecordData],
+        ages: Mapping[int, int] | None = None,
+        images: Mapping[str, Image] | None = None,
+    ) -> StepResult:
         """Make a step's optimizer updates on ``data``. It blocks: call it in a worker thread.
 
         ``ages`` maps each policy version to the age of its tokens in optimizer steps; without it all are 0.
+        ``images`` has those of the data, by hash.
         Each update trains whole groups. Old and reference logprobs are those from before the first update.
         An update that is not finite ends the step before it; if it is the first, weights do not change.
         """
         with clean_step(self.model):
             watch = Stopwatch(self.policy.model.device)
             parts = split_updates(data, self.mini_batches)
-            updates = [self.frozen.attach(self.model, self.pack(part, ages), self.options) for part in parts]
+            updates = [
+                self.frozen.attach(self.model, self.pack(part, ages, images), self.options) for part in parts
+            ]
             watch.lap("pack")
             made: list[dict[str, Any]] = []
             for forests in updates * self.epochs:
@@ -92,15 +102,24 @@ class PolicyTrainer:
         metrics |= {"seconds_pack": watch.seconds["pack"]}
         return StepResult(metrics | merging_metrics(metrics, call_tokens(data)), is_finite=True)
 
-    def pack(self, data: Sequence[DBRecordData], ages: Mapping[int, int] | None = None) -> list[TokenForest]:
-        """Plan the micro-batches of ``data`` over all ranks, and return this rank's."""
+    def pack(
+        self,
+        data: Sequence[DBRecordData],
+        ages: Mapping[int, int] | None = None,
+        images: Mapping[str, Image] | None = None,
+    ) -> list[TokenForest]:
+        """Plan the micro-batches of ``data`` over all ranks, and return this rank's.
+
+        Raises ForestError for an image that is not in ``images``.
+        """
         mesh, model = self.model.mesh, self.policy.model
         planned = build_micro_batches(
             data, self.max_tokens, vocab_size=model.config.get_text_config().vocab_size,
             merging=self.prefix_merging, ranks=mesh.layout.data,
             fill=CPU_FILL if model.device.type == "cpu" else None, ages=ages,
         )  # fmt: skip
-        return planned[mesh.data_rank :: mesh.layout.data]
+        own = planned[mesh.data_rank :: mesh.layout.data]
+        return [attach_pixels(forest, self.policy.pixels, images or {}) for forest in own]
 
     def _update(self, forests: Sequence[TokenForest]) -> StepResult:
         """Make one optimizer update on this rank's ``forests``; the learning-rate schedule does not move."""

@@ -6,12 +6,13 @@ import asyncio
 import json
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from agentrl.documents.images import Image
 from agentrl.documents.sampling import LogprobsOf, SamplingParams, logprobs_of
 from agentrl.inference.client import EngineClient
 from agentrl.inference.control import EngineLoad, ModelInfo, PauseMode, instance_of, vocab_size_of
@@ -115,7 +116,14 @@ class VllmClient(EngineClient):
             if not is_paused:
                 await self.resume()
 
-    def _request(self, ids_json: bytes, params: SamplingParams, rid: str) -> tuple[str, bytes]:
+    def _request(
+        self, ids_json: bytes, params: SamplingParams, rid: str, images: Sequence[Image] = ()
+    ) -> tuple[str, bytes]:
+        if images:
+            raise EngineRefusedError(
+                f"engine {self.url} is vLLM, and images are sent to SGLang and the local engine only",
+                hint="serve the model with --engine sglang",
+            )
         sampling = {_RENAMED.get(name, name): value for name, value in params.to_request().items()}
         if sampling.get("ignore_eos"):
             sampling["stop_token_ids"] = []  # SGLang's ignore_eos ignores these too

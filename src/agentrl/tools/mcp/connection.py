@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.tools.base import Reply, Schema, timeout_text
 from agentrl.tools.mcp import extras
+from agentrl.tools.mcp.content import images_in
 from agentrl.tools.mcp.listing import Listing, list_tools
 from agentrl.tools.mcp.stdio import StdioProcess
 from agentrl.tools.mcp.wire import LOST, NOT_SENT, REFUSED, TIMED_OUT, NormalizedStream
@@ -167,10 +168,11 @@ class Connection:
         except (ValueError, RuntimeError) as error:
             text = redact_secrets(reasons(error)[:_EXCERPT], self._spec)
             return Reply(text=f"{tool} gave a result that is not valid: {text}", error=True)
-        text = "\n".join(getattr(item, "text", "") for item in result.content)
+        text = "\n".join(item.text for item in result.content if hasattr(item, "text"))
         if result.is_error and (result.meta or {}).get(OUTAGE_KEY):
             raise RefusedError(f"{tool}: {redact_secrets(text[:_EXCERPT], self._spec)}")
-        return Reply(text=text, error=bool(result.is_error))
+        images = await asyncio.to_thread(images_in, result.content) if len(result.content) > 1 else ()
+        return Reply(text=text, error=bool(result.is_error), images=images)
 
     async def answers(self) -> bool:
         """Return whether the server still answers, after a call that did not."""

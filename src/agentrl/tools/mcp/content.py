@@ -5,16 +5,24 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
+from agentrl.documents.images import Image
+from agentrl.documents.read_image import MAX_IMAGE_BYTES, image_of_base64
+from agentrl.errors import ImageError
+
 _SHOWN = 300
+MAX_IMAGES = 8
+"""Images of one tool result that a model reads."""
 
 
 def normalize_result(result: dict[str, Any]) -> dict[str, Any]:
     """Return a raw JSON-RPC result that every SDK version accepts.
 
-    A tool result becomes one text. A tool list loses its output schemas, which the SDK would enforce by
+    A tool result becomes one text, which describes its images, and the images behind it. A tool list loses
+    its output schemas, which the SDK would enforce by
     refusing results, and entries that are no tools. Other results are returned as they are.
     """
     if isinstance(result.get("tools"), list):
@@ -23,7 +31,29 @@ def normalize_result(result: dict[str, Any]) -> dict[str, Any]:
         return result
     kept = {key: value for key, value in result.items() if key not in ("structuredContent", "isError")}
     text = render_content(result.get("content"), result.get("structuredContent"))
-    return {**kept, "content": [{"type": "text", "text": text}], "isError": result.get("isError") is True}
+    content = [{"type": "text", "text": text}, *_images(result.get("content"))]
+    return {**kept, "content": content, "isError": result.get("isError") is True}
+
+
+def _images(content: Any) -> list[dict[str, Any]]:
+    """Return the image items of a result, at most ``MAX_IMAGES`` that are not too large."""
+    items = content if isinstance(content, list) else []
+    found = [
+        {"type": "image", "data": item["data"], "mimeType": str(item.get("mimeType") or "image/png")}
+        for item in items
+        if isinstance(item, Mapping) and item.get("type") == "image" and isinstance(item.get("data"), str)
+    ]
+    return [item for item in found[:MAX_IMAGES] if len(item["data"]) <= MAX_IMAGE_BYTES * 4 // 3 + 4]
+
+
+def images_in(items: Iterable[Any]) -> tuple[Image, ...]:
+    """Return the images of a normalized result; what cannot be decoded stays a description."""
+    images = []
+    for item in items:
+        if getattr(item, "type", None) == "image":
+            with suppress(ImageError):
+                images.append(image_of_base64(item.data))
+    return tuple(images)
 
 
 def render_content(content: Any, structured: Any = None) -> str:

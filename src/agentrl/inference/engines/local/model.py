@@ -13,11 +13,15 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from agentrl.chat.vision import read_vision
 from agentrl.errors import ModelError
 from agentrl.inference.engines.local.cache import KVCache, Slot
+from agentrl.inference.engines.local.images import RequestImages
+from agentrl.model.attention.compatibility import set_attention
+from agentrl.model.pixels import PixelReader
 
 ATTENTION = "agentrl_slots"
 _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
@@ -31,6 +35,7 @@ class Chunk:
     start: int
     token_ids: NDArray[np.int32]
     wants_logits: bool
+    images: RequestImages | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,9 @@ class LocalModel:
         self.folder = folder
         self.device = device
         self.dtype = dtype
+        self.vision = read_vision(folder, config.to_dict())
+        self.pixels = None if self.vision is None else PixelReader(folder)
+        config = config.get_text_config()
         self.vocab_size: int = config.vocab_size
         self.max_position: int = config.max_position_embeddings
         self.eos_ids = _eos_ids(folder, config)
@@ -108,6 +116,8 @@ class LocalModel:
             rows=torch.from_numpy(starts + positions).to(self.device),
             segments=tuple(self._segment(c, int(end)) for c, end in zip(chunks, ends, strict=True)),
         )
+        if self.vision is not None:
+            return self._forward_vision(chunks, ids, wanted, batch)
         output = self._model(
             input_ids=torch.from_numpy(ids.astype(np.int64))[None].to(self.device),
             position_ids=torch.from_numpy(positions)[None].to(self.device),
@@ -116,6 +126,16 @@ class LocalModel:
             slot_batch=batch,
         )
         return cast("Tensor", output.logits[0].float())
+
+    def _forward_vision(
+        self, chunks: Sequence[Chunk], ids: NDArray[np.int32], wanted: list[int], batch: _Batch
+    ) -> Tensor:
+        """Compute chunks of a model with a vision tower; negative ids are tokens of images."""
+        inputs = _vision_inputs(self._model, chunks, np.maximum(ids, 0), self.device)
+        model: Any = self._model
+        output = model.get_decoder()(**inputs, use_cache=False, slot_batch=batch)
+        head = model.get_output_embeddings()
+        return cast("Tensor", head(output.last_hidden_state[0, wanted]).float())
 
     def _segment(self, chunk: Chunk, end: int) -> _Segment:
         count = len(chunk.token_ids)
@@ -136,9 +156,9 @@ class LocalModel:
         slot = Slot(ids, start=len(ids))
         self.forward([Chunk(slot, 0, ids[:11], True)], cache)
         ours = self.forward([Chunk(slot, 11, ids[11:], True)], cache)
-        self._model.set_attn_implementation("sdpa")
+        set_attention(self._model, "sdpa")
         plain = self._model(input_ids=torch.from_numpy(ids.astype(np.int64))[None].to(self.device))
-        self._model.set_attn_implementation(ATTENTION)
+        set_attention(self._model, ATTENTION)
         gap = (ours[0].log_softmax(-1) - plain.logits[0, -1].float().log_softmax(-1)).abs().max().item()
         limit = 1e-3 if self.dtype == torch.float32 else 0.25
         if not gap <= limit:
@@ -159,7 +179,7 @@ def load_config(folder: str) -> Any:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"the configuration in {folder} cannot be used: {error}") from error
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise ModelError(
             f"{folder}: the local engine supports only full attention, not {', '.join(sorted(kinds))}",
@@ -169,9 +189,11 @@ def load_config(folder: str) -> Any:
 
 
 def _load(folder: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    is_vision = hasattr(load_config(folder), "vision_config")
+    kind: Any = AutoModelForImageTextToText if is_vision else AutoModelForCausalLM
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True
+        loaded: Any = kind.from_pretrained(
+            folder, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(f"the weights in {folder} cannot be loaded: {error}") from error
@@ -179,12 +201,43 @@ def _load(folder: str, dtype: torch.dtype, device: torch.device) -> PreTrainedMo
     missing = [*report["missing_keys"], *report["mismatched_keys"]]
     if missing:
         raise ModelError(f"the weights in {folder} lack {len(missing)} tensors, the first is {missing[0]}")
+    set_attention(model, ATTENTION)
     return cast("PreTrainedModel", model.eval().requires_grad_(False).to(device))
+
+
+def _vision_inputs(
+    model: Any, chunks: Sequence[Chunk], ids: NDArray[np.int32], device: torch.device
+) -> dict[str, Any]:
+    """Return the decoder's inputs: embeddings with the features of images, and positions [3, 1, n]."""
+    embeds = model.get_input_embeddings()(torch.from_numpy(ids.astype(np.int64)).to(device))
+    mask = torch.zeros(len(ids), dtype=torch.bool, device=device)
+    positions, deep = [], []
+    begin = 0
+    for chunk in chunks:
+        end = chunk.start + len(chunk.token_ids)
+        if chunk.images is None:
+            positions.append(np.tile(np.arange(chunk.start, end), (3, 1)))
+        else:
+            positions.append(chunk.images.positions_of(chunk.start, end))
+            here, rows = chunk.images.rows(chunk.start, end)
+            features, layers = chunk.images.features(model)
+            embeds[begin + here] = features[rows].to(embeds.dtype)
+            mask[begin + here] = True
+            deep.append([layer[rows] for layer in layers or ()])
+        begin += len(chunk.token_ids)
+    inputs: dict[str, Any] = {
+        "inputs_embeds": embeds[None],
+        "position_ids": torch.from_numpy(np.concatenate(positions, axis=1)).to(device)[:, None],
+    }
+    if mask.any() and deep and deep[0]:
+        inputs["visual_pos_masks"] = mask[None]
+        inputs["deepstack_visual_embeds"] = [torch.cat(layer) for layer in zip(*deep, strict=True)]
+    return inputs
 
 
 def _eos_ids(folder: str, config: Any) -> frozenset[int]:
     """Return the end-of-sequence ids of the configuration and of generation_config.json."""
-    found = [config.eos_token_id]
+    found = [getattr(config, "eos_token_id", None)]
     path = Path(folder) / "generation_config.json"
     if path.is_file():
         found.append(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))

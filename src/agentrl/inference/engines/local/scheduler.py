@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentrl.inference.engines.local.cache import KVCache, Slot
+from agentrl.inference.engines.local.images import RequestImages
 from agentrl.inference.engines.local.model import Chunk
 from agentrl.inference.engines.local.sampling import RowSampler, sample
 from agentrl.inference.engines.local.stop_strings import StopStrings
@@ -61,6 +62,7 @@ class GenerationRequest:
     cached_tokens: int | None = None
     slot: Slot | None = None
     retractions: int = 0
+    images: RequestImages | None = None
     finish_reason: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -201,7 +203,7 @@ class Scheduler:
             if missing > 1:
                 budget -= count
             ids = request.tokens[slot.computed : slot.computed + count]
-            planned.append((request, Chunk(slot, slot.computed, ids, count == missing)))
+            planned.append((request, Chunk(slot, slot.computed, ids, count == missing, request.images)))
         kept = [(request, chunk) for request, chunk in planned if request.slot is chunk.slot]
         return kept, [request.sampler for request, chunk in kept if chunk.wants_logits]
 

@@ -15,8 +15,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from tokenizers import Tokenizer
 
+from agentrl.documents.read_image import image_of_url
 from agentrl.documents.sampling import SamplingParams, logprobs_of
-from agentrl.errors import AgentRLError
+from agentrl.errors import AgentRLError, ImageError
+from agentrl.inference.engines.local.images import read_request_images
 from agentrl.inference.engines.local.model import LocalModel
 from agentrl.inference.engines.local.sampling import RowSampler
 from agentrl.inference.engines.local.scheduler import GenerationRequest, PauseMode
@@ -87,6 +89,8 @@ class LocalServer:
             loop.call_soon_threadsafe(parts.put_nowait, self._answer(generation, body))
 
         generation = self._generation(body, report)
+        if body.get("image_data"):
+            await asyncio.to_thread(self._add_images, generation, body["image_data"])
         await asyncio.wrap_future(self._worker.submit(generation))
         if body.get("stream"):
             return StreamingResponse(self._events(generation, parts), media_type="text/event-stream")
@@ -255,6 +259,21 @@ class LocalServer:
                 raise _BadRequestError("the local engine has no tokenizer for the sampling parameter stop")
             return StopStrings(self._tokenizer(), stops)
         except (ValueError, AgentRLError) as error:
+            raise _BadRequestError(str(error)) from error
+
+    def _add_images(self, generation: GenerationRequest, data: Any) -> None:
+        """Read the images of a request: a list of ``data:`` URLs, one for each run of image tokens."""
+        vision, reader = self._model.vision, self._model.pixels
+        if vision is None or reader is None:
+            raise _BadRequestError("image_data: the served model reads text only")
+        if not isinstance(data, list) or not all(isinstance(url, str) for url in data):
+            raise _BadRequestError("image_data must be a list of data: URLs")
+        count = generation.prompt_tokens
+        try:
+            images = [image_of_url(url, where=f"image_data[{i}]") for i, url in enumerate(data)]
+            prompt = generation.tokens[:count].tolist()
+            generation.tokens[:count], generation.images = read_request_images(prompt, images, vision, reader)
+        except ImageError as error:
             raise _BadRequestError(str(error)) from error
 
     def _answer(self, generation: GenerationRequest, body: Json) -> Json:
