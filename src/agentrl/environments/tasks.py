@@ -25,18 +25,20 @@ LARGEST_COUNT = 10_000_000
 ANSWERING_AGENT = "multi_turn"
 """The agent of tasks whose environment answers messages, unless a task names another."""
 
-_OWN = ("n", "seed", "split")
+_OWN = ("n", "seed", "split", "agent_name")
 _HINT = "write env:NAME?n=1000&seed=1, in quotes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """The tasks of an environment: ``env:NAME?n=…&seed=…&split=…`` and the environment's own options."""
+    """The tasks of an environment: ``env:NAME?n=…&seed=…&split=…&agent_name=…`` and its own options."""
 
     name: str
     n: int = DEFAULT_COUNT
     seed: int = 0
     split: str | None = None
+    agent_name: str | None = None
+    """The agent of all tasks, instead of the one that the environment names."""
     options: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -55,7 +57,8 @@ class Address:
         if not 1 <= count <= LARGEST_COUNT:
             raise TaskFileError(f"{text}: n is {count}", hint=f"give 1 to {LARGEST_COUNT:,}")
         seed = _number(text, "seed", given.pop("seed", "0"))
-        return cls(name=name, n=count, seed=seed, split=given.pop("split", None), options=given)
+        split, agent = given.pop("split", None), given.pop("agent_name", None)
+        return cls(name=name, n=count, seed=seed, split=split, agent_name=agent, options=given)
 
     def request(self, split: str) -> TaskRequest:
         """Return what the environment gets for tasks that are loaded into ``split``."""
@@ -94,7 +97,7 @@ def generate(text: str, split: str) -> TaskSource:
     request = address.request(split)
     file = tempfile.TemporaryFile()  # noqa: SIM115  TaskSource closes it
     try:
-        for task in _tasks(text, address.name, kind, request):
+        for task in _tasks(text, address, kind, request):
             file.write(task + b"\n")
     except BaseException:
         file.close()
@@ -103,9 +106,11 @@ def generate(text: str, split: str) -> TaskSource:
     return TaskSource(Path(text), cast("Any", file))
 
 
-def _tasks(text: str, name: str, kind: type[Environment], request: TaskRequest) -> Iterator[bytes]:
+def _tasks(text: str, address: Address, kind: type[Environment], request: TaskRequest) -> Iterator[bytes]:
     """Yield the JSON of each task. Its id has the index and a digest of all that decides the task."""
-    decided = json.dumps([name, request.seed, request.split, sorted(request.options.items())])
+    name, chosen = address.name, {"agent_name": address.agent_name} if address.agent_name else {}
+    decides = [name, request.seed, request.split, sorted(request.options.items())]
+    decided = json.dumps([*decides, chosen] if chosen else decides)
     digest = hashlib.sha256(decided.encode()).hexdigest()[:8]
     stem = f"{name.rpartition(':')[2]}-{digest}"
     fixed: dict[str, Any] = {"environment": name, **kind.task_defaults}
@@ -114,7 +119,7 @@ def _tasks(text: str, name: str, kind: type[Environment], request: TaskRequest) 
     made = 0
     try:
         for own in islice(kind.tasks(request), request.n):
-            task = {"id": f"{stem}-{made:06d}", **fixed, **own}
+            task = {"id": f"{stem}-{made:06d}", **fixed, **own, **chosen}
             yield json.dumps(task, ensure_ascii=False, allow_nan=False).encode()
             made += 1
     except AgentRLError:

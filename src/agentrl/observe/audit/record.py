@@ -114,10 +114,19 @@ def _turn(call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None) -
         str(span.version) if len(call.versions) == 1 else f"{span.version} [{span.start}, {span.end})"
         for span in call.versions
     )
+    role = f" · role {call.role}" if call.role else ""
+    if call.fixed is not None:
+        made = (
+            f"fixed model {call.fixed.model} · {call.fixed.prompt_tokens} prompt tokens"
+            f" + {call.fixed.completion_tokens} generated"
+        )
+    else:
+        made = (
+            f"version {spans or '–'} · {call.prompt_tokens} prompt tokens"
+            f" ({call.cached_tokens} cached) + {call.generated_tokens} generated"
+        )
     title = (
-        f"turn {call.index + 1} · version {spans or '–'} · {call.prompt_tokens} prompt tokens"
-        f" ({call.cached_tokens} cached) + {call.generated_tokens} generated in {call.generate_seconds:.2f} s"
-        f" · {call.finish_reason}"
+        f"turn {call.index + 1}{role} · {made} in {call.generate_seconds:.2f} s · {call.finish_reason}"
     )
     if call.status is not CallStatus.COMPLETED:
         title += f" · {call.status}"
@@ -134,7 +143,7 @@ def _turn(call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None) -
         yield from _execution(execution)
     if call.error:
         yield plain(f"  {call.error}", "red")
-    if (parameter := mask_reason(call)) is not None:
+    if call.fixed is None and (parameter := mask_reason(call)) is not None:
         yield plain(f"  cannot be trained: sampled with {parameter}", "yellow")
 
 
