@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from agentrl.chat.adapt import in_call_order
 from agentrl.chat.chat_format import ChatFormat, Message, ToolSchemas
 from agentrl.chat.parsers import ParsedMessage
 from agentrl.chat.vision import locate_images
@@ -75,7 +76,9 @@ class Conversation:
 
     def context_images(self) -> tuple[ImageSpan, ...]:
         """Return the images in ``context_ids()``."""
-        return locate_images(self._format, self.context_ids(), self.new_messages)
+        ids = self.context_ids()
+        first = 0 if self._starts_branch else self._seen - 1
+        return locate_images(self._format, ids, in_call_order(self.messages[first:]))
 
     def prompt_images(self) -> tuple[ImageSpan, ...]:
         """Return the images in ``prompt_ids()``."""

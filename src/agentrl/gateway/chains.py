@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from agentrl.chat.adapt import in_call_order
 from agentrl.chat.chat_format import ChatFormat, Message
+from agentrl.chat.vision import locate_images
+from agentrl.documents.images import ImageSpan
 from agentrl.documents.model_call import DispatchedSamplingTask, full_messages
 from agentrl.documents.packing import unpack_ids
-from agentrl.errors import StoreError, TrajectoryError
+from agentrl.errors import ImageError, StoreError, TrajectoryError
 from agentrl.inference.encoded_ids import EncodedIds
 from agentrl.tools.base import Schema
 
@@ -32,6 +35,8 @@ class Chain:
     """All messages, the answer included, with the thoughts that a client does not send back."""
     encoded: EncodedIds = field(default_factory=EncodedIds)
     """The JSON of its prompt, which the next prompt extends."""
+    images: tuple[ImageSpan, ...] = ()
+    """Of its prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,10 @@ class Prompt:
     encoded: EncodedIds
     digest: str = ""
     """Digest of the request's conversation."""
+    images: tuple[ImageSpan, ...] = ()
+    """Of the prompt."""
+    context_images: tuple[ImageSpan, ...] = ()
+    """Of ``context_ids``."""
 
 
 class Chains:
@@ -124,12 +133,15 @@ def chain_of(calls: Mapping[str, DispatchedSamplingTask], call_id: str) -> Chain
     messages: list[Message] = []
     output: list[int] = []
     before: DispatchedSamplingTask | None = None
+    images: list[ImageSpan] = []
     for call in reversed(path):
-        prompt += [*output, *unpack_ids(call.context_ids).tolist()]
+        prompt += output
+        images += [image.moved(len(prompt)) for image in call.images]
+        prompt += unpack_ids(call.context_ids).tolist()
         output = unpack_ids(call.output_ids).tolist()
         messages += [*full_messages(call, before), {"role": "assistant", **call.response}]
         before = call
-    return Chain(call_id, prompt, output, messages)
+    return Chain(call_id, prompt, output, messages, images=tuple(images))
 
 
 def prompt_of(
@@ -145,16 +157,32 @@ def prompt_of(
     by these messages, it is rendered anew, as a branch. Raises TrajectoryError if it cannot be rendered.
     """
     if chain is None:
-        ids = chat_format.render(messages, tools)
-        return Prompt(ids, ids, list(messages), list(messages), None, None, EncodedIds())
+        return _rendered(chat_format, list(messages), tools, None)
     new = list(messages[known:])
     whole = [*chain.messages, *new]
     try:
         added = chat_format.next_prompt(chain.prompt_ids, chain.output_ids, chain.messages, new, tools)
+    except ImageError:
+        raise
     except TrajectoryError:
         added = None
     if added is None:
-        ids = chat_format.render(whole, tools)
-        return Prompt(ids, ids, whole, whole, None, chain.call, EncodedIds())
+        return _rendered(chat_format, whole, tools, chain.call)
     ids = [*chain.prompt_ids, *chain.output_ids, *added]
-    return Prompt(ids, added, whole, new, chain.call, None, chain.encoded)
+    spans = locate_images(chat_format, added, in_call_order([chain.messages[-1], *new]))
+    before = len(ids) - len(added)
+    return Prompt(
+        ids, added, whole, new, chain.call, None, chain.encoded,
+        images=(*chain.images, *(span.moved(before) for span in spans)), context_images=spans,
+    )  # fmt: skip
+
+
+def _rendered(
+    chat_format: ChatFormat, messages: list[Message], tools: Sequence[Schema], follows: str | None
+) -> Prompt:
+    """Return the prompt of a whole conversation."""
+    ids = chat_format.render(messages, tools)
+    spans = locate_images(chat_format, ids, in_call_order(messages))
+    return Prompt(
+        ids, ids, messages, messages, None, follows, EncodedIds(), images=spans, context_images=spans
+    )

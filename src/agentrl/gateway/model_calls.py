@@ -16,6 +16,7 @@ from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.parsers import ParsedMessage
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.gateway import GatewayCall
+from agentrl.documents.images import Image
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.packing import unpack_floats, unpack_ids
 from agentrl.documents.sampling import SamplingParams
@@ -31,10 +32,12 @@ from agentrl.errors import (
 from agentrl.gateway.chains import Chain, Chains, Prompt, prompt_of
 from agentrl.gateway.errors import GatewayError, invalid
 from agentrl.gateway.history import digest_after, prefix_digests
+from agentrl.gateway.images import store_images
 from agentrl.gateway.request import Answer, AnsweredToolCall, GatewayRequest
 from agentrl.inference.encoded_ids import EncodedIds
 from agentrl.inference.generation import EngineRefusedError, Generation, Progress
 from agentrl.rollout.budget import Budget
+from agentrl.rollout.images import images_of
 from agentrl.rollout.model_call import PendingCall
 from agentrl.rollout.trace import end_model_call, model_call_span
 from agentrl.spans import NO_SPAN, Span
@@ -62,7 +65,11 @@ class StreamingEngine(Protocol):
         ...
 
     async def generate(
-        self, input_ids: Sequence[int], params: SamplingParams, progress: Progress | None = None
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        progress: Progress | None = None,
+        images: Sequence[Image] = (),
     ) -> Generation:
         """Sample a continuation of ``input_ids``."""
         ...
@@ -122,6 +129,7 @@ class Answerer:
 
         Its own system message replaces that of the conversation. Raises GatewayError for an unknown id.
         """
+        request = await store_images(request, self.chat_format, self.store.images)
         if request.previous is None:
             return request
         found = (await self.store.gateways.by_answer(claim.record_id, [request.previous])).values()
@@ -142,6 +150,7 @@ class Answerer:
 
     async def count_tokens(self, claim: Claim, request: GatewayRequest) -> int:
         """Return the length of the prompt that a request would have, in tokens. Raises GatewayError."""
+        request = await store_images(request, self.chat_format, self.store.images)
         try:
             return len((await self.prompt(claim, request)).ids)
         except FailureError as error:
@@ -166,7 +175,9 @@ class Answerer:
                 span = stack.enter_context(_span(claim, params, call))
                 on_prompt(prompt.ids)
                 engine.encoded = prompt.encoded
-                generation = await engine.generate(prompt.ids, params, progress)
+                images = await images_of(self.store.images, prompt.images)
+                shown: dict[str, Any] = {"images": images} if images else {}
+                generation = await engine.generate(prompt.ids, params, progress, **shown)
             stored = await self._store(claim, request, call, prompt, params, generation)
             end_model_call(span, generation, prompt.new_messages, stored.response, stored.id)
             span.set({"agentrl.parent_call": stored.parent or stored.follows})
@@ -196,6 +207,7 @@ class Answerer:
             messages=tuple(prompt.new_messages),
             tools=None if prompt.parent else tuple(request.tools),
             context_ids=prompt.context_ids,
+            images=prompt.context_images,
             params=params,
             generation=generation,
             response=response,
@@ -206,7 +218,7 @@ class Answerer:
         async with self.writing.setdefault(claim.record_id, asyncio.Lock()):
             stored = await self.store.answered_calls.add(claim, document, call, after)
         messages, output = [*prompt.messages, response], list(generation.output_ids)
-        chain = Chain(stored.id, prompt.ids, output, messages, prompt.encoded)
+        chain = Chain(stored.id, prompt.ids, output, messages, prompt.encoded, prompt.images)
         self.chains.add(chain, (claim.record_id, after))
         return stored
 

@@ -12,9 +12,10 @@ from typing import Any
 
 from agentrl.chat.chat_format import Message
 from agentrl.chat.parsers import ToolCall, validate_call
+from agentrl.documents.images import ImageSpan
 from agentrl.documents.model_call import strip_tool_results
 from agentrl.errors import ContextFullError, TrajectoryError
-from agentrl.gateway.chains import Chain, prompt_of
+from agentrl.gateway.chains import Chain, Prompt, prompt_of
 from agentrl.gateway.history import prefix_digests
 from agentrl.inference.generation import Progress
 from agentrl.rollout.model_call import PendingCall, Turn
@@ -36,12 +37,14 @@ class _Known:
     """The whole conversation, with the answer."""
     depth: int
     """Calls of its branch, itself included."""
+    images: tuple[ImageSpan, ...] = ()
+    """Of the prompt."""
 
     @property
     def chain(self) -> Chain:
         """Return the conversation as the prompt of the next call needs it."""
         output = list(self.pending.generation.output_ids)
-        return Chain(self.pending.id, self.prompt_ids, output, self.messages)
+        return Chain(self.pending.id, self.prompt_ids, output, self.messages, images=self.images)
 
     @property
     def rank(self) -> tuple[int, bool, int]:
@@ -102,6 +105,8 @@ class Histories:
             role=self._role,
             prompt_ids=prompt.ids,
             context_ids=prompt.context_ids,
+            images=prompt.images,
+            context_images=prompt.context_images,
             messages=strip_tool_results(prompt.new_messages, executions),
             read=tuple(prompt.new_messages),
             tools=tools,
@@ -119,7 +124,7 @@ class Histories:
             pending.settled = not parsed.tool_calls
         if not (parsed.content or parsed.tool_calls or parsed.reasoning):
             pending.response["content"] = text.strip()  # a malformed call stays readable
-        self._keep(pending, prompt.ids, [*prompt.messages, pending.response], known, tools)
+        self._keep(pending, prompt, [*prompt.messages, pending.response], known, tools)
         return pending, self._caller.turn(pending, parsed, text)
 
     async def call_tool(
@@ -146,13 +151,13 @@ class Histories:
     def _keep(
         self,
         pending: PendingCall,
-        prompt_ids: list[int],
+        prompt: Prompt,
         messages: list[Message],
         before: _Known | None,
         tools: Sequence[Schema],
     ) -> None:
         depth = 1 if before is None else before.depth + 1
-        known = _Known(pending, prompt_ids, messages, depth)
+        known = _Known(pending, prompt.ids, messages, depth, prompt.images)
         self._known[prefix_digests(messages, tools)[-1]] = known
         for call in pending.response.get("tool_calls") or ():
             self._by_tool_call[call["id"]] = pending

@@ -10,6 +10,7 @@ import orjson
 from anthropic.types import Message as AnthropicMessage
 
 from agentrl.chat.chat_format import Message
+from agentrl.gateway.dialects.images import appended, joined, source_part
 from agentrl.gateway.errors import GatewayError, Kind, invalid
 from agentrl.gateway.request import (
     MAX_TOOLS,
@@ -223,25 +224,28 @@ def _others(role: str, blocks: list[dict[str, Any]], where: str) -> list[Message
             continue
         text = _text([block], here)
         if found and found[-1]["role"] == role:
-            found[-1]["content"] += f"\n\n{text}"
+            found[-1]["content"] = appended(found[-1]["content"], text, "\n\n")
         else:
             found.append({"role": role, "content": text})
     return found or [{"role": role, "content": ""}]
 
 
-def _text(value: Any, where: str) -> str:
-    """Return the text of content: text, or a list of text blocks."""
+def _text(value: Any, where: str) -> Any:
+    """Return the text of content, which is text or a list of blocks; its parts if there are images."""
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list):
         raise invalid(f"{where} is {kind_of(value)}; it must be text or a list of blocks", where)
-    texts = []
+    texts: list[str | dict[str, Any]] = []
     for block in value:
         kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "image":
+            texts.append(source_part(block.get("source"), where))
+            continue
         if kind != "text":
             raise refuse_media(kind, where)
         texts.append(_string(block.get("text"), f"{where}.text"))
-    return "\n\n".join(texts)
+    return joined(texts, "\n\n")
 
 
 def _string(value: Any, where: str) -> str:

@@ -9,7 +9,9 @@ import orjson
 from openai.types.responses import Response
 
 from agentrl.chat.chat_format import Message
+from agentrl.documents.images import text_of
 from agentrl.gateway.dialects.chat import ChatCompletions, function_tools
+from agentrl.gateway.dialects.images import image_part, joined
 from agentrl.gateway.errors import GatewayError, invalid
 from agentrl.gateway.request import (
     Answer,
@@ -254,7 +256,10 @@ def _message(item: Mapping[str, Any], where: str) -> Message:
             role = _ROLES.get(str(item.get("role")), item.get("role"))
             if role not in ("system", "user", "assistant"):
                 raise invalid(f"{where}.role is {short(role)}; use system, user or assistant", where)
-            return {"role": role, "content": _text(item.get("content"), f"{where}.content")}
+            content = _text(item.get("content"), f"{where}.content")
+            if role == "assistant" and not isinstance(content, str):
+                raise refuse_media("image", f"{where}.content")
+            return {"role": role, "content": content}
         case "function_call":
             name = item.get("name")
             if not isinstance(name, str):
@@ -267,7 +272,7 @@ def _message(item: Mapping[str, Any], where: str) -> Message:
             text = _text(item.get("output"), f"{where}.output")
             return {"role": "tool", "content": text, "tool_call_id": str(item.get("call_id") or "")}
         case "reasoning":
-            thought = _text(item.get("content"), f"{where}.content")
+            thought = text_of(_text(item.get("content"), f"{where}.content"))
             return {"role": "assistant", "content": "", "reasoning_content": thought}
         case other:
             raise refuse_media(other, where)
@@ -282,21 +287,25 @@ def _merge(message: Message, more: Message) -> None:
         message["tool_calls"] = [*message.get("tool_calls", ()), *more["tool_calls"]]
 
 
-def _text(content: Any, where: str) -> str:
+def _text(content: Any, where: str) -> Any:
+    """Return the text of content, or its parts if there are images among them."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise invalid(f"{where} is {kind_of(content)}; it must be text or a list of parts", where)
-    texts: list[str] = []
+    texts: list[str | dict[str, Any]] = []
     for place, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "input_image":
+            texts.append(image_part(part.get("image_url"), f"{where}[{place}]"))
+            continue
         if kind not in _TEXTS:
             raise refuse_media(kind, f"{where}[{place}]")
         text = part.get("text") or part.get("refusal") or ""
         if not isinstance(text, str):
             raise invalid(f"{where}[{place}].text is {kind_of(text)}; it must be text", where)
         texts.append(text)
-    return "".join(texts)
+    return joined(texts)
 
 
 def _tools(value: Any) -> list[Schema]:

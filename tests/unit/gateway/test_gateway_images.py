@@ -1,0 +1,115 @@
+"""Images in the three dialects: data URLs and base64 become references; other sources are refused."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_vision import drawn, save_vision_model
+
+from agentrl.chat.open_format import open_chat_format
+from agentrl.config.schema import ModelConfig
+from agentrl.documents.images import image_refs
+from agentrl.documents.read_image import image_of_bytes
+from agentrl.gateway.chains import Chain, prompt_of
+from agentrl.gateway.dialects.chat import ChatCompletions
+from agentrl.gateway.dialects.messages import Messages
+from agentrl.gateway.dialects.responses import Responses
+from agentrl.gateway.errors import GatewayError
+from agentrl.gateway.history import prefix_digests
+from agentrl.gateway.images import store_images
+from agentrl.rollout.images import MemoryImages
+
+DATA = base64.b64encode(drawn()).decode()
+URL = f"data:image/png;base64,{DATA}"
+BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}
+
+
+@pytest.fixture(scope="module")
+def chat_format(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return open_chat_format(save_vision_model(tmp_path_factory.mktemp("vision")), ModelConfig())
+
+
+def bodies(url: str = URL) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """One question with an image, in each dialect."""
+    text, question = "What is it?", {"type": "text", "text": "What is it?"}
+    block = BLOCK if url == URL else {"type": "image", "source": {"type": "url", "url": url}}
+    return {
+        "chat": (ChatCompletions(), {"messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}, question]}]}),
+        "responses": (Responses(), {"input": [{"role": "user", "content": [
+            {"type": "input_image", "image_url": url}, {"type": "input_text", "text": text}]}]}),
+        "messages": (Messages(), {"max_tokens": 9, "messages": [
+            {"role": "user", "content": [block, question]}]}),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["chat", "responses", "messages"])
+async def test_an_image_is_stored_and_named_by_its_hash(name: str, chat_format: Any) -> None:
+    dialect, body = bodies()[name]
+    store = MemoryImages()
+    request = await store_images(dialect.parse({"model": "policy", **body}), chat_format, store)
+    (ref,) = image_refs(request.messages)
+    assert ref == image_of_bytes(drawn()).ref
+    assert (await store.get([ref.sha256]))[ref.sha256].data == drawn()
+    prefix_digests(request.messages, [])
+
+    first = prompt_of(chat_format, None, 0, request.messages, [])
+    assert [image.sha256 for image in first.images] == [ref.sha256]
+    answer = {"role": "assistant", "content": "Red."}
+    chain = Chain("c", first.ids, [1, 2], [*request.messages, answer],
+                  images=first.images)  # fmt: skip
+    again = [*request.messages, answer, request.messages[0]]
+    second = prompt_of(chat_format, chain, 2, again, [])
+    assert second.parent == "c"
+    assert [image.start for image in second.context_images] == [second.images[1].start - len(first.ids) - 2]
+    for image in second.images:
+        pads = second.ids[image.start : image.start + image.tokens]
+        assert set(pads) == {chat_format.vision.image_token}
+
+
+@pytest.mark.parametrize("name", ["chat", "responses", "messages"])
+async def test_remote_and_broken_images_are_refused(name: str, chat_format: Any) -> None:
+    for url, why in (
+        ("https://example.org/cat.png", "not fetched from anywhere"),
+        ("data:image/png;base64,AAAA", "not an image"),
+        ("data:image/png;base64,@@@", "not base64"),
+    ):
+        dialect, body = bodies(url)[name]
+        with pytest.raises(GatewayError, match=why) as caught:
+            await store_images(dialect.parse({"model": "policy", **body}), chat_format, MemoryImages())
+        assert caught.value.code == "invalid_image"
+
+
+async def test_a_text_model_refuses_images(tmp_path: Path) -> None:
+    import json
+
+    folder = save_vision_model(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen3"}))
+    text_only = open_chat_format(folder, ModelConfig())
+    for dialect, body in bodies().values():
+        with pytest.raises(GatewayError, match="reads text only") as caught:
+            await store_images(dialect.parse({"model": "policy", **body}), text_only, MemoryImages())
+        assert caught.value.code == "unsupported_content"
+
+
+async def test_texts_around_images_stay_in_order(chat_format: Any) -> None:
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "c1",
+        "content": [{"type": "text", "text": "shot"}, BLOCK],
+    }
+    call = {"type": "tool_use", "id": "c1", "name": "look", "input": {}}
+    body = {"model": "policy", "max_tokens": 9, "messages": [
+        {"role": "user", "content": "go"}, {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result, {"type": "text", "text": "so?"}, BLOCK, mark]},
+    ]}  # fmt: skip
+    request = await store_images(Messages().parse(body), chat_format, MemoryImages())
+    tool, user = request.messages[2:]
+    assert [part["type"] for part in tool["content"]] == ["text", "image"]
+    assert [part.get("text") for part in user["content"]] == ["so?", None, "!"]
+    prompt = prompt_of(chat_format, None, 0, request.messages, [])
+    assert len(prompt.images) == 2
