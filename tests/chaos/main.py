@@ -34,6 +34,8 @@ from chaos.database import Database, SingleServer, ThreeServers
 from chaos.drills import DRILLS, run_drills
 from chaos.drills import Report as DrillReport
 from chaos.faults import Injector
+from chaos.harness_kills import Report as HarnessReport
+from chaos.harness_kills import run_harness_kills
 from chaos.opener import SPLIT
 from chaos.plan import Members, make_plan
 from chaos.refusals import Report as RefusalReport
@@ -50,6 +52,7 @@ READY_SECONDS = 300.0
 FINISH_SECONDS = 300.0
 """Time limit of the rest of the last epoch, after the last fault."""
 
+_HARNESS_TASKS = 48
 _STOP_SECONDS = 60.0
 _INTERRUPTED_SECONDS = 15.0
 _PAGE = 1000
@@ -69,6 +72,7 @@ class Options:
     drills: float | None
     only: str | None
     refusals: float | None
+    harness: float | None
 
 
 def main(argv: list[str]) -> int:
@@ -91,7 +95,9 @@ def main(argv: list[str]) -> int:
     return 1 if report.violations else 0
 
 
-async def _work(options: Options, folder: Path) -> Report | DrillReport | RefusalReport:
+async def _work(options: Options, folder: Path) -> Report | DrillReport | RefusalReport | HarnessReport:
+    if options.harness is not None:
+        return await run_harness_kills(folder, options.harness, tasks=_HARNESS_TASKS, seed=options.seed)
     if options.refusals is not None:
         return await run_refusals(folder, options.refusals, tasks=240)
     if options.drills is None:
@@ -231,6 +237,10 @@ def _parse(argv: list[str]) -> Options:
         help="instead: a dead manager, and a judge that refuses 480 slots so long",
     )  # fmt: skip
     parser.add_argument("--keep", type=Path, help="run in this folder, and keep it")
+    parser.add_argument(
+        "--harness", type=float, metavar="SECONDS",
+        help="instead: gateway, harnesses, samplers and mongod are killed so long under 16 harnesses",
+    )  # fmt: skip
     options = Options(**vars(parser.parse_args(argv)))
     if options.minutes <= 0 or options.gap <= 0 or options.tasks <= 0:
         given = f"--minutes is {options.minutes:g}, --gap is {options.gap:g}, --tasks is {options.tasks}"

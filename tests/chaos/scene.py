@@ -40,7 +40,7 @@ class Scene:
         self.folder = folder
         self._has_manager = has_manager
         self.mongo = SingleServer(folder / "mongo")
-        self._ports = {name: _free_port() for name in ("engine", "judge", "tools")}
+        self._ports = {name: free_port() for name in ("engine", "judge", "tools")}
         self._model = folder / "model"
         self.engine_is_up = True
         self.processes: dict[str, ChildProcess] = {}
@@ -166,7 +166,8 @@ def _listens(port: int) -> bool:
         return probe.connect_ex((HOST, port)) == 0
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nobody listens on."""
     with socket.socket() as server:
         server.bind((HOST, 0))
         return int(server.getsockname()[1])

@@ -238,6 +238,8 @@ class _Reader:
     def _answer(self, content: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(content.get("answer"), Mapping):
             answer = self._mapping(content, "answer", ("file",))
+            if not answer:
+                raise self.error("answer", answer, f"give {', '.join(ANSWERS)} or {{file: PATH}}")
             return {"answer": "file", "answer_file": self._text(answer, "file", "answer.")}
         return {"answer": self._choice(content, "answer", ANSWERS, "message")}
 

@@ -1,4 +1,4 @@
-"""The example: unmodified mini-swe-agent fixes a bug; its calls are recorded exactly and train in one chain."""
+"""The example: unmodified mini-swe-agent fixes a bug; it is recorded exactly and trains in one chain."""
 
 from __future__ import annotations
 

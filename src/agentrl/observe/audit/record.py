@@ -17,6 +17,7 @@ from agentrl.documents.base import now
 from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, strip_tool_results
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus
+from agentrl.observe.audit.harness import render_harness
 from agentrl.observe.terminal import MISSING, age, clean, excerpt, fixed, plain, table, versions
 from agentrl.store.views.read import WholeTrajectory
 from agentrl.store.views.rows import TrajectoryRow
@@ -63,6 +64,8 @@ def render_trajectory(trajectory: WholeTrajectory) -> RenderableType:
     parts: list[RenderableType] = [_header(record, calls, trajectory.trained_at_steps)]
     for call in calls:
         parts += _turn(call, by_id.get(call.parent) if call.parent else None)
+    if record.harness is not None:
+        parts += render_harness(record.harness)
     parts += _ending(record)
     parts += _history(trajectory.failures)
     return Group(*parts)
