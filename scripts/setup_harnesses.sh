@@ -9,6 +9,8 @@
 #
 # Their commands are in .harnesses/bin: mini, agents-python, claude, opencode, qwen. Node 22 or newer is taken from the
 # PATH, else installed from PyPI. Exit status 4: the registry of npm cannot be reached.
+#
+# PYTHON  interpreter of .venv-harnesses (default: python3); in sandboxes without namespaces, other users must reach it
 set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"
 cd "$(dirname "$0")/.."
@@ -105,7 +107,9 @@ install() {
   esac
 }
 
-wanted_stamp() { { echo "$root"; cat "$0" deploy/harnesses/"$1"*.txt 2>/dev/null || true; } | sha256sum | cut -d' ' -f1; }
+wanted_stamp() {
+  { echo "$root"; cat "$0" deploy/harnesses/"$1"*.txt 2>/dev/null || true; } | sha256sum | cut -d' ' -f1
+}
 
 [ $# -gt 0 ] || set -- "${all[@]}"
 for name in "$@"; do

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chat_models import KEEPS_ALL
@@ -35,21 +36,32 @@ from agentrl.gateway.host import GatewayHost
 from agentrl.inference.generation import Generation, Progress
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store
+from agentrl.tools.sandbox.local import namespace_problem
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ROOT / ".harnesses" / "bin"
 LIMITS = {"max_prompt_tokens": 300_000, "prompt_reserve_tokens": 1000, "max_turns": 50}
 
 
-def require_harness(name: str, command: str) -> str:
-    """Return the path of a harness's command; skip, or fail where AGENTRL_REQUIRE_HARNESSES names it."""
-    path = COMMANDS / command
-    if path.exists():
-        return str(path)
+def require_harness(name: str, command: str) -> None:
+    """Skip unless a harness is installed, or fail where AGENTRL_REQUIRE_HARNESSES names it."""
+    if (COMMANDS / command).exists():
+        _require_reachable(name)
+        return
     reason = f"{name} is not installed; run: bash scripts/setup_harnesses.sh {name}"
     if name in os.environ.get("AGENTRL_REQUIRE_HARNESSES", "").split(","):
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+def _require_reachable(name: str) -> None:
+    """Skip a harness of Python whose interpreter is hidden from the user of a sandbox without namespaces."""
+    if name not in ("mini-swe-agent", "openai-agents") or namespace_problem() is None:
+        return
+    python = (ROOT / ".venv-harnesses" / "bin" / "python").resolve()
+    hidden = [folder for folder in python.parents if not folder.stat().st_mode & 1]
+    if hidden:
+        pytest.skip(f"no namespaces, and other users cannot enter {hidden[0]}; set PYTHON for the set-up")
 
 
 @functools.cache
@@ -109,14 +121,15 @@ def call(tool: str, /, **arguments: object) -> str:
 class InstalledRun:
     """One trajectory of an installed harness, as ``agentrl sample`` runs it."""
 
-    def __init__(self, store: Store, config: Path, script: Callable[[str], str]) -> None:
+    def __init__(self, store: Store, config: Path, script: Callable[[str], str], **agent: int) -> None:
+        limits: dict[str, Any] = {**LIMITS, **agent}
         self.store = store
         self.engine = SpellingEngine(script)
-        self.host = GatewayHost(answerer_of(store, self.engine, **LIMITS), GatewayConfig())
+        self.host = GatewayHost(answerer_of(store, self.engine, **limits), GatewayConfig())
         self.worker = Worker(
             store=store, router=self.engine, tools=FakeTools(), chat_format=self.engine.chat_format,
             params=SamplingParams(), seed=7,
-            agent=AgentConfig(agent_name="command", agent_cfg_path=str(config), **LIMITS),
+            agent=AgentConfig(agent_name="command", agent_cfg_path=str(config), **limits),
             sampling=SamplingConfig(), claims=ClaimConfig(max_attempts=1), gateway=self.host,
         )  # fmt: skip
         self.calls: list[DispatchedSamplingTask] = []

@@ -115,3 +115,25 @@ async def test_a_harness_solves_a_task_and_is_recorded_exactly(store: Store, har
     assert len(run.main) == 3
     assert len(run.calls) == 3 + harness.side_calls
     run.check_exact(record)
+
+
+def compacting(prompt: str) -> str:
+    """Print much until the context is full; a summary is asked for, and the conversation begins anew."""
+    if "a <summary> block" in prompt[-2000:]:
+        return "<summary>Lines were printed.</summary>"
+    if "Lines were printed." in prompt:
+        return "It is done."
+    return call("Bash", command="seq 1000 1400", description="Print lines")
+
+
+async def test_a_harness_that_compacts_its_context_makes_branches(store: Store) -> None:
+    require_harness("claude-code", "claude")
+    run = InstalledRun(store, EXAMPLES / "claude_code/claude_code.yml", compacting, max_prompt_tokens=16_000)
+    record = await run.run("The number is 7341.", "14682")
+    assert record.failure is None, record.failure.message
+    summary, after = run.calls[-2:]
+    assert run.main == tuple(run.calls[:-2])
+    assert len(run.main) >= 3
+    assert summary.parent in {call.id for call in run.main}
+    assert (after.parent, after.response["content"]) == (None, "It is done.")
+    run.check_exact(record)
