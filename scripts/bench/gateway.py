@@ -3,9 +3,11 @@
     python scripts/bench/gateway.py [--only NAME ...] [--model FOLDER] [--json FILE]
 
 ``6k``, ``75k``: the gateway's CPU time of a streamed call that continues a conversation of so many tokens, 8
-conversations at a time, and of the first call, which renders the prompt; ``first-token``: the time to the
-first text of a stream, compared with that of the engine; ``streams``: 256 streams at a time. Without
---model a tokenizer is made like that of the tiny quickstart. Exits with 1 if a target is missed.
+conversations at a time, that of a relay which only passes the same requests to the engine, in alternation,
+and that of the first call, which renders the prompt; ``first-token``: the time to the first text of a stream,
+compared with that of the engine; ``streams``: 256 streams at a time, through the gateway and straight to the
+engine. Without --model a tokenizer is made like that of the tiny quickstart. Exits with 1 if a target is
+missed.
 """
 
 from __future__ import annotations
@@ -57,11 +59,13 @@ class Bench:
     engine_url: str
     model: str
     gateway: psutil.Process
+    relay_url: str
+    relay: psutil.Process
     client: httpx.AsyncClient
 
-    def cpu(self) -> float:
-        """Return the CPU seconds of the gateway."""
-        used = self.gateway.cpu_times()
+    def cpu(self, process: psutil.Process | None = None) -> float:
+        """Return the CPU seconds of a process, by default the gateway."""
+        used = (process or self.gateway).cpu_times()
         return float(used.user + used.system)
 
     async def urls(self, count: int) -> list[str]:
@@ -112,15 +116,22 @@ class Bench:
                 texts.append(text or "")
         return "".join(texts), first
 
-    async def plain_first_token(self) -> float:
-        """Return the seconds to the first token of the engine itself."""
-        body = {"input_ids": [1] * 6000, "sampling_params": {}, "stream": True, "rid": secrets.token_hex(8)}
-        began = time.perf_counter()
+    async def relayed(self, messages: list[Any]) -> None:
+        """Make the same call through the relay."""
+        body = {"model": "policy", "messages": messages, "stream": True}
+        async with self.client.stream("POST", self.relay_url, json=body) as answer:
+            async for _ in answer.aiter_lines():
+                pass
+
+    async def plain_first_token(self, tokens: int = 6000) -> float:
+        """Return the seconds to the first token of the engine itself, whose answer is read to its end."""
+        body = {"input_ids": [1] * tokens, "sampling_params": {}, "stream": True, "rid": secrets.token_hex(8)}
+        began, first = time.perf_counter(), 0.0
         async with self.client.stream("POST", f"{self.engine_url}/generate", json=body) as answer:
             async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    break
-        return time.perf_counter() - began
+                if line.startswith("data: {") and not first:
+                    first = time.perf_counter() - began
+        return first
 
 
 async def contexts(bench: Bench, tokens: int) -> list[Row]:
@@ -128,19 +139,24 @@ async def contexts(bench: Bench, tokens: int) -> list[Row]:
     text = bench.text(tokens)
     urls = await bench.urls(CONVERSATIONS)
     conversations: list[list[Any]] = [[{"role": "user", "content": f"{n} {text}"}] for n in range(len(urls))]
-    spent = []
+    spent, relayed = [], []
     for turn in range(TURNS):
         began = bench.cpu()
         answers = await asyncio.gather(*map(bench.stream, urls, conversations))
         spent.append((bench.cpu() - began) / len(urls))
+        began = bench.cpu(bench.relay)
+        await asyncio.gather(*map(bench.relayed, conversations))
+        relayed.append((bench.cpu(bench.relay) - began) / len(urls))
         for conversation, (said, _) in zip(conversations, answers, strict=True):
             result = f"result {turn}: " + " ".join(_WORDS * 4)
             conversation += [{"role": "assistant", "content": said}, {"role": "user", "content": result}]
     name, limit = f"{tokens // 1000}K tokens", 5.0 if tokens < 50_000 else 10.0
-    later = _MILLI * statistics.mean(spent[1:])
+    later, least = (_MILLI * statistics.mean(values[1:]) for values in (spent, relayed))
     return [
         Row(what=f"CPU of a call, {name}", ours=f"{later:.2f} ms", baseline=f"{limit:g} ms",
             ratio=later / limit, target=1.0, more=False),
+        Row(what=f"the same, against a relay that stores nothing, {name}", ours=f"{later:.2f} ms",
+            baseline=f"{least:.2f} ms", ratio=later / least if least else None),
         Row(what=f"CPU of a first call, {name}", ours=f"{_MILLI * spent[0]:.1f} ms", baseline="",
             ratio=None),
     ]  # fmt: skip
@@ -175,8 +191,14 @@ async def streams(bench: Bench) -> list[Row]:
     seconds, cpu = time.perf_counter() - began, bench.cpu() - cpu
     assert len({said for said, _ in answers}) == 1
     memory = bench.gateway.memory_info().rss / 2**20
+    began = time.perf_counter()
+    await asyncio.gather(*(bench.plain_first_token(1000) for _ in range(STREAMS)))
+    plain = time.perf_counter() - began
     shown = f"{seconds:.1f} s, {_MILLI * cpu / STREAMS:.1f} ms CPU each, {memory:.0f} MiB"
-    return [Row(what=f"{STREAMS} streams at a time, 1K tokens", ours=shown, baseline="", ratio=None)]
+    return [
+        Row(what=f"{STREAMS} streams at a time, 1K tokens", ours=shown, baseline=f"{plain:.1f} s",
+            ratio=seconds / plain),
+    ]  # fmt: skip
 
 
 @asynccontextmanager
@@ -188,7 +210,7 @@ async def opened(uri: str, model: str, gap_ms: float) -> AsyncIterator[Bench]:
             sys.executable, str(HERE / "gateway_engine.py"), model, str(gap_ms),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
-        stack.callback(engine.kill)
+        stack.push_async_callback(_end, engine)
         assert engine.stdout is not None
         engine_url = f"http://127.0.0.1:{(await engine.stdout.readline()).decode().strip()}"
         await store.services.register(
@@ -206,15 +228,26 @@ async def opened(uri: str, model: str, gap_ms: float) -> AsyncIterator[Bench]:
         }  # fmt: skip
         words = [f"--{name}={value}" for name, value in flags.items()]
         gateway = await asyncio.create_subprocess_exec(sys.executable, "-m", "agentrl", "gateway", *words)
-        stack.callback(gateway.kill)
+        stack.push_async_callback(_end, gateway)
+        relay_url = "http://127.0.0.1:8798"
+        relay = await asyncio.create_subprocess_exec(
+            sys.executable, str(HERE / "gateway_relay.py"), engine_url, "8798"
+        )
+        stack.push_async_callback(_end, relay)
         client = await stack.enter_async_context(
             httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=512))
         )
         for _ in range(600):
-            if await _is_up(client, url):
+            if await _is_up(client, url) and await _is_up(client, relay_url):
                 break
             await asyncio.sleep(0.2)
-        yield Bench(store, url, engine_url, model, psutil.Process(gateway.pid), client)
+        processes = psutil.Process(gateway.pid), f"{relay_url}/", psutil.Process(relay.pid)
+        yield Bench(store, url, engine_url, model, *processes, client)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    process.kill()
+    await process.wait()
 
 
 async def _is_up(client: httpx.AsyncClient, url: str) -> bool:

@@ -20,12 +20,13 @@ from agentrl.config.gateway import GatewayConfig, is_pattern
 from agentrl.documents.gateway import GatewaySession
 from agentrl.documents.task import Claim
 from agentrl.errors import AgentRLError, LeaseLostError, StoreUnavailableError
+from agentrl.gateway.answers import answer_of
 from agentrl.gateway.dialects.base import Dialect
 from agentrl.gateway.dialects.chat import ChatCompletions
 from agentrl.gateway.dialects.messages import Messages
 from agentrl.gateway.dialects.responses import Responses
 from agentrl.gateway.errors import GatewayError
-from agentrl.gateway.model_calls import Answerer, answer_of, dead_url
+from agentrl.gateway.model_calls import Answerer, dead_url
 from agentrl.gateway.pending import PendingAnswer, PendingAnswers
 from agentrl.gateway.request import GatewayRequest, load_body, require_model
 from agentrl.gateway.rewards import read_reward
@@ -37,6 +38,8 @@ CHAT = ChatCompletions()
 MESSAGES = Messages()
 RESPONSES = Responses()
 _KEY_HEADERS = ("authorization", "x-api-key", "api-key")
+_CALLERS = 4096
+"""Trajectories that a process knows; of others it reads the session and the task again."""
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -225,6 +228,8 @@ class GatewayApp:
         known = self._callers.get(session_id)
         if known is None:
             known = self._callers[session_id] = await self._load_caller(session_id)
+            while len(self._callers) > _CALLERS:
+                self._callers.pop(next(iter(self._callers)))
         elif checks_known and await self.answerer.store.gateways.live_calls(session_id) is None:
             self._callers.pop(session_id, None)
             raise dead_url()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -12,15 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
-from agentrl.chat.chat_format import ChatFormat, Message
-from agentrl.chat.parsers import ParsedMessage
+from agentrl.chat.chat_format import ChatFormat
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.gateway import GatewayCall
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import DispatchedSamplingTask
-from agentrl.documents.packing import unpack_floats, unpack_ids
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.sanitize_bson import replace_surrogates, sanitize_bson
 from agentrl.documents.task import Claim
 from agentrl.errors import (
     ContextFullError,
@@ -29,11 +25,12 @@ from agentrl.errors import (
     StoreUnavailableError,
     TrajectoryError,
 )
+from agentrl.gateway.answers import response_of
 from agentrl.gateway.chains import Chain, Chains, Prompt, prompt_of
 from agentrl.gateway.errors import GatewayError, invalid
 from agentrl.gateway.history import digest_after, prefix_digests
 from agentrl.gateway.images import store_images
-from agentrl.gateway.request import Answer, AnsweredToolCall, GatewayRequest
+from agentrl.gateway.request import GatewayRequest
 from agentrl.inference.encoded_ids import EncodedIds
 from agentrl.inference.generation import EngineRefusedError, Generation, Progress
 from agentrl.rollout.budget import Budget
@@ -49,9 +46,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OnPrompt = Callable[[list[int]], None]
-
-_ID_DIGITS = 7
-"""Some chat formats allow tool-call ids of 9 characters only: these and two for the place."""
 
 
 class StreamingEngine(Protocol):
@@ -105,18 +99,20 @@ class Answerer:
         request: GatewayRequest,
         call: GatewayCall,
         prompting: Awaitable[Prompt],
+        checking: Awaitable[None],
         on_prompt: OnPrompt,
         progress: Progress | None,
     ) -> DispatchedSamplingTask:
         """Generate and store the answer of a request behind the prompt ``prompting``; return its model call.
 
+        It is stored when ``checking`` has ended without an exception.
         ``on_prompt`` receives the prompt before generation begins. Raises GatewayError; the request is then
         marked as failed.
         """
         try:
             async with self._renewing(call):
                 prompt = await prompting
-                return await self._answer(claim, request, call, prompt, on_prompt, progress)
+                return await self._answer(claim, request, call, prompt, checking, on_prompt, progress)
         except LeaseLostError as error:
             raise dead_url() from error
         except BaseException as error:
@@ -162,6 +158,7 @@ class Answerer:
         request: GatewayRequest,
         call: GatewayCall,
         prompt: Prompt,
+        checking: Awaitable[None],
         on_prompt: OnPrompt,
         progress: Progress | None,
     ) -> DispatchedSamplingTask:
@@ -178,6 +175,7 @@ class Answerer:
                 images = await images_of(self.store.images, prompt.images)
                 shown: dict[str, Any] = {"images": images} if images else {}
                 generation = await engine.generate(prompt.ids, params, progress, **shown)
+            await checking
             stored = await self._store(claim, request, call, prompt, params, generation)
             end_model_call(span, generation, prompt.new_messages, stored.response, stored.id)
             span.set({"agentrl.parent_call": stored.parent or stored.follows})
@@ -198,7 +196,7 @@ class Answerer:
             "the tool-call parser",
             TrajectoryError,
         )
-        response, error = _response(parsed, request, generation, call, self.chat_format)
+        response, error = response_of(parsed, request, generation, call, self.chat_format)
         pending = PendingCall(
             record=claim.record_id,
             index=0,
@@ -252,41 +250,6 @@ class Answerer:
             task.cancel()
 
 
-def answer_of(
-    call: DispatchedSamplingTask, request: GatewayRequest, begun: GatewayCall, chat_format: ChatFormat
-) -> Answer:
-    """Return the answer that a model call holds: the same for every retry."""
-    calls = tuple(
-        AnsweredToolCall(
-            id=item["id"],
-            name=item["function"]["name"],
-            arguments=json.dumps(item["function"]["arguments"], ensure_ascii=False),
-        )
-        for item in call.response.get("tool_calls") or ()
-    )
-    stopped = call.response.get("stop_sequence")
-    reason = "length" if call.finish_reason == "length" else "tool_calls" if calls else "stop"
-    logprobs = None
-    if request.logprobs:
-        ids, values = unpack_ids(call.output_ids).tolist(), unpack_floats(call.logprobs).tolist()
-        texts = (chat_format.decode([token]) for token in ids)
-        logprobs = tuple(zip(texts, values, strict=True))
-    return Answer(
-        id=begun.answer_id,
-        created=int(begun.created_at.timestamp()),
-        model=request.model,
-        content=call.response.get("content") or "",
-        reasoning=call.response.get("reasoning_content") or "",
-        tool_calls=calls,
-        finish_reason="stop_sequence" if stopped and reason == "stop" else reason,
-        stop_sequence=stopped,
-        prompt_tokens=call.prompt_tokens,
-        generated_tokens=call.generated_tokens,
-        cached_tokens=call.cached_tokens,
-        logprobs=logprobs,
-    )
-
-
 def _span(claim: Claim, params: SamplingParams, call: GatewayCall) -> Span:
     """Return the span of a model call; the trace of its trajectory may have begun in another process."""
     if claim.trace_id is None:
@@ -303,47 +266,6 @@ def dead_url() -> GatewayError:
         "this URL belongs to no running trajectory: it has ended, its lease was lost, or the token is wrong",
         code="dead_token",
     )
-
-
-def _response(
-    parsed: ParsedMessage,
-    request: GatewayRequest,
-    generation: Generation,
-    call: GatewayCall,
-    chat_format: ChatFormat,
-) -> tuple[Message, str | None]:
-    """Return the assistant's message and the problem of its format.
-
-    A cut answer has no tool calls; a malformed call stays readable as text.
-    """
-    is_cut = generation.finish_reason == "length"
-    calls = () if is_cut else parsed.tool_calls
-    error = None if is_cut else parsed.error
-    if request.one_call and len(calls) > 1:
-        error = error or f"{len(calls)} tool calls, and the request allows one: the first is answered"
-        calls = calls[:1]
-    content = parsed.content
-    if not content and not calls and not parsed.reasoning:
-        content = chat_format.decode(generation.output_ids).strip()
-    stop = min((s for s in request.stop if s in content), key=content.index, default=None)
-    if stop is not None:
-        content = content[: content.index(stop)]
-    message: Message = {"role": "assistant", "content": content}
-    if stop is not None:
-        message["stop_sequence"] = stop
-    if parsed.reasoning:
-        message["reasoning_content"] = parsed.reasoning
-    if calls:
-        message["tool_calls"] = [
-            {
-                "id": f"{call.answer_id[:_ID_DIGITS]}{place % 100:02d}",
-                "type": "function",
-                "function": {"name": item.name, "arguments": item.arguments},
-            }
-            for place, item in enumerate(calls)
-        ]
-    cleaned: dict[str, Any] = sanitize_bson(replace_surrogates(message))
-    return cleaned, replace_surrogates(error)
 
 
 def _as_gateway_error(error: BaseException) -> BaseException:

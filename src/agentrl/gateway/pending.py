@@ -22,6 +22,8 @@ _FIRST_LOOK, _LONGEST_LOOK = 0.02, 0.5
 """Seconds between looks at a request that another gateway answers."""
 
 
+_KNOWN = 4096
+"""Trajectories of which a process keeps the number of calls."""
 _FLUSH_SECONDS = 0.02
 """Time for which the tokens of a stream are collected: each piece that is sent costs CPU time."""
 
@@ -35,6 +37,7 @@ class PendingAnswer:
         """The document of the request, set before the prompt and the result."""
         self.task: asyncio.Task[DispatchedSamplingTask]
         self._prompt: list[int] | None = None
+        self._is_allowed = False
         self._events: list[tuple[int, Sequence[int]]] = []
         self._changed = asyncio.Event()
 
@@ -48,6 +51,11 @@ class PendingAnswer:
         self._prompt = prompt_ids
         self._wake()
 
+    def allow(self) -> None:
+        """Let readers have the tokens."""
+        self._is_allowed = True
+        self._wake()
+
     def generated(self, start: int, ids: Sequence[int]) -> None:
         """Note the tokens from place ``start`` on."""
         self._events.append((start, ids))
@@ -55,9 +63,9 @@ class PendingAnswer:
 
     async def prompt(self) -> list[int]:
         """Return the prompt when generation begins; empty for an answer that exists. Raises GatewayError."""
-        while self._prompt is None and not self.task.done():
+        while not (self._is_allowed and self._prompt is not None) and not self.task.done():
             await self._changed.wait()
-        if self._prompt is None:
+        if not self._is_allowed or self._prompt is None:
             await self.result()
         return self._prompt or []
 
@@ -109,6 +117,20 @@ def _joined(events: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int, Sequ
     return joined
 
 
+def _succeeded(task: asyncio.Task[Any]) -> bool:
+    """Return whether a task that is done has a result; its exception counts as noticed."""
+    return not task.cancelled() and task.exception() is None
+
+
+async def _end(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks and wait for their ends; what they raise is left to those who await them."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for task in tasks:
+        _succeeded(task)
+
+
 class PendingAnswers:
     """The answers under way in this process; a retry joins the answer of the first request."""
 
@@ -121,6 +143,8 @@ class PendingAnswers:
         self._gateway = gateway
         self._on_dead = on_dead
         self._running: dict[str, PendingAnswer] = {}
+        self._counts: dict[str, int] = {}
+        """Record → its calls when it was last checked."""
 
     def get(
         self,
@@ -184,18 +208,16 @@ class PendingAnswers:
                         retry_seconds=self._config.gateway_retry_seconds,
                     )
                 pending.call = begun
-                await self._check_calls(session, begun if is_mine else None)
                 if is_mine:
                     return await self._generate(pending, session, claim, request, prompting)
+                await self._check_calls(session, None)
+                pending.allow()
                 done = await self._follow(begun)
                 if done is not None:
                     return done
                 begun = None
         finally:
-            prompting.cancel()
-            await asyncio.wait([prompting])
-            if not prompting.cancelled():
-                prompting.exception()  # ``_generate`` raises it
+            await _end(prompting)
 
     async def _generate(
         self,
@@ -205,14 +227,29 @@ class PendingAnswers:
         request: GatewayRequest,
         prompting: asyncio.Task[Prompt],
     ) -> DispatchedSamplingTask:
+        """Generate an answer; readers get its tokens, and it is stored, unless ``_check_calls`` refuses.
+
+        Where the last call was far from the limit, the engine does not wait for the check.
+        """
+        is_far = self._counts.get(session.record, session.max_calls) + 1 < session.max_calls
+        checking = asyncio.create_task(self._check_calls(session, pending.call), name="check of a request")
+        checking.add_done_callback(lambda done: pending.allow() if _succeeded(done) else None)
+        generating: asyncio.Task[DispatchedSamplingTask] | None = None
         try:
-            return await self._answerer.answer(
-                claim, request, pending.call, prompting, pending.prompted, pending.generated
+            if not is_far:
+                await checking
+            answer = self._answerer.answer(
+                claim, request, pending.call, prompting, checking, pending.prompted, pending.generated
             )
+            generating = asyncio.create_task(answer, name=f"generation for {session.record}")
+            await checking
+            return await generating
         except GatewayError as error:
             if error.code == "context_length_exceeded":
                 await self._answerer.store.gateways.stop_session(session.id, "length")
             raise
+        finally:
+            await _end(checking, *([generating] if generating is not None else []))
 
     async def _check_calls(self, session: GatewaySession, mine: GatewayCall | None) -> None:
         """Raise GatewayError if the trajectory has ended, or has made all its model calls.
@@ -221,6 +258,7 @@ class PendingAnswers:
         """
         gateways = self._answerer.store.gateways
         count = await gateways.live_calls(session.id)
+        self._note(session.record, count)
         if count is not None and (mine is None or count <= session.max_calls):
             return
         if mine is not None:
@@ -235,6 +273,14 @@ class PendingAnswers:
             code="turns_limit",
             hint="--max_turns, or max_turns of the task, sets the limit; side calls count too",
         )
+
+    def _note(self, record: str, count: int | None) -> None:
+        """Keep the latest number of a trajectory's calls, of the latest trajectories."""
+        self._counts.pop(record, None)
+        if count is not None:
+            self._counts[record] = count
+        while len(self._counts) > _KNOWN:
+            self._counts.pop(next(iter(self._counts)))
 
     async def _follow(self, call: GatewayCall) -> DispatchedSamplingTask | None:
         """Wait for the answer of another gateway; None if it failed or is late."""

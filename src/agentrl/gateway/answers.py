@@ -1,0 +1,94 @@
+"""Translate a generation to the message that is stored, and a stored model call to a request's answer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from agentrl.chat.chat_format import ChatFormat, Message
+from agentrl.chat.parsers import ParsedMessage
+from agentrl.documents.gateway import GatewayCall
+from agentrl.documents.model_call import DispatchedSamplingTask
+from agentrl.documents.packing import unpack_floats, unpack_ids
+from agentrl.documents.sanitize_bson import replace_surrogates, sanitize_bson
+from agentrl.gateway.request import Answer, AnsweredToolCall, GatewayRequest
+from agentrl.inference.generation import Generation
+
+_ID_DIGITS = 7
+"""Some chat formats allow tool-call ids of 9 characters only: these and two for the place."""
+
+
+def answer_of(
+    call: DispatchedSamplingTask, request: GatewayRequest, begun: GatewayCall, chat_format: ChatFormat
+) -> Answer:
+    """Return the answer that a model call holds: the same for every retry."""
+    calls = tuple(
+        AnsweredToolCall(
+            id=item["id"],
+            name=item["function"]["name"],
+            arguments=json.dumps(item["function"]["arguments"], ensure_ascii=False),
+        )
+        for item in call.response.get("tool_calls") or ()
+    )
+    stopped = call.response.get("stop_sequence")
+    reason = "length" if call.finish_reason == "length" else "tool_calls" if calls else "stop"
+    logprobs = None
+    if request.logprobs:
+        ids, values = unpack_ids(call.output_ids).tolist(), unpack_floats(call.logprobs).tolist()
+        texts = (chat_format.decode([token]) for token in ids)
+        logprobs = tuple(zip(texts, values, strict=True))
+    return Answer(
+        id=begun.answer_id,
+        created=int(begun.created_at.timestamp()),
+        model=request.model,
+        content=call.response.get("content") or "",
+        reasoning=call.response.get("reasoning_content") or "",
+        tool_calls=calls,
+        finish_reason="stop_sequence" if stopped and reason == "stop" else reason,
+        stop_sequence=stopped,
+        prompt_tokens=call.prompt_tokens,
+        generated_tokens=call.generated_tokens,
+        cached_tokens=call.cached_tokens,
+        logprobs=logprobs,
+    )
+
+
+def response_of(
+    parsed: ParsedMessage,
+    request: GatewayRequest,
+    generation: Generation,
+    call: GatewayCall,
+    chat_format: ChatFormat,
+) -> tuple[Message, str | None]:
+    """Return the assistant's message and the problem of its format.
+
+    A cut answer has no tool calls; a malformed call stays readable as text.
+    """
+    is_cut = generation.finish_reason == "length"
+    calls = () if is_cut else parsed.tool_calls
+    error = None if is_cut else parsed.error
+    if request.one_call and len(calls) > 1:
+        error = error or f"{len(calls)} tool calls, and the request allows one: the first is answered"
+        calls = calls[:1]
+    content = parsed.content
+    if not content and not calls and not parsed.reasoning:
+        content = chat_format.decode(generation.output_ids).strip()
+    stop = min((s for s in request.stop if s in content), key=content.index, default=None)
+    if stop is not None:
+        content = content[: content.index(stop)]
+    message: Message = {"role": "assistant", "content": content}
+    if stop is not None:
+        message["stop_sequence"] = stop
+    if parsed.reasoning:
+        message["reasoning_content"] = parsed.reasoning
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": f"{call.answer_id[:_ID_DIGITS]}{place % 100:02d}",
+                "type": "function",
+                "function": {"name": item.name, "arguments": item.arguments},
+            }
+            for place, item in enumerate(calls)
+        ]
+    cleaned: dict[str, Any] = sanitize_bson(replace_surrogates(message))
+    return cleaned, replace_surrogates(error)
