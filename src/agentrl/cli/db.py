@@ -201,6 +201,7 @@ def _prune(subparsers: Any) -> None:
 async def prune(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Delete what nothing needs any more, and print what was freed."""
     from agentrl.store.admin.checkpoints import oldest_checkpoint_step
+    from agentrl.store.admin.image_retention import ImageRetention
     from agentrl.store.admin.retention import Retention
     from agentrl.store.client import open_existing
 
@@ -219,11 +220,14 @@ async def prune(run: RunConfig, arguments: argparse.Namespace) -> int:
         retention = Retention(store.connection)
         limits = await retention.limits(last_step=last_step or 0, older_than_days=days, before_step=step)
         pruned = await retention.prune(limits, dry_run=arguments.dry_run)
+        images, image_bytes = await ImageRetention(store.connection).prune(dry_run=arguments.dry_run)
     said = "would be deleted" if arguments.dry_run else "deleted"
     print(
         f"{said}: {pruned.calls:,} model calls, {pruned.data:,} training documents and {pruned.files:,} files"
         f" of {pruned.trajectories:,} trajectories, {pruned.bytes:,} bytes"
     )
+    if images:
+        print(f"{said}: {images:,} images that nothing names, {image_bytes:,} bytes")
     return 0
 
 

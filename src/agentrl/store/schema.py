@@ -209,6 +209,7 @@ INDEXES: dict[str, list[IndexModel]] = {
         _index("split", "ease", "_id", where={"ease": {"$gte": -LIMIT}}),
         _index("split", ("group.finalised_at", _DOWN), where={"begun.number": {"$gt": 0}}),
         _index("split", "status", "group.counted_at_step", "group.finalised_at"),
+        _index("images.sha256", where={"images.sha256": {"$gt": ""}}),
         _index("group.counted_at_step", where={"group.counted_at_step": {"$gt": 0}}),
     ],
     RECORD: [
@@ -217,8 +218,13 @@ INDEXES: dict[str, list[IndexModel]] = {
         _index("status", ("created_at", _DOWN)),
         _index(("created_at", _DOWN)),
     ],
-    MODEL_CALL: [_index("record", "index", unique=True)],
+    MODEL_CALL: [
+        _index("record", "index", unique=True),
+        _index("images.sha256", where={"images.sha256": {"$gt": ""}}),
+    ],
+    IMAGE: [_index("used_at")],
     DATA: [
+        _index("images.sha256", where={"images.sha256": {"$gt": ""}}),
         _index("split", "status", "created_at", "_id", "min_version"),
         _index("split", "status", "trained_count", "task"),
         _index(
