@@ -74,3 +74,5 @@ class ReportedReward(Document):
     details: dict[str, Any] = field(default_factory=dict)
     turn_rewards: dict[str, float] = field(default_factory=dict)
     """Index of the model call → its reward."""
+    role_rewards: dict[str, float] = field(default_factory=dict)
+    """Role → its reward."""

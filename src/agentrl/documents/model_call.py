@@ -158,6 +158,13 @@ class DispatchedSamplingTask(Root):
         return begins and not self.drops_thoughts and not self.opens_branch
 
 
+def role_problem(name: object) -> str | None:
+    """Return why a role cannot have this name; None if it can."""
+    if isinstance(name, str) and 0 < len(name) <= 64 and "." not in name and not name.startswith("$"):
+        return None
+    return f"a role is named {str(name)[:80]!r}: give at most 64 characters, without '.' and without '$'"
+
+
 def strip_tool_results(
     messages: Iterable[dict[str, Any]], executions: Sequence[ToolExecution]
 ) -> tuple[dict[str, Any], ...]:

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from agentrl.config.gateway import GatewayConfig, is_pattern
 from agentrl.documents.gateway import GatewaySession
+from agentrl.documents.model_call import role_problem
 from agentrl.documents.task import Claim
 from agentrl.errors import AgentRLError, LeaseLostError, StoreUnavailableError
 from agentrl.gateway.answers import answer_of
@@ -25,7 +26,7 @@ from agentrl.gateway.dialects.base import Dialect
 from agentrl.gateway.dialects.chat import ChatCompletions
 from agentrl.gateway.dialects.messages import Messages
 from agentrl.gateway.dialects.responses import Responses
-from agentrl.gateway.errors import GatewayError
+from agentrl.gateway.errors import GatewayError, invalid
 from agentrl.gateway.model_calls import Answerer, dead_url
 from agentrl.gateway.pending import PendingAnswer, PendingAnswers
 from agentrl.gateway.request import GatewayRequest, load_body, require_model
@@ -66,20 +67,24 @@ class GatewayApp:
         return Starlette(
             routes=[
                 Route("/health", self._health, methods=["GET"]),
-                Route("/t/{token}/v1/models", self._guarded(CHAT, self._models), methods=["GET"]),
-                Route("/t/{token}/v1/models/{model:path}", self._guarded(CHAT, self._model), methods=["GET"]),
                 Route("/t/{token}/reward", self._guarded(CHAT, self._reward), methods=["POST"]),
-                Route("/t/{token}/v1/chat/completions", self._generation(CHAT), methods=["POST"]),
-                Route("/t/{token}/v1/responses", self._generation(RESPONSES), methods=["POST"]),
-                Route("/t/{token}/v1/messages", self._generation(MESSAGES), methods=["POST"]),
-                Route(
-                    "/t/{token}/v1/messages/count_tokens",
-                    self._guarded(MESSAGES, self._count_tokens),
-                    methods=["POST"],
-                ),
+                *self._routes("/t/{token}/v1"),
+                *self._routes("/t/{token}/role/{role}/v1"),
                 Route("/{path:path}", self._unknown, methods=["GET", "POST", "PUT", "DELETE"]),
             ]
         )
+
+    def _routes(self, base: str) -> list[Route]:
+        """Return the routes of the APIs below a base URL."""
+        count = self._guarded(MESSAGES, self._count_tokens)
+        return [
+            Route(f"{base}/models", self._guarded(CHAT, self._models), methods=["GET"]),
+            Route(base + "/models/{model:path}", self._guarded(CHAT, self._model), methods=["GET"]),
+            Route(f"{base}/chat/completions", self._generation(CHAT), methods=["POST"]),
+            Route(f"{base}/responses", self._generation(RESPONSES), methods=["POST"]),
+            Route(f"{base}/messages", self._generation(MESSAGES), methods=["POST"]),
+            Route(f"{base}/messages/count_tokens", count, methods=["POST"]),
+        ]
 
     async def close(self) -> None:
         """Cancel the answers that are under way."""
@@ -188,7 +193,13 @@ class GatewayApp:
     ) -> tuple[GatewayRequest, tuple[bytes, str | None]]:
         """Return the request, and what identifies its retries: the body and the idempotency key."""
         body = await self._body(request)
-        return dialect.parse(load_body(body)), (body, request.headers.get("idempotency-key"))
+        role = request.path_params.get("role")
+        if role is not None and (problem := role_problem(role)) is not None:
+            raise invalid(problem, "role")
+        return replace(dialect.parse(load_body(body)), role=role), (
+            body,
+            request.headers.get("idempotency-key"),
+        )
 
     async def _body(self, request: Request) -> bytes:
         limit = int(self.config.gateway_body_mb * 2**20)

@@ -13,14 +13,17 @@ from agentrl.chat.chat_format import Message
 from agentrl.tools.base import Schema
 
 
-def prefix_digests(messages: Sequence[Message], tools: Sequence[Schema]) -> list[str]:
-    """Return a digest for each prefix of the conversation: the first for the tools alone.
+def prefix_digests(
+    messages: Sequence[Message], tools: Sequence[Schema], role: str | None = None
+) -> list[str]:
+    """Return a digest for each prefix of the conversation: the first for the role and the tools.
 
     Two prefixes have one digest if the model reads the same in both. The ids of tool calls, the white space
     around an assistant's text and its thoughts do not count, because clients change them in what they send
     back.
     """
-    digests = [hashlib.sha256(_dump([dict(tool) for tool in tools])).hexdigest()]
+    of_role = "" if role is None else f"role {role}\0"
+    digests = [hashlib.sha256(of_role.encode() + _dump([dict(tool) for tool in tools])).hexdigest()]
     for message in messages:
         digests.append(digest_after(digests[-1], message))
     return digests

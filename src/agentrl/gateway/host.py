@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from agentrl.config.gateway import GatewayConfig
-from agentrl.documents.branches import branches_of, main_branch
+from agentrl.documents.branches import branches_of, main_branch, of_main_role
 from agentrl.documents.gateway import GatewaySession
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.task import Claim
@@ -90,7 +90,7 @@ class GatewayHost:
 
 def main_messages(calls: Sequence[DispatchedSamplingTask]) -> list[dict[str, object]]:
     """Return the conversation of the main branch."""
-    main = main_branch(branches_of(calls))
+    main = main_branch(branches_of(of_main_role(calls)))
     if main is None:
         return []
     return chain_of({call.id: call for call in calls}, main.calls[-1].id).messages

@@ -199,8 +199,10 @@ class Answerer:
         response, error = response_of(parsed, request, generation, call, self.chat_format)
         pending = PendingCall(
             record=claim.record_id,
-            index=0,
+            role=request.role,
             parent=prompt.parent,
+            follows=prompt.follows,
+            opens_branch=request.role is not None and prompt.parent is None and prompt.follows is None,
             drops_thoughts=prompt.follows is not None,
             messages=tuple(prompt.new_messages),
             tools=None if prompt.parent else tuple(request.tools),
@@ -211,10 +213,9 @@ class Answerer:
             response=response,
             error=error,
         )
-        document = replace(pending.document(), follows=prompt.follows)
         after = digest_after(prompt.digest, response)
         async with self.writing.setdefault(claim.record_id, asyncio.Lock()):
-            stored = await self.store.answered_calls.add(claim, document, call, after)
+            stored = await self.store.answered_calls.add(claim, pending.document(), call, after)
         messages, output = [*prompt.messages, response], list(generation.output_ids)
         chain = Chain(stored.id, prompt.ids, output, messages, prompt.encoded, prompt.images)
         self.chains.add(chain, (claim.record_id, after))
@@ -229,7 +230,7 @@ class Answerer:
                 "messages",
                 code="no_new_message",
             )
-        digests = prefix_digests(messages, tools)
+        digests = prefix_digests(messages, tools, request.role)
         ends = [place + 1 for place, message in enumerate(messages) if message["role"] == "assistant"]
         found, chain = await self.chains.longest(claim.record_id, [digests[end] for end in ends])
         known = ends[found - 1] if found else 0

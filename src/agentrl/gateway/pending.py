@@ -160,7 +160,10 @@ class PendingAnswers:
         """
         body, key = identity
         identifying = ("key", key) if key else (body,)
-        digest = body_digest(claim.record_id, dialect, *identifying)  # seeds depend on it: nothing random
+        roles = () if request.role is None else ("role", request.role)
+        digest = body_digest(
+            claim.record_id, dialect, *roles, *identifying
+        )  # seeds depend on it: nothing random
         running = self._running.get(digest)
         if running is not None:
             return running

@@ -42,6 +42,8 @@ class GatewayRequest:
     logprobs: bool = False
     one_call: bool = False
     """Whether an answer may have one tool call only."""
+    role: str | None = None
+    """The role of the trajectory that makes the call."""
     previous: str | None = None
     """The id of an earlier answer whose conversation comes before ``messages``."""
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from agentrl.documents.gateway import ReportedReward
+from agentrl.documents.model_call import role_problem
 from agentrl.documents.sanitize_bson import sanitize_bson
 from agentrl.gateway.errors import invalid
 from agentrl.gateway.request import kind_of, short
@@ -14,18 +15,21 @@ from agentrl.gateway.request import kind_of, short
 if TYPE_CHECKING:
     from agentrl.store.client import Store
 
+_FIELDS = ("score", "call_rewards", "role_rewards", "details")
+
 
 async def read_reward(store: Store, record_id: str, body: Mapping[str, Any]) -> ReportedReward:
-    """Return the reward in ``body``: ``score``, ``call_rewards`` by answer id, ``details``.
+    """Return the reward in ``body``: ``score``, ``call_rewards`` by answer id, ``role_rewards``, ``details``.
 
     Raises GatewayError for a value that is not a finite number, and for the id of no answer.
     """
-    unknown = sorted(set(body) - {"score", "call_rewards", "details"})
+    unknown = sorted(set(body) - set(_FIELDS))
     if unknown:
-        raise invalid(f"a reward has no field {short(unknown[0])}: score, call_rewards, details", unknown[0])
+        raise invalid(f"a reward has no field {short(unknown[0])}: {', '.join(_FIELDS)}", unknown[0])
     details = body.get("details") or {}
     rewards = body.get("call_rewards") or {}
-    for name, value in (("details", details), ("call_rewards", rewards)):
+    roles = body.get("role_rewards") or {}
+    for name, value in (("details", details), ("call_rewards", rewards), ("role_rewards", roles)):
         if not isinstance(value, dict):
             raise invalid(f"{name} is {kind_of(value)}; it must be an object", name)
     by_answer = {key.rpartition("-")[2].rpartition("_")[2]: key for key in rewards}
@@ -38,8 +42,14 @@ async def read_reward(store: Store, record_id: str, body: Mapping[str, Any]) -> 
                 f"call_rewards names {short(key)}, which is not the id of an answer", "call_rewards"
             )
         turn_rewards[found.call.rpartition("/")[2]] = _number(rewards[key], f"call_rewards[{short(key)}]")
+    for role in roles:
+        if (problem := role_problem(role)) is not None:
+            raise invalid(problem, "role_rewards")
     return ReportedReward(
-        score=_number(body.get("score"), "score"), details=sanitize_bson(details), turn_rewards=turn_rewards
+        score=_number(body.get("score"), "score"),
+        details=sanitize_bson(details),
+        turn_rewards=turn_rewards,
+        role_rewards={role: _number(value, f"role_rewards[{role}]") for role, value in roles.items()},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from agentrl.documents.branches import Branch, branches_of, main_branch
 from agentrl.documents.model_call import DispatchedSamplingTask
@@ -53,9 +54,15 @@ def require_rule(name: str) -> TrainRule:
 
 
 def untrained(name: str, calls: Sequence[DispatchedSamplingTask]) -> list[int]:
-    """Return the indexes of the calls that the rule ``name`` leaves out. Raises TrajectoryError."""
+    """Return the indexes of the calls that the rule ``name`` leaves out. Raises TrajectoryError.
+
+    The rule chooses among the branches of each role.
+    """
     rule = require_rule(name)
-    chosen = contain_call(lambda: list(rule(branches_of(calls))), f"train rule {name}", TrajectoryError)
+    chosen: list[int] = []
+    for role in {call.role: None for call in calls}:
+        choose = partial(_chosen, rule, [call for call in calls if call.role == role])
+        chosen += contain_call(choose, f"train rule {name}", TrajectoryError)
     known = {call.index for call in calls}
     if not known.issuperset(chosen):
         raise TrajectoryError(
@@ -63,3 +70,7 @@ def untrained(name: str, calls: Sequence[DispatchedSamplingTask]) -> list[int]:
             hint="return indexes of model calls, as in Branch.indexes",
         )
     return sorted(known.difference(chosen))
+
+
+def _chosen(rule: TrainRule, calls: Sequence[DispatchedSamplingTask]) -> list[int]:
+    return list(rule(branches_of(calls)))

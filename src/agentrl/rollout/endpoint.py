@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
+from urllib.parse import quote
 
 from agentrl.chat.chat_format import Message
 from agentrl.documents.gateway import ReportedReward
@@ -43,6 +44,10 @@ class Endpoint:
     def root_url(self) -> str:
         """Return the base URL without ``/v1``, as Anthropic clients want it."""
         return self.base_url.removesuffix("/v1")
+
+    def role(self, name: str) -> Endpoint:
+        """Return the endpoint at which requests are calls of a role of the trajectory."""
+        return replace(self, base_url=f"{self.root_url}/role/{quote(name, safe='')}/v1")
 
 
 class Gateway(Protocol):

@@ -12,6 +12,7 @@ from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.harness import HarnessRun
 from agentrl.documents.images import content_with
+from agentrl.documents.model_call import role_problem
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
 from agentrl.environments.base import Environment, Observation
@@ -143,17 +144,13 @@ class Rollout(Role):
         calls = self.scored_calls
         if not calls or calls[0].role is None or any(call.role is None for call in calls):
             return self.messages
-        return self._shared.roles[calls[0].role].messages
+        role = self._shared.roles.get(calls[0].role)
+        return self.messages if role is None else role.messages
 
     @property
-    def role_names(self) -> tuple[str, ...]:
-        """Return the roles, in the order in which they were made."""
-        return tuple(self._shared.roles)
-
-    @property
-    def trained_roles(self) -> tuple[str, ...]:
-        """Return the roles that the policy plays."""
-        return tuple(name for name, role in self._shared.roles.items() if not isinstance(role, FixedRole))
+    def fixed_roles(self) -> tuple[str, ...]:
+        """Return the roles that other models play."""
+        return tuple(name for name, role in self._shared.roles.items() if isinstance(role, FixedRole))
 
     def role(
         self,
@@ -180,10 +177,8 @@ class Rollout(Role):
                     f"the role {name!r} exists already", hint="give its settings at the first call only"
                 )
             return known
-        if not isinstance(name, str) or not name or "." in name or name.startswith("$") or len(name) > 64:
-            raise TrajectoryError(
-                f"a role is named {name!r}", hint="give at most 64 characters, without '.' and without '$'"
-            )
+        if (problem := role_problem(name)) is not None:
+            raise TrajectoryError(problem)
         first = self._question_messages(system_prompt, messages)
         schemas = self._schemas_named(name, tools)
         if model is None:
@@ -248,7 +243,8 @@ class Rollout(Role):
         if result.reward is not None:
             reward = result.reward
             by_call = {int(call): value for call, value in reward.turn_rewards.items()}
-            self.reported_reward = ScoreResult(reward.score, reward.details, by_call or None)
+            roles = reward.role_rewards or None
+            self.reported_reward = ScoreResult(reward.score, reward.details, by_call or None, roles)
         self._caller.scored_calls = [
             ScoredCall.of(call.response, call.tool_executions, call.status, call.role)
             for call in result.calls

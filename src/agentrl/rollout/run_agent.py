@@ -51,11 +51,11 @@ async def _score_by_agent(
     instance: Any, name: str, rollout: Rollout, outcome: Outcome, sampling: SamplingConfig
 ) -> None:
     """Set ``rollout.agent_score`` if the outcome, a report to the gateway or ``evaluate`` gives a score."""
+    await rollout.finish()
     score = _own_score(name, rollout, outcome)
     if score is None and rollout.reported_reward is not None:
         score = rollout.reported_reward
     evaluate = getattr(instance, "evaluate", None)
-    await rollout.finish()
     if score is None and evaluate is not None:
         context = scorer_context(rollout.task, rollout, outcome, sampling)
         limit = sampling.scorer_timeout_seconds
@@ -78,10 +78,11 @@ def _own_score(name: str, rollout: Rollout, outcome: Outcome) -> Any:
         return outcome.score
     if isinstance(outcome.score, ScoreResult):
         return replace(outcome.score, role_rewards=outcome.rewards)
-    rewards = checked_role_rewards(name, outcome.rewards, rollout.role_names, "agent") or {}
+    roles = [call.role for call in rollout.scored_calls]
+    rewards = checked_role_rewards(name, outcome.rewards, roles, "agent") or {}
     if outcome.score is not None:
         return ScoreResult(outcome.score, role_rewards=rewards)
-    trained = [value for role, value in rewards.items() if role in rollout.trained_roles]
+    trained = [value for role, value in rewards.items() if role not in rollout.fixed_roles]
     if not trained:
         raise ScorerError(
             f"agent {name} rewards no role that the policy plays, and gives no score",

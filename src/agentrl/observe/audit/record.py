@@ -128,9 +128,7 @@ def _turn(call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None) -
             f"version {spans or '–'} · {call.prompt_tokens} prompt tokens"
             f" ({call.cached_tokens} cached) + {call.generated_tokens} generated"
         )
-    title = (
-        f"turn {call.index + 1}{role} · {made} in {call.generate_seconds:.2f} s · {call.finish_reason}"
-    )
+    title = f"turn {call.index + 1}{role} · {made} in {call.generate_seconds:.2f} s · {call.finish_reason}"
     if call.status is not CallStatus.COMPLETED:
         title += f" · {call.status}"
     yield Rule(plain(title), align="left", style="dim")
