@@ -74,20 +74,22 @@ class CommandAgent:
 def _variables(rollout: Rollout, endpoint: Endpoint, session: HarnessSession) -> dict[str, str]:
     """Return the variables that every harness gets."""
     question = rollout.question.replace("\0", "")
+    base_url = session.reachable(endpoint.base_url)
+    root_url = base_url.removesuffix("/v1")
     variables = {
-        "AGENTRL_BASE_URL": endpoint.base_url,
-        "AGENTRL_ROOT_URL": endpoint.root_url,
-        "AGENTRL_REWARD_URL": f"{endpoint.root_url}/reward",
+        "AGENTRL_BASE_URL": base_url,
+        "AGENTRL_ROOT_URL": root_url,
+        "AGENTRL_REWARD_URL": f"{root_url}/reward",
         "AGENTRL_API_KEY": endpoint.api_key,
         "AGENTRL_MODEL": endpoint.model,
         "AGENTRL_TASK_FILE": f"{session.root}/{TASK_FILE}",
         "AGENTRL_QUESTION_FILE": f"{session.root}/{QUESTION_FILE}",
         "AGENTRL_WORKSPACE": f"{session.root}/{WORKSPACE}",
-        "OPENAI_BASE_URL": endpoint.base_url,
-        "OPENAI_API_BASE": endpoint.base_url,
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_BASE": base_url,
         "OPENAI_API_KEY": endpoint.api_key,
         "OPENAI_MODEL": endpoint.model,
-        "ANTHROPIC_BASE_URL": endpoint.root_url,
+        "ANTHROPIC_BASE_URL": root_url,
         "ANTHROPIC_API_KEY": endpoint.api_key,
         "ANTHROPIC_MODEL": endpoint.model,
     }

@@ -64,6 +64,7 @@ class HarnessConfig:
     path: tuple[str, ...] = ()
     visible: tuple[str, ...] = ()
     isolation: str = "auto"
+    network: str = "gateway"
     limits: HarnessLimits = field(default_factory=HarnessLimits)
     score: str = "scorer"
     score_file: str | None = None
@@ -118,6 +119,7 @@ class _Reader:
             "path": self._folders(content, "path"),
             "visible": self._folders(content, "visible"),
             "isolation": self._choice(content, "isolation", ("auto", "namespaces", "limits"), "auto"),
+            "network": self._choice(content, "network", ("gateway", "host"), "gateway"),
             "limits": self._limits(content),
             "train": self._text(content, "train") or "main",
         }
@@ -259,5 +261,5 @@ def _plain_text(value: Any) -> str:
 
 _KEYS: Final = (
     "command", "workspace", "environment", "pass_environment", "files", "path", "visible", "isolation",
-    "limits", "score", "answer", "fail_on", "train",
+    "network", "limits", "score", "answer", "fail_on", "train",
 )  # fmt: skip

@@ -47,7 +47,7 @@ async def _run_command(
 ) -> tuple[ScoreResult, CommandRun]:
     if command.restore:
         await asyncio.to_thread(restore, session.archive, session.before, command.restore)
-    done = await session.run(command.command, environment, seconds=command.seconds)
+    done = await session.run(command.command, environment, seconds=command.seconds, calls_model=False)
     if command.result == "stdout" and done.ended is Ending.EXITED:
         lines = done.stdout.strip().splitlines()
         return _read_score(lines[-1] if lines else "", "the last line of score.command"), done

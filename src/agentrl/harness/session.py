@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
+from urllib.parse import urlsplit
 
 from agentrl.documents.harness import CommandRun, Ending
 from agentrl.errors import ConfigError, ToolServerError
@@ -23,6 +24,7 @@ from agentrl.harness.config import Command
 from agentrl.harness.prepare import Prepared
 from agentrl.harness.workspace import HOME, TEMPORARY, WORKSPACE, add_files
 from agentrl.processes import process_tree
+from agentrl.tools.sandbox import forward
 from agentrl.tools.sandbox.limits import Execution
 from agentrl.tools.sandbox.local import launch, namespace_problem
 from agentrl.tools.sandbox.namespaces import WORK
@@ -39,6 +41,7 @@ _LIMITS: Final = {
     "output": Ending.OUTPUT_LIMIT,
 }
 _SHELL_SIGNAL: Final = 128
+_HTTP_PORT: Final = 80
 
 
 class HarnessSession:
@@ -48,6 +51,7 @@ class HarnessSession:
         self._prepared = prepared
         self._folder = Path()
         self._namespaces = False
+        self._gateway: tuple[str, int] | None = None
         self._marker = f"{_MARKER}={uuid.uuid4().hex}"
 
     async def __aenter__(self) -> Self:
@@ -83,6 +87,24 @@ class HarnessSession:
         """The folder of the files, as commands see it."""
         return WORK if self._namespaces else str(self._folder / "work")
 
+    def reachable(self, url: str) -> str:
+        """Return the URL of the gateway as commands reach it. Raises ConfigError for one that is not HTTP."""
+        if not self._has_own_network:
+            return url
+        parts = urlsplit(url)
+        if parts.scheme != "http":
+            raise ConfigError(
+                f"{self._prepared.config.source}: network is 'gateway', and the gateway is at"
+                f" {parts.scheme}://{parts.netloc}",
+                hint="use network: host, or a gateway with an http:// URL",
+            )
+        self._gateway = (str(parts.hostname), parts.port or _HTTP_PORT)
+        return parts._replace(netloc=f"{forward.HOST}:{self._gateway[1]}").geturl()
+
+    @property
+    def _has_own_network(self) -> bool:
+        return self._namespaces and self._prepared.config.network == "gateway"
+
     async def fill(self, files: Mapping[str, bytes]) -> None:
         """Make the working directory, with more files by their path in the archive."""
 
@@ -94,9 +116,17 @@ class HarnessSession:
         await asyncio.to_thread(copy)
 
     async def run(
-        self, command: Command, environment: Mapping[str, str], *, seconds: float, secrets: Sequence[str] = ()
+        self,
+        command: Command,
+        environment: Mapping[str, str],
+        *,
+        seconds: float,
+        secrets: Sequence[str] = (),
+        calls_model: bool = True,
     ) -> CommandRun:
         """Run a command to its end or to a limit. ``secrets`` are hidden in its output.
+
+        Without ``calls_model`` it cannot reach the gateway, where it has a network of its own.
 
         On cancellation it is killed with all that it started. Raises ToolServerError if the sandbox fails.
         """
@@ -106,6 +136,8 @@ class HarnessSession:
             "directory": str(self._folder), "namespaces": self._namespaces, "keep_files": True,
             "limits": dataclasses.asdict(limits), "command": arguments_of(command), "cwd": WORKSPACE,
             "environment": {**self._base_environment(), **environment}, "shown_bytes": SHOWN_BYTES,
+            "network": "gateway" if self._has_own_network else "host",
+            "gateway": self._gateway if calls_model and self._has_own_network else None,
         }  # fmt: skip
         try:
             answer = await launch(job, limits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,13 @@ import psutil
 import pytest
 from gateway_run import gateway_task
 from harness_run import CALL, PYTHON, HarnessRun, write_harness
+from rollout_fakes import FakeTools
 
+from agentrl.config.schema import AgentConfig, SamplingConfig
 from agentrl.documents.harness import Ending
 from agentrl.documents.status import RecordStatus, StopReason
+from agentrl.errors import ConfigError
+from agentrl.rollout.preflight import probe
 from agentrl.store.client import Store
 from agentrl.tools.sandbox.local import namespace_problem
 
@@ -155,6 +160,23 @@ async def test_only_named_variables_pass_and_their_values_are_hidden(
     assert "AGENTRL_API_KEY=***" in record.harness.run.stdout
 
 
+async def test_a_harness_reaches_its_gateway_alone(store: Store, tmp_path: Path) -> None:
+    problem = namespace_problem()
+    if problem is not None:
+        pytest.skip(f"no namespaces here: {problem}")
+    connect = (
+        f"{PYTHON} -c 'import socket, sys; socket.create_connection((\"127.0.0.1\", int(sys.argv[1])), 3)'"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        command = f"{CALL}\n! {connect} {port} 2> error.txt && grep -q refused error.txt"
+        score = {"command": f"! {connect} $PORT"}
+        path = write_harness(tmp_path, command, score=score, environment={"PORT": port})
+        record = await HarnessRun(store, path).run()
+        assert record.failure is None, record.failure.message
+        assert record.score == 1.0
+
+
 async def test_a_harness_refused_for_its_turns_is_scored(store: Store, tmp_path: Path) -> None:
     command = f"set -e\n{CALL}{CALL.replace('hi', 'again')}"
     path = write_harness(tmp_path, command, score={"command": "test -d ."})
@@ -185,3 +207,23 @@ async def test_a_git_bundle_is_checked_out(store: Store, tmp_path: Path) -> None
     assert str(record.final_answer).endswith("\none")
     assert record.harness is not None
     assert record.harness.diff == "--- a/a.txt\n+++ b/a.txt\n@@ -1 +1,2 @@\n one\n+two\n"
+
+
+async def test_a_harness_that_cannot_run_is_refused_before_a_claim(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_harness(tmp_path, "no-such-agent", "missing.yml")
+    write_harness(tmp_path, "true", "typo.yml", limits={"second": 3})
+    named = replace(gateway_task("named"), agent_name="command", agent_cfg_path="missing.yml")
+    await store.tasks.load([named, gateway_task("unnamed")])
+    flags = AgentConfig(agent_name="command", agent_cfg_path="typo.yml")
+    with pytest.raises(ConfigError, match="nothing is claimed") as caught:
+        await probe(store, FakeTools(), SamplingConfig(), "train", agent=flags)
+    for part in (
+        "there is no command 'no-such-agent'",
+        "install it",
+        "'limits.second'",
+        "did you mean 'seconds'",
+    ):
+        assert part in caught.value.message

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, Protocol
 
-from agentrl.tools.sandbox import linux, namespaces
+from agentrl.tools.sandbox import forward, linux, namespaces
 from agentrl.tools.sandbox.plain import PlainRun, descendants
 from agentrl.tools.sandbox.program import Job, Streams
 
@@ -136,6 +136,9 @@ def supervise(job: Job, connection: int) -> dict[str, Any]:
     The program is killed when the sampler closes ``connection``.
     """
     limits = job.limits
+    forwarder, channel = (None, None)
+    if job.namespaces and job.gateway is not None:
+        forwarder, channel = forward.start((job.gateway[0], job.gateway[1]))
     out_read, out_write = os.pipe()
     error_read, error_write = os.pipe()
     streams = Streams(stdin=_input(job.stdin), stdout=out_write, stderr=error_write)
@@ -145,7 +148,7 @@ def supervise(job: Job, connection: int) -> dict[str, Any]:
     for capture in captures:
         os.set_blocking(capture.descriptor, False)
     started = time.monotonic()
-    run: _Run = _NamespaceRun(job, streams) if job.namespaces else PlainRun(job, streams)
+    run: _Run = _NamespaceRun(job, streams, channel) if job.namespaces else PlainRun(job, streams)
     ended: dict[str, Any] = {}
     exceeded: str | None = "connection"
     peak = 0
@@ -155,6 +158,8 @@ def supervise(job: Job, connection: int) -> dict[str, Any]:
         exceeded, peak = _watch(run, captures, started, job, connection)
     finally:
         ended = run.end(keep_files=exceeded != "connection")
+        if forwarder is not None:
+            os.kill(forwarder, signal.SIGKILL)
     if "error" in ended and exceeded is None:
         return {"error": ended["error"]}
     for capture in captures:
@@ -180,7 +185,7 @@ def supervise(job: Job, connection: int) -> dict[str, Any]:
 class _NamespaceRun:
     """The program in namespaces; its first process reports on a pipe."""
 
-    def __init__(self, job: Job, streams: Streams) -> None:
+    def __init__(self, job: Job, streams: Streams, channel: socket.socket | None) -> None:
         self._read, write = os.pipe()
         self._saves = bool(job.command)
         self._size = int(job.limits["disk_mb"]) << 20
@@ -190,7 +195,9 @@ class _NamespaceRun:
             before=os.open(before, os.O_RDONLY) if job.keep_files and os.path.exists(before) else None,
             after=os.open(after, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) if job.keep_files else None,
         )
-        self.pid = namespaces.start(job, streams, files, write)
+        self.pid = namespaces.start(job, streams, files, write, channel)
+        if channel is not None:
+            channel.close()
         os.close(write)
 
     @property

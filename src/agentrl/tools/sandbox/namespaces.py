@@ -7,12 +7,13 @@ import json
 import os
 import resource
 import signal
+import socket
 import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
-from agentrl.tools.sandbox import linux
+from agentrl.tools.sandbox import forward, linux
 from agentrl.tools.sandbox.program import DEVICES, SYSTEM, Job, Streams, become, write_main
 
 WORK: Final = "/sandbox"
@@ -38,8 +39,10 @@ class Files:
     after: int | None
 
 
-def start(job: Job, streams: Streams, files: Files, status: int) -> int:
+def start(job: Job, streams: Streams, files: Files, status: int, channel: socket.socket | None = None) -> int:
     """Start the program; return the process to kill in order to end all of it.
+
+    ``channel`` receives the socket on which the program reaches its gateway.
 
     When the program ends, ``{"status": …}`` is written to ``status``, or ``{"error": …}`` if it cannot start.
     """
@@ -49,7 +52,7 @@ def start(job: Job, streams: Streams, files: Files, status: int) -> int:
     if child == 0:
         os.close(ready_read)
         os.close(go_write)
-        guarded(status, lambda: _outer(job, streams, files, status, ready_write, go_read))
+        guarded(status, lambda: _outer(job, streams, files, status, ready_write, go_read, channel))
     os.close(ready_write)
     os.close(go_read)
     if os.read(ready_read, 1) == b"1":
@@ -70,10 +73,17 @@ def _map_users(child: int) -> None:
         _write(f"/proc/{child}/{kind}_map", lines)
 
 
-def _outer(job: Job, streams: Streams, files: Files, status: int, ready: int, go: int) -> None:
+def _outer(
+    job: Job, streams: Streams, files: Files, status: int, ready: int, go: int, channel: socket.socket | None
+) -> None:
     """Create the namespaces, start their first process and wait for it."""
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
-    linux.unshare(_ALL & ~linux.CLONE_NEWNET if job.command else _ALL)
+    linux.unshare(_ALL & ~linux.CLONE_NEWNET if job.network == "host" else _ALL)
+    if job.command and job.network != "host":
+        forward.loopback_up()
+    if channel is not None and job.gateway is not None:
+        forward.listen(channel, job.gateway[1])
+        channel.close()
     linux.prctl(linux.PR_SET_DUMPABLE, 1)
     os.write(ready, b"1")
     os.close(ready)

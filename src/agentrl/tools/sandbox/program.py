@@ -48,6 +48,10 @@ class Job:
     """Where the command runs, relative to the program's directory."""
     environment: dict[str, str] = field(default_factory=dict)
     """Further variables of the command."""
+    network: str = "none"
+    """``none``, ``host`` (a command's only), or ``gateway``: loopback, whose port leads to ``gateway``."""
+    gateway: tuple[str, int] | None = None
+    """The address outside; the port is the same inside."""
     shown_bytes: int | None = None
     """Bytes to return of each output: its begin and its end. None returns all up to the limit."""
 
