@@ -36,8 +36,7 @@ from agentrl.inference.generation import EngineRefusedError, Generation, Progres
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.images import images_of
 from agentrl.rollout.model_call import PendingCall
-from agentrl.rollout.trace import end_model_call, model_call_span
-from agentrl.spans import NO_SPAN, Span
+from agentrl.rollout.trace import end_model_call, gateway_call_span
 from agentrl.user_code import contain_call
 
 if TYPE_CHECKING:
@@ -169,7 +168,7 @@ class Answerer:
                     raise ContextFullError(budget.name_limit(len(prompt.ids)))
                 params = request.params(self.params).seeded(self.seed, call.id)
                 params = budget.clamp(params, len(prompt.ids))
-                span = stack.enter_context(_span(claim, params, call))
+                span = stack.enter_context(gateway_call_span(claim, params, call.dialect))
                 on_prompt(prompt.ids)
                 engine.encoded = prompt.encoded
                 images = await images_of(self.store.images, prompt.images)
@@ -204,6 +203,7 @@ class Answerer:
             follows=prompt.follows,
             opens_branch=request.role is not None and prompt.parent is None and prompt.follows is None,
             drops_thoughts=prompt.follows is not None,
+            opens_branch=prompt.parent is None and prompt.follows is None,
             messages=tuple(prompt.new_messages),
             tools=None if prompt.parent else tuple(request.tools),
             context_ids=prompt.context_ids,
@@ -249,15 +249,6 @@ class Answerer:
             yield
         finally:
             task.cancel()
-
-
-def _span(claim: Claim, params: SamplingParams, call: GatewayCall) -> Span:
-    """Return the span of a model call; the trace of its trajectory may have begun in another process."""
-    if claim.trace_id is None:
-        return NO_SPAN
-    span = model_call_span(claim.record_id, params, trace=claim.trace_id)
-    span.set({"agentrl.gateway.dialect": call.dialect})
-    return span
 
 
 def dead_url() -> GatewayError:

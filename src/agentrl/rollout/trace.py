@@ -80,6 +80,15 @@ def model_call_span(record_id: str, params: SamplingParams, *, trace: str | None
     return tracer().span(f"chat {model}", attributes, kind="client", trace=trace)
 
 
+def gateway_call_span(claim: Claim, params: SamplingParams, dialect: str) -> Span:
+    """Return the span of a call through a gateway; its trajectory's trace may be of another process."""
+    if claim.trace_id is None:
+        return NO_SPAN
+    span = model_call_span(claim.record_id, params, trace=claim.trace_id)
+    span.set({"agentrl.gateway.dialect": dialect})
+    return span
+
+
 def end_model_call(
     span: Span,
     generation: Generation,

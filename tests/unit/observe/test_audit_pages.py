@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,34 @@ import audit_documents as documents
 import pytest
 from rich.console import Console, RenderableType
 
+from agentrl.documents.evaluation import Evaluation
+from agentrl.documents.gateway import ReportedReward
 from agentrl.documents.outage import Outage
 from agentrl.documents.record import Failure
 from agentrl.documents.serving import PolicyVersion
-from agentrl.documents.status import CallStatus, RecordStatus, ServiceStatus, StepStatus, StopReason
+from agentrl.documents.status import (
+    CallStatus,
+    EvaluationStatus,
+    RecordStatus,
+    ServiceStatus,
+    StepStatus,
+    StopReason,
+)
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.observe.audit.curve import plot_curve, running_mean
 from agentrl.observe.audit.record import render_rows, render_trajectory
 from agentrl.observe.audit.run import render_state
 from agentrl.observe.terminal import clean, excerpt
 from agentrl.store.views.read import RunState, WholeTrajectory
-from agentrl.store.views.rows import DataCount, EngineRow, FailureCount, GroupCount, LengthBias, PromptTokens
+from agentrl.store.views.rows import (
+    DataCount,
+    EngineRow,
+    EnvironmentCount,
+    FailureCount,
+    GroupCount,
+    LengthBias,
+    PromptTokens,
+)
 
 
 def printed(page: RenderableType, width: int = 160) -> str:
@@ -109,6 +127,56 @@ def test_what_a_model_writes_cannot_touch_the_terminal() -> None:
     assert "[red]markup[/]" in page
     assert ":smile:" in page
     assert "title" not in page
+
+
+def test_a_trajectory_of_a_client_shows_branches_roles_and_rewards() -> None:
+    main, side = documents.call(0), documents.call(1, parent=None, opens_branch=True, role="critic")
+    again = documents.call(2, parent=main.id, messages=({"role": "user", "content": "and now"},))
+    record = documents.record(
+        train_rule="main", untrained_calls=(1,), trace_id="ab" * 16,
+        reported_reward=ReportedReward(score=0.75, details={"by": "me"}, turn_rewards={"2": 0.5, "0": -1}),
+    )  # fmt: skip
+    page = printed(render_trajectory(WholeTrajectory(record=record, calls=[main, side, again])))
+    for line in (
+        f"trace {'ab' * 16}",
+        "train rule main: 2 of 3 model calls are trained",
+        "stop · role critic · not trained",
+        "a new branch: this is the whole prompt",
+        "stop · continues turn 1",
+        'reported   score 0.750 by the agent, turn 1 -1, turn 3 +0.5  {"by": "me"}',
+    ):
+        assert line in page, line
+    assert rows(page, "1 ") == [["1", "2", "role", "critic", "no"]]
+    assert rows(page, "2 ")[-1] == ["2", "1", "3", "main", "yes", "and", "now"]
+    assert "context was reset" not in page
+
+
+def test_environments_and_evaluations_are_tables() -> None:
+    done = Evaluation(
+        id="eval-1", status=EvaluationStatus.FINISHED, version=7, step=70, model=None, file="held_out.jsonl",
+        tasks_digest="t", settings_digest="s", samples=4, right_threshold=0.5, finished_at=documents.NOW,
+        results={"total": {
+            "scored": 40, "failed": 1, "score": {"value": 0.5, "low": 0.4, "high": 0.6},
+            "pass_at": {"1": {"value": 0.25, "low": None, "high": None}},
+        }},
+    )  # fmt: skip
+    silent = replace(
+        done, id="eval-2", status=EvaluationStatus.RUNNING, version=None, model="/models/base", results=None,
+        step=None, finished_at=None, seen_at=documents.NOW - timedelta(hours=1),
+    )  # fmt: skip
+    environment = EnvironmentCount(
+        split="train", environment="reasoning_gym", tasks=50, finalized=20, trajectories=160, score=0.31,
+        pass_rate=0.25,
+    )  # fmt: skip
+    page = printed(
+        render_state(state(environments=[environment], evaluations=[silent, done]), alive_seconds=10.0), 220
+    )
+    assert ["train", "reasoning_gym", "50", "20", "160", "0.310", "0.25"] in rows(page, "train ")
+    assert rows(page, "eval-1")[0][:9] == [
+        "eval-1", "version", "7", "70", "finished", "held_out.jsonl", "4", "40", "1",
+    ]  # fmt: skip
+    assert "0.500 [0.400, 0.600]" in page
+    assert rows(page, "eval-2")[0][:4] == ["eval-2", "/models/base", "–", "lost:"]
 
 
 def test_clean_keeps_text_and_drops_sequences() -> None:

@@ -17,6 +17,7 @@ from agentrl.documents.base import now
 from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, strip_tool_results
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus
+from agentrl.observe.audit.branches import call_notes, render_branches, render_reward
 from agentrl.observe.audit.harness import render_harness
 from agentrl.observe.terminal import MISSING, age, clean, excerpt, fixed, plain, table, versions
 from agentrl.store.views.read import WholeTrajectory
@@ -62,11 +63,13 @@ def render_trajectory(trajectory: WholeTrajectory) -> RenderableType:
     record, calls = trajectory.record, trajectory.calls
     by_id = {call.id: call for call in calls}
     parts: list[RenderableType] = [_header(record, calls, trajectory.trained_at_steps)]
+    parts += render_branches(record, calls)
     for call in calls:
-        parts += _turn(call, by_id.get(call.parent) if call.parent else None)
+        parts += _turn(call, by_id.get(call.parent) if call.parent else None, call_notes(call, record))
     if record.harness is not None:
         parts += render_harness(record.harness)
     parts += _ending(record)
+    parts += render_reward(record)
     parts += _history(trajectory.failures)
     return Group(*parts)
 
@@ -112,7 +115,9 @@ def _seconds(begin: datetime | None, end: datetime | None) -> float | None:
     return None if begin is None or end is None else max(0.0, (end - begin).total_seconds())
 
 
-def _turn(call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None) -> Iterator[RenderableType]:
+def _turn(
+    call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None, notes: str
+) -> Iterator[RenderableType]:
     spans = ", ".join(
         str(span.version) if len(call.versions) == 1 else f"{span.version} [{span.start}, {span.end})"
         for span in call.versions
@@ -131,9 +136,11 @@ def _turn(call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None) -
     title = f"turn {call.index + 1}{role} · {made} in {call.generate_seconds:.2f} s · {call.finish_reason}"
     if call.status is not CallStatus.COMPLETED:
         title += f" · {call.status}"
-    yield Rule(plain(title), align="left", style="dim")
+    yield Rule(plain(title + notes), align="left", style="dim")
     if call.drops_thoughts:
         yield Text("earlier thoughts are dropped: this is the whole new prompt", style="dim italic")
+    elif call.opens_branch and call.index:
+        yield Text("a new branch: this is the whole prompt", style="dim italic")
     elif call.is_context_reset:
         yield Text("the context was reset: this is the whole new prompt", style="dim italic")
     for message in strip_tool_results(call.messages, parent.tool_executions if parent else ()):

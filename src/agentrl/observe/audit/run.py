@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.documents.status import DataStatus, RecordStatus, ServiceStatus, TaskStatus
+from agentrl.observe.audit.evaluations import environment_table, evaluation_table
 from agentrl.observe.live import number
 from agentrl.observe.terminal import MISSING, age, excerpt, fixed, table
 from agentrl.store.views.read import RunState
@@ -37,6 +38,8 @@ def render_state(state: RunState, *, alive_seconds: float) -> RenderableType:
         _status_table("Records", "split", state.records, [str(status) for status in RecordStatus]),
         _failure_table(state),
         _group_table(state),
+        environment_table(state),
+        evaluation_table(state),
         _data_table(state),
         _length_table(state),
         _prompt_table(state),

@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 from agentrl.documents.base import Root, now
+from agentrl.documents.evaluation import Evaluation
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.outage import Outage
 from agentrl.documents.record import Record
@@ -18,6 +19,7 @@ from agentrl.documents.serving import PolicyVersion
 from agentrl.documents.status import APPLIED_STEPS, RecordStatus, StepStatus, TaskStatus, values
 from agentrl.scoring.groups import FAILED
 from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.evaluations import Evaluations
 from agentrl.store.model_calls import read_model_calls
 from agentrl.store.names import DATA, RECORD, STEP, TASK, VERSION
 from agentrl.store.outages import OutageRecords
@@ -28,6 +30,7 @@ from agentrl.store.views import VIEWS
 from agentrl.store.views.rows import (
     DataCount,
     EngineRow,
+    EnvironmentCount,
     FailureCount,
     GroupCount,
     GroupRow,
@@ -40,6 +43,7 @@ from agentrl.store.views.rows import (
 
 LAST_STEPS = 10
 LAST_VERSIONS = 5
+LAST_EVALUATIONS = 5
 PAST_OUTAGES = 5
 _TRAIN = "train"
 _BY_ID: Json = {"$sort": {"_id": 1}}
@@ -88,6 +92,9 @@ class RunState:
     """The settings that the processes of the run agree on."""
     configurations: Sequence[RunSettings]
     """The resolved configuration of each role."""
+    environments: Sequence[EnvironmentCount] = ()
+    evaluations: Sequence[Evaluation] = ()
+    """The newest ones, newest first."""
     at: datetime
 
     @property
@@ -230,8 +237,29 @@ class Views(Repository):
             steps=await self.steps(last=LAST_STEPS),
             settings=await Settings(self._connection).all(),
             configurations=await Settings(self._connection).resolved(),
+            environments=await self._environments(),
+            evaluations=(await Evaluations(self._connection).all())[: -LAST_EVALUATIONS - 1 : -1],
             at=now(),
         )
+
+    async def _environments(self) -> list[EnvironmentCount]:
+        is_done = {"$cond": [{"$eq": ["$status", TaskStatus.COMPLETED.value]}, 1, 0]}
+        groups = await self._aggregate(
+            TASK,
+            {"$match": {"environment": {"$ne": None}}},
+            {
+                "$group": {
+                    "_id": {"split": "$split", "environment": "$environment"},
+                    "tasks": {"$sum": 1},
+                    "finalized": {"$sum": is_done},
+                    "trajectories": {"$sum": "$group.scored"},
+                    "score": {"$avg": "$group.mean_score"},
+                    "pass_rate": {"$avg": "$group.pass_rate"},
+                }
+            },
+            _BY_ID,
+        )
+        return [EnvironmentCount(**group.pop("_id"), **group) for group in groups]
 
     async def _rows(self, row: type[R], view: str, query: Json, *, limit: int | None = None) -> list[R]:
         source, pipeline = VIEWS[view]

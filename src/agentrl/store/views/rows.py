@@ -173,6 +173,21 @@ class FailureCount:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentCount:
+    """The tasks of one environment in one split, and the scores of its finalized groups."""
+
+    split: str
+    environment: str
+    tasks: int
+    finalized: int
+    trajectories: int
+    """Those with a score."""
+    score: float | None
+    """Mean over the groups."""
+    pass_rate: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCount:
     """Finalized groups of the train split that were begun by order, or by their tasks' pass rate."""
 
