@@ -58,8 +58,12 @@ class Sender(SpanProcessor):
             self._woken.set()
 
     def close(self, seconds: float) -> None:
-        """Send what is queued within ``seconds``; log how many spans are lost."""
+        """Send what is queued within ``seconds``, or one second if nobody answered last time.
+
+        Logs how many spans are lost.
+        """
         self._ending = True
+        seconds = min(seconds, 1.0) if self._is_away else seconds
         self._woken.set()
         self._thread.join(seconds)
         if self._thread.is_alive():
