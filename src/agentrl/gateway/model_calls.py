@@ -201,7 +201,6 @@ class Answerer:
             role=request.role,
             parent=prompt.parent,
             follows=prompt.follows,
-            opens_branch=request.role is not None and prompt.parent is None and prompt.follows is None,
             drops_thoughts=prompt.follows is not None,
             opens_branch=prompt.parent is None and prompt.follows is None,
             messages=tuple(prompt.new_messages),
