@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run_forked
 from safetensors.torch import load_file
 from tiny_policy import write_tiny_policy
 from training_data import group
@@ -130,7 +131,12 @@ class Run:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
-    def train(self, *more: str, program: tuple[str, ...] = ("-m", "agentrl.train")) -> tuple[int, str]:
+    def train(self, *more: str, program: tuple[str, str] = ("-m", "agentrl.train")) -> tuple[int, str]:
+        """Train to the end in a forked process, which has the imports of ``start`` already."""
+        return run_forked(program, self.flags(*more), self.folder / "forked.log", 100)
+
+    def launch(self, *more: str, program: tuple[str, ...] = ("-m", "agentrl.train")) -> tuple[int, str]:
+        """Train to the end as the command does that a person enters."""
         with self.start(*more, program=program) as process:
             output, _ = process.communicate(timeout=100)
         return process.returncode, output
@@ -177,7 +183,7 @@ async def steps_of(run: Run, status: StepStatus | None = StepStatus.COMMITTED) -
 
 async def test_three_steps_three_versions_a_checkpoint(run: Run) -> None:
     await run.fill()
-    code, output = run.train()
+    code, output = run.launch()
     assert code == 0, output
     async with await run.open() as store:
         steps = await store.training.steps()
@@ -510,7 +516,7 @@ async def test_two_processes_train_as_one_does_and_one_goes_on_from_them(
 ) -> None:
     await run.fill()
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "agentrl.train")
-    code, output = run.train("--max_steps", "2", *layout, program=torchrun)
+    code, output = run.launch("--max_steps", "2", *layout, program=torchrun)
     assert code == 0, output
     code, output = run.train()
     assert code == 0, output
@@ -528,7 +534,7 @@ async def test_two_processes_train_as_one_does_and_one_goes_on_from_them(
 async def test_accelerate_starts_two_processes_that_train_adapters_as_one_does(run: Run) -> None:
     flags = ("--lora_rank", "3", "--kl_coef", "0.05", "--num_epochs_per_batch", "2")
     await run.fill()
-    code, output = run.train(*flags, program=ACCELERATE)
+    code, output = run.launch(*flags, program=ACCELERATE)
     assert code == 0, output
     assert "rank 1 of 2" in output
     alone = Run(f"{run.name}_alone", run.uri, run.base, run.folder)

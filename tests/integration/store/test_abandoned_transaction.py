@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -24,8 +25,24 @@ asyncio.run(main())
 """
 
 
-async def test_what_a_killed_process_held_is_free_soon(mongo_uri: str) -> None:
+LIMIT = "transactionLifetimeLimitSeconds"
+
+
+@pytest.fixture
+async def connection(mongo_uri: str) -> AsyncIterator[Connection]:
+    """A connection to a server whose limit, which must be low, is 2 s for the test."""
     connection = Connection(mongo_uri, "abandoned", 5.0)
+    admin = connection.client.admin
+    limit = (await admin.command("getParameter", 1, **{LIMIT: 1}))[LIMIT]
+    assert limit == 15
+    await admin.command("setParameter", 1, **{LIMIT: 2})
+    yield connection
+    await admin.command("setParameter", 1, **{LIMIT: limit})
+    await connection.client.drop_database("abandoned")
+    await connection.close()
+
+
+async def test_what_a_killed_process_held_is_free_soon(connection: Connection, mongo_uri: str) -> None:
     items = connection.collection("items")
     await items.insert_one({"_id": 1, "n": 0})
     command = [sys.executable, "-c", KILLED_IN_A_TRANSACTION, mongo_uri]
@@ -34,5 +51,3 @@ async def test_what_a_killed_process_held_is_free_soon(mongo_uri: str) -> None:
     with retry_outages(45):
         await connection.call(lambda: items.update_one({"_id": 1}, {"$inc": {"n": 10}}), "writing")
     assert await items.find_one({}) == {"_id": 1, "n": 10}
-    await connection.client.drop_database("abandoned")
-    await connection.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pymongo.monitoring
@@ -41,17 +42,27 @@ IDLE_SECONDS = 12.0
 IDLE_OPERATIONS_A_SECOND = 3.0
 
 
+Command = tuple[str, dict[str, Any]]
+
+
 class Commands(pymongo.monitoring.CommandListener):
-    """Keeps what is sent to one database while it is recording."""
+    """Keeps what is sent to the databases that are being recorded."""
 
     def __init__(self) -> None:
-        self.database: str | None = None
-        self.sent: list[tuple[str, dict[str, Any]]] = []
+        self.recorded: dict[str, list[Command]] = {}
+
+    def record(self, store: Store) -> None:
+        """Record the store's database from now on."""
+        self.recorded[store.run_name] = []
+
+    def stop(self, store: Store) -> list[Command]:
+        """Record the store's database no longer; return what was sent to it."""
+        return self.recorded.pop(store.run_name)
 
     def started(self, event: pymongo.monitoring.CommandStartedEvent) -> None:
         """Keep the command."""
-        if event.database_name == self.database:
-            self.sent.append((event.command_name, dict(event.command)))
+        if event.database_name in self.recorded:
+            self.recorded[event.database_name].append((event.command_name, dict(event.command)))
 
     def succeeded(self, event: pymongo.monitoring.CommandSucceededEvent) -> None:
         """Nothing is kept of answers."""
@@ -66,21 +77,16 @@ pymongo.monitoring.register(COMMANDS)
 
 @pytest.fixture
 async def watched(run_config: RunConfig) -> AsyncIterator[Store]:
-    """A store whose commands are kept in ``COMMANDS`` once ``record`` is called."""
+    """A store whose commands are kept once ``COMMANDS.record`` is called."""
     async with await open_store(run_config) as store:
         yield store
-        COMMANDS.database = None
+        COMMANDS.recorded.clear()
         await store.database.client.drop_database(run_config.run_name)
 
 
-def record(store: Store) -> None:
-    COMMANDS.sent = []
-    COMMANDS.database = store.run_name
-
-
-def queries() -> Iterator[dict[str, Any]]:
+def queries(sent: list[Command]) -> Iterator[dict[str, Any]]:
     """Every query that was sent, as a command that can be explained; each update of a batch by itself."""
-    for name, command in COMMANDS.sent:
+    for name, command in sent:
         bare = {key: value for key, value in command.items() if key not in _OF_THE_SESSION}
         if name not in _QUERIES or "$changeStream" in str(command.get("pipeline", ""))[:40]:
             continue
@@ -167,13 +173,12 @@ async def test_every_query_that_runs_in_a_loop_uses_an_index(watched: Store) -> 
         await complete(watched, number)
     await watched.tasks.load(make_tasks(40)[3:])
     await watched.trainer_lease.acquire("t", "host", os.getpid(), 60)  # the first one reads earlier steps
-    record(watched)
+    COMMANDS.record(watched)
     for task_id in await watched.training.waiting_groups("train"):
         await watched.training.finalize_group(task_id, decide)
     await everything_that_runs_in_a_loop(watched)
-    COMMANDS.database = None
     explained = set()
-    for query in queries():
+    for query in queries(COMMANDS.stop(watched)):
         plan = await watched.database.command({"explain": query, "verbosity": "queryPlanner"})
         found = set(stages(plan))
         assert found, query
@@ -202,15 +207,16 @@ async def test_a_look_for_leases_that_ran_out_reads_no_task_whose_leases_run(wat
     for _ in range(40 * 2):
         await take_one(watched, "alive", lease=600)
     await end_leases(watched, 0)
-    record(watched)
+    COMMANDS.record(watched)
     assert await watched.claims.reap("train") == 2
     await take_one(watched, "other", lease=600)
     await take_one(watched, "other", lease=600)
     await end_leases(watched, 1)
     assert (await take_one(watched, "heir", lease=600)).attempt == 2
-    COMMANDS.database = None
+    sent = COMMANDS.stop(watched)
     await end_leases(watched, 1)
-    looks = [query for query in queries() if "lease_deadline" in str(query.get("filter", query.get("query")))]
+    filters = [(query, str(query.get("filter", query.get("query")))) for query in queries(sent)]
+    looks = [query for query, condition in filters if "lease_deadline" in condition]
     assert {next(iter(look)) for look in looks} == {"find", "findAndModify"}
     for look in looks:
         plan = await watched.database.command({"explain": look, "verbosity": "executionStats"})
@@ -232,8 +238,8 @@ class NoWorker:
         raise AssertionError("an idle sampler claims nothing")
 
 
-async def idle_run(store: Store, trainer_side: Store) -> None:
-    """A sampler with nothing to claim and a trainer with nothing to train, ``IDLE_SECONDS`` recorded."""
+async def idle_run(store: Store, trainer_side: Store) -> list[str]:
+    """What a sampler with nothing to claim and a trainer with nothing to train send in ``IDLE_SECONDS``."""
     admission = Admission(SamplingConfig(), TrainConfig())
 
     async def allowed() -> GroupLimit:
@@ -255,29 +261,37 @@ async def idle_run(store: Store, trainer_side: Store) -> None:
     sampling = asyncio.create_task(sampler.run(stop))
     taking = asyncio.create_task(DataStream(trainer_side, settings).take(1))
     await asyncio.sleep(WARM_UP_SECONDS)
-    record(store)
+    COMMANDS.record(store)
     await asyncio.sleep(IDLE_SECONDS)
-    COMMANDS.database = None
+    sent = [name for name, _ in COMMANDS.stop(store)]
     assert not sampling.done()
     assert not taking.done()
     stop.set()
     taking.cancel()
     await asyncio.gather(sampling, taking, return_exceptions=True)
+    return sent
 
 
-@pytest.mark.parametrize("claimed", ["no tasks", "every slot taken", "no room"])
-async def test_an_idle_sampler_and_an_idle_trainer_cost_little(
-    watched: Store, run_config: RunConfig, claimed: str
-) -> None:
-    if claimed != "no tasks":
-        await watched.tasks.load(make_tasks(40 if claimed == "no room" else 2))
-    while claimed != "no tasks" and (
-        await watched.claims.claim(split="train", owner="busy", lease_seconds=600, max_groups_open=36)
-    ):
-        pass
-    async with await open_store(run_config) as trainer_side:
-        assert trainer_side.run_name == watched.run_name
-        record(watched)
-        await idle_run(watched, trainer_side)
-        sent = [name for name, _ in COMMANDS.sent]
-    assert len(sent) / IDLE_SECONDS < IDLE_OPERATIONS_A_SECOND, sent
+async def idle_commands(run: RunConfig, *, tasks: int) -> list[str]:
+    """The commands of an idle run of ``tasks``, all of whose claims within the limit are taken."""
+    async with await open_store(run) as watched, await open_store(run) as trainer_side:
+        if tasks:
+            await watched.tasks.load(make_tasks(tasks))
+        while tasks and (
+            await watched.claims.claim(split="train", owner="busy", lease_seconds=600, max_groups_open=36)
+        ):
+            pass
+        try:
+            return await idle_run(watched, trainer_side)
+        finally:
+            await watched.database.client.drop_database(run.run_name)
+
+
+async def test_an_idle_sampler_and_an_idle_trainer_cost_little(run_config: RunConfig) -> None:
+    numbers = {"no tasks": 0, "every slot taken": 2, "no room": 40}
+    runs = [
+        idle_commands(replace(run_config, run_name=f"{run_config.run_name}_{number}"), tasks=number)
+        for number in numbers.values()
+    ]
+    for idle, sent in zip(numbers, await asyncio.gather(*runs), strict=True):
+        assert len(sent) / IDLE_SECONDS < IDLE_OPERATIONS_A_SECOND, (idle, sent)
