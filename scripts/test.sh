@@ -5,13 +5,13 @@
 #   bash scripts/test.sh --fast     lint, types and unit tests (about 3 minutes)
 #   bash scripts/test.sh -k claims  pass arguments to pytest
 #
-# Without arguments there are two runs of pytest, each with a summary of its own: first tests/unit and
-# tests/exactness, which compute and wait for nothing, in two processes; then all others, one after another.
+# Without arguments, pytest runs twice, and prints two summaries: first what computes or has a database to itself
+# ($apart), in two processes; then all other tests, one after another, whose processes share the cores.
 set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"
 cd "$(dirname "$0")/.."
 
-engine=""
+apart=(tests/unit tests/exactness tests/unmoved tests/integration/store)
 if [ $# -eq 0 ]; then
   set -m
   bash scripts/setup_sglang.sh & # a venv of its own: it is installed while others are installed and check
@@ -31,7 +31,7 @@ step "$bin/lint-imports" --no-logo
 
 if [ "${1:-}" = "--fast" ]; then
   shift
-  exec "$bin/python" -m pytest -n 2 tests/unit "$@"
+  exec "$bin/python" -m pytest -n 2 --dist worksteal tests/unit "$@"
 elif [ $# -gt 0 ]; then
   exec "$bin/python" -m pytest "$@"
 fi
@@ -39,12 +39,10 @@ fi
 wait "$engine"
 trap - EXIT
 export AGENTRL_REQUIRE_ENGINES=sglang
-failed=0
-step "$bin/python" -m pytest -n 2 tests/unit tests/exactness || failed=1
-others=("$bin/python" -m pytest --ignore=tests/unit --ignore=tests/exactness)
-if [ "$failed" = 0 ]; then
+others=("$bin/python" -m pytest "${apart[@]/#/--ignore=}")
+if step "$bin/python" -m pytest -n 2 --dist worksteal "${apart[@]}"; then
   exec "${others[@]}"
 fi
 step "${others[@]}" || true
-echo "test: a test of tests/unit or tests/exactness failed: see the first of the two summaries" >&2
+echo "test: tests failed in the first of the two runs, ${apart[*]}: see its summary above" >&2
 exit 1
