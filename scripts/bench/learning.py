@@ -1,0 +1,286 @@
+"""Train a tiny model on an environment, and test whether its score on held-out tasks rises.
+
+    python scripts/bench/learning.py --case gcd [--seeds 3] [--minutes 15] [--plot FILE] [--json FILE]
+    python scripts/bench/learning.py --case frozen_lake
+
+Each seed makes a two-layer model, warms it up (learning_cases.py), and trains it with an engine, a sampler
+and a trainer of its own, for --minutes at most. Then `agentrl eval` evaluates the version before the first
+step, versions in between and the last one on held-out tasks of the environment; those whose text is that of
+a training task do not count. The paired tests are those of `agentrl eval compare`: per seed, and over all
+seeds. Exits with 1 if the score does not rise with p < 0.01 over all seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from learning_cases import CASES, Case, corpus
+
+from agentrl.config.schema import RunConfig
+from agentrl.observe.plotting import COLORS, finish, label_steps, new_figure, save_figure
+from agentrl.processes import thread_limits
+from agentrl.quickstart.tiny import build_tiny_model
+from agentrl.scoring.evaluation import EvaluatedTask
+from agentrl.scoring.paired_tests import Difference, difference
+from agentrl.store.client import Store, open_store
+from agentrl.store.embedded.server import EmbeddedMongo
+from agentrl.supervise import SupervisedProcess, Supervisor
+
+SIGNIFICANT = 0.01
+HELD_OUT_SEED = 77
+BATCH_SIZE = 16
+SAMPLES = 4
+"""Trajectories of each held-out task in an evaluation."""
+EVAL_SECONDS = 900.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """The evaluation of one version."""
+
+    step: int
+    score: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One seed: its evaluations by step, and the mean score of each held-out task before and after."""
+
+    seed: int
+    seconds: float
+    points: list[Point]
+    pairs: list[tuple[float, float]]
+
+
+def main() -> int:
+    """Train and evaluate every seed, print the tests, and write the plot."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--case", choices=CASES, required=True, help="the environment")
+    parser.add_argument("--seeds", type=int, default=3, help="number of runs (default: 3)")
+    parser.add_argument("--first_seed", type=int, default=0, help="seed of the first run (default: 0)")
+    parser.add_argument("--minutes", type=float, default=15.0, help="limit of each training (default: 15)")
+    parser.add_argument("--plot", type=Path, help="write the plot to this file")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument(
+        "--work", type=Path, help="keep models, logs and database here; made models are reused"
+    )
+    given = parser.parse_args()
+    case: Case = CASES[given.case]
+    with tempfile.TemporaryDirectory() as scratch:
+        work = given.work or Path(scratch)
+        mongo = EmbeddedMongo(work / "mongo")
+        mongo.up()
+        try:
+            seeds = range(given.first_seed, given.first_seed + given.seeds)
+            results = [run_seed(case, seed, given.minutes, work) for seed in seeds]
+        finally:
+            mongo.down()
+    overall = difference([pair for result in results for pair in result.pairs])
+    print_results(results, overall)
+    if given.json is not None:
+        given.json.write_text(json.dumps(as_json(case, results, overall), indent=1), encoding="utf-8")
+    if given.plot is not None:
+        plot(case, results, overall, given.plot)
+    return 0 if overall.effect.value > 0 and overall.p_permutation < SIGNIFICANT else 1
+
+
+def run_seed(case: Case, seed: int, minutes: float, work: Path) -> Result:
+    """Make the model, train it and evaluate its versions."""
+    model = prepare_model(case, seed, work)
+    run = RunConfig(
+        run_name=f"{case.name}-{seed}-{time.time_ns() // 10**9}", mongo_dir=str(work / "mongo"),
+        log_dir=str(work / "logs" / f"{case.name}-{seed}"),
+    )  # fmt: skip
+    common = [
+        "--run_name", run.run_name, "--mongo_dir", run.mongo_dir, "--log_dir", run.log_dir,
+        "--seed", str(seed), "--model_name_or_path", str(model),
+        "--output_dir", str(work / "output" / run.run_name), *case.flags,
+    ]  # fmt: skip
+    began = time.monotonic()
+    train(case, common, minutes, Path(run.log_dir))
+    seconds = time.monotonic() - began
+    every = max(1, case.steps // 6)
+    held_out = ["--eval_file", case.address(case.held_out, HELD_OUT_SEED), "--eval_samples", str(SAMPLES)]
+    agentrl("eval", [*common, *held_out, "--eval_steps", str(every), "--idle_exit_seconds", "1"], work)
+    last = asyncio.run(newest(run))
+    agentrl("eval", [*common, *held_out, "--eval_engine", "own", "--eval_version", str(last)], work)
+    result = asyncio.run(read(run, seed, seconds))
+    print(f"seed {seed}: {result.points[0].score:.3f} -> {result.points[-1].score:.3f} after"
+          f" {result.points[-1].step} steps, {seconds:.0f} s of training", flush=True)  # fmt: skip
+    return result
+
+
+def prepare_model(case: Case, seed: int, work: Path) -> Path:
+    """Return the folder of the warmed-up model of a seed; make it first if it is missing."""
+    folder = work / "models" / f"{case.name}-{seed}"
+    if (folder / "config.json").is_file():
+        return folder
+    began = time.monotonic()
+    random_model = work / "models" / f"{case.name}-{seed}-random"
+    build_tiny_model(random_model, seed, corpus=corpus(case, seed), whole_numbers=case.whole_numbers)
+    file = work / f"warm-up-{case.name}-{seed}.jsonl"
+    items = islice(case.conversations(seed), case.warm_up_steps * BATCH_SIZE)
+    file.write_text("".join(f"{json.dumps(item)}\n" for item in items), encoding="utf-8")
+    agentrl("sft", [
+        "--run_name", "warm-up", "--seed", str(seed), "--max_steps", str(case.warm_up_steps), "--batch_size",
+        str(BATCH_SIZE), "--max_tokens", "2048", "--learning_rate", "2e-3", "--lr_scheduler_type", "linear",
+        "--warmup_steps", "5", "--model_name_or_path", str(random_model), "--train_file", str(file),
+        "--output_dir", str(folder), "--log_dir", str(work / "logs"),
+    ], work)  # fmt: skip
+    print(f"seed {seed}: warm-up of {case.warm_up_steps} steps, {time.monotonic() - began:.0f} s", flush=True)
+    return folder
+
+
+def train(case: Case, common: list[str], minutes: float, logs: Path) -> None:
+    """Run an engine, a sampler and the trainer until the trainer has its steps or ``minutes`` have passed."""
+    supervisor = Supervisor(print)
+    flags = [*common, "--train_file", case.address(case.training_tasks, 1)]
+    every = max(1, case.steps // 6)
+    commands = {
+        "serve": common,
+        "sample": flags,
+        "train": [*common, "--max_steps", str(case.steps), "--save_steps", str(10 * case.steps),
+                  "--publish_steps", "1", "--keep_every", str(every)],
+    }  # fmt: skip
+    members = [
+        SupervisedProcess(
+            name, command(name, words), logs / f"{name}.out", environment(), is_server=name == "serve"
+        )
+        for name, words in commands.items()
+    ]
+    try:
+        for member in members[:-1]:
+            supervisor.start(member)
+        code = supervisor.run_main(members[-1], deadline=time.monotonic() + 60 * minutes)
+    finally:
+        supervisor.stop()
+    if code != 0:
+        raise SystemExit(f"the trainer ended with exit code {code}; its log is {members[-1].log}")
+
+
+async def newest(run: RunConfig) -> int:
+    """Return the newest published version."""
+    async with await open_store(run) as store:
+        version = await store.policy_versions.latest()
+        return 0 if version is None else version.id
+
+
+async def read(run: RunConfig, seed: int, seconds: float) -> Result:
+    """Read the evaluations of a run."""
+    async with await open_store(run) as store:
+        found = [item for item in await store.evaluations.all() if item.results is not None]
+        found.sort(key=lambda item: item.step or 0)
+        points = []
+        for item in found:
+            found_score = (item.results or {})["total"]["score"]
+            score, low, high = (found_score[name] for name in ("value", "low", "high"))
+            points.append(Point(step=item.step or 0, score=score, low=low, high=high))
+        trained = {task.query for task in await store.tasks.find("train")}
+        before, after = [await scores(store, item.id, trained) for item in (found[0], found[-1])]
+    pairs = [(before[key], after[key]) for key in sorted(before.keys() & after.keys())]
+    return Result(seed=seed, seconds=seconds, points=points, pairs=pairs)
+
+
+async def scores(store: Store, split: str, without: set[str]) -> Mapping[str, float]:
+    """Return the mean score of each task of an evaluation whose question is not in ``without``."""
+    questions = {task.task_id: task.query for task in await store.tasks.find(split)}
+    tasks: Sequence[EvaluatedTask] = await store.evaluations.tasks(split, "single_turn", 0.5)
+    return {
+        task.task_id: fmean(task.scores)
+        for task in tasks
+        if task.scores and questions[task.task_id] not in without
+    }
+
+
+def print_results(results: Sequence[Result], overall: Difference) -> None:
+    """Print a Markdown table: a row per seed, and one for all."""
+    print("\n| seed | held-out tasks | before | after | difference [95 %] | p | steps | training |")
+    print("|---" * 8 + "|")
+    for result in results:
+        steps, seconds = str(result.points[-1].step), f"{result.seconds:.0f} s"
+        _print_row(str(result.seed), len(result.pairs), difference(result.pairs), steps, seconds)
+    _print_row("all", sum(len(result.pairs) for result in results), overall, "", "")
+
+
+def _print_row(name: str, tasks: int, test: Difference, steps: str, seconds: str) -> None:
+    effect = f"{test.effect.value:+.3f} [{test.effect.low:+.3f}, {test.effect.high:+.3f}]"
+    numbers = f"{test.a:.3f} | {test.b:.3f} | {effect} | {test.p_permutation:.4f}"
+    print(f"| {name} | {tasks} | {numbers} | {steps} | {seconds} |")
+
+
+def as_json(case: Case, results: Sequence[Result], overall: Difference) -> dict[str, Any]:
+    """Return all results as JSON."""
+    seeds = [
+        {"seed": item.seed, "seconds": item.seconds, "points": [vars(point) for point in item.points],
+         "test": difference(item.pairs).to_json()}
+        for item in results
+    ]  # fmt: skip
+    return {"case": case.name, "seeds": seeds, "overall": overall.to_json()}
+
+
+def plot(case: Case, results: Sequence[Result], overall: Difference, out: Path) -> None:
+    """Plot the held-out score of each seed over the optimizer steps, with its interval."""
+    figure = new_figure(7.0, 3.8)
+    axes = figure.subplots()
+    for result, color in zip(results, COLORS * len(results), strict=False):
+        steps = [point.step for point in result.points]
+        axes.plot(steps, [point.score for point in result.points], marker="o", markersize=4, color=color,
+                  label=f"seed {result.seed}")  # fmt: skip
+        low, high = [point.low for point in result.points], [point.high for point in result.points]
+        axes.fill_between(steps, low, high, color=color, alpha=0.12, linewidth=0)
+    axes.set_title(
+        f"{case.name}: held-out score {overall.a:.3f} → {overall.b:.3f}, p = {overall.p_permutation:.4f}",
+        loc="left", fontsize=10,
+    )  # fmt: skip
+    axes.set_ylabel("score of held-out tasks")
+    label_steps(axes)
+    finish(axes)
+    save_figure(figure, out, "--plot")
+
+
+def command(name: str, flags: Sequence[str]) -> list[str]:
+    """Return the command line of an ``agentrl`` command."""
+    return [sys.executable, "-m", "agentrl", name, *flags]
+
+
+def agentrl(name: str, flags: Sequence[str], work: Path) -> None:
+    """Run a command to its end; its output goes to a file. Exits if it fails."""
+    log = work / "logs" / f"{name}.out"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as sink:
+        done = subprocess.run(
+            command(name, flags),
+            stdout=sink,
+            stderr=sink,
+            env=environment(),
+            timeout=EVAL_SECONDS,
+            check=False,
+        )
+    if done.returncode != 0:
+        raise SystemExit(f"agentrl {name} ended with exit code {done.returncode}; its log is {log}")
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of the processes: few threads, no network."""
+    return {**os.environ, **thread_limits(), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Define the environments of ``learning.py``: their tasks, flags, and the conversations of the warm-up.
+
+The warm-up teaches a model with random weights the form of an answer only: a pupil who answers any number, a
+player who moves at random. What is right or better is learned by reinforcement.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from agentrl.environments.base import ENVIRONMENTS, TaskRequest
+from agentrl.environments.tasks import Address
+from agentrl.environments.textarena import Game
+
+CONFIGS = Path(__file__).parent / "configs"
+GAME = "FrozenLake-v0"
+MOVES = ("up", "down", "left", "right")
+LONGEST_WALK = 3
+LARGEST_ANSWER = 10
+
+Conversation = dict[str, Any]
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One environment: where its tasks come from, how they are trained, and its warm-up."""
+
+    name: str
+    options: str
+    """The options of its address, without ``n`` and ``seed``."""
+    warm_up: Callable[[Case, random.Random], Iterator[Conversation]]
+    warm_up_steps: int
+    flags: tuple[str, ...]
+    steps: int
+    held_out: int = 96
+    whole_numbers: bool = False
+    """Whether a number may be one token; else each digit is one."""
+    training_tasks: int = 1000
+    """Few enough that most held-out tasks have another text; those with the same text are left out."""
+
+    def address(self, n: int, seed: int) -> str:
+        """Return the address of ``n`` tasks."""
+        return f"env:{self.options}&n={n}&seed={seed}"
+
+    def conversations(self, seed: int) -> Iterator[Conversation]:
+        """Yield the conversations of the warm-up without end."""
+        return self.warm_up(self, random.Random(f"{self.name}/{seed}"))
+
+
+def divisors(case: Case, choice: random.Random) -> Iterator[Conversation]:
+    """Yield questions with a random answer from 1 to 10, whatever the numbers are."""
+    address = Address.parse(case.address(2000, choice.getrandbits(30)))
+    environment = ENVIRONMENTS.get(address.name)
+    request = TaskRequest(n=address.n, seed=address.seed, split="warm_up", options=address.options)
+    tasks = list(environment.tasks(request))
+    system = str(environment.task_defaults["system_prompt"])
+    while True:
+        answer = _said(f"<answer>{choice.randint(1, LARGEST_ANSWER)}</answer>")
+        yield {"messages": [*_question(system, str(choice.choice(tasks)["query"])), answer]}
+
+
+def walks(_: Case, choice: random.Random) -> Iterator[Conversation]:
+    """Yield games of a player who moves at random."""
+    while True:
+        game = Game(GAME, choice.getrandbits(30))
+        messages = [{"role": "user", "content": game.prompt}]
+        for _ in range(LONGEST_WALK):
+            move = f"[{choice.choice(MOVES)}]"
+            said = game.step(move)
+            messages.append(_said(move))
+            if game.is_over:
+                break
+            messages.append({"role": "user", "content": said})
+        yield {"messages": messages}
+
+
+def corpus(case: Case, seed: int, conversations: int = 400) -> Iterator[str]:
+    """Yield the texts on which the tokenizer is trained."""
+    for item in islice(case.conversations(seed), conversations):
+        yield "\n".join(f"{message['role']}\n{message['content']}" for message in item["messages"])
+
+
+def _question(system: str, text: str) -> Messages:
+    return [{"role": "system", "content": system}, {"role": "user", "content": text}]
+
+
+def _said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+_COMMON = (
+    "--num_train_epochs", "50", "--num_generations", "8", "--max_staleness", "1", "--loss_calculater", "GRPO",
+    "--token_level_loss", "true", "--epsilon", "0.2", "--epsilon_higher", "0.1",
+    "--importance_weight_cap_ratio", "4.0", "--advantage", "leave_one_out", "--max_grad_norm", "1.0",
+    "--max_running_requests", "128", "--max_total_tokens", "65536", "--max_tokens", "4096",
+    "--max_concurrent_samples_per_process", "64", "--prompt_reserve_tokens", "16",
+    "--preferred_sampling_params", '{"temperature": 1.0, "top_p": 1.0}',
+)  # fmt: skip
+
+CASES = {
+    "gcd": Case(
+        name="gcd",
+        options=f"reasoning_gym?config={CONFIGS / 'gcd.yml'}",
+        warm_up=divisors,
+        warm_up_steps=120,
+        flags=(*_COMMON, "--groups_per_step", "16", "--max_turns", "1", "--max_prompt_tokens", "160",
+               "--max_new_tokens", "12", "--learning_rate", "3e-4"),
+        steps=120,
+        held_out=128,
+    ),
+    "frozen_lake": Case(
+        name="frozen_lake",
+        options=f"textarena?game={GAME}",
+        warm_up=walks,
+        warm_up_steps=40,
+        flags=(*_COMMON, "--groups_per_step", "6", "--max_prompt_tokens", "960", "--max_new_tokens", "12",
+               "--learning_rate", "1e-3"),
+        steps=120,
+        training_tasks=150,
+    ),
+}  # fmt: skip
