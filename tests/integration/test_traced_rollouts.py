@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,17 +14,18 @@ import pytest
 import yaml
 from fake_llm import fake_llm
 from gateway_run import ADD, answerer_of, gateway_task, worker_of
-from otlp_collector import traced
+from otlp_collector import collecting, trace_flags, traced
 from rollout_fakes import FakeTools, ScriptedEngine, format_of
 
 from agentrl.config.gateway import GatewayConfig
-from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig
+from agentrl.config.schema import AgentConfig, ClaimConfig, RunConfig, SamplingConfig
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus, StopReason
 from agentrl.documents.task import Task
-from agentrl.errors import EngineError, OutageError
+from agentrl.errors import EngineError, OutageError, ScorerError
 from agentrl.gateway.host import GatewayHost
+from agentrl.observe.tracing.open import tracing
 from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.worker import Worker
@@ -166,6 +170,30 @@ async def test_a_score_from_the_queue_joins_the_trace_of_its_trajectory(store: S
     assert stored.trace == second.trace == record.trace_id
     assert (stored.parent, second.parent) == (collector.one("invoke_agent").id, stored.id)
     assert stored.attributes["agentrl.score"] == 0.5
+
+
+async def test_the_process_of_agentrl_score_adds_to_the_trace(
+    store: Store, run_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: object) -> None:
+        raise ScorerError("not here")
+
+    monkeypatch.setattr("agentrl.rollout.scoring.score_context", fails)
+    with collecting() as collector:
+        with tracing(trace_flags(collector.url), "sample"):
+            record = await run(store, react(store, "<answer>3</answer>"), gateway_task(slots=1))
+        command = (
+            sys.executable, "-m", "agentrl", "score", "--until_empty", "true", "--trace", collector.url,
+            "--run_name", run_config.run_name, "--db_connection_string", run_config.db_connection_string,
+            "--log_dir", run_config.log_dir,
+        )  # fmt: skip
+        ended = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=100)
+    assert "1 trajectories scored" in ended.stdout, ended.stderr
+    score = collector.one("score exact")
+    assert (score.trace, score.attributes["agentrl.score"]) == (record.trace_id, 1.0)
+    names = {span.name: span.resource["service.name"] for span in collector.spans}
+    assert names["invoke_agent react"] == "agentrl-sample"
+    assert names["score_stored"] == names["score exact"] == "agentrl-score"
 
 
 async def test_a_judge_is_a_model_call_below_its_scorer(store: Store, tmp_path: Path) -> None:
