@@ -102,6 +102,7 @@ async def test_texts_around_images_stay_in_order(chat_format: Any) -> None:
         "tool_use_id": "c1",
         "content": [{"type": "text", "text": "shot"}, BLOCK],
     }
+    mark = {"type": "text", "text": "!"}
     call = {"type": "tool_use", "id": "c1", "name": "look", "input": {}}
     body = {"model": "policy", "max_tokens": 9, "messages": [
         {"role": "user", "content": "go"}, {"role": "assistant", "content": [call]},
