@@ -8,7 +8,18 @@ from typing import Any
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
 
-KINDS = ("engine", "tool", "environment", "scorer", "timeout", "trajectory", "lease", "internal", "group")
+KINDS = (
+    "engine",
+    "tool",
+    "environment",
+    "scorer",
+    "timeout",
+    "trajectory",
+    "image",
+    "lease",
+    "internal",
+    "group",
+)
 
 
 def add_rescore(subparsers: Any) -> None:
