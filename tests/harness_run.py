@@ -48,11 +48,16 @@ class HarnessRun:
     """A worker whose agent is a harness."""
 
     def __init__(
-        self, store: Store, path: Path | None, *script: str | Callable[[str], str], **agent: Any
+        self,
+        store: Store,
+        path: Path | None,
+        *script: str | BaseException | Callable[[str], str],
+        config: GatewayConfig | None = None,
+        **agent: Any,
     ) -> None:
         self.store = store
         self.engine = ScriptedEngine(format_of(), *(script or ("the answer",)))
-        self.host = GatewayHost(answerer_of(store, self.engine, **agent), GatewayConfig())
+        self.host = GatewayHost(answerer_of(store, self.engine, **agent), config or GatewayConfig())
         self.worker = Worker(
             store=store, router=self.engine, tools=FakeTools(), chat_format=self.engine.chat_format,
             params=SamplingParams(), seed=7,

@@ -35,7 +35,7 @@ class GatewaySession(Root):
     created_at: datetime = field(default_factory=now)
     closed_at: datetime | None = None
     stopped_by: str | None = None
-    """The limit that refused a request: ``turns`` or ``length``."""
+    """Why a request was refused: ``turns``, ``length``, or ``unavailable`` if no engine answered it."""
     trace_id: str | None = None
     """The trace of the trajectory, to which every gateway adds its model calls."""
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any
 
 from agentrl.config.gateway import GatewayConfig
 from agentrl.documents.gateway import GatewayCall, GatewayCallStatus, GatewaySession
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.task import Claim
+from agentrl.errors import StoreError
 from agentrl.gateway.chains import Prompt
 from agentrl.gateway.errors import GatewayError
 from agentrl.gateway.history import body_digest
@@ -21,6 +23,8 @@ from agentrl.store.gateways import CallRequest
 _FIRST_LOOK, _LONGEST_LOOK = 0.02, 0.5
 """Seconds between looks at a request that another gateway answers."""
 
+_NOTED = {"context_length_exceeded": "length", "unavailable": "unavailable"}
+"""Code of an error → what its trajectory notes as ``stopped_by``."""
 
 _KNOWN = 4096
 """Trajectories of which a process keeps the number of calls."""
@@ -248,8 +252,10 @@ class PendingAnswers:
             await checking
             return await generating
         except GatewayError as error:
-            if error.code == "context_length_exceeded":
-                await self._answerer.store.gateways.stop_session(session.id, "length")
+            noted = _NOTED.get(error.code)
+            if noted is not None:
+                with suppress(StoreError):  # the client gets the first error
+                    await self._answerer.store.gateways.stop_session(session.id, noted)
             raise
         finally:
             await _end(checking, *([generating] if generating is not None else []))

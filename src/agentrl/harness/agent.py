@@ -10,9 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+import httpx
+
 from agentrl.documents.harness import CommandRun, Ending, HarnessRun
 from agentrl.documents.status import StopReason
-from agentrl.errors import HarnessError
+from agentrl.errors import ENGINES, EngineError, HarnessError
 from agentrl.harness.changes import compare
 from agentrl.harness.config import HarnessConfig
 from agentrl.harness.prepare import Prepared, prepare
@@ -32,6 +34,10 @@ _VARIABLE_BYTES: Final = 100_000
 """Longest question in a variable; the kernel allows 128 KiB. A longer one is only in the files."""
 _ANSWER_BYTES: Final = 64 << 10
 _SHOWN: Final = 1000
+RETURN_SECONDS: Final = 60.0
+"""How long to wait for a gateway that does not answer; then the trajectory is released."""
+_LOOK_SECONDS: Final = 2.0
+_ANSWER_SECONDS: Final = 5.0
 _STOPPED: Final = {"turns": StopReason.TURNS_LIMIT, "length": StopReason.LENGTH_LIMIT}
 
 
@@ -65,10 +71,33 @@ class CommandAgent:
             await _keep(rollout, session, run, secrets)
             stopped_by = _STOPPED.get(endpoint.result.stopped_by or "")
             if stopped_by is None and run.ended in config.fail_on:
+                await _check_gateway(endpoint)
                 raise HarnessError(_failure(prepared, run), hint=_HINTS.get(run.ended))
             answer = await _answer(rollout, config, session, run)
             score = await _score(rollout, config, session, run, {**passed, **own})
         return Outcome(stopped_by or StopReason.ANSWERED, answer, score)
+
+
+async def _check_gateway(endpoint: Endpoint) -> None:
+    """Raise EngineError, which uses up no attempt, if no engine or no gateway answered the harness."""
+    if endpoint.result.stopped_by == "unavailable":
+        raise EngineError("no engine answered a request of the harness", outage=ENGINES)
+    for look in range(1 + int(RETURN_SECONDS / _LOOK_SECONDS)):
+        if await _answers(endpoint.base_url):
+            if look == 0:
+                return
+            break
+        await asyncio.sleep(_LOOK_SECONDS)
+    raise EngineError("the gateway did not answer when the harness failed", outage=ENGINES)
+
+
+async def _answers(url: str) -> bool:
+    """Return whether a gateway answers; it refuses the token, which is dead now."""
+    try:
+        async with httpx.AsyncClient(timeout=_ANSWER_SECONDS, trust_env=False) as client:
+            return (await client.get(f"{url}/models")).status_code < 500
+    except httpx.HTTPError:
+        return False
 
 
 def _variables(rollout: Rollout, endpoint: Endpoint, session: HarnessSession) -> dict[str, str]:

@@ -24,7 +24,7 @@ class GatewayResult:
     """The conversation of the main branch."""
     reward: ReportedReward | None = None
     stopped_by: str | None = None
-    """The limit that refused a request: ``turns`` or ``length``."""
+    """Why a request was refused: ``turns``, ``length``, or ``unavailable`` if no engine answered it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

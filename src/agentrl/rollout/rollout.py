@@ -17,7 +17,14 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
 from agentrl.environments.base import Environment, Observation
 from agentrl.environments.session import EnvironmentSession
-from agentrl.errors import ContextFullError, ToolServerError, TrajectoryError, TurnsLimitError
+from agentrl.errors import (
+    ENGINES,
+    ContextFullError,
+    EngineError,
+    ToolServerError,
+    TrajectoryError,
+    TurnsLimitError,
+)
 from agentrl.rollout.agent_cfg import AgentCfg, agent_cfg_path, read_agent_cfg
 from agentrl.rollout.endpoint import Endpoint, Gateway, GatewayResult
 from agentrl.rollout.fixed_model import FixedModel, FixedRole, Hold, call_at_once
@@ -233,6 +240,8 @@ class Rollout(Role):
                 raise TurnsLimitError(f"the trajectory made its {self.max_turns} model calls") from error
             if result.stopped_by == "length":
                 raise ContextFullError("a request did not fit into the context") from error
+            if result.stopped_by == "unavailable":
+                raise EngineError("no engine answered a request to the gateway", outage=ENGINES) from error
             raise
         finally:
             self._adopt(result)

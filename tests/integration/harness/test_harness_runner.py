@@ -16,10 +16,11 @@ from gateway_run import gateway_task
 from harness_run import CALL, PYTHON, HarnessRun, write_harness
 from rollout_fakes import FakeTools
 
+from agentrl.config.gateway import GatewayConfig
 from agentrl.config.schema import AgentConfig, SamplingConfig
 from agentrl.documents.harness import Ending
 from agentrl.documents.status import RecordStatus, StopReason
-from agentrl.errors import ConfigError
+from agentrl.errors import ENGINES, ConfigError, EngineError
 from agentrl.rollout.preflight import probe
 from agentrl.store.client import Store
 from agentrl.tools.sandbox.local import namespace_problem
@@ -227,3 +228,17 @@ async def test_a_harness_that_cannot_run_is_refused_before_a_claim(
         "did you mean 'seconds'",
     ):
         assert part in caught.value.message
+
+
+async def test_an_outage_of_engine_or_gateway_uses_up_no_attempt(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_harness(tmp_path, CALL)
+    record = await HarnessRun(store, path, EngineError("down", outage=ENGINES)).run()
+    assert (record.status, record.failure) == (RecordStatus.RELEASED, None)
+    monkeypatch.setattr("agentrl.harness.agent.RETURN_SECONDS", 0.1)
+    away = HarnessRun(store, path, config=GatewayConfig(gateway_url="http://127.0.0.1:9"))
+    record = await away.run()
+    assert (record.status, record.failure) == (RecordStatus.RELEASED, None)
+    assert record.harness is not None
+    assert record.harness.run.ended is Ending.NONZERO_EXIT
