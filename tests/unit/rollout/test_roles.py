@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -240,3 +241,12 @@ async def test_a_role_may_begin_again() -> None:
         (None, True, CallStatus.COMPLETED), (None, True, CallStatus.COMPLETED),
     ]  # fmt: skip
     assert "1+2?" not in trajectory.engine.chat_format.decode(trajectory.engine.prompts[1])
+
+
+async def test_the_example_in_the_docs_runs() -> None:
+    page = Path(__file__).parents[3] / "docs" / "multi_agent.md"
+    code = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    exec(compile(code, str(page), "exec"), {})
+    trajectory = Trajectory("2", "No.", "<answer>3</answer>", task={"answer": "3", "scorer": "needless"})
+    outcome = await trajectory.run("solver_critic")
+    assert (outcome.score, outcome.rewards) == (1.0, {"solver": 1.0, "critic": 0.2})
