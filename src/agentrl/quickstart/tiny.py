@@ -117,8 +117,8 @@ def build_tiny_model(
 ) -> Path:
     """Write a model with random weights and a small tokenizer; the same seed gives the same bytes.
 
-    The tokenizer is trained on ``corpus``, by default the quickstart's questions. Each digit is a token of its
-    own; with ``whole_numbers`` the numbers of the corpus may be tokens.
+    The tokenizer is trained on ``corpus``, by default the quickstart's questions. Each digit is a token of
+    its own; with ``whole_numbers`` the numbers of the corpus may be tokens.
     """
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
