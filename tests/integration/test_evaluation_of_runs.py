@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -119,10 +120,15 @@ async def test_versions_are_evaluated_on_an_environment_beside_their_trainer(
 
 
 async def test_an_own_engine_that_dies_ends_the_evaluation_which_the_same_command_finishes(
-    store: Store, commands: Commands
+    store: Store, commands: Commands, tmp_path: Path
 ) -> None:
-    words = ("--eval_file", ADDRESS, "--eval_model", str(commands.model), "--max_turns", "7", *SHORT)
-    long = tuple("400" if word == "4" else word for word in words)
+    tasks = [{"id": f"t{number}", "query": "1+1?", "answer": "2", "scorer": "exact"} for number in range(4)]
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("".join(f"{json.dumps(task)}\n" for task in tasks))
+    long = (
+        "--eval_file", str(file), "--eval_model", str(commands.model), "--agent_name", "single_turn",
+        "--max_new_tokens", "400", "--max_total_tokens", "8192", "--tools", "",
+    )  # fmt: skip
     process = commands.start("eval", *long)
     async with asyncio.timeout(120):
         while not await store.database["Task"].count_documents({"slots.status": "running"}):
