@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from agentrl.chat.adapt import in_call_order
 from agentrl.chat.chat_format import ChatFormat, Message, ToolSchemas
 from agentrl.chat.parsers import ParsedMessage
-from agentrl.chat.vision import locate_images
+from agentrl.chat.vision import locate_images, reads_images
 from agentrl.documents.images import ImageSpan
 
 
@@ -77,8 +76,10 @@ class Conversation:
     def context_images(self) -> tuple[ImageSpan, ...]:
         """Return the images in ``context_ids()``."""
         ids = self.context_ids()
+        if not reads_images(self._format):
+            return ()
         first = 0 if self._starts_branch else self._seen - 1
-        return locate_images(self._format, ids, in_call_order(self.messages[first:]))
+        return locate_images(self._format, ids, self.messages[first:])
 
     def prompt_images(self) -> tuple[ImageSpan, ...]:
         """Return the images in ``prompt_ids()``."""

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from agentrl.chat.adapt import in_call_order
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.vision import locate_images
 from agentrl.documents.images import ImageSpan
@@ -169,7 +168,7 @@ def prompt_of(
     if added is None:
         return _rendered(chat_format, whole, tools, chain.call)
     ids = [*chain.prompt_ids, *chain.output_ids, *added]
-    spans = locate_images(chat_format, added, in_call_order([chain.messages[-1], *new]))
+    spans = locate_images(chat_format, added, [chain.messages[-1], *new])
     before = len(ids) - len(added)
     return Prompt(
         ids, added, whole, new, chain.call, None, chain.encoded,
@@ -182,7 +181,7 @@ def _rendered(
 ) -> Prompt:
     """Return the prompt of a whole conversation."""
     ids = chat_format.render(messages, tools)
-    spans = locate_images(chat_format, ids, in_call_order(messages))
+    spans = locate_images(chat_format, ids, messages)
     return Prompt(
         ids, ids, messages, messages, None, follows, EncodedIds(), images=spans, context_images=spans
     )
