@@ -44,6 +44,9 @@ _AWAY_SECONDS = (0.5, 4.0)
 _GAP_SECONDS = (1.0, 4.0)
 _FINISH_SECONDS = 400.0
 _GONE_SECONDS = 20.0
+_STARTED_SECONDS = 20.0
+"""Time for a sampler that was killed to run harnesses again."""
+
 _ALIVE = ("engine", "gateway", "sampler-0", "sampler-1")
 
 
@@ -178,6 +181,7 @@ async def _kill_for(scene: HarnessScene, report: Report, seconds: float, rng: ra
         if name == "mongod":
             await scene.mongo.kill(away)
         elif name == "harness":
+            await _wait(lambda: len(scene.harnesses()) > 1, _STARTED_SECONDS)
             if not _kill_harness(scene.harnesses(), rng):
                 continue
         else:
