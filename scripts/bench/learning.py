@@ -134,7 +134,10 @@ def prepare_model(case: Case, seed: int, work: Path) -> Path:
         return folder
     began = time.monotonic()
     random_model = work / "models" / f"{case.name}-{seed}-random"
-    build_tiny_model(random_model, seed, corpus=corpus(case, seed), whole_numbers=case.whole_numbers)
+    build_tiny_model(
+        random_model, seed, corpus=corpus(case, seed), whole_numbers=case.whole_numbers,
+        context_tokens=case.context_tokens,
+    )  # fmt: skip
     file = work / f"warm-up-{case.name}-{seed}.jsonl"
     items = islice(case.conversations(seed), case.warm_up_steps * BATCH_SIZE)
     file.write_text("".join(f"{json.dumps(item)}\n" for item in items), encoding="utf-8")

@@ -39,6 +39,7 @@ class Case:
     flags: tuple[str, ...]
     steps: int
     held_out: int = 96
+    context_tokens: int = 1024
     whole_numbers: bool = False
     """Whether a number may be one token; else each digit is one."""
     training_tasks: int = 1000
@@ -119,9 +120,10 @@ CASES = {
         options=f"textarena?game={GAME}",
         warm_up=walks,
         warm_up_steps=40,
-        flags=(*_COMMON, "--groups_per_step", "6", "--max_prompt_tokens", "960", "--max_new_tokens", "12",
-               "--learning_rate", "1e-3"),
+        flags=(*_COMMON, "--groups_per_step", "6", "--max_prompt_tokens", "1984",
+               "--max_new_tokens", "12", "--learning_rate", "1e-3"),
         steps=120,
         training_tasks=150,
+        context_tokens=2048,
     ),
 }  # fmt: skip

@@ -114,6 +114,7 @@ def build_tiny_model(
     *,
     corpus: Iterable[str] | None = None,
     whole_numbers: bool = False,
+    context_tokens: int = CONTEXT_TOKENS,
 ) -> Path:
     """Write a model with random weights and a small tokenizer; the same seed gives the same bytes.
 
@@ -126,6 +127,7 @@ def build_tiny_model(
     from agentrl.weights.model_folder import atomic_model_folder
 
     tokenizer = _tokenizer(_corpus() if corpus is None else corpus, whole_numbers=whole_numbers)
+    tokenizer.model_max_length = context_tokens
     start, end, pad = tokenizer.convert_tokens_to_ids([START, END, PAD])
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -135,7 +137,7 @@ def build_tiny_model(
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
-        max_position_embeddings=CONTEXT_TOKENS,
+        max_position_embeddings=context_tokens,
         tie_word_embeddings=True,
         bos_token_id=start,
         eos_token_id=end,
