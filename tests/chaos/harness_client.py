@@ -8,12 +8,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from typing import Any
 
 PATIENCE_SECONDS = 90
 TOOL = {"type": "function", "function": {"name": "convert", "description": "Converts.", "parameters": {}}}
 
 
-def ask(messages):
+def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the next message; retry while the gateway is away."""
     body = json.dumps({"model": os.environ["AGENTRL_MODEL"], "messages": messages, "tools": [TOOL]}).encode()
     head = {"Authorization": f"Bearer {os.environ['AGENTRL_API_KEY']}", "Content-Type": "application/json"}
@@ -22,7 +23,8 @@ def ask(messages):
     while True:
         try:
             with urllib.request.urlopen(urllib.request.Request(url, body, head), timeout=30) as answer:
-                return json.load(answer)["choices"][0]["message"]
+                message: dict[str, Any] = json.load(answer)["choices"][0]["message"]
+                return message
         except urllib.error.HTTPError as error:
             if error.code < 500 or time.monotonic() > deadline:
                 sys.exit(f"{error.code}: {error.read()[:300]!r}")
@@ -32,9 +34,9 @@ def ask(messages):
         time.sleep(0.5)
 
 
-def main():
+def main() -> None:
     """Make four calls or so."""
-    messages = [{"role": "user", "content": os.environ["AGENTRL_TASK"]}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": os.environ["AGENTRL_TASK"]}]
     for _ in range(3):
         message = ask(messages)
         messages.append({name: value for name, value in message.items() if value is not None})
