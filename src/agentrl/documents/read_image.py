@@ -35,7 +35,7 @@ _SHOWN: Final = 60
 
 
 def image_of_url(url: str, *, where: str = "the image") -> Image:
-    """Return the image of a ``data:`` URL. Raises ImageError for other URLs and for what is no image."""
+    """Return the image of a ``data:`` URL. Raises ImageError for other URLs and other data."""
     found = _DATA_URL.match(url)
     if found is None:
         raise ImageError(

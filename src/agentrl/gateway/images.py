@@ -20,7 +20,7 @@ MAX_REQUEST_IMAGES = 100
 
 
 async def store_images(request: GatewayRequest, chat_format: ChatFormat, store: ImageStore) -> GatewayRequest:
-    """Return the request with its images stored. Raises GatewayError for what is no image, or no model's."""
+    """Return the request with its images stored. Raises GatewayError for one that is not allowed."""
     if not has_images(request.messages):
         return request
     if not reads_images(chat_format):

@@ -81,8 +81,8 @@ class FixedModel:
 class FixedRole(Role):
     """A role that a FixedModel plays, with the methods of every role.
 
-    Its calls are recorded without ids. They are no context of the policy, unless an agent gives their text to
-    one of the policy's roles.
+    Its calls are recorded without ids. The policy does not see them, unless an agent gives their text to one
+    of the policy's roles.
     """
 
     _fixed = True
