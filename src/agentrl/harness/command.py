@@ -63,7 +63,7 @@ def _first_word(command: str | Sequence[str], where: str) -> str:
         words = _words(command) if isinstance(command, str) else list(command)
     except ValueError as error:
         raise ConfigError(
-            f"{where}: the command is no shell line: {error}", hint="close its quotes"
+            f"{where}: the command cannot be read as a shell line: {error}", hint="close its quotes"
         ) from error
     for word in words:
         if not (isinstance(command, str) and word.partition("=")[0].isidentifier() and "=" in word):

@@ -20,7 +20,7 @@ BAD = {
     "isolation: auto": ("'command' is missing", "give the command line"),
     "comand: x": ("unknown key 'comand'", "did you mean 'command'"),
     "command: ''": ("command is ''", "a line for the shell"),
-    "command: 'echo \"'": ("no shell line", "close its quotes"),
+    "command: 'echo \"'": ("cannot be read as a shell line", "close its quotes"),
     "command: no-such-agent --now": ("no command 'no-such-agent'", "install it"),
     "command: [no-such-agent]": ("no command 'no-such-agent'", "install it"),
     "{command: 'true', limits: {seconds: -1}}": ("limits: seconds is -1", "above 0"),
