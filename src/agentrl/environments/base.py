@@ -10,9 +10,12 @@ from typing import Any, ClassVar, TypeVar
 from agentrl.documents.task import Task
 from agentrl.errors import ConfigError, ScorerError, TaskEnvironmentError
 from agentrl.registry import Registry
-from agentrl.scoring.scorers import Result, ScorerContext
-from agentrl.tools.base import ENVIRONMENT
+from agentrl.scoring.scorers import Result, ScorerContext, ScoreResult
+from agentrl.tools.base import ENVIRONMENT, ROLES
 from agentrl.tools.python import Toolset
+
+Reward = float | Mapping[str, float] | None
+"""The reward of a trajectory, or those of its roles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,8 @@ class Observation:
 
     text: str
     done: bool = False
+    role: str | None = None
+    """Who reads the text and moves next, in an environment with several roles."""
 
 
 class Environment:
@@ -53,6 +58,9 @@ class Environment:
     """Names of the methods that the model may call; each needs type hints and a docstring."""
     task_defaults: ClassVar[Mapping[str, Any]] = {}
     """Fields of a task that ``tasks`` leaves out, such as ``system_prompt`` and ``max_turns``."""
+
+    first_role: str | None = None
+    """Who reads the query and moves first, in an environment with several roles; ``setup`` may set it."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -84,24 +92,33 @@ class Environment:
             f"{type(self).__name__} answers no messages", hint="define the method 'step'"
         )
 
-    def reward(self) -> float | Awaitable[float | None] | None:
-        """Return the reward of the final state, or None. It is stored in the Record before scoring."""
+    def reward(self) -> Reward | Awaitable[Reward]:
+        """Return the reward of the final state, or None. It is stored in the Record before scoring.
+
+        An environment with several roles may return {role: reward}: each role is trained by its own, and the
+        first one's is the reward of the state.
+        """
         return None
 
     @classmethod
     def score(cls, context: ScorerContext) -> Result | Awaitable[Result]:
         """Return the score of a finished trajectory: the stored ``reward`` unless it is overridden.
 
+        Roles that made a model call get the rewards that are stored for them.
+
         It runs without an instance, because a score may be computed later, in another process, and again. A
         method that is not async runs in a worker process.
         """
-        state = context.tool_rewards.get(ENVIRONMENT, {}).get("state")
+        stored = context.tool_rewards.get(ENVIRONMENT, {})
+        state = stored.get("state")
         if state is None:
             raise ScorerError(
                 f"environment {context.environment} gave the trajectory no reward",
                 hint="define the method 'reward' or 'score'",
             )
-        return float(state)
+        called = {call.role for call in context.calls}
+        roles = {role: value for role, value in stored.get(ROLES, {}).items() if role in called}
+        return ScoreResult(float(state), role_rewards=roles or None)
 
     def teardown(self) -> Awaitable[None] | None:
         """Release what ``setup`` has opened. Called once, also after a failed ``setup``; logs errors."""

@@ -86,17 +86,23 @@ class EnvironmentSession:
                 f"step of environment {self.name} returned {describe(found)}",
                 hint="return Observation(text, done)",
             )
-        return Observation(replace_surrogates(found.text), bool(found.done))
+        return Observation(replace_surrogates(found.text), bool(found.done), found.role)
 
-    async def reward(self) -> float | None:
-        """Return the reward of the state; None if there is none. Raises TaskEnvironmentError."""
+    async def reward(self) -> float | dict[str, float] | None:
+        """Return the reward of the state, or of each role; None without one. Raises TaskEnvironmentError."""
         found = await self._method("reward", self.instance.reward)
         if found is None:
             return None
-        if isinstance(found, numbers.Real) and math.isfinite(found):
-            return float(found)
+        if isinstance(found, Mapping) and found and all(isinstance(role, str) for role in found):
+            return {role: self._number(value) for role, value in found.items()}
+        return self._number(found)
+
+    def _number(self, value: Any) -> float:
+        if isinstance(value, numbers.Real) and math.isfinite(value):
+            return float(value)
         raise TaskEnvironmentError(
-            f"reward of environment {self.name} returned {describe(found)}", hint="return a finite number"
+            f"reward of environment {self.name} returned {describe(value)}",
+            hint="return a finite number, or {role: number}",
         )
 
     async def close(self) -> None:

@@ -134,22 +134,27 @@ async def react(rollout: Role) -> Outcome:
 async def multi_turn(rollout: Rollout) -> Outcome:
     """Alternate model calls and answers of the task's environment until it ends the trajectory.
 
-    The environment sees each message without its reasoning, and its answer is the next user message. Tool
+    The environment sees each message without its reasoning, and its answer is the next user message. In an
+    environment with several roles, the answer also says which of them moves next (``Rollout.player``). Tool
     calls are run as by ``react``. The final answer is the last message.
     """
+    player = rollout.player(None if rollout.environment is None else rollout.environment.first_role)
     while rollout.turns < rollout.max_turns:
-        if rollout.context_is_full:
-            if not await rollout.reset_context():
+        if player.context_is_full:
+            if not await player.reset_context():
                 return Outcome(StopReason.LENGTH_LIMIT)
             continue
-        turn = await rollout.generate()
+        turn = await player.generate()
         if turn.is_cut:
-            if not await rollout.reset_context():
+            if not await player.reset_context():
                 return Outcome(StopReason.LENGTH_LIMIT)
         elif turn.tool_calls or turn.error is not None:
-            await rollout.call_tools(turn)
-        elif (await rollout.step(turn)).done:
-            return Outcome(StopReason.ANSWERED, turn.content)
+            await player.call_tools(turn)
+        else:
+            observation = await rollout.step(turn, player)
+            if observation.done:
+                return Outcome(StopReason.ANSWERED, turn.content)
+            player = player if observation.role is None else rollout.player(observation.role)
     return Outcome(StopReason.TURNS_LIMIT)
 
 

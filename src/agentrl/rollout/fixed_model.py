@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -54,6 +54,17 @@ class FixedModel:
     max_retries: int = 3
     max_concurrency: int = 32
     """Requests of this process under way at a time."""
+
+    @classmethod
+    def of(cls, given: Any, what: str) -> FixedModel:
+        """Return the model that a mapping of a file describes. Raises ConfigError that names ``what``."""
+        known = [item.name for item in fields(cls)]
+        try:
+            return cls(**given)
+        except TypeError as error:
+            raise ConfigError(
+                f"{what} is not a fixed model: {error}", hint=f"its fields are {', '.join(known)}"
+            ) from error
 
     @property
     def shown_url(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ from agentrl.environments.base import Environment, Observation
 from agentrl.environments.session import EnvironmentSession
 from agentrl.errors import (
     ENGINES,
+    ConfigError,
     ContextFullError,
     EngineError,
     ToolServerError,
@@ -35,7 +36,7 @@ from agentrl.rollout.role import ContextManager, Role, Shared
 from agentrl.rollout.tool_calls import Tools
 from agentrl.scoring.scorers import ScoredCall, ScoreResult
 from agentrl.tools.base import Schema, schema_name
-from agentrl.user_code import contain
+from agentrl.user_code import contain, describe
 
 
 class Rollout(Role):
@@ -198,6 +199,26 @@ class Rollout(Role):
         self._shared.roles[name] = role
         return role
 
+    def player(self, name: str | None) -> Role:
+        """Return the role ``name`` of the environment; None is the trajectory's own conversation.
+
+        The policy plays it, or the fixed model that the agent's file has under ``roles: {name: …}``. The
+        environment's ``first_role`` starts with the question, any other role with nothing. Raises ConfigError
+        for a model that cannot be used, and TrajectoryError for a name that no role can have.
+        """
+        if name is None or name in self._shared.roles:
+            return self if name is None else self._shared.roles[name]
+        asks = self._environment is not None and self._environment.instance.first_role == name
+        models = self.cfg.get("roles") or {}
+        if not isinstance(models, Mapping):
+            raise ConfigError(
+                f"{self.agent_cfg_path}: roles is {describe(models)}",
+                hint="write roles: {NAME: {base_url: …, model: …}}",
+            )
+        given = models.get(name)
+        model = None if given is None else FixedModel.of(given, f"{self.agent_cfg_path}: role {name}")
+        return self.role(name, model=model, messages=None if asks else [])
+
     async def generate(self, **changes: Any) -> Turn:
         """Make one model call; ``changes`` are sampling parameters for this call only.
 
@@ -275,9 +296,9 @@ class Rollout(Role):
     async def step(self, turn: Turn, role: Role | None = None) -> Observation:
         """Give the message of ``turn``, without its reasoning, to the environment.
 
-        Appends the answer as a user message to this conversation, or to ``role``'s, unless it ends the
-        trajectory. Raises TaskEnvironmentError if the environment raises, and TrajectoryError if the task has
-        none that answers messages.
+        Appends the answer as a user message to this conversation, to ``role``'s, or to that of the role which
+        the environment names, unless it ends the trajectory. Raises TaskEnvironmentError if the environment
+        raises, and TrajectoryError if the task has none that answers messages.
         """
         session = self._environment
         if session is None or not session.instance.answers_messages():
@@ -286,7 +307,8 @@ class Rollout(Role):
             )
         observation = await session.step(turn.content)
         if not observation.done:
-            (role or self).append_messages([{"role": "user", "content": observation.text}])
+            reader = role or self if observation.role is None else self.player(observation.role)
+            reader.append_messages([{"role": "user", "content": observation.text}])
         return observation
 
     def _question_messages(

@@ -1,4 +1,4 @@
-"""docs/environments.md: its environment is 20 lines long, and runs as it stands there."""
+"""docs/your_own/environment.md: its environment is 20 lines long, and runs as it stands there."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from test_environment_rollout import play
 from agentrl.documents.status import StopReason
 from agentrl.environments.tasks import read_task_source
 
-PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
+PAGE = Path(__file__).parents[3] / "docs" / "your_own" / "environment.md"
 
 
 async def test_the_environment_of_the_page_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    page = PAGE.read_text(encoding="utf-8")
+    (code,) = re.findall(r'```python title="halving.py"\n(.*?)```', page, re.DOTALL)
     assert sum(bool(line.strip()) for line in code.splitlines()) <= 22
     (tmp_path / "halving.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from environment_packages import needs_packages
+from fake_llm import fake_llm
 from test_environment_rollout import play
 
 from agentrl.config.schema import SamplingConfig
@@ -15,7 +19,7 @@ from agentrl.documents.task import Task
 from agentrl.environments.session import open_environment
 from agentrl.environments.tasks import read_task_source
 from agentrl.environments.textarena import Game
-from agentrl.errors import TaskEnvironmentError, TaskFileError
+from agentrl.errors import ConfigError, TaskEnvironmentError, TaskFileError
 from agentrl.rollout.run_agent import score_trajectory
 
 pytestmark = needs_packages
@@ -72,6 +76,47 @@ async def test_a_game_is_played_to_its_end_and_scored_by_its_reward() -> None:
     assert rollout.turns == 2, "a second invalid move ends the game"
 
 
+async def test_the_policy_plays_both_sides_each_with_its_reward() -> None:
+    first, second = tasks("env:textarena?game=TicTacToe-v0&players=2&n=2&seed=1")
+    assert (first.meta["textarena"]["roles"], second.meta["textarena"]["roles"]) == (
+        ["player", "opponent"], ["opponent", "player"],
+    )  # fmt: skip
+    rollout, outcome = await play(first, "multi_turn", "[4]", "[0]", "foo", "[1]", "[2]", "[7]")
+    assert outcome.stop_reason is StopReason.ANSWERED
+    roles = [call.role for call in rollout.scored_calls]
+    assert roles == ["player", "opponent", "player", "player", "opponent", "player"], "foo was no move"
+    own = [str(message["content"]) for message in rollout.role("player").messages]
+    assert "You are Player 0" in own[0]
+    assert "attempted an invalid move" in own[4]
+    assert "[Player 1] [2]" in own[-2]
+    assert not any("You are Player 1" in text for text in own)
+    assert "You are Player 1" in str(rollout.role("opponent").messages[0]["content"])
+    assert rollout.tool_rewards["environment"] == {
+        "calls": [], "state": 1.0, "roles": {"player": 1.0, "opponent": -1.0},
+    }  # fmt: skip
+    result = await score_trajectory(first, rollout, outcome, SamplingConfig())
+    assert (result.score, result.details["role_rewards"]) == (1.0, {"player": 1.0, "opponent": -1.0})
+
+
+async def test_a_fixed_model_plays_the_opponent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPPONENT_KEY", "sk-of-nobody")
+    monkeypatch.chdir(tmp_path)
+    async with fake_llm() as llm:
+        llm.replies["strong"] = ["[0]", "[1]", "[2]"]
+        file = tmp_path / "agent.yml"
+        settings = {"base_url": llm.url, "model": "strong", "api_key_env": "OPPONENT_KEY"}
+        file.write_text(yaml.safe_dump({"roles": {"opponent": settings}}))
+        _, task = tasks("env:textarena?game=TicTacToe-v0&players=2&n=2&seed=1")
+        rollout, outcome = await play(replace(task, agent_cfg_path=file.name), "multi_turn", "[4]", "[8]")
+    assert rollout.fixed_roles == ("opponent",)
+    assert [call.role for call in rollout.scored_calls] == ["opponent", "player"] * 2 + ["opponent"]
+    result = await score_trajectory(task, rollout, outcome, SamplingConfig())
+    assert result.score == -1.0, "the player's reward is the score"
+    file.write_text(yaml.safe_dump({"roles": {"opponent": {"url": "x"}}}))
+    with pytest.raises(ConfigError, match=r"role opponent is not a fixed model.*url"):
+        await play(replace(task, agent_cfg_path=file.name), "multi_turn", "[4]")
+
+
 async def test_a_game_that_begins_otherwise_fails_in_setup() -> None:
     (task,) = tasks("env:textarena?game=Minesweeper-v0-small&n=1&seed=1")
     changed = Task.from_document({**task.to_document(), "query": "another board"})
@@ -87,7 +132,9 @@ async def test_a_game_that_begins_otherwise_fails_in_setup() -> None:
     [
         ("GuessTheNumbr-v0", "did you mean 'GuessTheNumber-v0'"),
         ("", "names no game"),
-        ("TicTacToe-v0", "cannot be begun for one player"),
+        ("TicTacToe-v0", "cannot be begun with players=1"),
+        ("TicTacToe-v0&players=3", "players=1 or players=2"),
+        ("GuessTheNumber-v0&players=2", "cannot be begun with players=2"),
     ],
 )
 def test_a_game_that_cannot_be_played_says_why(game: str, problem: str) -> None:

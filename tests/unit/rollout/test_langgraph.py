@@ -248,9 +248,9 @@ async def test_limits_and_wrong_uses_are_named() -> None:
 
 
 async def test_the_example_in_the_docs_runs(tmp_path: Path) -> None:
-    page = Path(__file__).parents[3] / "docs" / "extending.md"
-    section = page.read_text(encoding="utf-8").split("### LangGraph")[1]
-    exec(compile(section.split("```python\n")[1].split("```")[0], str(page), "exec"), {})
+    page = Path(__file__).parents[3] / "docs" / "your_own" / "langgraph.md"
+    code = page.read_text(encoding="utf-8").split('```python title="my_graph.py"\n')[1].split("```")[0]
+    exec(compile(code, str(page), "exec"), {})
     file = tmp_path / "agent.yml"
     file.write_text("temperature: 0.5", encoding="utf-8")
     trajectory = Trajectory("<answer>3</answer>", agent_cfg_path=str(file))
