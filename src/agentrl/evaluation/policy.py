@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,9 @@ from agentrl.documents.evaluation import OUTSIDE_VERSION
 from agentrl.documents.serving import PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import ModelError
+from agentrl.evaluation.adapters import merged_model
 from agentrl.store.evaluations import digest
+from agentrl.weights.adapter_folder import is_adapter
 from agentrl.weights.manifest import checksums
 
 if TYPE_CHECKING:
@@ -90,11 +91,15 @@ async def require_weights(store: Store, policy: Policy) -> str:
 
 
 async def find_model(store: Store, named: str, base: str | None) -> Policy:
-    """Return the model in a folder or a checkpoint.
+    """Return the model in a folder or a checkpoint; the adapter of a checkpoint is merged first.
 
     Raises ModelError if it has no weights or no tokenizer, or another tokenizer than the run's model.
     """
-    folder = await asyncio.to_thread(model_of, Path(named))
+    given = Path(named)
+    adapter = given / "model" if (given / "state.json").is_file() else given
+    if is_adapter(adapter):
+        given = await merged_model(adapter, base)
+    folder = await asyncio.to_thread(model_of, given)
     files = await asyncio.to_thread(checksums, folder)
     await _require_tokenizer(store, folder, base)
     return Policy(version=None, folder=str(folder), digest=digest(plain(files)))
@@ -105,11 +110,6 @@ def model_of(folder: Path) -> Path:
     if not folder.is_dir():
         raise ModelError(f"--eval_model is {folder}, which is not a folder", hint="give a model folder")
     model = folder / "model" if (folder / "state.json").is_file() else folder
-    if (model / "adapter_config.json").is_file():
-        raise ModelError(
-            f"{folder} holds an adapter without its model",
-            hint=f"evaluate the published version of its step{_version_hint(folder)}",
-        )
     for name, pattern in (
         ("config.json", "config.json"), ("weights", "*.safetensors"), ("tokenizer.json", "tokenizer.json"),
     ):  # fmt: skip
@@ -150,11 +150,3 @@ async def _known(store: Store) -> str:
 def _local_folder(base: str | None) -> str | None:
     """Return the absolute path of ``base`` if it is a folder."""
     return str(Path(base).resolve()) if base is not None and Path(base).is_dir() else None
-
-
-def _version_hint(folder: Path) -> str:
-    try:
-        step = json.loads((folder / "state.json").read_text(encoding="utf-8"))["step"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    return f" ({step})"

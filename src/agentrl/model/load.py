@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from agentrl.config.schema import AdapterConfig, ModelConfig
 from agentrl.errors import ModelError
+from agentrl.weights.adapter_folder import is_adapter
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +72,7 @@ def base_folder(config: ModelConfig) -> Path:
             f"{folder} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})",
             hint="copy the tokenizer's files into the folder",
         )
-    if (folder / "adapter_config.json").is_file():
+    if is_adapter(folder):
         raise ModelError(
             f"{folder} holds an adapter, not a model",
             hint="give the folder of published weights, …/weights/v…",
@@ -91,7 +92,7 @@ def load_policy(
     base = base_folder(config)
     tokenizer, template = load_tokenizer(config, base)
     is_adapted = adapter is not None and adapter.lora_rank > 0
-    if weights is not None and not is_adapted and (weights / "adapter_config.json").is_file():
+    if weights is not None and not is_adapted and is_adapter(weights):
         raise ModelError(f"{weights} holds an adapter", hint="give the --lora_rank that it was trained with")
     model = load_model(base if is_adapted else weights or base, config)
     embedded = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings

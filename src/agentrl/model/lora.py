@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from agentrl.config.training import AdapterConfig
 from agentrl.errors import ConfigError, ModelError
+from agentrl.weights.adapter_folder import CONFIG_FILE, is_adapter
 from agentrl.weights.sharded_writer import Part, model_parts
 
 if TYPE_CHECKING:
@@ -25,15 +26,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NAME = "default"
-CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _BASE = ".base_layer."
 _SIZES = ("r", "lora_alpha")
-
-
-def is_adapter(folder: Path) -> bool:
-    """Return whether ``folder`` holds an adapter instead of a model's weights."""
-    return (folder / CONFIG_FILE).is_file()
 
 
 def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: Path, saved: Path | None) -> Adapter:
@@ -199,8 +194,6 @@ def _peft() -> ModuleType:
         import peft
         import peft.tuners.lora
     except ImportError as error:
-        raise ConfigError(
-            f"--lora_rank needs the package peft: {error}", hint="pip install peft  (or agentrl[lora])"
-        ) from error
+        raise ConfigError(f"--lora_rank needs the package peft: {error}", hint="pip install peft") from error
     module: ModuleType = peft
     return module

@@ -14,8 +14,9 @@ from agentrl.config.training import AdapterConfig
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.errors import ConfigError, ModelError
 from agentrl.losses.settings import LossSettings
-from agentrl.model.lora import Adapter, add_adapter, is_adapter
+from agentrl.model.lora import Adapter, add_adapter
 from agentrl.train.step import forward_backward
+from agentrl.weights.adapter_folder import is_adapter
 
 BASE = Path("base")
 FOREST = packed([*chains(0, 3), tree(1)])

@@ -1,0 +1,61 @@
+"""Adapters in checkpoints: merged once into the model of the run, or refused with what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from agentrl.config.schema import ModelConfig
+from agentrl.config.training import AdapterConfig
+from agentrl.errors import ModelError
+from agentrl.evaluation import adapters
+from agentrl.evaluation.adapters import merged_model
+from agentrl.model.load import load_policy
+from agentrl.quickstart.tiny import build_tiny_model
+
+
+def adapter_of(base: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """Write an adapter with random weights; return the model's weights with it."""
+    policy = load_policy(ModelConfig(model_name_or_path=str(base)), None, AdapterConfig(lora_rank=4))
+    assert policy.adapter is not None
+    torch.manual_seed(0)
+    for _, parameter in policy.adapter.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    folder.mkdir(parents=True)
+    policy.adapter.save_pretrained(str(folder))
+    return {part.name: part.make() for part in policy.adapter.merged.parts()}
+
+
+async def test_an_adapter_is_merged_once_into_the_model_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "FOLDER", tmp_path / "merged")
+    base = build_tiny_model(tmp_path / "base", 0)
+    wanted = adapter_of(base, tmp_path / "checkpoint" / "model")
+    folder = await merged_model(tmp_path / "checkpoint" / "model", None)
+    found = load_file(folder / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in wanted.items() if name in found)
+    plain = load_file(base / "model.safetensors")
+    assert sum(not torch.equal(found[name], plain[name]) for name in plain) >= 14, "seven layers, twice"
+    assert (folder / "tokenizer.json").is_file()
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    assert await merged_model(tmp_path / "checkpoint" / "model", str(base)) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+
+
+async def test_an_adapter_without_its_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "FOLDER", tmp_path / "merged")
+    base = build_tiny_model(tmp_path / "base", 0)
+    adapter_of(base, tmp_path / "adapter")
+    base.rename(tmp_path / "moved")
+    with pytest.raises(ModelError, match=r"which is not a folder here[\s\S]*--model_name_or_path"):
+        await merged_model(tmp_path / "adapter", None)
+    other = build_tiny_model(tmp_path / "other", 0, context_tokens=64)
+    (other / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="cannot be merged into"):
+        await merged_model(tmp_path / "adapter", str(other))
