@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import docker_here
 import yaml
 from gateway_run import answerer_of, gateway_task
 from rollout_fakes import FakeTools, ScriptedEngine, format_of
@@ -38,7 +39,9 @@ EOF
 
 
 def write_harness(folder: Path, command: Any, name: str = "harness.yml", **keys: Any) -> Path:
-    """Write the YAML file of a harness."""
+    """Write the YAML file of a harness; one in Docker runs ``docker_here.IMAGE`` on the host's network."""
+    if keys.get("isolation") == "docker":
+        keys = {"image": docker_here.IMAGE, "network": "host", **keys}
     path = folder / name
     path.write_text(yaml.safe_dump({"command": command, **keys}), encoding="utf-8")
     return path

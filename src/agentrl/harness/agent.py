@@ -17,9 +17,10 @@ from agentrl.documents.status import StopReason
 from agentrl.errors import ENGINES, EngineError, HarnessError
 from agentrl.harness.changes import compare
 from agentrl.harness.config import HarnessConfig
+from agentrl.harness.container import ContainerSession
 from agentrl.harness.prepare import Prepared, prepare
 from agentrl.harness.score import score_files
-from agentrl.harness.session import HarnessSession, hide
+from agentrl.harness.session import HarnessSession, Session, hide
 from agentrl.harness.workspace import HOME, WORKSPACE, read_file
 from agentrl.rollout.agents import agent
 from agentrl.rollout.endpoint import Endpoint
@@ -55,7 +56,8 @@ class CommandAgent:
         prepared = await asyncio.to_thread(prepare, rollout.agent_cfg_path)
         config = prepared.config
         passed = {name: os.environ[name] for name in config.pass_environment}
-        async with HarnessSession(prepared) as session:
+        kind = ContainerSession if config.isolation == "docker" else HarnessSession
+        async with kind(prepared) as session:
             async with rollout.gateway(train=config.train) as endpoint:
                 variables = _variables(rollout, endpoint, session)
                 secrets = (endpoint.api_key, *(value for value in passed.values() if value))
@@ -100,7 +102,7 @@ async def _answers(url: str) -> bool:
         return False
 
 
-def _variables(rollout: Rollout, endpoint: Endpoint, session: HarnessSession) -> dict[str, str]:
+def _variables(rollout: Rollout, endpoint: Endpoint, session: Session) -> dict[str, str]:
     """Return the variables that every harness gets."""
     question = rollout.question.replace("\0", "")
     base_url = session.reachable(endpoint.base_url)
@@ -158,7 +160,7 @@ def _checked(run: CommandRun, rollout: Rollout) -> CommandRun:
     return replace(run, ended=Ending.NO_CALLS)
 
 
-async def _keep(rollout: Rollout, session: HarnessSession, run: CommandRun, secrets: tuple[str, ...]) -> None:
+async def _keep(rollout: Rollout, session: Session, run: CommandRun, secrets: tuple[str, ...]) -> None:
     """Let the Record show the run and what it changed."""
     changes = await asyncio.to_thread(compare, session.before, session.archive)
     rollout.harness_run = HarnessRun(
@@ -166,9 +168,7 @@ async def _keep(rollout: Rollout, session: HarnessSession, run: CommandRun, secr
     )
 
 
-async def _answer(
-    rollout: Rollout, config: HarnessConfig, session: HarnessSession, run: CommandRun
-) -> str | None:
+async def _answer(rollout: Rollout, config: HarnessConfig, session: Session, run: CommandRun) -> str | None:
     """Return the final answer: the last message, standard output or a file, cut to the task's schema."""
     text: str | None
     if config.answer_file is not None:
@@ -186,7 +186,7 @@ async def _answer(
 
 
 async def _score(
-    rollout: Rollout, config: HarnessConfig, session: HarnessSession, run: CommandRun, own: dict[str, str]
+    rollout: Rollout, config: HarnessConfig, session: Session, run: CommandRun, own: dict[str, str]
 ) -> ScoreResult | None:
     """Return the score of the working directory; None if the client's report or the scorer gives it."""
     if config.score == "reward" and rollout.reported_reward is None:

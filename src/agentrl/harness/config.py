@@ -19,6 +19,7 @@ Command = str | tuple[str, ...]
 
 SCORES: Final = ("scorer", "exit_code", "reward")
 ANSWERS: Final = ("message", "stdout")
+ISOLATIONS: Final = ("auto", "namespaces", "limits", "docker")
 _RESERVED: Final = "AGENTRL_"
 _SECONDS: Final = 120.0
 
@@ -64,7 +65,10 @@ class HarnessConfig:
     path: tuple[str, ...] = ()
     visible: tuple[str, ...] = ()
     isolation: str = "auto"
+    image: str | None = None
+    """The image of ``isolation: docker``."""
     network: str = "gateway"
+    """``gateway``, ``host``, or a network of Docker."""
     limits: HarnessLimits = field(default_factory=HarnessLimits)
     score: str = "scorer"
     score_file: str | None = None
@@ -118,14 +122,15 @@ class _Reader:
             "files": self._texts(content, "files"),
             "path": self._folders(content, "path"),
             "visible": self._folders(content, "visible"),
-            "isolation": self._choice(content, "isolation", ("auto", "namespaces", "limits"), "auto"),
-            "network": self._choice(content, "network", ("gateway", "host"), "gateway"),
+            **self._isolation(content),
             "limits": self._limits(content),
             "train": self._text(content, "train") or "main",
         }
         for name in (*values["environment"], *values["pass_environment"]):
             if not name.isidentifier() or name.startswith(_RESERVED):
                 raise self.error("environment", name, f"name variables by letters, none with {_RESERVED}")
+            if values["isolation"] == "docker" and name.startswith("DOCKER_"):
+                raise self.error("environment", name, "give it another name: the client of Docker reads it")
         self._check_files(values["files"])
         return {**values, **self._score(content), **self._answer(content), **self._fail_on(content)}
 
@@ -207,6 +212,26 @@ class _Reader:
                 f"workspace.{name}", str(path), f"give an existing {kind}, relative to this file"
             )
 
+    def _isolation(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        isolation = self._choice(content, "isolation", ISOLATIONS, "auto")
+        image, is_docker = self._text(content, "image"), isolation == "docker"
+        if is_docker != (image is not None):
+            raise self.error("image", image, "name an image with isolation: docker, and only with it")
+        if not is_docker:
+            return {
+                "isolation": isolation,
+                "network": self._choice(content, "network", ("gateway", "host"), "gateway"),
+            }
+        for name in ("path", "visible"):
+            if name in content:
+                raise self.error(name, content[name], "put programs into the image")
+        network = self._text(content, "network")
+        if network in (None, "gateway", "none"):
+            raise self.error(
+                "network", network, "give host, or a network of Docker in which --gateway_url is reachable"
+            )
+        return {"isolation": isolation, "image": image, "network": network}
+
     def _limits(self, content: Mapping[str, Any]) -> HarnessLimits:
         names = [item.name for item in fields(HarnessLimits)]
         return HarnessLimits.of(self._mapping(content, "limits", names), f"{self._path}: limits")
@@ -261,5 +286,5 @@ def _plain_text(value: Any) -> str:
 
 _KEYS: Final = (
     "command", "workspace", "environment", "pass_environment", "files", "path", "visible", "isolation",
-    "network", "limits", "score", "answer", "fail_on", "train",
+    "image", "network", "limits", "score", "answer", "fail_on", "train",
 )  # fmt: skip

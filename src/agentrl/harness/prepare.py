@@ -11,6 +11,7 @@ from typing import Final
 from agentrl.errors import ConfigError
 from agentrl.harness.command import SYSTEM_PATH, find_program, folders_of
 from agentrl.harness.config import HarnessConfig
+from agentrl.harness.image import require_image
 from agentrl.harness.workspace import build_base, keep_until_exit
 
 _ETC: Final = ("/etc/ssl", "/etc/ca-certificates", "/etc/hosts", "/etc/nsswitch.conf", "/etc/resolv.conf")
@@ -49,6 +50,23 @@ def prepare(path: Path | None) -> Prepared:
 
 
 def _prepare(config: HarnessConfig) -> Prepared:
+    own, visible = ([], []) if config.image is not None else _programs(config)
+    if config.image is not None:
+        require_image(config.image, str(config.source))
+    missing = [name for name in config.pass_environment if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"{config.source}: pass_environment names {missing[0]!r}, which is not set",
+            hint=f"export {missing[0]}=…",
+        )
+    base = keep_until_exit() / "base.tar"
+    build_base(config, base)
+    unique = sorted({os.path.normpath(folder) for folder in visible})  # a folder before what it holds
+    return Prepared(config, base, tuple(dict.fromkeys(own)), tuple(unique))
+
+
+def _programs(config: HarnessConfig) -> tuple[list[str], list[str]]:
+    """Return the folders of PATH, and those that the programs of the harness need. Raises ConfigError."""
     own = [folder for folder in config.path if os.path.isdir(folder)]
     search = os.pathsep.join([*own, os.environ.get("PATH", SYSTEM_PATH)])
     programs = [find_program(config.command, search, f"{config.source}: command")]
@@ -61,13 +79,4 @@ def _prepare(config: HarnessConfig) -> Prepared:
         visible += folders_of(program)
     for folder in config.path:
         visible += [folder] if os.path.isdir(folder) else []
-    missing = [name for name in config.pass_environment if name not in os.environ]
-    if missing:
-        raise ConfigError(
-            f"{config.source}: pass_environment names {missing[0]!r}, which is not set",
-            hint=f"export {missing[0]}=…",
-        )
-    base = keep_until_exit() / "base.tar"
-    build_base(config, base)
-    unique = sorted({os.path.normpath(folder) for folder in visible})  # a folder before what it holds
-    return Prepared(config, base, tuple(dict.fromkeys(own)), tuple(unique))
+    return own, visible

@@ -11,7 +11,7 @@ from agentrl.documents.harness import CommandRun, Ending
 from agentrl.documents.sanitize_bson import sanitize_bson
 from agentrl.errors import HarnessError
 from agentrl.harness.config import HarnessConfig, ScoreCommand
-from agentrl.harness.session import HarnessSession
+from agentrl.harness.session import Session
 from agentrl.harness.workspace import read_file, restore
 from agentrl.scoring.scorers import ScoreResult
 
@@ -20,7 +20,7 @@ _TAIL: Final = 2000
 
 
 async def score_files(
-    config: HarnessConfig, session: HarnessSession, run: CommandRun, environment: dict[str, str]
+    config: HarnessConfig, session: Session, run: CommandRun, environment: dict[str, str]
 ) -> tuple[ScoreResult | None, CommandRun | None]:
     """Return the score, and the command that gave it; None for a score that comes from elsewhere.
 
@@ -43,7 +43,7 @@ async def score_files(
 
 
 async def _run_command(
-    command: ScoreCommand, session: HarnessSession, environment: dict[str, str]
+    command: ScoreCommand, session: Session, environment: dict[str, str]
 ) -> tuple[ScoreResult, CommandRun]:
     if command.restore:
         await asyncio.to_thread(restore, session.archive, session.before, command.restore)

@@ -10,6 +10,7 @@ import shutil
 import signal
 import tempfile
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -44,26 +45,14 @@ _SHELL_SIGNAL: Final = 128
 _HTTP_PORT: Final = 80
 
 
-class HarnessSession:
-    """The sandbox of one trajectory. ``archive`` holds its files, ``before`` those of its beginning."""
+class Session(ABC):
+    """The commands of one trajectory. ``archive`` holds its files, ``before`` those of its beginning."""
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
         self._folder = Path()
-        self._namespaces = False
-        self._gateway: tuple[str, int] | None = None
-        self._marker = f"{_MARKER}={uuid.uuid4().hex}"
 
     async def __aenter__(self) -> Self:
-        isolation = self._prepared.config.isolation
-        problem = None if isolation == "limits" else await asyncio.to_thread(namespace_problem)
-        if problem is not None and isolation == "namespaces":
-            raise ConfigError(
-                f"{self._prepared.config.source}: isolation is 'namespaces', and this machine has none:"
-                f" {problem}",
-                hint="allow user namespaces (sysctl user.max_user_namespaces), or use isolation: auto",
-            )
-        self._namespaces = isolation != "limits" and problem is None
         self._folder = Path(tempfile.mkdtemp(prefix="agentrl-harness-"))
         return self
 
@@ -81,6 +70,63 @@ class HarnessSession:
     def before(self) -> Path:
         """The files with which it began."""
         return self._folder / "before.tar"
+
+    @property
+    @abstractmethod
+    def root(self) -> str:
+        """The folder of the files, as commands see it."""
+
+    @abstractmethod
+    def reachable(self, url: str) -> str:
+        """Return the URL of the gateway as commands reach it."""
+
+    @abstractmethod
+    async def run(
+        self,
+        command: Command,
+        environment: Mapping[str, str],
+        *,
+        seconds: float,
+        secrets: Sequence[str] = (),
+        calls_model: bool = True,
+    ) -> CommandRun:
+        """Run a command to its end or to a limit. ``secrets`` are hidden in its output.
+
+        Without ``calls_model`` it cannot reach the gateway, where it has a network of its own. On
+        cancellation it is killed with all that it started. Raises ToolServerError if the sandbox fails.
+        """
+
+    async def fill(self, files: Mapping[str, bytes]) -> None:
+        """Make the working directory, with more files by their path in the archive."""
+
+        def copy() -> None:
+            shutil.copyfile(self._prepared.base, self.before)
+            add_files(self.before, files)
+            shutil.copyfile(self.before, self.archive)
+
+        await asyncio.to_thread(copy)
+
+
+class HarnessSession(Session):
+    """The sandbox of one trajectory: namespaces, or limits only."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        super().__init__(prepared)
+        self._namespaces = False
+        self._gateway: tuple[str, int] | None = None
+        self._marker = f"{_MARKER}={uuid.uuid4().hex}"
+
+    async def __aenter__(self) -> Self:
+        isolation = self._prepared.config.isolation
+        problem = None if isolation == "limits" else await asyncio.to_thread(namespace_problem)
+        if problem is not None and isolation == "namespaces":
+            raise ConfigError(
+                f"{self._prepared.config.source}: isolation is 'namespaces', and this machine has none:"
+                f" {problem}",
+                hint="allow user namespaces (sysctl user.max_user_namespaces), or use isolation: auto",
+            )
+        self._namespaces = isolation != "limits" and problem is None
+        return await super().__aenter__()
 
     @property
     def root(self) -> str:
@@ -105,16 +151,6 @@ class HarnessSession:
     def _has_own_network(self) -> bool:
         return self._namespaces and self._prepared.config.network == "gateway"
 
-    async def fill(self, files: Mapping[str, bytes]) -> None:
-        """Make the working directory, with more files by their path in the archive."""
-
-        def copy() -> None:
-            shutil.copyfile(self._prepared.base, self.before)
-            add_files(self.before, files)
-            shutil.copyfile(self.before, self.archive)
-
-        await asyncio.to_thread(copy)
-
     async def run(
         self,
         command: Command,
@@ -124,12 +160,7 @@ class HarnessSession:
         secrets: Sequence[str] = (),
         calls_model: bool = True,
     ) -> CommandRun:
-        """Run a command to its end or to a limit. ``secrets`` are hidden in its output.
-
-        Without ``calls_model`` it cannot reach the gateway, where it has a network of its own.
-
-        On cancellation it is killed with all that it started. Raises ToolServerError if the sandbox fails.
-        """
+        """Run a command in the sandbox; see ``Session.run``."""
         limits = dataclasses.replace(self._prepared.config.limits, seconds=seconds)
         job = {
             "code": "", "stdin": "", "python": "", "visible": self._prepared.visible,
@@ -168,7 +199,7 @@ def _command_run(done: Execution, secrets: Sequence[str]) -> CommandRun:
     for name in ("stdout", "stderr"):
         values[name] = hide(getattr(done, name), secrets)
     return CommandRun(
-        ended=_ending(done),
+        ended=command_ending(done.exit_code) if done.exceeded is None else _LIMITS[done.exceeded],
         exit_code=done.exit_code,
         seconds=done.seconds,
         memory_mb=done.memory_mb,
@@ -185,9 +216,8 @@ def hide(text: str, secrets: Sequence[str]) -> str:
     return text
 
 
-def _ending(done: Execution) -> Ending:
-    if done.exceeded is not None:
-        return _LIMITS[done.exceeded]
-    if done.exit_code < 0 or _SHELL_SIGNAL < done.exit_code <= _SHELL_SIGNAL + signal.NSIG:
+def command_ending(exit_code: int) -> Ending:
+    """Return how a command ended that reached no limit."""
+    if exit_code < 0 or _SHELL_SIGNAL < exit_code <= _SHELL_SIGNAL + signal.NSIG:
         return Ending.KILLED
-    return Ending.EXITED if done.exit_code == 0 else Ending.NONZERO_EXIT
+    return Ending.EXITED if exit_code == 0 else Ending.NONZERO_EXIT

@@ -57,17 +57,54 @@ def add_files(archive: Path, files: Mapping[str, bytes]) -> None:
 
 
 def restore(archive: Path, before: Path, names: tuple[str, ...]) -> None:
-    """Put files and folders of the working directory back as they were in ``before``."""
+    """Put files and folders of the working directory back as they were in ``before``.
+
+    What stands in the way of a folder that leads to them, such as a link to another place, is dropped.
+    """
     paths = tuple(os.path.normpath(f"{WORKSPACE}/{name}") for name in names)
 
-    def is_named(name: str) -> bool:
+    def is_named(name: str, is_folder: bool) -> bool:
         return any(name == path or name.startswith(f"{path}/") for path in paths)
+
+    def is_kept(name: str, is_folder: bool) -> bool:
+        is_in_the_way = not is_folder and any(path.startswith(f"{name}/") for path in paths)
+        return not is_named(name, is_folder) and not is_in_the_way
 
     fresh = archive.with_suffix(".restored")
     with tarfile.open(fresh, "w", format=tarfile.GNU_FORMAT) as target:
-        _copy(archive, target, lambda name: not is_named(name))
+        _copy(archive, target, is_kept)
         _copy(before, target, is_named)
     fresh.replace(archive)
+
+
+def unpack(archive: Path, folder: Path, user: int) -> None:
+    """Write the files of an archive to a new folder, and give them to ``user`` if this process may."""
+    folder.mkdir(mode=0o700)
+    with tarfile.open(archive) as source:
+        source.extractall(folder, filter="tar")
+    if os.getuid() == 0:
+        for place, folders, files in os.walk(folder):
+            for name in (".", *folders, *files):
+                os.chown(os.path.join(place, name), user, user, follow_symlinks=False)
+
+
+def pack(folder: Path, archive: Path) -> None:
+    """Write the files of a folder to an archive; follow no links, leave out pipes, sockets and devices."""
+    fresh = archive.with_suffix(".packed")
+    with tarfile.open(fresh, "w", format=tarfile.GNU_FORMAT) as target:
+        for name in sorted(os.listdir(folder)):
+            target.add(folder / name, arcname=name, filter=_owned)
+    fresh.replace(archive)
+
+
+def make_readable(folder: Path) -> None:
+    """Let this process read files whose owner may not."""
+    os.chmod(folder, 0o700)
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = os.path.join(place, name)
+            if not os.path.islink(path):
+                os.chmod(path, os.stat(path).st_mode | (0o700 if name in folders else 0o600))
 
 
 def read_file(archive: Path, name: str, limit: int) -> str | None:
@@ -89,11 +126,12 @@ def keep_until_exit() -> Path:
     return folder
 
 
-def _copy(archive: Path, target: tarfile.TarFile, wanted: Callable[[str], bool]) -> None:
+def _copy(archive: Path, target: tarfile.TarFile, wanted: Callable[[str, bool], bool]) -> None:
+    """Copy the members that ``wanted`` takes by name and kind, and no link to any other."""
     with tarfile.open(archive) as source:
         for member in source:
-            name = os.path.normpath(member.name)
-            if wanted(name) and not (member.islnk() and not wanted(os.path.normpath(member.linkname))):
+            links_away = member.islnk() and not wanted(os.path.normpath(member.linkname), False)
+            if wanted(os.path.normpath(member.name), member.isdir()) and not links_away:
                 target.addfile(member, source.extractfile(member) if member.isreg() else None)
 
 

@@ -16,6 +16,9 @@ Schema = dict[str, Any]
 ENVIRONMENT = "environment"
 """The name under which the tools of a task's environment and its reward are recorded."""
 
+ROLES = "roles"
+"""The name under which the rewards of roles are recorded beside ``state``."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
@@ -99,8 +102,8 @@ class OwnSession(ServerSession, Protocol):
 class Rewarding(Protocol):
     """A session whose tool gives a reward for the trajectory's state at its end."""
 
-    async def reward(self) -> float | None:
-        """Return the reward; None if there is none. Raises ToolServerError."""
+    async def reward(self) -> float | Mapping[str, float] | None:
+        """Return the reward, or {role: reward}; None if there is none. Raises ToolServerError."""
         ...
 
 

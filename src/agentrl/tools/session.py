@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from agentrl.documents.model_call import Condensed
-from agentrl.tools.base import Rewarding, Schema, ServerSession, ToolResult, schema_name
+from agentrl.tools.base import ROLES, Rewarding, Schema, ServerSession, ToolResult, schema_name
 from agentrl.tools.names import ToolNames
 from agentrl.tools.outage import outages_of
 
@@ -98,14 +98,18 @@ class ToolSession:
 
     async def rewards(self) -> dict[str, dict[str, Any]]:
         """Return ``{tool: {"calls": rewards of its calls, "state": reward of its state}}`` of tools that give
-        rewards; call it before ``close``. Raises ToolServerError."""
+        rewards; call it before ``close``. Rewards of roles are ``roles``, and the first is that of the state.
+        Raises ToolServerError."""
         rewards: dict[str, dict[str, Any]] = {
             name: {"calls": list(calls)} for name, calls in self._call_rewards.items()
         }
         for server, session in self._sessions.items():
             with outages_of(server):
                 state = await session.reward() if isinstance(session, Rewarding) else None
-            if state is not None:
+            if isinstance(state, Mapping):
+                first = next(iter(state.values()))
+                rewards.setdefault(server, {"calls": []}).update({"state": first, ROLES: dict(state)})
+            elif state is not None:
                 rewards.setdefault(server, {"calls": []})["state"] = state
         return rewards
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from docker_here import docker_problem
 from gateway_run import gateway_task
 from harness_run import CALL, PYTHON, HarnessRun, write_harness
 from rollout_fakes import FakeTools
@@ -28,11 +29,12 @@ from agentrl.tools.sandbox.local import namespace_problem
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
 
-@pytest.fixture(params=["namespaces", "limits"])
+@pytest.fixture(params=["namespaces", "limits", "docker"])
 def isolation(request: pytest.FixtureRequest) -> str:
-    problem = namespace_problem() if request.param == "namespaces" else None
+    looks = {"namespaces": namespace_problem, "docker": docker_problem}
+    problem = looks[request.param]() if request.param in looks else None
     if problem is not None:
-        pytest.skip(f"no namespaces here: {problem}")
+        pytest.skip(f"no {request.param} here: {problem}")
     return str(request.param)
 
 
@@ -96,7 +98,9 @@ async def test_each_bad_ending_is_a_failed_attempt_with_its_name(
         assert "→" in record.failure.message
         assert record.harness is not None
         assert record.harness.run.ended is ending
-        assert exit_code is None or record.harness.run.exit_code == exit_code
+        if exit_code is not None:
+            by_shell = 128 - exit_code if isolation == "docker" and exit_code < 0 else exit_code
+            assert record.harness.run.exit_code == by_shell
         assert len(record.harness.run.stdout) < 70_000
     exits = records["exits3"]
     assert exits.turns == 1, "the calls of a failed attempt are kept"

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from example_training import train_two_steps
 from gateway_run import answerer_of
 from installed_harnesses import ROOT, call, require_harness
 from rollout_fakes import FakeTools, ScriptedEngine, format_of
-from tiny_policy import write_tiny_policy
 
 from agentrl.config.gateway import GatewayConfig
 from agentrl.config.load import parse
@@ -28,7 +25,7 @@ from agentrl.config.schema import (
     TaskConfig,
 )
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.status import RecordStatus, StepStatus
+from agentrl.documents.status import RecordStatus
 from agentrl.gateway.host import GatewayHost
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.load_tasks import load_tasks
@@ -98,19 +95,7 @@ async def test_the_example_samples_and_trains_two_steps(
         record.failure for record in records
     ]
     assert sorted(record.score or 0.0 for record in records) == [0.0, 0.0, 1.0, 1.0]
-    command = [
-        sys.executable, "-m", "agentrl", "train", *flags, "--model_name_or_path",
-        str(write_tiny_policy(tmp_path / "model")), "--db_connection_string",
-        str(run_config.db_connection_string), "--output_dir", str(run_config.output_dir),
-        "--log_dir", run_config.log_dir,
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    done = await asyncio.to_thread(
-        subprocess.run, command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert len(await store.training.steps(status=StepStatus.COMMITTED)) == 2
+    await train_two_steps(store, run_config, flags, tmp_path / "model")
 
 
 @pytest.mark.parametrize("example", ["openai_agents", "claude_code"])

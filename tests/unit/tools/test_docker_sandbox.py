@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from docker_here import IMAGE, docker_problem
 
 from agentrl.errors import ConfigError, ToolServerError
 from agentrl.tools.sandbox.docker import DockerSandbox
@@ -74,6 +75,20 @@ async def test_a_program_beyond_its_time_or_output_is_killed(docker: Path) -> No
     loud = await sandbox.run("while True: print('y' * 100)")
     assert (late.exceeded, late.stdout) == ("time", "begun\n")
     assert (loud.exceeded, len(loud.stdout)) == ("output", 1000)
+
+
+@pytest.mark.skipif(docker_problem() is not None, reason=f"no container can run here: {docker_problem()}")
+async def test_programs_run_in_a_real_container() -> None:
+    sandbox = DockerSandbox(SandboxLimits(seconds=3, memory_mb=200), image=IMAGE)
+    first = await sandbox.run("open('a', 'w').write('x'); print(input())", stdin="hello\n")
+    second = await sandbox.run("print(open('a').read()); raise SystemExit(3)")
+    late = await sandbox.run("import time; time.sleep(60)")
+    large = await sandbox.run("x = b'1' * (400 << 20)")
+    alone = await sandbox.run("import socket; socket.create_connection(('1.1.1.1', 53), 2)")
+    await sandbox.close()
+    assert (first.stdout, second.stdout, second.exit_code) == ("hello\n", "x\n", 3)
+    assert (late.exceeded, large.exceeded) == ("time", "memory")
+    assert "Network is unreachable" in alone.stderr
 
 
 async def test_docker_that_fails_or_is_missing_is_named(

@@ -23,6 +23,7 @@ _FIRST_PROCESS: Final = (
     "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True: signal.pause()"
 )
 """Keeps the container alive, and reaps what programs leave behind."""
+_USER: Final = 65534
 _CHUNK: Final = 65536
 _HINT: Final = "install and start Docker, or choose another isolation"
 
@@ -56,10 +57,11 @@ class DockerSandbox:
     def start_command(self, name: str) -> list[str]:
         """Return the arguments of ``docker`` that start the container."""
         limits = self._limits
-        size = f"size={limits.disk_mb}m,nr_inodes={limits.files},mode=1777,exec"
+        # The owner is named because some versions of runc replace the mode by that of the image's folder.
+        size = f"size={limits.disk_mb}m,nr_inodes={limits.files},uid={_USER},gid={_USER},mode=1777,exec"
         return [
             "run", "--detach", "--rm", "--name", name, "--network", "none", "--read-only",
-            "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", "65534:65534",
+            "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", f"{_USER}:{_USER}",
             "--memory", f"{limits.memory_mb}m", "--memory-swap", f"{limits.memory_mb}m",
             "--pids-limit", str(limits.processes + 4), "--cpus", "1",
             "--ulimit", f"nofile={limits.open_files}", "--ulimit", "core=0",
