@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin, 
 
 import yaml
 
+from agentrl.config.collect_parser import CollectedParser, collecting, flags_parser
 from agentrl.config.examples import examples_text
 from agentrl.config.schema import GROUPS, sections
 from agentrl.errors import ConfigError
@@ -58,11 +59,14 @@ def parse(
     lists the groups ``shown`` and ``extra``. ``validate`` checks the values against each other. A flag that
     has no effect logs a warning. Raises ConfigError on unknown flags or keys and on invalid values.
     """
+    if collecting():
+        raise CollectedParser(flags_parser(command, shown, extra), command)
     if any(word in ("-h", "--help") for word in argv):
         from agentrl.config.describe import help_text
 
         print(help_text(command, description, (*extra, *shown)))
         raise SystemExit(0)
+    argv = ["--verbose" if word == "-v" else word for word in argv]
     groups = (*GROUPS, *extra)
     parser = _parser(groups, command)
     defaults, argv = _take_config_file(argv, groups)
@@ -237,6 +241,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does; an unknown flag raises ConfigError with the nearest known one."""
+        if collecting():
+            raise CollectedParser(self, self.prog)
         parsed, rest = self.parse_known_args(args, namespace)
         if rest:
             known = [option for parser in self._all_parsers() for option in parser._option_string_actions]

