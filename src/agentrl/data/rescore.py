@@ -12,7 +12,7 @@ from agentrl.config.sampling import RIGHT_THRESHOLD, GroupConfig
 from agentrl.data.finalize_group import TRAIN_SPLIT, GroupRules
 from agentrl.documents.branches import branches_of, main_branch, of_main_role
 from agentrl.documents.model_call import DispatchedSamplingTask, full_messages
-from agentrl.documents.record import Record
+from agentrl.documents.record import CALL_ROLES, ROLE_REWARDS, TURN_REWARDS, Record
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Task
 from agentrl.errors import ConfigError, GroupError, ScorerError, StoreError
@@ -23,6 +23,8 @@ from agentrl.store.groups import Decide, StoredGroup
 
 _GROUPS_AT_A_TIME = 8
 _ERRORS_SHOWN = 5
+LABELS = "labels"
+"""The ``scorer`` of ``score_details`` of a score that people gave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,8 @@ class RescoreOptions:
 
     scorer: str | None = None
     """A name or a path ``module:function``; None: each task's own."""
+    from_labels: bool = False
+    """Take the scores that people gave in Labels; Records without one keep theirs."""
     split: str | None = None
     statuses: Sequence[RecordStatus] = SCORED
     tasks: Sequence[str] = ()
@@ -88,6 +92,16 @@ class RescoreReport:
 async def rescore_run(store: Store, options: RescoreOptions) -> RescoreReport:
     """Score the selected Records again, a few groups at a time. Raises StoreError if none is selected."""
     rescoring = Rescoring(store.connection)
+    labelled: dict[str, float] | None = None
+    if options.from_labels:
+        labelled = await store.labels.scores()
+        wanted = [record for record in labelled if not options.records or record in options.records]
+        if not wanted:
+            raise StoreError(
+                f"run {store.run_name!r} has no label with a score among these Records",
+                hint="give labels a score in `agentrl dashboard`, on the page of a trajectory",
+            )
+        options = replace(options, records=wanted)
     tasks = await rescoring.tasks(
         split=options.split, tasks=options.tasks, records=options.records, statuses=options.statuses
     )
@@ -96,7 +110,7 @@ async def rescore_run(store: Store, options: RescoreOptions) -> RescoreReport:
             f"run {store.run_name!r} has no scored Record like that",
             hint="`agentrl audit records --status ready` lists Records",
         )
-    rescorer = _Rescorer(rescoring, options, asyncio.Semaphore(max(1, options.concurrency)))
+    rescorer = _Rescorer(rescoring, options, asyncio.Semaphore(max(1, options.concurrency)), labelled)
     for start in range(0, len(tasks), _GROUPS_AT_A_TIME):
         await asyncio.gather(*map(rescorer.rescore_group, tasks[start : start + _GROUPS_AT_A_TIME]))
     return rescorer.report
@@ -107,6 +121,8 @@ class _Rescorer:
     rescoring: Rescoring
     options: RescoreOptions
     slots: asyncio.Semaphore
+    labelled: Mapping[str, float] | None = None
+    """The scores that people gave, by Record; None if a scorer gives the scores."""
     report: RescoreReport = field(default_factory=RescoreReport)
 
     async def rescore_group(self, task_id: str) -> None:
@@ -129,6 +145,8 @@ class _Rescorer:
 
     async def _score(self, group: StoredGroup, record: Record) -> NewScore | None:
         options = self.options
+        if self.labelled is not None:
+            return _labelled(record, self.labelled[record.id])
         calls = group.calls.get(record.id, ())
         context = scorer_context(group.task, record, calls, options.agent_config_path)
         if options.scorer is not None:
@@ -142,6 +160,16 @@ class _Rescorer:
                 self.report.errors.append(f"{record.id}: {error.message}")
                 return None
         return NewScore(score=result.score, details=result.details)
+
+
+def _labelled(record: Record, score: float) -> NewScore:
+    """Return the score that people gave; the rewards of turns and roles stay those of the scorer."""
+    kept = {
+        key: record.score_details[key]
+        for key in (TURN_REWARDS, ROLE_REWARDS, CALL_ROLES)
+        if key in record.score_details
+    }
+    return NewScore(score=score, details={"scorer": LABELS, **kept})
 
 
 def scorer_context(

@@ -14,7 +14,7 @@ from pymongo.errors import PyMongoError
 
 from agentrl.config.run import SYSTEM_DATABASES
 from agentrl.config.schema import RunConfig
-from agentrl.errors import ConfigError, StoreError
+from agentrl.errors import ConfigError, RunMissingError, StoreError
 from agentrl.store.admin.migrate import check_version, open_schema
 from agentrl.store.allowed_imports import Imports
 from agentrl.store.answered_calls import AnsweredCalls
@@ -25,6 +25,7 @@ from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.store.evaluations import Evaluations
 from agentrl.store.gateways import Gateways
 from agentrl.store.images import Images
+from agentrl.store.labels import Labels
 from agentrl.store.model_calls import ModelCalls
 from agentrl.store.names import TASK
 from agentrl.store.outages import OutageRecords
@@ -38,6 +39,9 @@ from agentrl.store.tasks import Tasks
 from agentrl.store.trainer_lease import TrainerLeases
 from agentrl.store.training import Training
 from agentrl.store.views.read import Views
+from agentrl.store.views.rewards import Rewards
+from agentrl.store.views.tokens import TokenReads
+from agentrl.store.views.trajectories import TrajectorySearch
 
 _RUNS_SHOWN = 20
 
@@ -64,7 +68,11 @@ class Store:
         self.gateways = Gateways(connection)
         self.images = Images(connection)
         self.answered_calls = AnsweredCalls(connection)
+        self.labels = Labels(connection)
         self.views = Views(connection)
+        self.trajectories = TrajectorySearch(connection)
+        self.tokens = TokenReads(connection)
+        self.rewards = Rewards(connection)
         self._changes = Changes(connection)
 
     @property
@@ -192,7 +200,7 @@ async def _check_name(connection: Connection) -> None:
         )
 
 
-async def _no_run(connection: Connection) -> StoreError:
+async def _no_run(connection: Connection) -> RunMissingError:
     names = await connection.client.list_database_names()
     runs = [
         name
@@ -203,7 +211,7 @@ async def _no_run(connection: Connection) -> StoreError:
     wanted = connection.database.name
     nearest = difflib.get_close_matches(wanted, runs, n=1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
-    return StoreError(
+    return RunMissingError(
         f"there is no run {wanted!r} on MongoDB at {connection.host}",
         hint=f"{hint}runs: {shown}" if runs else "there are no runs on it: check --db_connection_string",
     )
@@ -214,6 +222,6 @@ def _embedded_uri(directory: str) -> str:
     if not status.running:
         raise StoreError(
             f"no embedded MongoDB is running under {status.directory}",
-            hint="start it: agentrl mongo up; or name your server with --db_connection_string",
+            hint="start it: agentrl mongo up; or name your server with MONGO_URI or --db_connection_string",
         )
     return status.uri

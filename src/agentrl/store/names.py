@@ -33,6 +33,8 @@ IMAGE: Final = "Image"
 """The images of tasks, tool results and requests, by the hash of their bytes."""
 EVALUATION: Final = "Evaluation"
 """Evaluations of policies, with their results."""
+LABEL: Final = "Label"
+"""What people say of trajectories."""
 COLLECTIONS: Final = (
     TASK,
     RECORD,
@@ -52,7 +54,8 @@ COLLECTIONS: Final = (
     IMAGE,
     GATEWAY_SESSION,
     GATEWAY_CALL,
+    LABEL,
 )
 
-SCHEMA_VERSION: Final = 6
+SCHEMA_VERSION: Final = 7
 """Version of the schema that this code reads and writes. A database without one in ``Run`` has version 1."""

@@ -19,6 +19,7 @@ from agentrl.documents.base import Document, Root
 from agentrl.documents.evaluation import Evaluation
 from agentrl.documents.gateway import GatewayCall, GatewaySession
 from agentrl.documents.images import Image
+from agentrl.documents.label import Label
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.outage import Outage
 from agentrl.documents.record import Record
@@ -49,6 +50,7 @@ from agentrl.store.names import (
     GATEWAY_SESSION,
     IMAGE,
     IMPORTS,
+    LABEL,
     LEASE,
     MODEL_CALL,
     OUTAGE,
@@ -185,6 +187,7 @@ VALIDATORS: dict[str, Json] = {
         IMAGE: _object(Image, packed_in_gridfs=_in_gridfs(Image)),
         GATEWAY_SESSION: _object(GatewaySession),
         GATEWAY_CALL: _object(GatewayCall),
+        LABEL: _object(Label),
     }.items()
 }
 """Collection → validator. Fields without a default are required; unknown fields are refused."""
@@ -214,9 +217,11 @@ INDEXES: dict[str, list[IndexModel]] = {
     ],
     RECORD: [
         _index("task", "traj_id", "attempt"),
-        _index("split", "status", ("created_at", _DOWN)),
-        _index("status", ("created_at", _DOWN)),
-        _index(("created_at", _DOWN)),
+        _index("split", "status", ("created_at", _DOWN), ("_id", _DOWN)),
+        _index("status", ("created_at", _DOWN), ("_id", _DOWN)),
+        _index(("created_at", _DOWN), ("_id", _DOWN)),
+        _index(("score", _DOWN), ("_id", _DOWN)),
+        _index("split", "min_version", where={"min_version": {"$gte": 0}}),
     ],
     MODEL_CALL: [
         _index("record", "index", unique=True),
@@ -236,6 +241,7 @@ INDEXES: dict[str, list[IndexModel]] = {
     SERVICE: [_index("status", "heartbeat")],
     OUTAGE: [_index("ended_at", "seen_at")],
     EVALUATION: [_index("status", "seen_at"), _index("version")],
+    LABEL: [_index("record"), _index("label")],
     GATEWAY_SESSION: [_index("record")],
     GATEWAY_CALL: [
         _index("record", "digest", "number", unique=True),

@@ -48,13 +48,16 @@ def test_names_of_the_servers_own_databases_create_nothing(
 async def test_the_doctor_creates_nothing(
     store: Store, run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from agentrl.cli.doctor.services import check_database
+    from agentrl.cli.doctor.database import database_checks
+    from agentrl.cli.doctor.services import service_checks
 
     monkeypatch.chdir(tmp_path)
     before = await databases(store)
-    missing = await check_database(replace(run_config, run_name="not_there_yet"))
-    assert (missing.state, "has no run of that name yet" in missing.found) == ("ok", True)
-    there = await check_database(run_config)
-    assert (there.state, "has the run" in there.found) == ("ok", True)
+    (missing,) = await service_checks(replace(run_config, run_name="not_there_yet"), 10)
+    assert (missing.state, "no run of that name yet" in missing.found) == ("ok", True)
+    (there,) = await service_checks(run_config, 10)
+    assert (there.state, "exists; no engine is alive" in there.found) == ("ok", True)
+    checks = await database_checks(replace(run_config, run_name="not_there_yet"))
+    assert "database" in [check.name for check in checks]
     assert await databases(store) <= before
     assert "not_there_yet" not in before

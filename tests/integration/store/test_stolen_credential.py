@@ -46,7 +46,7 @@ async def thief(
     assert found is not None
     async with await open_existing(dataclasses.replace(run_config, db_connection_string=found[1])) as opened:
         yield opened
-    for role in ("sampler", "trainer", "engine", "auditor"):
+    for role in ("sampler", "trainer", "engine", "auditor", "annotator"):
         await store.database.command("dropUser", f"agentrl_{role}")
         await store.database.command("dropRole", f"agentrl_{role}")
 

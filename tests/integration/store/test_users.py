@@ -8,6 +8,7 @@ import re
 import secrets
 import socket
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -28,14 +29,16 @@ from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store import blobs
 from agentrl.store.admin.transfer import Transfer
 from agentrl.store.client import Store, open_existing, open_store
-from agentrl.store.embedded.daemon import find_binary, stop_daemon
+from agentrl.store.embedded.daemon import stop_daemon
+from agentrl.store.embedded.mongod import choose_mongod
 from agentrl.store.training import StaleVersions
 
 pytestmark = pytest.mark.integration
 
 ADMIN_PASSWORD = secrets.token_hex(12)
 SAMPLER_PASSWORD = "from the/environment@%"
-KINDS = ("sampler", "trainer", "engine", "auditor")
+COMPOSE = Path(__file__).parents[3] / "deploy/compose"
+KINDS = ("sampler", "trainer", "engine", "auditor", "annotator")
 MORE = task_key("train", 0, "more")
 
 
@@ -51,7 +54,7 @@ def guarded_uri(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [
-        str(find_binary()), "--fork", "--dbpath", str(dbpath), "--logpath", str(folder / "log"),
+        str(choose_mongod().mongod.path), "--fork", "--dbpath", str(dbpath), "--logpath", str(folder / "log"),
         "--pidfilepath", str(pid_file), "--replSet", "guarded", "--bind_ip", "127.0.0.1", "--port", str(port),
         "--nounixsocket", "--auth", "--keyFile", str(key), "--wiredTigerCacheSizeGB", "0.25",
     ]  # fmt: skip
@@ -216,6 +219,20 @@ async def test_an_auditor_reads_everything_and_writes_nothing(
         assert not any(ADMIN_PASSWORD in text for text in texts)
 
 
+async def test_an_annotator_labels_and_does_no_more(users: dict[str, RunConfig]) -> None:
+    async with await open_existing(users["auditor"]) as store:
+        assert not await store.labels.may_write()
+    async with await open_existing(users["annotator"]) as store:
+        assert await store.labels.may_write()
+        await store.labels.put(f"{run.READY}/0/1", by="ann", label="cheats", score=0.0)
+        assert await store.labels.remove(f"{run.READY}/0/1", by="ann")
+        await refused(
+            lambda: store.database["Record"].update_one({}, {"$set": {"score": 1.0}}),
+            lambda: store.database["Task"].insert_one({}),
+            lambda: store.database["Label"].drop(),
+        )
+
+
 async def test_users_are_listed_updated_and_made_for_all_runs(
     users: dict[str, RunConfig], guarded: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,6 +256,39 @@ async def test_users_are_listed_updated_and_made_for_all_runs(
         await refused(lambda: store.database["Task"].delete_many({}))
     async with await open_existing(guarded) as store:
         await store.database.client.drop_database(new.run_name)
+
+
+def run_compose_scripts(folder: Path, server: str, run_name: str) -> str:
+    """Make the secrets and the users on ``server``; return what was printed."""
+    made = [sys.executable, str(COMPOSE / "make_secrets.py"), str(folder), run_name]
+    subprocess.run(made, check=True, capture_output=True, timeout=60)
+    (folder / "admin/uri").chmod(0o600)
+    (folder / "admin/uri").write_text(server)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["sh", str(COMPOSE / "make_users.sh"), str(folder / "admin"), run_name],
+        env={**os.environ, "PATH": path, "MONGO_URI_FILE": str(folder / "admin/uri")},
+        check=False, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+async def test_the_scripts_of_compose_make_a_new_run_and_its_users(
+    guarded: RunConfig, tmp_path: Path
+) -> None:
+    server, name = str(guarded.db_connection_string), guarded.run_name
+    said = run_compose_scripts(tmp_path, server, name)
+    assert said.count(" made ") == len(KINDS)
+    host, options = re.findall(r"@([^/]+)/\?(.*)$", server)[0]
+    for kind in KINDS:
+        user, password = re.findall(r"//([^:]+):([^@]+)@", (tmp_path / f"{kind}/uri").read_text())[0]
+        assert password not in said
+        uri = f"mongodb://{user}:{password}@{host}/?authSource={name}&{options}"
+        async with await open_existing(dataclasses.replace(guarded, db_connection_string=uri)) as store:
+            await refused(partial(store.database["Task"].delete_many, {}))
+    async with await open_existing(guarded) as store:
+        await store.database.client.drop_database(name)
 
 
 async def test_a_wrong_password_and_a_server_without_rights_are_told(

@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from pymongo.errors import (
@@ -168,3 +170,28 @@ async def test_a_periodic_task_logs_a_refusal_and_raises_an_outage(caplog: pytes
     with caplog.at_level(logging.WARNING), log_store_errors(logging.getLogger("x"), "away", outages=True):
         raise StoreUnavailableError("no answer")
     assert [record.message for record in caplog.records] == ["not renewed", "away"]
+
+
+class _Server:
+    """A fake of a client's ``admin`` database that answers with one version."""
+
+    def __init__(self, version: str) -> None:
+        self._version = version
+
+    async def command(self, name: str) -> dict[str, str]:
+        return {"version": self._version} if name == "buildInfo" else {"setName": "rs"}
+
+
+@pytest.mark.parametrize(
+    ("version", "accepted"),
+    [("4.4.29", False), ("5.0.31", False), ("6.0.5", True), ("7.0.28", True), ("8.2.1-rc0", True)],
+)
+async def test_servers_older_than_6_0_are_refused(version: str, accepted: bool) -> None:
+    connection = Connection("mongodb://db:1", "run", timeout=1.0)
+    await connection.client.close()
+    connection.client = cast("Any", SimpleNamespace(admin=_Server(version)))
+    if accepted:
+        await connection.check()
+    else:
+        with pytest.raises(StoreError, match=f"is version {version}, and AgentRL needs 6.0 or newer"):
+            await connection.check()

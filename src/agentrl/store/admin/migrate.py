@@ -13,7 +13,7 @@ from pymongo.errors import DuplicateKeyError
 
 from agentrl.documents.run import ADMISSION, SCHEMA, TRAINER, ImportList
 from agentrl.documents.status import RecordStatus, TaskStatus
-from agentrl.errors import StoreError
+from agentrl.errors import SchemaVersionError, StoreError
 from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import DATA, GATE, IMPORTS, LEASE, MODEL_CALL, RECORD, RUN, SCHEMA_VERSION, TASK
 from agentrl.store.schema import prepare
@@ -21,6 +21,7 @@ from agentrl.store.slots import LIVE
 
 _PAGE = 256
 """Documents changed in one batch of a migration."""
+_SUPERSEDED = {"split_1_status_1_created_at_-1", "status_1_created_at_-1", "created_at_-1"}
 _STOP = "stop its processes and wait until the leases have run out (--lease_seconds)"
 
 
@@ -100,6 +101,15 @@ async def span_temperatures(database: AsyncDatabase[Json]) -> int:
     return changed
 
 
+async def superseded_indexes(database: AsyncDatabase[Json]) -> int:
+    """6 → 7: drop the indexes of Records that the new ones, which end in ``_id``, replace."""
+    records = database.get_collection(RECORD)
+    existing = {index["name"] async for index in await records.list_indexes()}
+    for name in existing & _SUPERSEDED:
+        await records.drop_index(name)
+    return 0
+
+
 async def nothing(database: AsyncDatabase[Json]) -> int:
     """Change no document: collections, validators and indexes are updated after the migrations."""
     return 0
@@ -144,6 +154,13 @@ MIGRATIONS: Final[tuple[Migration, ...]] = (
         what="Evaluation lists evaluations of policies; no document changes",
         run=nothing,
     ),
+    Migration(
+        origin=6,
+        target=7,
+        what="Label holds what people say of trajectories, and Records are read page by page; no document"
+        " changes",
+        run=superseded_indexes,
+    ),
 )  # fmt: skip
 """In order; each starts from the version that the one before reaches."""
 
@@ -166,15 +183,15 @@ async def stored_version(database: AsyncDatabase[Json]) -> int | None:
 
 
 async def check_version(database: AsyncDatabase[Json]) -> int | None:
-    """Return ``stored_version``. Raises StoreError if it is not this code's."""
+    """Return ``stored_version``. Raises SchemaVersionError if it is not this code's."""
     version = await stored_version(database)
     if version is not None and version > SCHEMA_VERSION:
-        raise StoreError(
+        raise SchemaVersionError(
             f"run {database.name!r} has schema version {version}, and this AgentRL knows {SCHEMA_VERSION}",
             hint="use the newer AgentRL that wrote it",
         )
     if version is not None and version < SCHEMA_VERSION:
-        raise StoreError(
+        raise SchemaVersionError(
             f"run {database.name!r} has schema version {version}, and this AgentRL needs {SCHEMA_VERSION}",
             hint=f"stop its processes, then: agentrl db migrate --run_name {database.name}",
         )

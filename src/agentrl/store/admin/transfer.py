@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from agentrl.store.admin.archive import (
     write_manifest,
 )
 from agentrl.store.admin.migrate import stored_version
-from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import GATE, RUN, SCHEMA_VERSION
 from agentrl.store.schema import prepare
 
@@ -45,7 +45,14 @@ _GRIDFS = {
 
 
 class Transfer(Repository):
-    """Exports and imports a run, with at most a page of documents in memory."""
+    """Exports and imports a run, with at most a page of documents in memory.
+
+    ``on_documents`` is called with the number of documents of each page that was read or written.
+    """
+
+    def __init__(self, connection: Connection, *, on_documents: Callable[[int], None] | None = None) -> None:
+        super().__init__(connection)
+        self._on_documents = on_documents or (lambda count: None)
 
     @database_call
     async def export(self, folder: Path) -> Manifest:
@@ -125,6 +132,7 @@ class Transfer(Repository):
             if last is not None:
                 cursor = cursor.hint([("_id", 1)]).min([("_id", last)]).skip(1)
             page: list[RawBSONDocument] = await cursor.to_list()
+            self._on_documents(len(page))
             for document in page:
                 yield document
             if len(page) < _PAGE:
@@ -166,6 +174,7 @@ class Transfer(Repository):
                 size += len(raw)
                 if size >= _BATCH_BYTES or len(batch) == _PAGE:
                     await collection.insert_many(batch, bypass_document_validation=True)
+                    self._on_documents(len(batch))
                     batch, size = [], 0
         if batch:
             await collection.insert_many(batch, bypass_document_validation=True)

@@ -22,6 +22,7 @@ from agentrl.store.names import (
     GATEWAY_CALL,
     GATEWAY_SESSION,
     IMAGE,
+    LABEL,
     LEASE,
     MODEL_CALL,
     OUTAGE,
@@ -40,10 +41,13 @@ _READ = ["find", "changeStream", "listCollections", "listIndexes", "collStats", 
 _MAKE = ["createCollection", "createIndex", "collMod"]
 _ADD, _CHANGE = ["insert"], ["insert", "update"]
 _FILES = ["insert", "createIndex"]
+_EDIT = ["insert", "update", "remove"]
 _PASSWORD_BYTES = 24
 _EXISTS = {51002, 51003}
 """The role or the user exists already."""
 _NOT_ALLOWED = {13, 18}
+_READERS = {"agentrl_auditor", "agentrl_annotator"}
+"""Roles that open existing runs only, and never create a schema."""
 
 
 def _packed(collection: str) -> dict[str, list[str]]:
@@ -62,6 +66,7 @@ ROLES: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
     },
     "agentrl_engine": {SERVICE: _CHANGE, SETTINGS: _ADD},
     "agentrl_auditor": {},
+    "agentrl_annotator": {LABEL: _EDIT},
 }  # fmt: skip
 """Role → collection → allowed actions. Every role may read the whole run and watch its changes."""
 
@@ -150,7 +155,7 @@ def privileges_of(role: str, database: str) -> list[Json]:
     """
     privileges = [_privilege(database, "", _READ)]
     privileges += [_privilege(database, name, actions) for name, actions in ROLES[role].items()]
-    if not database and ROLES[role]:
+    if not database and role not in _READERS:
         privileges += [_privilege("", name, _MAKE) for name in (*COLLECTIONS, *VIEWS)]
         privileges += [_privilege("", name, _ADD) for name in (RUN, GATE)]  # never changed by them
     return privileges

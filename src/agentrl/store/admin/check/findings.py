@@ -104,6 +104,23 @@ class Report:
         """Return the violations of one invariant."""
         return [violation for violation in self.violations if violation.invariant is invariant]
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the invariants with the numbers of checked things, the violations and the notes."""
+        return {
+            "invariants": [
+                {
+                    "number": invariant.value, "title": invariant.title,
+                    "checked": dict(self.checked[invariant]), "violations": len(self.of(invariant)),
+                }
+                for invariant in Invariant
+            ],
+            "violations": [
+                {"invariant": violation.invariant.value, "problem": str(violation.problem)}
+                for violation in self.violations
+            ],
+            "notes": list(self.notes),
+        }  # fmt: skip
+
     def lines(self) -> Iterator[str]:
         """Yield a line per invariant, then each violation and note, then the number of violations."""
         for invariant in Invariant:

@@ -1,0 +1,98 @@
+"""Store what people say of trajectories: a label, a note and a score, beside the Record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from pymongo import ASCENDING
+
+from agentrl.documents.label import Label, check_label, label_key
+from agentrl.documents.sanitize_bson import replace_surrogates
+from agentrl.errors import StoreError
+from agentrl.store import slots
+from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.names import LABEL, RECORD
+
+_WRITES = {"insert", "update", "remove"}
+
+
+class Labels(Repository):
+    """The calls on Labels. Only users with the role ``agentrl_annotator``, or an administrator, may write."""
+
+    @database_call
+    async def put(
+        self, record_id: str, *, by: str, label: str, note: str = "", score: float | None = None
+    ) -> Label:
+        """Store a person's label of a Record in place of the person's earlier one, and return it. Idempotent.
+
+        Raises ConfigError for a bad text or score, StoreError if there is no such Record.
+        """
+        by, label, note = (replace_surrogates(text.strip()) for text in (by, label, note))
+        check_label(label=label, note=note, by=by, score=score)
+        if await self._collection(RECORD).find_one({"_id": record_id}, {"_id": 1}) is None:
+            raise StoreError(f"there is no Record {record_id[:200]!r} to label")
+        fields: Json = {
+            "record": slots.literal(record_id), "by": slots.literal(by), "label": slots.literal(label),
+            "note": slots.literal(note), "score": score,
+            "created_at": {"$ifNull": ["$created_at", "$$NOW"]}, "updated_at": "$$NOW",
+        }  # fmt: skip
+        key = label_key(record_id, by)
+        await self._collection(LABEL).update_one({"_id": key}, [{"$set": fields}], upsert=True)
+        return Label.from_document(await self._collection(LABEL).find_one({"_id": key}) or {})
+
+    @database_call
+    async def remove(self, record_id: str, *, by: str) -> bool:
+        """Delete a person's label of a Record; return whether there was one."""
+        result = await self._collection(LABEL).delete_one({"_id": label_key(record_id, by.strip())})
+        return result.deleted_count > 0
+
+    @database_call
+    async def of_records(self, record_ids: Sequence[str]) -> dict[str, list[Label]]:
+        """Return {Record id: its labels, oldest first}; Records without one are absent."""
+        found: dict[str, list[Label]] = {}
+        cursor = self._collection(LABEL).find(
+            {"record": {"$in": list(record_ids)}}, sort=[("created_at", ASCENDING), ("_id", ASCENDING)]
+        )
+        async for document in cursor:
+            label = Label.from_document(document)
+            found.setdefault(label.record, []).append(label)
+        return found
+
+    @database_call
+    async def scores(self) -> dict[str, float]:
+        """Return {Record id: the mean score of its labels} of every Record with a label that has a score."""
+        scores: dict[str, list[float]] = {}
+        async for document in self._collection(LABEL).find(
+            {"score": {"$ne": None}}, {"record": 1, "score": 1}
+        ):
+            scores.setdefault(document["record"], []).append(document["score"])
+        return {record: fmean(values) for record, values in scores.items()}
+
+    @database_call
+    async def counts(self) -> dict[str, int]:
+        """Return {label: number of trajectories}, the most frequent first."""
+        pipeline: list[Json] = [{"$sortByCount": "$label"}, {"$limit": 200}]
+        cursor = await self._collection(LABEL).aggregate(pipeline)
+        return {group["_id"]: group["count"] async for group in cursor}
+
+    @database_call
+    async def may_write(self) -> bool:
+        """Return whether this connection's user may write labels; without authentication everybody may."""
+        status = await self._connection.database.command({"connectionStatus": 1, "showPrivileges": True})
+        info = status["authInfo"]
+        if not info["authenticatedUsers"]:
+            return True
+        allowed: set[str] = set()
+        for privilege in info["authenticatedUserPrivileges"]:
+            if _covers(privilege["resource"], self._connection.database.name):
+                allowed |= set(privilege["actions"])
+        return allowed >= _WRITES
+
+
+def _covers(resource: Json, database: str) -> bool:
+    """Return whether a privilege on ``resource`` is one on the labels of this database."""
+    if resource.get("anyResource"):
+        return True
+    of_database = resource.get("db") in ("", database)
+    return of_database and resource.get("collection") in ("", LABEL)

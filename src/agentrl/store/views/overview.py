@@ -1,0 +1,152 @@
+"""Read one run for its overview: its steps without their data, and counts from the indexes alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from agentrl.documents.base import Root
+from agentrl.documents.status import APPLIED_STEPS, DataStatus, RecordStatus, StepStatus, TaskStatus, values
+from agentrl.scoring.groups import FAILED
+from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.names import DATA, RECORD, STEP, TASK
+
+MAX_STEPS = 5000
+"""Steps that a curve shows; of a longer run, the last ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPoint(Root):
+    """One optimizer step without its data."""
+
+    id: str
+    step: int
+    status: StepStatus
+    policy_version: int
+    trajectories: int = 0
+    owner: str
+    planned_at: datetime
+    committed_at: datetime | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureKind:
+    """Failed attempts of one kind, and the newest of them."""
+
+    kind: str
+    count: int
+    message: str
+    record: str | None
+    """The newest trajectory; None for groups."""
+
+
+class Overview(Repository):
+    """The reads behind the overview and the curves of a run. It never writes."""
+
+    @database_call
+    async def steps(self, *, after: int = 0, last: int = MAX_STEPS) -> list[StepPoint]:
+        """Return the committed steps above number ``after``, oldest first, at most the ``last`` ones."""
+        cursor = await self._collection(STEP).aggregate(
+            [
+                {"$match": {"status": {"$in": values(APPLIED_STEPS)}, "step": {"$gt": after}}},
+                {"$sort": {"step": -1}},
+                {"$limit": last},
+                {"$set": {"trajectories": {"$size": "$data"}}},
+                {"$unset": ["data", "pending", "metrics.version_fractions", "metrics.staleness_histogram"]},
+            ]
+        )
+        return [StepPoint.from_document(step) for step in reversed(await cursor.to_list())]
+
+    @database_call
+    async def planned(self) -> StepPoint | None:
+        """Return the step that the trainer works on; None without one."""
+        document = await self._collection(STEP).find_one(
+            {"status": {"$in": [StepStatus.PLANNING.value, StepStatus.PLANNED.value]}},
+            {"metrics": 0},
+            sort=[("step", -1)],
+        )
+        if document is None:
+            return None
+        return StepPoint.from_document({**document, "trajectories": len(document["data"])})
+
+    @database_call
+    async def tasks(self) -> dict[str, dict[str, int]]:
+        """Return split → status → Tasks, of all epochs."""
+        return await self._counts(TASK)
+
+    @database_call
+    async def records(self) -> dict[str, dict[str, int]]:
+        """Return split → status → Records."""
+        return await self._counts(RECORD)
+
+    @database_call
+    async def data(self) -> dict[str, int]:
+        """Return status → training data of all splits."""
+        found = await self._counts(DATA)
+        total: dict[str, int] = defaultdict(int)
+        for counts in found.values():
+            for status, count in counts.items():
+                total[status] += count
+        return dict(total)
+
+    @database_call
+    async def quarantined_because(self) -> str | None:
+        """Return why one of the quarantined training data must not be trained; None without one."""
+        document = await self._collection(DATA).find_one(
+            {"split": {"$gte": ""}, "status": DataStatus.QUARANTINED.value}, {"problem": 1}
+        )
+        return None if document is None else document["problem"]
+
+    @database_call
+    async def failures(self) -> list[FailureKind]:
+        """Count failed attempts by kind, the most frequent first, and groups that could not be finalized."""
+        cursor = await self._collection(RECORD).aggregate(
+            [
+                {"$match": {"status": RecordStatus.FAILED.value}},
+                {"$sort": {"created_at": -1}},
+                {
+                    "$group": {
+                        "_id": "$failure.kind",
+                        "count": {"$sum": 1},
+                        "message": {"$first": "$failure.message"},
+                        "record": {"$first": "$_id"},
+                    }
+                },
+                {"$sort": {"count": -1, "_id": 1}},
+            ]
+        )
+        kinds = [
+            FailureKind(
+                kind=group["_id"] or "unknown",
+                count=group["count"],
+                message=group["message"] or "",
+                record=group["record"],
+            )
+            for group in await cursor.to_list()
+        ]
+        query: Json = {
+            "split": {"$gte": ""},
+            "status": TaskStatus.COMPLETED.value,
+            "group.outcome": FAILED,
+        }
+        failed = await self._collection(TASK).find(query, {"group.problem": 1}).to_list()
+        if failed:
+            problem = failed[-1]["group"].get("problem") or ""
+            kinds.append(FailureKind(kind="group", count=len(failed), message=problem, record=None))
+        return kinds
+
+    async def _counts(self, collection: str) -> dict[str, dict[str, int]]:
+        """Count by split and status in an index that begins with both, without reading a document."""
+        cursor = await self._collection(collection).aggregate(
+            [
+                {"$match": {"split": {"$gte": ""}, "status": {"$gte": ""}}},
+                {"$group": {"_id": {"split": "$split", "status": "$status"}, "count": {"$sum": 1}}},
+            ]
+        )
+        counts: dict[str, dict[str, int]] = defaultdict(dict)
+        for group in await cursor.to_list():
+            counts[group["_id"]["split"]][group["_id"]["status"]] = group["count"]
+        return dict(counts)

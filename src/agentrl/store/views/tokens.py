@@ -1,0 +1,122 @@
+"""Read the generated tokens of a trajectory with what is stored of each: logprob, version, advantage, steps.
+
+The ratio and the entropy of a single token are not stored: the trainer sums them over a step
+(``TrainStep.metrics``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.documents.base import Document
+from agentrl.documents.model_call import DispatchedSamplingTask
+from agentrl.documents.packing import unpack_floats, unpack_ids
+from agentrl.documents.record import Record
+from agentrl.documents.status import APPLIED_STEPS, DataStatus, values
+from agentrl.documents.training import TrainableSpan
+from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.model_calls import read_model_calls
+from agentrl.store.names import DATA, RECORD, STEP, VERSION
+
+NO_VERSION = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallTokens:
+    """The generated tokens of one model call; every array has one element per token."""
+
+    call: DispatchedSamplingTask
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    """At sampling; NaN where none is stored."""
+    versions: NDArray[np.int32]
+    """The policy version that sampled the token; −1 if unknown."""
+    advantages: NDArray[np.float32]
+    """NaN for tokens that are not trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMeans:
+    """What a step that trained the trajectory stores of its tokens, over the whole step."""
+
+    step: int
+    policy_version: int
+    metrics: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryTokens:
+    """The generated tokens of one trajectory, by model call."""
+
+    record: Record
+    calls: Sequence[CallTokens]
+    data_status: DataStatus | None
+    """None if the trajectory has no training data."""
+    steps: Sequence[StepMeans]
+    """The committed steps that trained it, in order."""
+    locations: Mapping[int, str]
+    """Policy version → the folder of its weights, which holds the tokenizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Spans(Document):
+    """What the token view reads of training data."""
+
+    status: DataStatus
+    spans: tuple[TrainableSpan, ...]
+    trained_at_steps: tuple[int, ...] = ()
+
+
+class TokenReads(Repository):
+    """Reads tokens for the token view. It never writes."""
+
+    @database_call
+    async def trajectory(self, record_id: str) -> TrajectoryTokens | None:
+        """Return the tokens of one trajectory; None if there is no such Record."""
+        document = await self._collection(RECORD).find_one({"_id": record_id})
+        if document is None:
+            return None
+        record = Record.from_document(document)
+        calls = (await read_model_calls(self._connection, [record_id]))[record_id]
+        fields = {"status": 1, "spans": 1, "trained_at_steps": 1}
+        found = await self._collection(DATA).find_one({"_id": record_id}, fields)
+        data = None if found is None else _Spans.from_document(found)
+        versions = {span.version for call in calls for span in call.versions}
+        return TrajectoryTokens(
+            record=record,
+            calls=[_tokens(call, data.spans if data else ()) for call in calls],
+            data_status=data.status if data else None,
+            steps=await self._steps(data.trained_at_steps if data else ()),
+            locations=await self._locations(versions),
+        )
+
+    async def _steps(self, numbers: Sequence[int]) -> list[StepMeans]:
+        query = {"step": {"$in": list(numbers)}, "status": {"$in": values(APPLIED_STEPS)}}
+        fields: Json = {"step": 1, "policy_version": 1, "metrics": 1}
+        found = self._collection(STEP).find(query, fields, sort=[("step", 1)])
+        return [
+            StepMeans(step=item["step"], policy_version=item["policy_version"], metrics=item["metrics"] or {})
+            async for item in found
+        ]
+
+    async def _locations(self, versions: set[int]) -> dict[int, str]:
+        found = self._collection(VERSION).find({"_id": {"$in": sorted(versions)}}, {"location": 1})
+        return {item["_id"]: item["location"] async for item in found}
+
+
+def _tokens(call: DispatchedSamplingTask, spans: Sequence[TrainableSpan]) -> CallTokens:
+    ids = unpack_ids(call.output_ids)
+    stored = unpack_floats(call.logprobs)
+    logprobs = np.full(len(ids), np.nan, np.float32)
+    logprobs[: len(stored)] = stored[: len(ids)]
+    versions = np.full(len(ids), NO_VERSION, np.int32)
+    advantages = np.full(len(ids), np.nan, np.float32)
+    of_version = {span.version: span.advantage for span in spans if span.call == call.index}
+    for span in call.versions:
+        versions[span.start : span.end] = span.version
+        advantages[span.start : span.end] = of_version.get(span.version, np.nan)
+    return CallTokens(call=call, ids=ids, logprobs=logprobs, versions=versions, advantages=advantages)

@@ -1,0 +1,257 @@
+"""Read a page of trajectories: filtered, sorted, and continued after the last row of the page before."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from typing import Any, Final
+
+import pymongo
+from pymongo.errors import PyMongoError
+
+from agentrl.documents.status import APPLIED_STEPS, values
+from agentrl.errors import ConfigError, StoreError
+from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.names import LABEL, MODEL_CALL, RECORD, STEP, TASK
+from agentrl.store.views import VIEWS
+from agentrl.store.views.rows import TrajectoryRow
+from agentrl.store.views.trajectory_filter import TrajectoryFilter
+
+MAX_PAGE: Final = 200
+READ_SECONDS: Final = 10.0
+"""Longest time of one page; a slower filter is refused with an error."""
+SEARCH_SECONDS: Final = 2.0
+"""How long one page searches model calls for a text or a tool; its last row tells where to go on."""
+_FIRST_WINDOW, _LARGEST_WINDOW = 256, 2048
+_EXCERPT = 400
+_COUNTED = 10_000
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class TrajectoryOrder(StrEnum):
+    """The order of a page. Orders by score leave out trajectories without one."""
+
+    NEWEST = "newest"
+    OLDEST = "oldest"
+    HIGHEST_SCORE = "highest_score"
+    LOWEST_SCORE = "lowest_score"
+    LONGEST = "longest"
+    SHORTEST = "shortest"
+    MOST_TURNS = "most_turns"
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Return the sorted field of the Record, and 1 or -1."""
+        return _KEYS[self]
+
+
+_KEYS: dict[TrajectoryOrder, tuple[str, int]] = {
+    TrajectoryOrder.NEWEST: ("created_at", -1),
+    TrajectoryOrder.OLDEST: ("created_at", 1),
+    TrajectoryOrder.HIGHEST_SCORE: ("score", -1),
+    TrajectoryOrder.LOWEST_SCORE: ("score", 1),
+    TrajectoryOrder.LONGEST: ("generated_tokens", -1),
+    TrajectoryOrder.SHORTEST: ("generated_tokens", 1),
+    TrajectoryOrder.MOST_TURNS: ("turns", -1),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryPage:
+    """Rows in the order asked for. ``after`` continues behind them; None at the end.
+
+    A search for a text or a tool may end early, with fewer rows than asked for: ``searched`` trajectories
+    were read, and ``after`` goes on behind them. Long questions and answers are cut.
+    """
+
+    rows: Sequence[TrajectoryRow]
+    after: str | None
+    searched: int | None = None
+    """None unless model calls were searched."""
+
+
+class TrajectorySearch(Repository):
+    """Reads pages of trajectories. It never writes; every read has a time limit."""
+
+    @database_call
+    async def page(
+        self,
+        wanted: TrajectoryFilter,
+        *,
+        order: TrajectoryOrder = TrajectoryOrder.NEWEST,
+        limit: int = 50,
+        after: str | None = None,
+    ) -> TrajectoryPage:
+        """Return up to ``limit`` trajectories behind the row that ``after`` names.
+
+        Raises ConfigError for an ``after`` that no page gave or a ``limit`` that is not 1 to 200, StoreError
+        if the read takes longer than 10 seconds.
+        """
+        if not 0 < limit <= MAX_PAGE:
+            raise ConfigError(f"a page of {limit} trajectories", hint=f"give 1 to {MAX_PAGE}")
+        with _time_limit(READ_SECONDS):
+            query = await self._query(wanted)
+            if wanted.text is None and wanted.tool is None:
+                keys = await self._keys(query, order, after, limit + 1)
+                found, searched = keys[:limit], None
+                then = _cursor(found[-1], order) if len(keys) > limit else None
+            else:
+                found, searched, then = await self._search(query, wanted, order, after, limit)
+            rows = await self._rows([key["_id"] for key in found])
+        return TrajectoryPage(rows=rows, after=then, searched=searched)
+
+    @database_call
+    async def count(self, wanted: TrajectoryFilter) -> int | None:
+        """Count trajectories, with a filter up to 10,001; None for a filter on text or tool."""
+        if wanted.text is not None or wanted.tool is not None:
+            return None
+        with _time_limit(READ_SECONDS):
+            records = self._collection(RECORD)
+            if wanted.is_empty:
+                return await records.estimated_document_count()
+            return await records.count_documents(await self._query(wanted), limit=_COUNTED + 1)
+
+    async def _query(self, wanted: TrajectoryFilter) -> Json:
+        """Return the filter of the Records, with steps, tasks and labels resolved to ids."""
+        query = dict(wanted.query)
+        ids: set[str] | None = None
+        if wanted.step is not None:
+            step = await self._collection(STEP).find_one(
+                {"step": wanted.step, "status": {"$in": values(APPLIED_STEPS)}}, {"data": 1}
+            )
+            ids = set(step["data"]) if step is not None else set()
+        if wanted.label is not None:
+            labelled = set(await self._collection(LABEL).distinct("record", {"label": wanted.label}))
+            ids = labelled if ids is None else ids & labelled
+        if ids is not None:
+            query["_id"] = {"$in": sorted(ids)}
+        if wanted.task is not None:
+            of_name = self._collection(TASK).find({"task_id": wanted.task}, {"_id": 1})
+            named = [task["_id"] async for task in of_name]
+            query["task"] = {"$in": [wanted.task, *named]}
+        return query
+
+    async def _keys(self, query: Json, order: TrajectoryOrder, after: str | None, limit: int) -> list[Json]:
+        """Return ``_id`` and sorted field of the next Records."""
+        name, direction = order.key
+        conditions: list[Json] = [query]
+        if name == "score":
+            conditions.append({"score": {"$ne": None}})
+        if after is not None:
+            value, last = _decode(after, order)
+            operator = "$gt" if direction > 0 else "$lt"
+            # The first condition bounds the scan of an index; the second excludes rows of the same value.
+            conditions.append({name: {f"{operator}e": value}})
+            conditions.append({"$or": [{name: {operator: value}}, {"_id": {operator: last}}]})
+        cursor = self._collection(RECORD).find(
+            {"$and": conditions}, {name: 1}, sort=[(name, direction), ("_id", direction)], limit=limit
+        )
+        return await cursor.to_list()
+
+    async def _search(
+        self, query: Json, wanted: TrajectoryFilter, order: TrajectoryOrder, after: str | None, limit: int
+    ) -> tuple[list[Json], int, str | None]:
+        """Return the found keys, the number of Records read, and where to go on; None at the end."""
+        found: list[Json] = []
+        searched, window = 0, _FIRST_WINDOW
+        until = time.monotonic() + SEARCH_SECONDS
+        while True:
+            keys = await self._keys(query, order, after, window)
+            matching = await self._matching([key["_id"] for key in keys], wanted)
+            for key in keys:
+                searched += 1
+                after = _cursor(key, order)
+                if key["_id"] in matching:
+                    found.append(key)
+                    if len(found) == limit:
+                        return found, searched, after
+            if len(keys) < window:
+                return found, searched, None
+            if time.monotonic() >= until:
+                return found, searched, after
+            window = min(2 * window, _LARGEST_WINDOW)
+
+    async def _matching(self, ids: Sequence[str], wanted: TrajectoryFilter) -> set[str]:
+        """Return the ids of the Records whose model calls have the tool and the text."""
+        matching = set(ids)
+        if wanted.tool is not None:
+            matching &= await self._with_calls(matching, {"tool_executions.name": wanted.tool})
+        if wanted.text is not None and matching:
+            literal = {"$regex": re.escape(wanted.text), "$options": "i"}
+            own = {"$or": [{"query": literal}, {"final_answer": literal}]}
+            records = self._collection(RECORD).find({"_id": {"$in": sorted(matching)}, **own}, {"_id": 1})
+            of_record = {record["_id"] async for record in records}
+            in_calls = {"$or": [{name: literal} for name in _TEXTS]}
+            matching = of_record | await self._with_calls(matching - of_record, in_calls)
+        return matching
+
+    async def _with_calls(self, ids: set[str], query: Json) -> set[str]:
+        calls = self._collection(MODEL_CALL)
+        return set(await calls.distinct("record", {"record": {"$in": sorted(ids)}, **query}))
+
+    async def _rows(self, ids: Sequence[str]) -> list[TrajectoryRow]:
+        _, pipeline = VIEWS["audit_trajectories"]
+        stages = [{"$match": {"_id": {"$in": list(ids)}}}, {"$set": _EXCERPTS}, *pipeline]
+        cursor = await self._collection(RECORD).aggregate(stages)
+        rows = {row["_id"]: TrajectoryRow.from_document(row) async for row in cursor}
+        return [rows[record_id] for record_id in ids if record_id in rows]
+
+
+_TEXTS = (
+    "messages.content", "messages.content.text", "response.content", "response.reasoning_content",
+    "tool_executions.result",
+)  # fmt: skip
+
+
+def _excerpt(name: str) -> Json:
+    is_text = {"$eq": [{"$type": f"${name}"}, "string"]}
+    return {"$cond": [is_text, {"$substrCP": [f"${name}", 0, _EXCERPT]}, f"${name}"]}
+
+
+_EXCERPTS = {name: _excerpt(name) for name in ("query", "answer", "final_answer")}
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Bound the database calls of a block. Raises StoreError if they take longer."""
+    try:
+        with pymongo.timeout(seconds):
+            yield
+    except PyMongoError as error:
+        if not error.timeout:
+            raise
+        raise StoreError(
+            f"the trajectories could not be read within {seconds:g} s",
+            hint="narrow the filter, for example by split, status or step",
+        ) from error
+
+
+def _cursor(key: Json, order: TrajectoryOrder) -> str:
+    """Return the text that continues behind a row."""
+    value = key.get(order.key[0])
+    if isinstance(value, datetime):
+        value = (value - _EPOCH) // timedelta(milliseconds=1)
+    return base64.urlsafe_b64encode(json.dumps([order.value, value, key["_id"]]).encode()).decode()
+
+
+def _decode(after: str, order: TrajectoryOrder) -> tuple[Any, str]:
+    """Return the value and ``_id`` that ``_cursor`` wrote. Raises ConfigError for any other text."""
+    try:
+        written, value, last = json.loads(base64.urlsafe_b64decode(after.encode()))
+        if order.key[0] == "created_at":
+            value = _EPOCH + timedelta(milliseconds=value)
+        if written == order.value and isinstance(last, str) and isinstance(value, (int, float, datetime)):
+            return value, last
+    except (ValueError, TypeError, OverflowError, binascii.Error):
+        pass
+    raise ConfigError(
+        f"after is {after[:80]!r}, which no page of this order gave", hint="begin with the first page"
+    )

@@ -1,0 +1,105 @@
+"""Compare policy versions by the trajectories that each sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.status import RecordStatus
+from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.names import RECORD, VERSION
+
+_RIGHT = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSummary:
+    """What the trajectories of one split that began under one policy version look like."""
+
+    version: int
+    step: int | None
+    published_at: datetime | None
+    trajectories: int = 0
+    scored: int = 0
+    failed: int = 0
+    score: float | None = None
+    right: float | None = None
+    """Share of the scored trajectories with a score above 0.5."""
+    generated_tokens: float | None = None
+    turns: float | None = None
+    tool_calls: float | None = None
+    seconds: float | None = None
+    """From the claim to the score."""
+
+
+class Versions(Repository):
+    """The reads behind the comparison of versions. It never writes."""
+
+    @database_call
+    async def published(self, limit: int) -> list[PolicyVersion]:
+        """Return the newest versions, newest first, without their files."""
+        cursor = self._collection(VERSION).find({}, {"files": 0}, sort=[("_id", -1)], limit=limit)
+        return [PolicyVersion.from_document({**version, "files": ()}) async for version in cursor]
+
+    @database_call
+    async def summary(self, version: int, split: str) -> VersionSummary | None:
+        """Summarize the trajectories whose oldest token is of ``version``; None without such a version."""
+        document = await self._collection(VERSION).find_one({"_id": version}, {"step": 1, "published_at": 1})
+        if document is None:
+            return None
+        is_scored: Json = {"$isNumber": "$score"}
+        is_failed = {"$eq": ["$status", RecordStatus.FAILED.value]}
+        is_right = {"$cond": [{"$gt": ["$score", _RIGHT]}, 1, 0]}
+        seconds = {"$divide": [{"$subtract": ["$scored_at", "$created_at"]}, 1000]}
+        cursor = await self._collection(RECORD).aggregate(
+            [
+                {"$match": {"split": split, "min_version": version}},
+                {
+                    "$group": {
+                        "_id": None,
+                        "trajectories": {"$sum": 1},
+                        "scored": {"$sum": {"$cond": [is_scored, 1, 0]}},
+                        "failed": {"$sum": {"$cond": [is_failed, 1, 0]}},
+                        "score": {"$avg": "$score"},
+                        "right": {"$avg": {"$cond": [is_scored, is_right, None]}},
+                        "generated_tokens": {"$avg": "$generated_tokens"},
+                        "turns": {"$avg": "$turns"},
+                        "tool_calls": {"$avg": "$tool_calls"},
+                        "seconds": {"$avg": seconds},
+                    }
+                },
+                {"$unset": "_id"},
+            ]
+        )
+        found: list[dict[str, Any]] = await cursor.to_list()
+        counts = found[0] if found else {}
+        return VersionSummary(
+            version=version, step=document["step"], published_at=document["published_at"], **counts
+        )
+
+    @database_call
+    async def outcomes(self, versions: Sequence[int], split: str) -> dict[str, dict[int, float]]:
+        """Return task id → version → mean score, of the tasks that every one of ``versions`` has sampled."""
+        cursor = await self._collection(RECORD).aggregate(
+            [
+                {"$match": {"split": split, "min_version": {"$in": list(versions)}, "score": {"$ne": None}}},
+                {
+                    "$group": {
+                        "_id": {"task": "$task", "version": "$min_version"},
+                        "score": {"$avg": "$score"},
+                    }
+                },
+            ]
+        )
+        found: dict[str, dict[int, list[float]]] = {}
+        async for row in cursor:
+            task_id = row["_id"]["task"].split("/", 2)[2]
+            found.setdefault(task_id, {}).setdefault(row["_id"]["version"], []).append(row["score"])
+        return {
+            task: {version: sum(scores) / len(scores) for version, scores in by_version.items()}
+            for task, by_version in found.items()
+            if len(by_version) == len(set(versions))
+        }

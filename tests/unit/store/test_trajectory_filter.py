@@ -1,0 +1,36 @@
+"""The filter of trajectories: what it refuses and which MongoDB query it becomes."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentrl.documents.status import RecordStatus
+from agentrl.errors import ConfigError
+from agentrl.store.views.trajectory_filter import Bounds, TrajectoryFilter
+
+
+def test_a_filter_becomes_a_query() -> None:
+    wanted = TrajectoryFilter(
+        status=RecordStatus.READY, score=Bounds(0.5), tokens=Bounds(None, 10), turns=Bounds(1, 2),
+        split="train", failure="tool", version=3, text="a(b", step=7,
+    )  # fmt: skip
+    assert wanted.query == {
+        "status": "ready", "score": {"$gte": 0.5}, "generated_tokens": {"$lte": 10},
+        "turns": {"$gte": 1, "$lte": 2}, "split": "train", "failure.kind": "tool",
+        "min_version": {"$lte": 3}, "max_version": {"$gte": 3},
+    }  # fmt: skip
+    assert not wanted.is_empty
+    assert TrajectoryFilter().is_empty
+    assert TrajectoryFilter().query == {}
+
+
+@pytest.mark.parametrize("bounds", [(2.0, 1.0), (float("nan"), None), (None, float("inf"))])
+def test_a_range_without_numbers_is_refused(bounds: tuple[float | None, float | None]) -> None:
+    with pytest.raises(ConfigError, match=r"range from 2 to 1|a bound is"):
+        Bounds(*bounds)
+
+
+@pytest.mark.parametrize("text", ["", "x" * 201, "a\x00b"])
+def test_a_text_that_cannot_be_searched_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="text to search"):
+        TrajectoryFilter(text=text)
