@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -140,7 +141,53 @@ def test_records_are_listed_by_status(database: tuple[str, ...], capsys: pytest.
     assert FAILED in page
     assert RECORD not in page
     assert cli.main(["audit", "records", "--status", "scoring", *database]) == 1
-    assert "no Record of status scoring" in capsys.readouterr().err
+    assert "no Record with --status scoring" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        (["--step", "2"], [RECORD]),
+        (["--step", "1"], []),
+        (["--failure", "tool"], [FAILED]),
+        (["--tool", "add"], [RECORD]),
+        (["--text", "i ADD. [b]"], [RECORD]),
+        (["--task", "sum", "--order", "oldest"], [RECORD, FAILED]),
+        (["--split", "eval"], []),
+        (["--version", "1", "--min_score", "0.5"], [RECORD]),
+        (["--max_score", "0.5"], []),
+    ],
+)
+def test_records_are_selected(
+    flags: list[str], found: list[str], database: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["audit", "records", "--json", *flags, *database]) == (0 if found else 1)
+    out, err = capsys.readouterr()
+    if found:
+        assert sorted(row["id"] for row in json.loads(out)) == sorted(found)
+    else:
+        assert f"no Record with {flags[0]} {flags[1]}" in err
+
+
+def test_pages_are_printed_as_json(database: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["audit", "run", "--json", *database]) == 0
+    assert json.loads(capsys.readouterr().out)["run_name"] == "audited"
+    assert cli.main(["audit", "record", RECORD, "--json", *database]) == 0
+    page = json.loads(capsys.readouterr().out)
+    assert page["calls"][0]["response"]["content"] == "I add. [b]5[/b]"
+    assert "output_ids" not in page["calls"][0]
+    assert cli.main(["audit", "curve", "reward", "--json", *database]) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"] == {"reward": [0.625]}
+
+
+def test_curve_plots_any_metrics_and_suggests_their_names(
+    database: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "two.png"
+    assert cli.main(["audit", "curve", "reward", "staleness_max", "--out", str(out), *database]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert cli.main(["audit", "curve", "rewrad", *database]) == 2
+    assert "did you mean reward?" in capsys.readouterr().err
 
 
 def test_curve_plots_the_steps(

@@ -6,6 +6,9 @@ A module logs through ``logging.getLogger(__name__)``; structured fields go into
 ``key=value`` after the message::
 
     12:03:44 INFO    demo/sampler-node1-4711  claimed  task=train/0/17 traj_id=3
+
+The file gets every record. Without ``--verbose``, stderr gets a summary a minute of those about single
+trajectories and groups.
 """
 
 from __future__ import annotations
@@ -19,11 +22,13 @@ import threading
 import traceback
 from logging.handlers import QueueHandler, QueueListener, RotatingFileHandler
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import TracebackType
+from typing import Any, cast
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.observe.console_digest import ConsoleDigest
 from agentrl.observe.redact import redact_and_cut
 
 TEXT_LIMIT = 128 * 1024
@@ -31,6 +36,9 @@ TEXT_LIMIT = 128 * 1024
 
 FLUSH_SECONDS = 5.0
 """Maximum time that ``flush`` waits for the thread."""
+
+_TICK_SECONDS = 1.0
+"""How often the thread looks whether a summary is due."""
 
 _QUEUE_LIMIT = 10_000
 """Maximum length of the queue; further records are counted and dropped until the thread catches up."""
@@ -93,7 +101,7 @@ def setup(run: RunConfig, role: str, id: str | None = None, *, console_level: in
     console = logging.StreamHandler(sys.stderr)
     console.setFormatter(LineFormatter(name, date_format="%H:%M:%S", color=_wants_color()))
     console.addFilter(lambda record: record.levelno >= console_level)
-    _install(LogWriter([console, file]))
+    _install(LogWriter([console if run.verbose else ConsoleDigest(console), file]))
     logging.getLogger().setLevel(run.log_level)
     for logger, level in _QUIET.items():
         logging.getLogger(logger).setLevel(max(level, logging.getLevelName(run.log_level)))
@@ -258,6 +266,18 @@ class _Listener(QueueListener):
     def runs(self) -> bool:
         """Return whether the thread is alive in this process."""
         return self._thread is not None and self._thread.is_alive()
+
+    def dequeue(self, block: bool) -> Any:
+        """Return the next item; while there is none, let due summaries be written."""
+        while True:
+            try:
+                return cast("SimpleQueue[Item]", self.queue).get(block, _TICK_SECONDS)
+            except Empty:
+                if not block:
+                    raise
+                for handler in self.handlers:
+                    if isinstance(handler, ConsoleDigest):
+                        handler.tick()
 
     def handle(self, record: logging.LogRecord | threading.Event) -> None:
         """Write a record or set an event."""

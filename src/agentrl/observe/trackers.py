@@ -1,39 +1,33 @@
-"""Experiment trackers: tensorboard, wandb, mlflow or your own, chosen by ``--report_to``."""
+"""Experiment trackers, chosen by ``--report_to``: seven libraries, or your own.
+
+Each tracker has a thread of its own, which opens it and sends to it. A tracker that fails or hangs delays and
+stops nothing.
+"""
 
 from __future__ import annotations
 
-import importlib
+import logging
 import math
-import os
+import queue
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.registry import Registry
+from agentrl.observe import tracker_libraries  # noqa: F401  registers the libraries
+from agentrl.observe.redact import redact
+from agentrl.observe.tracker_registry import TRACKERS, Tracker
 
+logger = logging.getLogger(__name__)
 
-class Tracker(Protocol):
-    """Receives the metrics of a run."""
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Send one step's metrics, all of them finite numbers."""
-
-    def close(self) -> None:
-        """Flush and close."""
-
-
-TrackerFactory = Callable[[RunConfig, Path, Mapping[str, Any]], Tracker]
-"""Opens a tracker for a run, with its output folder and the parameters to show beside the run."""
-
-TRACKERS: Registry[TrackerFactory] = Registry("tracker", group="agentrl.trackers", flag="--report_to")
-
-
-def tracker(*names: str) -> Callable[[TrackerFactory], TrackerFactory]:
-    """Register a class or function ``(RunConfig, output folder, parameters) -> Tracker`` under ``names``."""
-    return TRACKERS.register(*names)
+OPEN_SECONDS = 60.0
+CLOSE_SECONDS = 60.0
+_REPEAT_SECONDS = 600.0
+_QUEUED_STEPS = 1000
 
 
 def open_trackers(
@@ -41,14 +35,31 @@ def open_trackers(
 ) -> Tracker:
     """Return the trackers named in ``report_to`` (comma-separated, or ``none``) as one.
 
-    Their files go below ``output``. ``parameters`` are shown beside the run if the tracker can. wandb works
-    offline unless WANDB_API_KEY or WANDB_MODE is set; mlflow writes to MLFLOW_TRACKING_URI, by default to a
-    file in ``output``.
+    Their files go below ``output``. ``parameters`` are shown beside the run if the tracker can, without
+    secrets. A library works offline unless its own environment variables name a server or a key
+    (docs/metrics.md). Waits at most ``OPEN_SECONDS`` for each; one that fails to open is logged and left out.
     Raises ConfigError for an unknown name and for a library that is not installed.
     """
     names = [name.strip() for name in report_to.split(",") if name.strip() not in ("", "none")]
     factories = [TRACKERS.get(name) for name in names]
-    return _Several([open_tracker(run, Path(output), parameters or {}) for open_tracker in factories])
+    shown = public_parameters(parameters or {})
+    return _Several(
+        [
+            _Sender(name, partial(factory, run, Path(output), shown))
+            for name, factory in zip(names, factories, strict=True)
+        ]
+    )
+
+
+def public_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``parameters`` without secrets, which a rule of ``redact`` finds by name or by shape."""
+    return {name: _public(name, value) for name, value in parameters.items()}
+
+
+def _public(name: str, value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return redact(f"{name}={value}").removeprefix(f"{name}=")
 
 
 def flatten(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -63,84 +74,90 @@ def flatten(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 class _Several:
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self._trackers = trackers
+    def __init__(self, senders: Sequence[_Sender]) -> None:
+        self._senders = senders
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         numbers = flatten(metrics)
-        for tracker in self._trackers:
-            tracker.log(step, numbers)
+        for sender in self._senders:
+            sender.log(step, numbers)
 
     def close(self) -> None:
-        for tracker in self._trackers:
-            tracker.close()
+        for sender in self._senders:
+            sender.ask_to_close()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for sender in self._senders:
+            sender.wait_closed(deadline)
 
 
-@tracker("tensorboard")
-class _TensorBoard:
-    """Writes event files without torch."""
+class _Sender:
+    """The thread of one tracker. Raises the ConfigErrors of opening it; logs every other error."""
 
-    def __init__(self, run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> None:
-        writer = _load("tensorboard.summary.writer.event_file_writer", "tensorboard")
-        self._event = _load("tensorboard.compat.proto.event_pb2", "tensorboard").Event
-        self._summary = _load("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
-        self._writer = writer.EventFileWriter(str(output / "tensorboard" / run.run_name))
+    def __init__(self, name: str, open_tracker: Callable[[], Tracker]) -> None:
+        self._name = name
+        self._open_tracker = open_tracker
+        self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_QUEUED_STEPS)
+        self._opened = threading.Event()
+        self._refusal: ConfigError | None = None
+        self._failures = 0
+        self._logged_at = -math.inf
+        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+        if not self._opened.wait(OPEN_SECONDS):
+            logger.warning("--report_to %s has not opened after %.0f s; training goes on", name, OPEN_SECONDS)
+        if self._refusal is not None:
+            raise self._refusal
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        values = [self._summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]
-        event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
-        self._writer.add_event(event)
-        self._writer.flush()
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Queue a step; drop it if the tracker is ``_QUEUED_STEPS`` behind or did not open."""
+        if not self._thread.is_alive():
+            return
+        try:
+            self._queue.put_nowait((step, metrics))
+        except queue.Full:
+            self._failed("log a step", f"it is {_QUEUED_STEPS} steps behind")
 
-    def close(self) -> None:
-        self._writer.close()
+    def ask_to_close(self) -> None:
+        """Let the thread end after what is queued."""
+        try:
+            self._queue.put_nowait(None)
+        except queue.Full:
+            logger.warning("--report_to %s is not closed: it hangs", self._name)
 
+    def wait_closed(self, deadline: float) -> None:
+        """Wait for the thread until ``deadline`` on the monotonic clock."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            logger.warning("--report_to %s does not end; its last metrics may be missing", self._name)
 
-@tracker("wandb")
-class _Wandb:
-    def __init__(self, run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> None:
-        wandb = _load("wandb", "wandb")
-        output.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "agentrl"),
-            name=run.run_name,
-            id=run.run_name,
-            resume="allow",
-            dir=str(output),
-            config=dict(parameters),
-            mode=os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline"),
-        )
+    def _run(self) -> None:
+        try:
+            tracker = self._open_tracker()
+        except ConfigError as error:
+            self._refusal = error
+            return
+        except Exception as error:  # noqa: BLE001  a fault of the library must not stop the training
+            self._failed("open", error)
+            return
+        finally:
+            self._opened.set()
+        while (item := self._queue.get()) is not None:
+            self._try("log a step", partial(tracker.log, *item))
+        self._try("close", tracker.close)
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._run.log(dict(metrics), step=step)
+    def _try(self, doing: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001  a fault of the library must not stop the training
+            self._failed(doing, error)
 
-    def close(self) -> None:
-        self._run.finish()
-
-
-@tracker("mlflow")
-class _Mlflow:
-    def __init__(self, run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> None:
-        self._mlflow = _load("mlflow", "mlflow")
-        output.mkdir(parents=True, exist_ok=True)
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(output / 'mlflow.db').absolute()}"
-        self._mlflow.set_tracking_uri(uri)
-        self._mlflow.set_experiment("agentrl")
-        self._mlflow.start_run(run_name=run.run_name)
-        self._mlflow.log_params(dict(parameters))
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._mlflow.log_metrics(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._mlflow.end_run()
-
-
-def _load(module: str, library: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"--report_to {library} needs the library {library}, which is not installed ({error})",
-            hint=f"pip install {library}",
-        ) from error
+    def _failed(self, doing: str, reason: object) -> None:
+        """Log a failure: the first one, and then one every ten minutes with the number of failures."""
+        self._failures += 1
+        now = time.monotonic()
+        if now - self._logged_at >= _REPEAT_SECONDS:
+            self._logged_at = now
+            logger.warning(
+                "--report_to %s could not %s (failure %d); training goes on: %s",
+                self._name, doing, self._failures, redact(f"{type(reason).__name__}: {reason}")[:500],
+            )  # fmt: skip

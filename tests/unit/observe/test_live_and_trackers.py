@@ -84,7 +84,7 @@ def test_no_tracker_is_a_tracker(report_to: str, tmp_path: Path) -> None:
 def test_an_unknown_tracker_is_named_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'tensorbord'") as caught:
         open_trackers("tensorbord", RunConfig(), tmp_path)
-    assert "mlflow, tensorboard, wandb" in caught.value.message
+    assert "clearml, comet, mlflow, swanlab, tensorboard, trackio, wandb" in caught.value.message
     assert "did you mean 'tensorboard'" in str(caught.value.hint)
 
 
@@ -119,6 +119,9 @@ class _FakeWandb:
         self.settings: dict[str, Any] = {}
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.finished = False
+
+    def Settings(self, **settings: Any) -> dict[str, Any]:  # noqa: N802  the library's name
+        return settings
 
     def init(self, **settings: Any) -> SimpleNamespace:
         self.settings = settings

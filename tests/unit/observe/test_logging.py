@@ -9,6 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def log_text(run: RunConfig, name: str) -> str:
 
 
 def test_a_record_reaches_stderr_and_the_file(run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    setup(run, "sampler", "s1")
+    setup(replace(run, verbose=True), "sampler", "s1")
     logging.getLogger("agentrl.x").info(
         "claimed", extra={"task": "train/0/7", "seconds": 1.23456789, "q": "a b"}
     )
@@ -47,6 +48,19 @@ def test_a_record_reaches_stderr_and_the_file(run: RunConfig, capsys: pytest.Cap
     console = capsys.readouterr().err
     assert re.fullmatch(r"\d\d:\d\d:\d\d " + re.escape(line), console)
     assert log_text(run, "demo_sampler_s1.log").endswith(line)
+
+
+def test_records_of_single_trajectories_go_to_the_file_alone(
+    run: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup(run, "sampler", "s2")
+    for score in (0.0, 1.0):
+        logging.getLogger("agentrl.x").info("scored", extra={"record": "train/0/7/0/1", "score": score})
+    flush()
+    assert capsys.readouterr().err == ""
+    assert log_text(run, "demo_sampler_s2.log").count("  scored  record=train/0/7/0/1 score=") == 2
+    setup(run, "sampler", "s2")
+    assert "2 × scored (mean 0.500)" in capsys.readouterr().err
 
 
 def test_calling_it_again_replaces_the_handlers(run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,11 @@
-"""Plot reward with its running mean, and staleness below it, over the optimizer steps of a run."""
+"""Plot metrics over optimizer steps: reward with its running mean and staleness, or any stored metrics."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agentrl.documents.status import StepStatus
 from agentrl.errors import AgentRLError
@@ -43,6 +43,46 @@ def plot_curve(run_name: str, steps: Sequence[StepRow], out: Path) -> None:
 
 def _is_drawn(step: StepRow) -> bool:
     return step.status is StepStatus.COMMITTED and _value(step, "reward") is not None
+
+
+def metric_names(steps: Sequence[StepRow]) -> list[str]:
+    """Return the names of the metrics that some committed step has as a number, sorted."""
+    names = {name for step in _committed(steps) for name in step.metrics if _value(step, name) is not None}
+    return sorted(names)
+
+
+def committed_values(run_name: str, steps: Sequence[StepRow], names: Sequence[str]) -> dict[str, Any]:
+    """Return ``{"run_name", "steps": [...], "metrics": {name: [...]}}``; None where a step has no value."""
+    committed = _committed(steps)
+    return {
+        "run_name": run_name,
+        "steps": [step.step for step in committed],
+        "metrics": {name: [_value(step, name) for step in committed] for name in names},
+    }
+
+
+def plot_metrics(run_name: str, steps: Sequence[StepRow], names: Sequence[str], out: Path) -> None:
+    """Draw each metric of ``names`` on axes of its own, one below the other, into ``out``.
+
+    Raises ConfigError when ``out`` cannot be written.
+    """
+    committed = _committed(steps)
+    figure = new_figure(8.0, 1.2 + 2.2 * len(names))
+    rows = figure.subplots(len(names), 1, sharex=True, squeeze=False)
+    for place, (axes, name) in enumerate(zip(rows[:, 0], names, strict=True)):
+        points = [(step.step, value) for step in committed if (value := _value(step, name)) is not None]
+        axes.plot(
+            [x for x, _ in points], [y for _, y in points], color=COLORS[place % len(COLORS)],
+            linewidth=1.8, marker="o", markersize=3, label=name,
+        )  # fmt: skip
+        finish(axes)
+    rows[0, 0].set_title(f"{run_name}: {len(committed)} optimizer steps", loc="left", fontsize=11)
+    label_steps(rows[-1, 0])
+    save_figure(figure, out, "--out")
+
+
+def _committed(steps: Sequence[StepRow]) -> list[StepRow]:
+    return sorted((step for step in steps if step.status is StepStatus.COMMITTED), key=lambda step: step.step)
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:

@@ -26,8 +26,13 @@ from agentrl.store.views.rows import TrajectoryRow
 _ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
-def render_rows(rows: Sequence[TrajectoryRow]) -> RenderableType:
-    """Return a table of trajectories: state, reason, answer, score, length, policy versions."""
+def render_rows(
+    rows: Sequence[TrajectoryRow], *, order: str = "newest", with_step: bool = False
+) -> RenderableType:
+    """Return a table of trajectories: state, reason, answer, score, length, policy versions.
+
+    ``with_step`` adds the age of the oldest token when a step trained it, in steps.
+    """
     at = now()
     cells = [
         [
@@ -40,14 +45,16 @@ def render_rows(rows: Sequence[TrajectoryRow]) -> RenderableType:
             row.turns,
             row.generated_tokens,
             versions(row.min_version, row.max_version),
+            *([MISSING if row.staleness is None else row.staleness] if with_step else []),
             age(row.created_at, at),
         ]
         for row in rows
     ]
     columns = [
-        "id", "status", "why", "answer", "score", "advantage", "turns", "tokens", "versions", "created",
+        "id", "status", "why", "answer", "score", "advantage", "turns", "tokens", "versions",
+        *(["stale"] if with_step else []), "created",
     ]  # fmt: skip
-    return table("Records, newest first", columns, cells, text=4)
+    return table(f"{len(rows)} Records, {order} first", columns, cells, text=4)
 
 
 def _reason(row: TrajectoryRow) -> str:

@@ -1,0 +1,140 @@
+"""Every metric of a training step: what it is, its unit, and what a healthy run shows.
+
+    python -m agentrl.observe.metric_definitions > docs/metrics.md
+
+The names are the same in MongoDB (``TrainStep.metrics``), in ``agentrl audit curve`` and in every tracker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class MetricDefinition:
+    """One metric. ``keyed`` metrics map a text key to a number; a tracker gets each as ``name/key``."""
+
+    name: str
+    formula: str
+    unit: str
+    healthy: str
+    keyed: bool = False
+
+
+_ = MetricDefinition
+
+SECTIONS: Final[dict[str, tuple[MetricDefinition, ...]]] = {
+    "Reward": (
+        _("reward", "mean score of every scored trajectory in the step's window of groups, trained or not", "score", "rises, with noise"),
+        _("pass_rate", "share of those trajectories that pass", "0–1", "rises; near 0 or 1 little is learned"),
+        _("abandoned_fraction", "share of those trajectories that became no training data", "0–1", "below 0.5"),
+        _("abandoned_groups", "share of the window's groups without training data, since their scores agree", "0–1", "below 0.5; above it, the tasks are too easy or too hard"),
+        _("length_bias", "mean generated tokens of trained trajectories ÷ that of all scored ones in the window", "ratio", "near 1; below 0.8, long trajectories are lost"),
+        _("masked_calls", "model calls of the window that a sampling parameter excludes from training", "calls", "0, unless you mean it"),
+    ),
+    "Loss and policy": (
+        _("loss", "the loss of --loss_calculater over the trainable tokens; of several updates, the mean by tokens", "–", "small, around 0; its level says little"),
+        _("grad_norm", "2-norm of the gradient before it is clipped to --max_grad_norm", "–", "steady; a jump of 10 × comes before a collapse"),
+        _("lr", "learning rate of the update", "–", "as scheduled"),
+        _("ratio_mean", "mean of πθ/μ over trainable tokens", "ratio", "0.95–1.05"),
+        _("ratio_max", "largest πθ/μ of a token", "ratio", "below 10; higher means stale or mismatched logprobs"),
+        _("clipped_fraction", "share of trainable tokens that the loss's own clip bounds", "0–1", "0–0.2"),
+        _("masked_fraction", "share that bounds on staleness and corrections drop", "0–1", "below 0.1"),
+        _("capped_fraction", "share whose weight `tis` or `seq_tis` lowers", "0–1", "below 0.1"),
+        _("kl_k1", "mean of log μ/πθ: estimates KL(μ‖πθ)", "nats a token", "around 0, may be negative"),
+        _("kl_k3", "mean of πθ/μ − 1 − log πθ/μ: estimates KL(μ‖πθ), never below 0", "nats a token", "below 0.01; above 0.1, sampler and trainer disagree (`agentrl parity`)"),
+        _("kl_reference", "k3 estimate of KL(πθ‖π_ref), with a reference model", "nats a token", "grows slowly"),
+        _("entropy", "mean entropy of πθ at trainable tokens", "nats a token", "falls slowly; near 0, exploration is over"),
+        _("effective_sample_size", "(Σω)² / (n·Σω²) of ω = πθ/μ", "0–1", "above 0.9"),
+        _("updates", "optimizer updates of the step", "updates", "as configured"),
+    ),
+    "Staleness and queues": (
+        _("staleness_mean", "mean age of the trainable tokens' policy version", "optimizer steps", "at most --max_staleness"),
+        _("staleness_max", "largest age of a trainable token", "optimizer steps", "at most --max_staleness and the steps that a trajectory takes"),
+        _("staleness_histogram", "tokens of each age", "tokens", "most at the lowest ages", keyed=True),
+        _("version_fractions", "share of the trainable tokens of each policy version", "0–1", "most of the last versions", keyed=True),
+        _("stale_trajectories", "trajectories so far that were too old to train", "trajectories", "few; else lower --target_concurrency"),
+        _("quarantined_trajectories", "trajectories so far whose stored data are damaged", "trajectories", "0"),
+        _("groups", "groups that the step trains", "groups", "--groups_per_step"),
+        _("groups_open", "groups that are being sampled or scored", "groups", "above 0, or samplers are idle"),
+        _("groups_ready", "scored groups that wait for the next step", "groups", "near --groups_per_step; 0: sampling is the bottleneck; growing: training is"),
+    ),
+    "Size": (
+        _("tokens", "tokens that the step computes, prompts included, shared prefixes once", "tokens", "steady"),
+        _("trainable_tokens", "generated tokens that have a loss", "tokens", "steady; growth means longer answers"),
+        _("trajectories", "trajectories that the step trains", "trajectories", "steady"),
+        _("unique_tokens", "the same as `tokens`", "tokens", "steady"),
+        _("total_tokens", "tokens if each model call were a row: prompt and output", "tokens", "steady"),
+        _("sharing_ratio", "total_tokens / unique_tokens", "ratio", "above 1 with several turns or a group's common prompt"),
+        _("micro_batches", "forward passes of an update on a rank", "passes", "few"),
+        _("padding_efficiency", "tokens ÷ positions that the executor ran", "0–1", "near 1"),
+    ),
+    "Speed": (
+        _("tokens_per_second", "tokens ÷ seconds of forward, backward and optimizer, all ranks", "tokens/s", "steady"),
+        _("total_tokens_per_second", "tokens_per_second × sharing_ratio", "tokens/s", "steady"),
+        _("tflops_per_second", "model FLOPs of a rank ÷ those seconds ÷ 10¹²", "TFLOP/s", "steady"),
+        _("mfu", "model FLOPs of a rank ÷ those seconds ÷ the device's peak", "0–1", "0.3–0.5 on a GPU with a dense model"),
+        _("prefix_cache_hit_rate", "share of prompt tokens that engines did not compute again", "0–1", "above 0.5 with several turns"),
+        _("seconds_data", "waiting for the step's data", "s", "near 0; else sampling is the bottleneck"),
+        _("seconds_pack", "arranging trajectories into token forests", "s", "below a tenth of the step"),
+        _("seconds_forward", "forward passes", "s", "a third of forward and backward"),
+        _("seconds_backward", "backward passes", "s", "two thirds of them"),
+        _("seconds_forward_backward", "seconds_forward + seconds_backward", "s", "most of the step"),
+        _("seconds_optimizer", "clipping and the optimizer", "s", "below a tenth of the step"),
+        _("seconds_publish", "publishing the last version", "s", "below a tenth of the step"),
+    ),
+}  # fmt: skip
+"""The definitions by section, in the order of the page."""
+
+DEFINITIONS: Final = {each.name: each for section in SECTIONS.values() for each in section}
+"""The definitions by name."""
+
+_PAGE = """\
+# Metrics
+
+A training step stores these metrics in MongoDB (`TrainStep.metrics`), and sends them to every tracker of `--report_to`
+under the same names: `tensorboard`, `wandb`, `swanlab`, `mlflow`, `trackio`, `comet`, `clearml`, or your own
+([your_own/index.md](your_own/index.md)), several at once: `--report_to tensorboard,mlflow`. A metric with keys arrives as
+`name/key`. A number that is not finite is left out. A tracker that fails or hangs stops nothing; the log says so at the
+first failure and then once in ten minutes. πθ is the policy in training, μ the policy that sampled the token, *healthy*
+a rule of thumb.
+"""
+
+_TRACKERS = """
+## Trackers
+
+`pip install "agentrl[trackers]"` installs all of them, about a gigabyte; each alone is enough. Without a key or an
+address they write below `--output_dir`, and reach no network:
+
+| tracker | writes | goes online with | read it |
+|---|---|---|---|
+| tensorboard | `tensorboard/RUN/` | – | `tensorboard --logdir FOLDER` |
+| wandb | `wandb/offline-run-*` | `WANDB_API_KEY`, `WANDB_MODE` | `wandb sync FOLDER` |
+| swanlab | `swanlab/run-*` | `SWANLAB_API_KEY`, `SWANLAB_MODE` | `swanlab sync FOLDER` |
+| mlflow | `mlflow.db` | `MLFLOW_TRACKING_URI` | `mlflow ui --backend-store-uri sqlite:///FILE` |
+| trackio | `trackio/agentrl.db` | `TRACKIO_SPACE_ID` | `TRACKIO_DIR=FOLDER trackio show` |
+| comet | `comet/*.zip` | `COMET_API_KEY` | `comet upload FILE` |
+| clearml | `clearml/offline/*.zip` | `CLEARML_API_ACCESS_KEY` | `Task.import_offline_session(FILE)` |
+
+The flags of model, loss, optimizer and training are logged as parameters, without secrets. The command line, the
+console, code and the environment are not recorded, and error reports to the makers of wandb and comet are off.
+
+wandb, mlflow and trackio continue a run that is resumed under its `--run_name`; the others begin another one.
+"""
+
+
+def page() -> str:
+    """Return docs/metrics.md."""
+    lines = [_PAGE]
+    for section, definitions in SECTIONS.items():
+        lines += [f"## {section}\n", "| metric | definition | unit | healthy |", "|---|---|---|---|"]
+        for each in definitions:
+            name = f"`{each.name}/KEY`" if each.keyed else f"`{each.name}`"
+            lines.append(f"| {name} | {each.formula} | {each.unit} | {each.healthy} |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n" + _TRACKERS
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,46 @@
+"""The runs of a database server as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from agentrl.observe.status.run import ACTIVITY_STYLES
+from agentrl.observe.terminal import MISSING, age, clean, excerpt, fixed, table
+from agentrl.store.views.run_status import Activity
+from agentrl.store.views.runs import RunSummary
+
+
+def render_runs(host: str, runs: Sequence[RunSummary]) -> RenderableType:
+    """Return a row per run of the server ``host``, as the caller ordered them."""
+    if not runs:
+        return Text(f"no run on MongoDB at {host}\n  → agentrl tasks load FILE.jsonl --run_name NAME")
+    cells = [
+        [
+            clean(run.name),
+            _state(run),
+            run.steps or MISSING,
+            fixed(run.reward),
+            fixed(run.pass_rate, 2),
+            f"{run.trajectories:,}",
+            run.samplers,
+            run.engines,
+            age(run.active_at, run.at),
+        ]
+        for run in runs
+    ]
+    columns = ["run", "state", "step", "reward", "pass", "records", "samplers", "engines", "last"]
+    return table(f"{len(runs)} runs on MongoDB at {host}", columns, cells, text=2)
+
+
+def _state(run: RunSummary) -> Text:
+    if run.problem is not None:
+        return Text(excerpt(run.problem, 60), style="yellow")
+    activity: Activity = "serving" if run.engines else "idle"
+    if run.trainer:
+        activity = "training"
+    elif run.samplers:
+        activity = "sampling"
+    return Text(activity, style=ACTIVITY_STYLES[activity])

@@ -1,0 +1,35 @@
+"""docs/metrics.md is what the definitions say, and each metric that code names has one.
+
+``test_every_metric_is_reported`` of the training loop compares them with the metrics of a real step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from agentrl.losses.metrics import TokenMetrics
+from agentrl.observe.metric_definitions import DEFINITIONS, SECTIONS, page
+
+PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
+
+
+def test_the_page_is_generated() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), (
+        "write it again: python -m agentrl.observe.metric_definitions > docs/metrics.md"
+    )
+
+
+def test_each_name_is_defined_once() -> None:
+    assert len(DEFINITIONS) == sum(len(section) for section in SECTIONS.values())
+
+
+def test_the_metrics_of_tokens_are_defined_and_those_with_keys_say_so() -> None:
+    report = TokenMetrics(
+        tokens=2, weight=2.0, weight_squared=2.0, kl_reference=0.1, staleness=_counter(), versions=_counter()
+    ).report()
+    for name, value in report.items():
+        assert DEFINITIONS[name].keyed == isinstance(value, dict), name
+
+
+def _counter() -> dict[int, int]:
+    return {0: 2}
