@@ -1,0 +1,273 @@
+"""Open every page of the dashboard in headless Chromium: server time, console, accessibility, screenshots.
+
+Reads DASHBOARD_URL, DASHBOARD_RUN and DASHBOARD_IDS, which serve_large_run.py sets. Exits with 1 if a page is
+slower than the limit, logs to the console, has a serious finding of axe-core, scrolls sideways on a phone, or
+runs text of a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import quote
+
+from PIL import Image
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
+
+LIMIT_MS = 300.0
+_GRAVE = ("serious", "critical")
+_DESK, _PHONE = {"width": 1280, "height": 860}, {"width": 400, "height": 860}
+_MAX_IMAGE_BYTES = 200_000
+_TIMEOUT_MS = 60_000
+_WIDEST_OVERFLOW = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """A screenshot of a page for the docs."""
+
+    file: str
+    page: str
+    theme: str = "light"
+    phone: bool = False
+    height: int = 860
+
+
+@dataclass(slots=True)
+class Result:
+    """What was found on one page."""
+
+    name: str
+    times: list[float] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """The median server time, in ms."""
+        return statistics.median(self.times)
+
+
+SHOTS = (
+    Shot("dashboard_run.webp", "overview", height=1040),
+    Shot("dashboard_run_dark.webp", "overview", "dark", height=1040),
+    Shot("dashboard_trajectories.webp", "of a step"),
+    Shot("dashboard_trajectory.webp", "trajectory", height=1040),
+    Shot("dashboard_tokens_dark.webp", "tokens", "dark"),
+    Shot("dashboard_rewards.webp", "rewards", height=1040),
+    Shot("dashboard_phone.webp", "trajectory", phone=True),
+)
+
+
+def addresses(run: str, ids: dict[str, str]) -> dict[str, str]:
+    """Return name → address of every page, and of the filters and sorts that cost most."""
+    base = f"/runs/{quote(run)}"
+    trained, hostile, failed = (quote(ids[name]) for name in ("trained", "hostile", "failed"))
+    sibling = quote(ids["trained"].rsplit("/", 2)[0])
+    number = int(ids["step"])
+    pair = f"a={quote(ids['trained'], safe='')}&b={quote(ids['sibling'], safe='')}"
+    listed = f"{base}/trajectories"
+    return {
+        "runs": "/",
+        "overview": base,
+        "tasks": f"{base}/tasks",
+        "tasks, most improved": f"{base}/tasks?sort=most+improved&kind=never+agree",
+        "steps": f"{base}/steps",
+        "step": f"{base}/steps/{number}",
+        "trajectories": listed,
+        "by score": f"{listed}?order=highest_score",
+        "by tokens": f"{listed}?order=longest",
+        "by turns": f"{listed}?order=most_turns",
+        "by tokens, failed": f"{listed}?order=shortest&status=failed",
+        "of a status": f"{listed}?status=abandoned",
+        "of a step": f"{listed}?step={number}",
+        "of a task": f"{listed}?task={sibling}",
+        "of a version": f"{listed}?version={number // 2}",
+        "of a score range": f"{listed}?min_score=0.5&max_score=1",
+        "of a failure": f"{listed}?failure=timeout",
+        "of a label": f"{listed}?label=cheats",
+        "that called a tool": f"{listed}?tool=run_python",
+        "trajectory": f"{listed}/{trained}",
+        "failed trajectory": f"{listed}/{failed}",
+        "hostile trajectory": f"{listed}/{hostile}",
+        "tokens": f"{base}/tokens/{trained}",
+        "hostile tokens": f"{base}/tokens/{hostile}",
+        "tokens by advantage": f"{base}/tokens/{trained}?colour=advantage",
+        "pair": f"{base}/pair?{pair}",
+        "versions": f"{base}/compare",
+        "two versions": f"{base}/compare?a={number // 2}&b={number - 3}",
+        "rewards": f"{base}/rewards",
+        "two runs": f"/compare?a={quote(run)}&b={quote(ids['small_run'])}",
+    }
+
+
+class Check:
+    """Visits pages with one browser and collects what it finds."""
+
+    def __init__(self, browser: Browser, url: str, axe: str) -> None:
+        self._browser, self._url, self._axe = browser, url.rstrip("/"), axe
+
+    def measure(self, result: Result, address: str) -> None:
+        """Request a page without a browser; add the server's time, which it reports itself."""
+        with urllib.request.urlopen(self._url + address, timeout=120) as answer:
+            answer.read()
+            timing = answer.headers["Server-Timing"]
+        result.times.append(float(timing.rsplit("dur=", 1)[1]))
+
+    def inspect(self, result: Result, address: str, *, theme: str, phone: bool) -> None:
+        """Open a page; add what the console, axe-core, its width and injected text say."""
+        where = f"{theme}{', phone' if phone else ''}"
+        with self._open(theme, phone) as opened:
+            page, messages = opened.page, opened.messages
+            self._visit(page, address)
+            result.problems += [f"{where}: console: {message}" for message in messages]
+            result.problems += [f"{where}: axe: {finding}" for finding in self._findings(page)]
+            if page.evaluate("window.injected !== undefined"):
+                result.problems.append(f"{where}: text of a model was run as a script")
+            wide = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+            if wide > _WIDEST_OVERFLOW:
+                result.problems.append(f"{where}: {wide} pixels wider than the window")
+
+    def shoot(self, shot: Shot, address: str, folder: Path) -> Path:
+        """Write a screenshot as WebP of at most 200 kB."""
+        with self._open(shot.theme, shot.phone, shot.height) as opened:
+            self._visit(opened.page, address)
+            png = folder / f"{shot.file}.png"
+            opened.page.screenshot(path=png)
+        path = folder / shot.file
+        image = Image.open(png).convert("RGB")
+        for quality in (88, 75, 60, 45):
+            image.save(path, "WEBP", quality=quality, method=6)
+            if path.stat().st_size <= _MAX_IMAGE_BYTES:
+                break
+        png.unlink()
+        return path
+
+    def _open(self, theme: str, phone: bool, height: int | None = None) -> Opened:
+        size = dict(_PHONE if phone else _DESK)
+        if height is not None:
+            size["height"] = height
+        return Opened(self._browser, theme, size)
+
+    def _visit(self, page: Page, address: str) -> None:
+        page.goto(self._url + address, wait_until="load", timeout=_TIMEOUT_MS)
+        page.wait_for_function("document.fonts.status === 'loaded'", timeout=_TIMEOUT_MS)
+        charts = page.locator("[data-chart]").count()
+        if charts:
+            page.wait_for_function(
+                "document.querySelectorAll('.js-plotly-plot .main-svg').length > 0", timeout=_TIMEOUT_MS
+            )
+        page.wait_for_timeout(300)
+
+    def _findings(self, page: Page) -> list[str]:
+        page.evaluate(self._axe)
+        found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+        return [
+            f"{item['impact']}: {item['id']}: {item['help']} ({len(item['nodes'])}×, such as"
+            f" {item['nodes'][0]['html'][:160]} {item['nodes'][0].get('failureSummary', '')[:260]})"
+            for item in found["violations"]
+            if item["impact"] in _GRAVE
+        ]
+
+
+class Opened:
+    """A page in a browser context of its own, with what it wrote to the console."""
+
+    def __init__(self, browser: Browser, theme: str, size: dict[str, int]) -> None:
+        self._context = browser.new_context(
+            viewport=size,
+            color_scheme=theme,
+            reduced_motion="reduce",
+            device_scale_factor=1,
+            bypass_csp=False,
+        )
+        self.page = self._context.new_page()
+        self.messages: list[str] = []
+        self.page.on("console", self._heard)
+        self.page.on("pageerror", lambda error: self.messages.append(str(error)[:300]))
+        self.page.on("requestfailed", self._failed)
+        self.page.on("dialog", lambda dialog: (self.messages.append("a dialog opened"), dialog.dismiss()))
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.close()
+
+    def _heard(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.messages.append(f"{message.type}: {message.text[:300]}")
+
+    def _failed(self, request: Request) -> None:
+        if not request.url.endswith("/events") and "ERR_ABORTED" not in str(request.failure):
+            self.messages.append(f"request failed: {request.url[:200]}: {request.failure}")
+
+
+def main() -> int:
+    """Check all pages, print a table, and return 1 if something is wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--chromium", required=True, help="the browser's program")
+    parser.add_argument("--axe", type=Path, required=True, help="axe.min.js")
+    parser.add_argument("--images", type=Path, required=True, help="folder of the screenshots")
+    parser.add_argument("--requests", type=int, default=5, help="requests per page")
+    parser.add_argument("--limit_ms", type=float, default=LIMIT_MS, help="largest median server time")
+    parser.add_argument("--times", action="store_true", help="measure the server's times, and no more")
+    parser.add_argument("--only", default="", help="check the pages whose name contains this")
+    arguments = parser.parse_args()
+    ids = json.loads(os.environ["DASHBOARD_IDS"])
+    pages = {
+        name: address
+        for name, address in addresses(os.environ["DASHBOARD_RUN"], ids).items()
+        if arguments.only in name
+    }
+    results = {name: Result(name) for name in pages}
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=arguments.chromium, args=["--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        )
+        check = Check(browser, os.environ["DASHBOARD_URL"], arguments.axe.read_text(encoding="utf-8"))
+        _say(f"server time of {len(pages)} pages, {arguments.requests} requests each")
+        for _ in range(arguments.requests):
+            for name, address in pages.items():
+                check.measure(results[name], address)
+        if arguments.times:
+            return _report(list(results.values()), arguments.limit_ms)
+        for name, address in pages.items():
+            _say(f"browser: {name}")
+            for theme, phone in (("light", False), ("dark", True)):
+                check.inspect(results[name], address, theme=theme, phone=phone)
+        arguments.images.mkdir(parents=True, exist_ok=True)
+        for shot in SHOTS:
+            if shot.page in pages:
+                path = check.shoot(shot, pages[shot.page], arguments.images)
+                _say(f"{path}: {path.stat().st_size // 1000} kB")
+        browser.close()
+    return _report(list(results.values()), arguments.limit_ms)
+
+
+def _report(results: list[Result], limit: float) -> int:
+    load = os.getloadavg()[0]
+    print(f"\n| page | median ms | slowest ms |\n|---|---|---|  load {load:.1f}, {os.cpu_count()} cores")
+    for result in results:
+        print(f"| {result.name} | {result.median:.0f} | {max(result.times):.0f} |")
+        if result.median > limit:
+            result.problems.append(f"the server takes {result.median:.0f} ms; the limit is {limit:.0f} ms")
+    problems = [f"{result.name}: {problem}" for result in results for problem in result.problems]
+    print(f"\n{len(problems)} problems on {len(results)} pages")
+    for problem in problems:
+        print(f"  {problem}")
+    return 1 if problems else 0
+
+
+def _say(line: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

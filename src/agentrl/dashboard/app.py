@@ -1,0 +1,44 @@
+"""Make the dashboard's ASGI application."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+
+from agentrl.dashboard import live, static_files
+from agentrl.dashboard.cache import Cache
+from agentrl.dashboard.failures import HANDLERS
+from agentrl.dashboard.live import LiveUpdates
+from agentrl.dashboard.options import DashboardOptions
+from agentrl.dashboard.pages import all_routes
+from agentrl.dashboard.security import Guard
+from agentrl.dashboard.stores import StorePool
+
+
+def create_app(options: DashboardOptions) -> Starlette:
+    """Return the application. It connects to MongoDB at the first request, and closes when it shuts down.
+
+    ``app.state`` has its StorePool as ``stores``, its Cache as ``cache`` and its LiveUpdates as ``updates``.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await app.state.updates.close()
+        await app.state.cache.close()
+        await app.state.stores.close()
+
+    app = Starlette(
+        routes=[*static_files.routes, *live.routes, *all_routes()],
+        middleware=[Middleware(Guard, options)],
+        exception_handlers=HANDLERS,
+        lifespan=lifespan,
+    )
+    app.state.options = options
+    app.state.cache = Cache()
+    app.state.stores = StorePool(options.run)
+    app.state.updates = LiveUpdates(app.state.stores)
+    return app

@@ -1,0 +1,264 @@
+"""Judge a run: what is wrong with it now, the worst first, and what to do about it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any, Literal
+
+from agentrl.dashboard.run_data import TRAIN, RunData
+from agentrl.dashboard.text import duration, percent
+from agentrl.documents.status import DataStatus, RecordStatus, ServiceStatus, TaskStatus
+
+Severity = Literal["bad", "warn", "good"]
+
+_LAST = 5
+"""Steps whose mean is judged."""
+_LATE_STEPS, _LATE_SECONDS = 5.0, 60.0
+"""A step is late after this many times the median of the last ones, and this many seconds at least."""
+_KL_WARN, _KL_BAD = 0.05, 0.5
+_MIN_SAMPLE_SIZE = 0.5
+_COLLAPSED_ENTROPY = 0.2
+_MANY_MASKED = 0.3
+_MANY_AGREE = 0.8
+_GRADIENT_JUMP = 10.0
+_REWARD_LOSS = 0.25
+"""Of the span between the lowest and the highest reward."""
+_FAILED_WARN, _FAILED_BAD = 0.05, 0.3
+_FEW_ATTEMPTS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that is wrong, or worth knowing."""
+
+    severity: Severity
+    what: str
+    hint: str = ""
+
+
+def findings(run: RunData) -> list[Finding]:
+    """Return what is wrong, the worst first; empty for a healthy run."""
+    found = [finding for check in _CHECKS for finding in check(run)]
+    return sorted(found, key=lambda finding: finding.severity != "bad")
+
+
+def state(run: RunData) -> tuple[str, Severity | Literal[""]]:
+    """Return the run's state as a word, and its color."""
+    if run.trainer_alive:
+        return ("training", "good") if _samplers(run) or not _unfinished(run) else ("trainer only", "warn")
+    if _samplers(run):
+        return "sampling, no trainer", "warn"
+    if not run.tasks:
+        return "empty", ""
+    return ("stopped", "warn") if _unfinished(run) else ("ended", "")
+
+
+def seconds_since_step(run: RunData) -> float | None:
+    """Return the seconds since the last committed step; None without one."""
+    if not run.steps or run.steps[-1].committed_at is None:
+        return None
+    return max(0.0, (run.liveness.at - run.steps[-1].committed_at).total_seconds())
+
+
+def mean_of_last(run: RunData, name: str, count: int = _LAST) -> float | None:
+    """Return the mean of a metric over the last ``count`` steps that have it; None without one."""
+    values = _values([step.metrics for step in run.steps[-count:]], name)
+    return fmean(values) if values else None
+
+
+def _values(metrics: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    found = (item.get(name) for item in metrics)
+    return [
+        float(value)
+        for value in found
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    ]
+
+
+def _samplers(run: RunData) -> int:
+    return len(run.liveness.claims)
+
+
+def _unfinished(run: RunData) -> int:
+    counts = run.tasks.get(TRAIN, {})
+    return sum(counts.values()) - counts.get(TaskStatus.COMPLETED.value, 0)
+
+
+def _working(run: RunData) -> bool:
+    return run.trainer_alive or _samplers(run) > 0
+
+
+def _outages(run: RunData) -> Iterator[Finding]:
+    newest: dict[str, tuple[datetime, str, int]] = {}
+    for outage in run.liveness.outages:
+        began, why, held = newest.get(outage.dependency, (outage.began_at, outage.why, 0))
+        newest[outage.dependency] = (min(began, outage.began_at), why, held + outage.held)
+    for dependency, (began, why, held) in newest.items():
+        age = duration((run.liveness.at - began).total_seconds())
+        yield Finding(
+            severity="bad",
+            what=f"{dependency} is down for {age}; {held} calls wait for it: {why}",
+            hint="start it again: what waits goes on by itself",
+        )
+
+
+def _engines(run: RunData) -> Iterator[Finding]:
+    expected = [engine for engine in run.liveness.engines if engine.status is not ServiceStatus.STOPPED]
+    live = run.liveness.live_engines
+    if not live and _working(run):
+        yield Finding(
+            severity="bad",
+            what="no inference engine is alive" + (f"; {len(expected)} fell silent" if expected else ""),
+            hint="start one: agentrl serve; its log says why the last one ended",
+        )
+    elif len(live) < len(expected) and _working(run):
+        yield Finding(
+            severity="warn",
+            what=f"{len(expected) - len(live)} of {len(expected)} engines have fallen silent",
+            hint="their logs say why; agentrl serve starts another",
+        )
+
+
+def _processes(run: RunData) -> Iterator[Finding]:
+    if not run.tasks or not _unfinished(run):
+        return
+    if run.trainer_alive and not _samplers(run):
+        last = run.liveness.last_claim
+        age = (
+            f"; the last trajectory began {duration((run.liveness.at - last).total_seconds())} ago"
+            if last
+            else ""
+        )
+        yield Finding(
+            severity="warn",
+            what=f"no sampler holds a trajectory{age}",
+            hint="start one: agentrl sample; one that runs may wait for the trainer or for a dependency",
+        )
+    elif _samplers(run) and not run.trainer_alive:
+        yield Finding(severity="warn", what="no trainer runs", hint="start one: agentrl train; it resumes")
+    elif not _working(run):
+        yield Finding(
+            severity="warn",
+            what=f"no process works on this run, and {_unfinished(run):,} of its tasks are unfinished",
+            hint="start its trainer, samplers and engines again: they resume",
+        )
+
+
+def _late(run: RunData) -> Iterator[Finding]:
+    since = seconds_since_step(run)
+    moments = [step.committed_at for step in run.steps[-21:] if step.committed_at is not None]
+    gaps = [(b - a).total_seconds() for a, b in pairwise(moments)]
+    if since is None or not gaps or not run.trainer_alive:
+        return
+    usual = median(gaps)
+    if since > max(_LATE_SECONDS, _LATE_STEPS * usual):
+        yield Finding(
+            severity="warn",
+            what=f"the last step was {duration(since)} ago; a step usually takes {duration(usual)}",
+            hint="look at what the trainer waits for: ready groups, engines, or a longer trajectory",
+        )
+
+
+def _off_policy(run: RunData) -> Iterator[Finding]:
+    kl = mean_of_last(run, "kl_k3")
+    if kl is not None and kl > _KL_WARN:
+        yield Finding(
+            severity="bad" if kl > _KL_BAD else "warn",
+            what=f"KL(μ‖π) is {kl:.3f} nats a token: another policy sampled the data",
+            hint="lower --max_staleness or the learning rate; on fresh data engine and trainer differ: see"
+            " agentrl parity",
+        )
+    size = mean_of_last(run, "effective_sample_size")
+    if size is not None and size < _MIN_SAMPLE_SIZE:
+        yield Finding(
+            severity="warn",
+            what=f"the effective sample size is {percent(size)}: few tokens carry the gradient",
+            hint="lower --max_staleness, or bound the weights with a correction such as tis",
+        )
+    masked = mean_of_last(run, "masked_fraction")
+    if masked is not None and masked > _MANY_MASKED:
+        yield Finding(
+            severity="warn",
+            what=f"{percent(masked)} of the tokens are masked: their policy is too old or too far away",
+            hint="more samplers do not help; a larger --max_staleness or a smaller learning rate does",
+        )
+
+
+def _learning(run: RunData) -> Iterator[Finding]:
+    metrics = [step.metrics for step in run.steps]
+    if metrics and any(
+        isinstance(metrics[-1].get(name), float) and not math.isfinite(metrics[-1][name])
+        for name in ("loss", "grad_norm")
+    ):
+        yield Finding(
+            severity="bad", what="the last step's loss or gradient is not finite", hint="see its log"
+        )
+    entropy = _values(metrics, "entropy")
+    if len(entropy) >= 2 * _LAST and fmean(entropy[-_LAST:]) < _COLLAPSED_ENTROPY * fmean(entropy[:_LAST]):
+        yield Finding(
+            severity="warn",
+            what=f"the entropy fell from {fmean(entropy[:_LAST]):.3f} to {fmean(entropy[-_LAST:]):.3f} nats:"
+            " the policy hardly explores",
+            hint="raise the temperature or --entropy_coef, or clip less above 1",
+        )
+    norms = _values(metrics, "grad_norm")
+    if len(norms) > 2 * _LAST and norms[-1] > _GRADIENT_JUMP * median(norms[-21:-1]):
+        yield Finding(
+            severity="warn",
+            what=f"the gradient norm jumped to {norms[-1]:.2g}, from a median of {median(norms[-21:-1]):.2g}",
+            hint="the step's page lists its outliers",
+        )
+    agree = mean_of_last(run, "abandoned_groups")
+    if agree is not None and agree > _MANY_AGREE:
+        yield Finding(
+            severity="warn",
+            what=f"{percent(agree)} of the groups agree in their scores, and train nothing",
+            hint="the tasks are too easy or too hard: see Tasks, or --task_selection pass_rate",
+        )
+    rewards = _values(metrics, "reward")
+    part = max(_LAST, len(rewards) // 4)
+    if len(rewards) >= 4 * _LAST and fmean(rewards[-part:]) < max(
+        fmean(rewards[place : place + part]) for place in range(0, len(rewards) - part, part)
+    ) - _REWARD_LOSS * (max(rewards) - min(rewards) or 1):
+        yield Finding(
+            severity="warn",
+            what=f"the reward has fallen to {fmean(rewards[-part:]):.3f} over the last {part} steps",
+            hint="compare KL(μ‖π), entropy and gradient norm where it began to fall",
+        )
+
+
+def _failures(run: RunData) -> Iterator[Finding]:
+    counts = run.records.get(TRAIN, {})
+    failed = counts.get(RecordStatus.FAILED.value, 0)
+    total = sum(counts.values())
+    if total >= _FEW_ATTEMPTS and failed / total > _FAILED_WARN:
+        worst = next((item for item in run.failures if item.record is not None), None)
+        most = f"; most often {worst.kind}: {worst.message[:160]}" if worst else ""
+        yield Finding(
+            severity="bad" if failed / total > _FAILED_BAD else "warn",
+            what=f"{percent(failed / total)} of {total:,} attempts failed{most}",
+            hint="Failures, below, has an example of each kind",
+        )
+    quarantined = run.data.get(DataStatus.QUARANTINED.value, 0)
+    if quarantined:
+        yield Finding(
+            severity="warn",
+            what=f"{quarantined:,} trajectories must not be trained: {(run.quarantined_because or '')[:160]}",
+            hint="agentrl db check explains them",
+        )
+
+
+_CHECKS: Sequence[Callable[[RunData], Iterator[Finding]]] = (
+    _outages,
+    _engines,
+    _processes,
+    _late,
+    _off_policy,
+    _learning,
+    _failures,
+)

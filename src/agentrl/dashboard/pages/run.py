@@ -1,0 +1,146 @@
+"""The page of one run: whether it is healthy, its curves, its processes and its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from agentrl.dashboard.cache import shared
+from agentrl.dashboard.curves import curves, evaluation_chart
+from agentrl.dashboard.health import findings, mean_of_last, seconds_since_step, state
+from agentrl.dashboard.render import render
+from agentrl.dashboard.run_data import TRAIN, RunData, read_run
+from agentrl.dashboard.stores import open_run
+from agentrl.documents.evaluation import Evaluation
+from agentrl.documents.status import EvaluationStatus, RecordStatus, ServiceStatus, TaskStatus
+from agentrl.store.evaluations import SEEN_SECONDS
+from agentrl.store.services import Liveness
+from agentrl.store.views.rows import EngineRow
+
+_EVALUATIONS = 8
+_WORKING = (RecordStatus.CREATED, RecordStatus.RUNNING, RecordStatus.COMPLETED, RecordStatus.SCORING)
+
+
+@shared(1.0)
+async def _run(request: Request) -> Response:
+    async with open_run(request) as store:
+        run = await read_run(request, store)
+    found = findings(run)
+    word, color = state(run)
+    charts = curves(store.run_name, run.steps)
+    evaluated = evaluation_chart(run.evaluations)
+    if not evaluated.empty:
+        charts.insert(1, evaluated)
+    return render(
+        request,
+        "run.html",
+        run=store.run_name,
+        section="",
+        live=True,
+        charts=bool(charts),
+        data=run,
+        at=run.liveness.at,
+        word=word,
+        color=color,
+        findings=found,
+        tiles=_tiles(run),
+        figures=charts,
+        task_rows=_status_rows(run.tasks, [str(status) for status in TaskStatus]),
+        task_statuses=[str(status) for status in TaskStatus],
+        record_rows=_status_rows(run.records, [str(status) for status in RecordStatus]),
+        record_statuses=[str(status) for status in RecordStatus],
+        engines=[
+            _engine(engine, run.liveness) for engine in run.engines if _is_current(engine, run.liveness)
+        ],
+        evaluations=[_evaluation(item, run) for item in reversed(run.evaluations[-_EVALUATIONS:])],
+        configurations=[_configuration(item) for item in run.configurations],
+    )
+
+
+def _tiles(run: RunData) -> list[dict[str, Any]]:
+    last = run.steps[-1] if run.steps else None
+    metrics: Mapping[str, Any] = last.metrics if last else {}
+    records = run.records.get(TRAIN, {})
+    return [
+        {"name": "Reward", "value": metrics.get("reward"), "kind": "number", "note": "last step"},
+        {"name": "Pass rate", "value": metrics.get("pass_rate"), "kind": "percent", "note": "last step"},
+        {"name": "Step", "value": last.step if last else 0, "kind": "number", "note": _step_limit(run)},
+        {"name": "Since the last step", "value": seconds_since_step(run), "kind": "duration", "note": ""},
+        {"name": "KL(μ‖π)", "value": mean_of_last(run, "kl_k3"), "kind": "number", "note": "last 5 steps"},
+        {
+            "name": "Tokens/s",
+            "value": mean_of_last(run, "tokens_per_second"),
+            "kind": "number",
+            "note": "trainer",
+        },
+        {
+            "name": "Samplers",
+            "value": len(run.liveness.claims),
+            "kind": "number",
+            "note": _holding(run.liveness),
+        },
+        {"name": "Engines", "value": len(run.liveness.live_engines), "kind": "number", "note": "alive"},
+        {
+            "name": "Trajectories",
+            "value": sum(records.values()),
+            "kind": "number",
+            "note": f"{sum(records.get(status.value, 0) for status in _WORKING):,} running",
+        },
+        {"name": "Wait for a score", "value": run.liveness.waiting_for_score, "kind": "number", "note": ""},
+    ]
+
+
+def _step_limit(run: RunData) -> str:
+    limit = run.flag("max_steps")
+    return f"of {limit:,}" if isinstance(limit, int) and limit > 0 else ""
+
+
+def _holding(liveness: Liveness) -> str:
+    claims = sum(liveness.claims.values())
+    return f"hold {claims:,}" if claims else ""
+
+
+def _status_rows(counts: Mapping[str, Mapping[str, int]], statuses: Sequence[str]) -> list[dict[str, Any]]:
+    return [
+        {
+            "split": split,
+            "counts": [found.get(status, 0) for status in statuses],
+            "total": sum(found.values()),
+        }
+        for split, found in sorted(counts.items())
+    ]
+
+
+def _is_current(engine: EngineRow, liveness: Liveness) -> bool:
+    """Return whether an engine is worth a row: alive, or fallen silent without a word."""
+    return engine.status is not ServiceStatus.STOPPED
+
+
+def _engine(engine: EngineRow, liveness: Liveness) -> dict[str, Any]:
+    alive = (liveness.at - engine.heartbeat).total_seconds() <= liveness.alive_seconds
+    return {"row": engine, "word": str(engine.status) if alive else "silent", "alive": alive}
+
+
+def _evaluation(item: Evaluation, run: RunData) -> dict[str, Any]:
+    total: Mapping[str, Any] = (item.results or {}).get("total") or {}
+    lost = (run.liveness.at - item.seen_at).total_seconds() > SEEN_SECONDS
+    running = item.status is EvaluationStatus.RUNNING
+    return {
+        "item": item,
+        "total": total,
+        "score": total.get("score") or {},
+        "word": "its process is silent" if running and lost else str(item.status),
+    }
+
+
+def _configuration(item: Any) -> dict[str, Any]:
+    given = [(name, item.values.get(name, "***")) for name in item.given]
+    rest = [(name, value) for name, value in sorted(item.values.items()) if name not in item.given]
+    return {"item": item, "given": given, "rest": rest, "packages": sorted((item.packages or {}).items())}
+
+
+routes = [Route("/runs/{run}", _run)]

@@ -1,0 +1,140 @@
+"""The page of a run's tasks: how often each is solved over the epochs, and which always or never agree."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from agentrl.dashboard.cache import cache_of
+from agentrl.dashboard.charts import Chart, Series
+from agentrl.dashboard.query import choice, page_of
+from agentrl.dashboard.render import render
+from agentrl.dashboard.run_data import TRAIN
+from agentrl.dashboard.stores import open_run
+from agentrl.store.views.overview import Overview
+from agentrl.store.views.questions import Question, Questions
+
+_SECONDS = 15.0
+_BINS = 20
+_KINDS: Mapping[str, Callable[[Question], bool]] = {
+    "all": lambda row: True,
+    "always agree": lambda row: row.kind == "always agrees",
+    "all right": lambda row: row.kind == "always agrees" and (row.lowest or 0) >= 1,
+    "all wrong": lambda row: row.kind == "always agrees" and (row.highest or 0) <= 0,
+    "sometimes agree": lambda row: row.kind == "sometimes agrees",
+    "never agree": lambda row: row.kind == "never agrees",
+    "with failures": lambda row: row.failed > 0,
+    "no scores": lambda row: row.kind == "no scores",
+}
+_SORTS: Mapping[str, Callable[[Question], Any]] = {
+    "task": lambda row: row.task_id,
+    "hardest": lambda row: (row.mean is None, row.mean or 0.0, row.task_id),
+    "easiest": lambda row: (row.mean is None, -(row.mean or 0.0), row.task_id),
+    "most improved": lambda row: (row.change is None, -(row.change or 0.0), row.task_id),
+    "most worsened": lambda row: (row.change is None, row.change or 0.0, row.task_id),
+    "most failures": lambda row: (-row.failed, row.task_id),
+}
+
+
+async def _tasks(request: Request) -> Response:
+    kind = choice(request, "kind", _KINDS, "all")
+    sort = choice(request, "sort", _SORTS, "hardest")
+    wanted = request.query_params.get("q", "").strip()[:200]
+    split = request.query_params.get("split", TRAIN)
+    async with open_run(request) as store:
+        questions, cache = Questions(store.connection), cache_of(request)
+        rows = await cache.get(("questions", store.run_name, split), _SECONDS, lambda: questions.all(split))
+        splits = await cache.get(("tasks", store.run_name), _SECONDS, Overview(store.connection).tasks)
+        chosen = [row for row in rows if _KINDS[kind](row) and wanted.lower() in row.task_id.lower()]
+        page = page_of(request, len(chosen))
+        shown = sorted(chosen, key=_SORTS[sort])[page.skip : page.skip + page.limit]
+        texts = await questions.texts([row.last for row in shown])
+    return render(
+        request,
+        "tasks.html",
+        run=store.run_name,
+        section="tasks",
+        live=True,
+        charts=bool(rows),
+        split=split,
+        splits=sorted({*splits, split}),
+        kind=kind,
+        kinds=list(_KINDS),
+        sort=sort,
+        sorts=list(_SORTS),
+        wanted=wanted,
+        rows=[{"row": row, "query": texts.get(row.last, ""), "bars": _bars(row)} for row in shown],
+        page=page,
+        all_rows=len(rows),
+        counts=_counts(rows),
+        figures=[_difficulty(rows), _over_epochs(rows)],
+    )
+
+
+def _counts(rows: Sequence[Question]) -> list[tuple[str, int, str]]:
+    counted = Counter(name for row in rows for name, matches in _KINDS.items() if matches(row))
+    return [
+        ("all right", counted["all right"], "Every group agrees: nothing to learn, too easy."),
+        ("all wrong", counted["all wrong"], "Every group agrees: nothing to learn, too hard."),
+        ("sometimes agree", counted["sometimes agree"], ""),
+        ("never agree", counted["never agree"], "Every group trains."),
+        ("with failures", counted["with failures"], "An attempt has failed for good."),
+    ]
+
+
+def _bars(row: Question) -> list[str]:
+    """Return one character per epoch, whose height is the mean score in [0, 1]."""
+    blocks = "▁▂▃▄▅▆▇█"
+    return [
+        "·" if mean is None else blocks[round(max(0.0, min(1.0, mean)) * (len(blocks) - 1))]
+        for mean in row.means[-24:]
+    ]
+
+
+def _difficulty(rows: Sequence[Question]) -> Chart:
+    counts = Counter(min(int(row.mean * _BINS), _BINS - 1) for row in rows if row.mean is not None)
+    low, high = min(counts, default=0), max(counts, default=-1)
+    return Chart(
+        id="difficulty",
+        title="Difficulty",
+        help="Tasks by their mean score over the epochs. Tasks in the middle train best.",
+        kind="histogram",
+        x_title="mean score",
+        y_title="tasks",
+        series=[
+            Series(
+                name="tasks",
+                x=[round((place + 0.5) / _BINS, 4) for place in range(low, high + 1)],
+                y=[counts[place] for place in range(low, high + 1)],
+            )
+        ],
+    )
+
+
+def _over_epochs(rows: Sequence[Question]) -> Chart:
+    epochs = max((len(row.means) for row in rows), default=0)
+    found = [
+        [mean for row in rows if place < len(row.means) and (mean := row.means[place]) is not None]
+        for place in range(epochs)
+    ]
+    return Chart(
+        id="epochs",
+        title="Mean score over epochs",
+        help="The n-th time that a task was sampled.",
+        x_title="time sampled",
+        series=[
+            Series(
+                name="mean score",
+                x=[place + 1 for place in range(epochs)],
+                y=[sum(means) / len(means) if means else None for means in found],
+            )
+        ],
+    )
+
+
+routes = [Route("/runs/{run}/tasks", _tasks)]

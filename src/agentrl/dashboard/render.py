@@ -1,0 +1,94 @@
+"""Render a page: the templates, their filters and the context that all pages share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from starlette.requests import Request
+from starlette.responses import HTMLResponse
+
+from agentrl import __version__
+from agentrl.dashboard.static_files import asset
+from agentrl.dashboard.text import FILTERS
+
+SECTIONS: Sequence[tuple[str, str]] = (
+    ("", "Overview"),
+    ("tasks", "Tasks"),
+    ("steps", "Steps"),
+    ("trajectories", "Trajectories"),
+    ("compare", "Versions"),
+    ("rewards", "Rewards"),
+)
+"""The pages of a run in its navigation: last part of the address, and title."""
+_POLL_SECONDS = 10
+THEME_COOKIE = "agentrl_theme"
+
+
+def link(*parts: object, **query: object) -> str:
+    """Return the address of a page: ``link("runs", run, "steps", 5, sort="reward")``.
+
+    A slash in a part stays; a query value of None is left out.
+    """
+    path = "/" + "/".join(quote(str(part), safe="/") for part in parts if part != "")
+    given = [(name, str(value)) for name, value in query.items() if value is not None]
+    return f"{path}?{urlencode(given)}" if given else path
+
+
+def same_page(request: Request, **query: object) -> str:
+    """Return the address of this page with some query parameters replaced; None removes one."""
+    kept: dict[str, object] = dict(request.query_params)
+    return link(*request.url.path.strip("/").split("/"), **{**kept, **query}).replace("%25", "%")
+
+
+@cache
+def templates() -> Environment:
+    """Return the environment of the templates, whose output is escaped."""
+    environment = Environment(
+        loader=PackageLoader("agentrl.dashboard"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(FILTERS)
+    environment.globals.update(asset=asset, link=link, version=__version__, sections=SECTIONS)
+    return environment
+
+
+def render(
+    request: Request,
+    template: str,
+    *,
+    run: str | None = None,
+    section: str | None = None,
+    live: bool = False,
+    charts: bool = False,
+    status: int = HTTPStatus.OK,
+    **context: Any,
+) -> HTMLResponse:
+    """Return the page of a template, which extends ``base.html``.
+
+    ``run`` gives the page the navigation of a run, with ``section`` (of ``SECTIONS``) marked as the current
+    one. With ``live``, elements that have an ``id`` and the attribute ``data-live`` are replaced when the run
+    changes. With ``charts``, the page loads plotly.js.
+    """
+    theme = request.cookies.get(THEME_COOKIE)
+    events = None
+    if live:
+        events = link("runs", run, "events") if run is not None else ""
+    text = templates().get_template(template).render(
+        request=request,
+        run=run,
+        section=section,
+        events=events,
+        poll_seconds=_POLL_SECONDS,
+        charts=charts,
+        theme=theme if theme in ("light", "dark") else None,
+        **context,
+    )  # fmt: skip
+    return HTMLResponse(text.encode("utf-8", "replace"), status)

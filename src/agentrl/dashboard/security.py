@@ -1,0 +1,143 @@
+"""Headers and checks of every request: content policy, Host header, token."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import socket
+import time
+from collections.abc import Iterable
+from http import HTTPStatus
+from urllib.parse import parse_qsl, urlencode
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import HTTPConnection
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from agentrl.dashboard.options import DashboardOptions
+
+CONTENT_POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self' 'unsafe-inline'",  # plotly.js sets the style attributes of what it draws
+        "img-src 'self' data: blob:",
+        "font-src 'self'",
+        "connect-src 'self'",
+        "form-action 'self'",
+        "frame-ancestors 'none'",
+        "base-uri 'none'",
+    ]
+)
+_HEADERS = {
+    "Content-Security-Policy": CONTENT_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+}
+_YEAR = 365 * 86400
+
+
+class Guard:
+    """ASGI middleware: refuses requests of other hosts and without the token, and sets the headers."""
+
+    def __init__(self, app: ASGIApp, options: DashboardOptions) -> None:
+        self._app = app
+        self._options = options
+        self._hosts = {name.lower() for name in ("localhost", *_own_names(), *options.hosts)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        began = time.perf_counter()
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["Server-Timing"] = f"page;dur={1000 * (time.perf_counter() - began):.1f}"
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+                headers.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        answer = self._refusal(HTTPConnection(scope))
+        await (answer or self._app)(scope, receive, send_with_headers)
+
+    def _refusal(self, request: HTTPConnection) -> Response | None:
+        host = request.headers.get("host", "")
+        if not self._is_own(host):
+            return PlainTextResponse(
+                f"This dashboard does not answer to the host name {host[:100]!r}.\n"
+                "Open it by its address, or start it with --allowed_hosts NAME.\n",
+                HTTPStatus.MISDIRECTED_REQUEST,
+            )
+        if self._options.token is None:
+            return None
+        if given := request.query_params.get("token"):
+            return self._enter(request) if self._is_token(given) else _ask_for_token()
+        scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and self._is_token(credentials.strip()):
+            return None
+        cookie = request.cookies.get(self._options.cookie, "")
+        return None if _equal(cookie, self._cookie_value()) else _ask_for_token()
+
+    def _enter(self, request: HTTPConnection) -> Response:
+        """Set the cookie, and go to the same address without the token."""
+        rest = [(name, value) for name, value in parse_qsl(request.url.query) if name != "token"]
+        path = "/" + request.url.path.lstrip("/")
+        answer = RedirectResponse(f"{path}?{urlencode(rest)}" if rest else path, HTTPStatus.SEE_OTHER)
+        answer.set_cookie(
+            self._options.cookie,
+            self._cookie_value(),
+            max_age=_YEAR,
+            httponly=True,
+            samesite="strict",
+            secure=request.url.scheme == "https",
+        )
+        return answer
+
+    def _is_token(self, given: str) -> bool:
+        return _equal(given, self._options.token or "")
+
+    def _cookie_value(self) -> str:
+        """Return what the cookie holds: from it, nobody learns the token."""
+        return hmac.new(
+            (self._options.token or "").encode(), b"agentrl dashboard", hashlib.sha256
+        ).hexdigest()
+
+    def _is_own(self, host: str) -> bool:
+        """Return whether a page at ``host`` can only be ours: a foreign site needs a name of its own."""
+        name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+        if name.lower().rstrip(".") in self._hosts:
+            return True
+        try:
+            ipaddress.ip_address(name.strip("[]"))
+        except ValueError:
+            return False
+        return True
+
+
+def _equal(given: str, wanted: str) -> bool:
+    return hmac.compare_digest(given.encode(), wanted.encode())
+
+
+def _own_names() -> Iterable[str]:
+    name = socket.gethostname()
+    return {name, name.split(".")[0]} - {""}
+
+
+def _ask_for_token() -> Response:
+    return PlainTextResponse(
+        "This dashboard asks for its token.\nOpen the address that `agentrl dashboard` printed, which ends in"
+        " ?token=…; a script sends it as `Authorization: Bearer …`.\n",
+        HTTPStatus.UNAUTHORIZED,
+        {"WWW-Authenticate": "Bearer"},
+    )

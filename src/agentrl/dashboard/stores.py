@@ -1,0 +1,102 @@
+"""Open the Stores of runs for requests: one per run, shared, bounded, closed when they are not used."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from starlette.requests import Request
+
+from agentrl.config.schema import RunConfig
+from agentrl.store.client import Store, open_existing
+from agentrl.store.connection import Connection
+from agentrl.store.views.runs import connect_server
+
+MAX_OPEN = 16
+"""Runs whose connections stay open."""
+
+
+@dataclass(slots=True)
+class _Opened:
+    """One run's Store and the number of requests that use it."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    store: Store | None = None
+    users: int = 0
+
+
+class StorePool:
+    """The Stores of the runs that were asked for last. The least recently used one is closed first."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self.run = run
+        self._opened: OrderedDict[str, _Opened] = OrderedDict()
+        self._server: Connection | None = None
+        self._connecting = asyncio.Lock()
+
+    @asynccontextmanager
+    async def open(self, name: str) -> AsyncIterator[Store]:
+        """Yield the Store of run ``name``.
+
+        Raises ConfigError for a malformed name, RunMissingError, SchemaVersionError and the other StoreErrors
+        of ``open_existing``.
+        """
+        config = replace(self.run, run_name=name)
+        opened = self._opened.setdefault(name, _Opened())
+        self._opened.move_to_end(name)
+        opened.users += 1
+        try:
+            async with opened.lock:
+                if opened.store is None:
+                    opened.store = await open_existing(config)
+            yield opened.store
+        finally:
+            opened.users -= 1
+            if opened.store is None and not opened.users:
+                self._opened.pop(name, None)
+            await self._shrink()
+
+    async def _shrink(self) -> None:
+        idle = [name for name, opened in self._opened.items() if not opened.users]
+        for name in idle[: max(0, len(self._opened) - MAX_OPEN)]:
+            store = self._opened.pop(name).store
+            if store is not None:
+                await store.close()
+
+    async def server(self) -> Connection:
+        """Return the connection for what concerns all runs."""
+        async with self._connecting:
+            if self._server is None:
+                self._server = await connect_server(self.run)
+            return self._server
+
+    async def close(self) -> None:
+        """Close every Store."""
+        if self._server is not None:
+            await self._server.close()
+            self._server = None
+        opened, self._opened = list(self._opened.values()), OrderedDict()
+        for each in opened:
+            if each.store is not None:
+                await each.store.close()
+
+
+def pool_of(request: Request) -> StorePool:
+    """Return the application's StorePool."""
+    pool: StorePool = request.app.state.stores
+    return pool
+
+
+@asynccontextmanager
+async def open_run(request: Request, name: str | None = None) -> AsyncIterator[Store]:
+    """Yield the Store of the run that the path names, or of run ``name``. Read only.
+
+    Its errors become pages: 404 for no such run, 409 for another schema version, 403 for missing rights, 503
+    for a database that does not answer.
+    """
+    wanted = request.path_params["run"] if name is None else name
+    async with pool_of(request).open(wanted) as store:
+        yield store

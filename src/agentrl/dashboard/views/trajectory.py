@@ -1,0 +1,263 @@
+"""Arrange a trajectory for its page: turns with messages, thoughts and tools, branches, timings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from agentrl.dashboard.views.text import Shown, shown
+from agentrl.data.convert import mask_reason
+from agentrl.documents.branches import branches_of, main_branch
+from agentrl.documents.images import ImageRef, image_refs, text_of
+from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, full_messages
+from agentrl.documents.record import Record
+from agentrl.documents.status import CallStatus
+
+THOUGHT: Final = "thought"
+RESPONSE: Final = "response"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageView:
+    """A message that the model read."""
+
+    role: str
+    text: Shown
+    images: Sequence[ImageRef] = ()
+    is_result: bool = False
+    """The result of a tool, which the turn before shows in full."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolView:
+    """A tool call with its result; ``result`` is None if the tool was not executed."""
+
+    name: str
+    arguments: Shown
+    result: Shown | None = None
+    is_error: bool = False
+    seconds: float | None = None
+    server: str | None = None
+    reward: float | None = None
+    note: str | None = None
+    images: Sequence[ImageRef] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnView:
+    """One model call: what it read, thought, said and called."""
+
+    call: DispatchedSamplingTask
+    number: int
+    begins: str | None
+    """Why its prompt continues no other: a new context, a new branch; None if it continues one."""
+    continues: int | None
+    """The number of the turn that it continues, if that is not the one before."""
+    messages: Sequence[MessageView]
+    thought: Shown | None
+    text: Shown | None
+    tools: Sequence[ToolView]
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BranchView:
+    """One conversation of the trajectory: the numbers of its turns, and whether they are trained."""
+
+    turns: Sequence[int]
+    what: str
+    is_trained: bool
+
+
+def turns_of(
+    record: Record, calls: Sequence[DispatchedSamplingTask], everything: Sequence[DispatchedSamplingTask]
+) -> list[TurnView]:
+    """Return the turns of ``calls``, in their order; ``everything`` holds all model calls."""
+    by_id = {call.id: call for call in everything}
+    return [_turn(record, call, by_id.get(call.parent) if call.parent else None) for call in calls]
+
+
+def _turn(record: Record, call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None) -> TurnView:
+    continues = _turn_of(call.parent or call.follows)
+    thought, text = (_text(call.response.get(key)) for key in ("reasoning_content", "content"))
+    return TurnView(
+        call=call,
+        number=call.index + 1,
+        begins=_beginning(call),
+        continues=None if continues == call.index else continues,
+        messages=list(_messages(call, parent)),
+        thought=shown(thought) if thought.strip() else None,
+        text=shown(text) if text.strip() else None,
+        tools=list(_tools(call)),
+        notes=list(_notes(record, call)),
+    )
+
+
+def _beginning(call: DispatchedSamplingTask) -> str | None:
+    if call.index == 0 or call.parent is not None:
+        return None
+    if call.drops_thoughts:
+        return "earlier thoughts are dropped: this is the whole new prompt"
+    if call.opens_branch:
+        return "a new branch: this is the whole prompt"
+    return "the context was reset: this is the whole new prompt"
+
+
+def _messages(call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None) -> Iterator[MessageView]:
+    whole = full_messages(call, parent)
+    for stored, message in zip(call.messages, whole, strict=True):
+        thought = _text(message.get("reasoning_content"))
+        said = _text(message.get("content"))
+        called = "\n".join(_call_text(each) for each in message.get("tool_calls") or ())
+        yield MessageView(
+            role=str(message.get("role", "?")),
+            text=shown("\n".join(filter(None, (thought, said, called)))),
+            images=_images([message]),
+            is_result="execution" in stored,
+        )
+
+
+def _tools(call: DispatchedSamplingTask) -> Iterator[ToolView]:
+    if call.tool_executions:
+        yield from map(_executed, call.tool_executions)
+        return
+    for each in call.response.get("tool_calls") or ():
+        function = each.get("function", each) if isinstance(each, Mapping) else {}
+        yield ToolView(name=str(function.get("name", "?")), arguments=shown(_json(function.get("arguments"))))
+
+
+def _executed(execution: ToolExecution) -> ToolView:
+    note = None
+    if (condensed := execution.condensed) is not None:
+        models = ", ".join(sorted({call.model or "?" for call in condensed.calls}))
+        note = (
+            f"not condensed: {condensed.problem}"
+            if condensed.problem is not None
+            else f"condensed from {condensed.tokens:,} tokens by {models}"
+        )
+    return ToolView(
+        name=execution.name, arguments=shown(_json(execution.arguments)), result=shown(execution.result),
+        is_error=execution.error, seconds=execution.seconds, server=execution.server,
+        reward=execution.reward, note=note, images=execution.images,
+    )  # fmt: skip
+
+
+def _notes(record: Record, call: DispatchedSamplingTask) -> Iterator[str]:
+    if call.status is not CallStatus.COMPLETED:
+        yield f"status {call.status}"
+    if call.fixed is not None:
+        yield f"answered by {call.fixed.model}, not by the policy: never trained"
+    elif (parameter := mask_reason(call)) is not None:
+        yield f"cannot be trained: sampled with {parameter}"
+    if call.index in record.untrained_calls:
+        yield f"not trained: the rule {record.train_rule} leaves it out"
+    if call.error:
+        yield call.error
+
+
+def branch_views(record: Record, calls: Sequence[DispatchedSamplingTask]) -> list[BranchView]:
+    """Return the conversations of a trajectory; the main one is named."""
+    branches = branches_of(calls)
+    main = main_branch(branches)
+    untrained = set(record.untrained_calls)
+    return [
+        BranchView(
+            turns=[index + 1 for index in branch.indexes],
+            what=f"role {branch.calls[-1].role}" if branch.calls[-1].role else _kind(branch is main),
+            is_trained=not set(branch.indexes) <= untrained,
+        )
+        for branch in branches
+    ]
+
+
+def _kind(is_main: bool) -> str:
+    return "main" if is_main else "side"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextView:
+    """A chain of model calls, each of which continues the one before it."""
+
+    calls: Sequence[DispatchedSamplingTask]
+    begins: str | None
+    """Why it continues no other; None for the first one and for one that branches off."""
+    branches_off: int | None
+    """The number of the turn that it branches off from."""
+
+
+def contexts_of(calls: Sequence[DispatchedSamplingTask]) -> list[ContextView]:
+    """Return the contexts of a trajectory, in the order in which they begin."""
+    chains: list[list[DispatchedSamplingTask]] = []
+    ends: dict[str, list[DispatchedSamplingTask]] = {}
+    for call in calls:
+        chain = ends.pop(call.parent, None) if call.parent else None
+        if chain is None:
+            chain = []
+            chains.append(chain)
+        chain.append(call)
+        ends[call.id] = chain
+    return [
+        ContextView(calls=chain, begins=_beginning(chain[0]), branches_off=_turn_of(chain[0].parent))
+        for chain in chains
+    ]
+
+
+def _turn_of(call_id: str | None) -> int | None:
+    return None if call_id is None else int(call_id.rpartition("/")[2]) + 1
+
+
+def part_text(call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None, part: str) -> str | None:
+    """Return the whole text that ``part`` of a turn names; None if there is no such part.
+
+    Parts are ``thought``, ``response``, ``message-N``, ``arguments-N`` and ``result-N``, with N from 0.
+    """
+    if part in (THOUGHT, RESPONSE):
+        return _text(call.response.get("reasoning_content" if part == THOUGHT else "content"))
+    kind, _, number = part.rpartition("-")
+    if not number.isdecimal() or len(number) > 6:
+        return None
+    place = int(number)
+    if kind == "message":
+        messages = full_messages(call, parent)
+        return _whole_message(messages[place]) if place < len(messages) else None
+    if kind in ("arguments", "result") and place < len(call.tool_executions):
+        execution = call.tool_executions[place]
+        return _json(execution.arguments) if kind == "arguments" else execution.result
+    return None
+
+
+def _whole_message(message: Mapping[str, Any]) -> str:
+    called = "\n".join(_call_text(each) for each in message.get("tool_calls") or ())
+    parts = (_text(message.get("reasoning_content")), _text(message.get("content")), called)
+    return "\n".join(filter(None, parts))
+
+
+def _text(content: Any) -> str:
+    """Return the text of a message's content, whatever a client has sent."""
+    if content is None or isinstance(content, (str, list)):
+        return text_of(content)
+    return _json(content)
+
+
+def _call_text(call: Any) -> str:
+    function = call.get("function", call) if isinstance(call, Mapping) else {}
+    return f"→ {function.get('name', '?')}({_json(function.get('arguments'))})"
+
+
+def _images(messages: Sequence[Mapping[str, Any]]) -> list[ImageRef]:
+    try:
+        return image_refs(messages)
+    except (TypeError, KeyError):
+        return []
+
+
+def _json(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str, indent=None if _is_short(value) else 1)
+
+
+def _is_short(value: Any) -> bool:
+    return len(str(value)) < 100

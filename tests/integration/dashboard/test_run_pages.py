@@ -1,0 +1,242 @@
+"""The dashboard's pages about runs, on a small run, through ASGI; and the command as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+import small_run as run
+from starlette.applications import Starlette
+
+from agentrl.config.schema import RunConfig
+from agentrl.dashboard import live
+from agentrl.dashboard.app import create_app
+from agentrl.dashboard.options import DashboardOptions
+from agentrl.documents.evaluation import Evaluation
+from agentrl.documents.status import EvaluationStatus
+from agentrl.documents.task import task_key
+from agentrl.store.admin.users import Users
+from agentrl.store.client import Store, open_store
+
+pytestmark = pytest.mark.integration
+
+SCRIPT = "<script>alert(1)</script>"
+METRICS = {"loss": 0.1, "reward": 0.5, "pass_rate": 0.5, "kl_k3": 0.7, "seconds_data": 1.0, "ratio_max": 3.0,
+           "staleness_histogram": {"0": 12.0, "1": 4.0}, "version_fractions": {"0": 1.0}}  # fmt: skip
+PROCESS_SECONDS = 60.0
+
+
+@asynccontextmanager
+async def opened(config: RunConfig) -> AsyncIterator[tuple[Starlette, httpx.AsyncClient]]:
+    """The application for the server of ``config``, and a client of it."""
+    app = create_app(DashboardOptions(run=config))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
+    ):
+        yield app, client
+
+
+@pytest.fixture
+async def client(store: Store, run_config: RunConfig, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the dashboard of a small run whose texts are hostile."""
+    await run.build(store, tmp_path / "weights")
+    await store.database["TrainStep"].update_one({"_id": run.STEP}, {"$set": {"metrics": METRICS}})
+    failed = {"$set": {"failure.message": f"{SCRIPT}\x1b[31m\u202e"}}
+    await store.database["Record"].update_many({"status": "failed"}, failed)
+    await store.database["Task"].update_many({}, {"$set": {"query": SCRIPT}})
+    await run.add_task(store, task_key("train", 0, "<img src=x>"), 9)
+    flags = {"max_steps": 40, "heartbeat_seconds": 2.0, "agent_cfg_path": SCRIPT}
+    await store.settings.join("train", flags, given=["max_steps"], packages={"torch": "2"})
+    await store.evaluations.begin(
+        Evaluation(
+            id="eval-one",
+            status=EvaluationStatus.RUNNING,
+            version=1,
+            step=1,
+            model=None,
+            file=SCRIPT,
+            tasks_digest="d",
+            settings_digest="s",
+            samples=1,
+            right_threshold=0.5,
+        )
+    )
+    await store.evaluations.end("eval-one", {"total": {"score": {"value": 0.75, "low": 0.5, "high": 0.9}}})
+    async with opened(run_config) as (_, client):
+        yield client
+
+
+async def page(client: httpx.AsyncClient, path: str, status: int = 200) -> str:
+    """The HTML of a page, in which no stored text is HTML or an unseen character."""
+    answer = await client.get(path)
+    assert answer.status_code == status, answer.text[:2000]
+    for hidden in (SCRIPT, "\x1b", "\u202e"):
+        assert hidden not in answer.text
+    return answer.text
+
+
+async def test_every_page_of_a_run(client: httpx.AsyncClient, store: Store) -> None:
+    at = f"/runs/{store.run_name}"
+    assert f'href="{at}"' in await page(client, "/")
+    overview = await page(client, at)
+    assert "sampling, no trainer" in overview
+    assert "no inference engine is alive" in overview
+    assert "KL(μ‖π) is 0.700" in overview
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in overview
+    assert r">\u202e</span>" in overview
+    assert "of 40" in overview
+    assert "0.750" in overview
+    for chart in ("reward", "kl", "seconds", "evaluations"):
+        assert f'data-chart="{chart}"' in overview
+
+    steps = await page(client, f"{at}/steps")
+    assert f'href="{at}/steps/1"' in steps
+    step = await page(client, f"{at}/steps/1")
+    assert "Lowest reward" in step
+    assert f"{at}/trajectories/{run.TRAINED}/1/1" in step
+    assert 'data-chart="staleness"' in step
+
+    tasks = await page(client, f"{at}/tasks")
+    assert "never agrees" in tasks
+    assert "1 of 1 mixed" in tasks
+    assert "No task matches" in await page(client, f"{at}/tasks?q=%3Cscript%3E&kind=all+right")
+    assert "version 1, step 1" in await page(client, f"{at}/compare?a=0&b=1")
+    assert "Choose two runs" in await page(client, "/compare")
+
+
+BAD_ADDRESSES = [
+    ("/runs/no_such_run", 404, "there is no run"),
+    ("/runs/a%20b%00", 404, "--run_name"),
+    ("/runs/admin/steps", 404, "MongoDB&#39;s own"),
+    ("/runs/{run}/steps/99", 404, "has no step 99"),
+    ("/runs/{run}/steps/9999999999999999999999", 404, "no number"),
+    ("/runs/{run}/steps/x", 404, "no number"),
+    ("/runs/{run}/steps?page=0", 400, "page is"),
+    ("/runs/{run}/tasks?kind=%3Cscript%3Ealert(1)%3C/script%3E", 400, "kind is"),
+    ("/runs/{run}/compare?a=7&b=1", 404, "no policy version 7"),
+    ("/runs/{run}/compare?a=-1", 400, "a is"),
+    ("/compare?a={run}&b={run}", 400, "choose two"),
+    ("/compare?a={run}&b=no_such_run", 404, "there is no run"),
+    ("/runs/no_such_run/events", 404, "there is no run"),
+    ("/no/such/page", 404, "Not Found"),
+]
+
+
+async def test_bad_addresses(client: httpx.AsyncClient, store: Store) -> None:
+    for path, status, says in BAD_ADDRESSES:
+        assert says in await page(client, path.format(run=store.run_name), status), path
+
+
+async def test_a_step_that_was_undone_leaves_the_curves(client: httpx.AsyncClient, store: Store) -> None:
+    at = f"/runs/{store.run_name}"
+    steps = store.database["TrainStep"]
+    first = await steps.find_one({"_id": run.STEP})
+    assert first is not None
+    await steps.insert_one({**first, "_id": "1/2", "step": 2, "metrics": {"reward": 0.123}})
+    assert "0.123" in await page(client, at)
+    await steps.update_one({"_id": "1/2"}, {"$set": {"status": "reverted"}})
+    await steps.insert_one({**first, "_id": "2/2", "step": 2, "metrics": {"reward": 0.877}})
+    await asyncio.sleep(1.1)
+    again = await page(client, at)
+    assert "0.877" in again
+    assert "0.123" not in again
+
+
+async def test_an_auditor_sees_its_run_alone(
+    store: Store, run_config: RunConfig, tmp_path: Path, drop_later: Callable[[str], object]
+) -> None:
+    await run.build(store, tmp_path / "weights")
+    other = replace(run_config, run_name=f"{run_config.run_name}_b")
+    async with await open_store(other):
+        pass
+    users = await Users(store.connection).create()
+    uri = next(user.uri for user in users if user.name == "agentrl_auditor")
+    async with opened(replace(run_config, db_connection_string=uri)) as (_, client):
+        for path in ("", "/tasks", "/steps", "/steps/1", "/compare"):
+            await page(client, f"/runs/{store.run_name}{path}")
+        runs = await page(client, "/")
+        assert f'href="/runs/{store.run_name}"' in runs
+        assert other.run_name not in runs
+        assert "refuse" in await page(client, f"/runs/{other.run_name}", 403)
+    drop_later(other.run_name)
+
+
+async def test_a_newer_schema_is_named(store: Store, run_config: RunConfig) -> None:
+    await store.database["Run"].update_one({"_id": "schema"}, {"$set": {"version": 99}})
+    async with opened(run_config) as (_, client):
+        assert "schema version 99" in await page(client, f"/runs/{store.run_name}", 409)
+        assert "schema version 99" in await page(client, "/")
+
+
+async def test_a_server_that_is_away_is_named() -> None:
+    uri = "mongodb://127.0.0.1:1/?replicaSet=none"
+    async with opened(RunConfig(db_connection_string=uri, db_timeout_seconds=0.3)) as (_, client):
+        for path in ("/", "/runs/any", "/runs/any/events"):
+            answer = await client.get(path)
+            assert answer.status_code == 503
+            assert "127.0.0.1:1" in answer.text
+            assert answer.headers["retry-after"]
+
+
+async def test_clients_of_a_run_share_one_feed(
+    store: Store, run_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "MAX_CLIENTS", 3)
+    async with opened(run_config) as (app, client):
+        updates: live.LiveUpdates = app.state.updates
+        streams = [updates.events(store.run_name) for _ in range(3)]
+        for stream in streams:
+            assert (await anext(stream)).startswith("retry:")
+        following = [task for task in asyncio.all_tasks() if task.get_name().startswith("dashboard-test")]
+        assert len(following) == 1
+        for stream in streams:
+            async with asyncio.timeout(20):
+                assert "event: change" in await anext(stream)
+        waiting = [asyncio.ensure_future(anext(stream)) for stream in streams]
+        await asyncio.sleep(1.2)
+        await run.add_task(store, task_key("train", 0, "new"), 0)
+        async with asyncio.timeout(20):
+            assert all("event: change" in event for event in await asyncio.gather(*waiting))
+        refused = await client.get(f"/runs/{store.run_name}/events")
+        assert refused.status_code == 503
+        assert "open pages already" in refused.text
+        for stream in streams:
+            await stream.aclose()
+        assert updates.clients == 0
+
+
+async def test_the_command_serves_until_it_is_interrupted(run_config: RunConfig, store: Store) -> None:
+    command = [sys.executable, "-m", "agentrl", "dashboard", "--port", "0"]
+    uri = ["--db_connection_string", str(run_config.db_connection_string)]
+    process = await asyncio.create_subprocess_exec(
+        *command, *uri, stdout=asyncio.subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(PROCESS_SECONDS):
+            line = (await process.stdout.readline()).decode()
+            found = re.search(r"http://127\.0\.0\.1:\d+/", line)
+            assert found is not None, line
+            async with (
+                httpx.AsyncClient(timeout=30) as client,
+                client.stream("GET", f"{found[0]}runs/{store.run_name}/events") as events,
+            ):
+                assert events.status_code == 200
+                assert (await anext(events.aiter_lines())).startswith("retry:")
+                process.send_signal(signal.SIGINT)
+                assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()

@@ -1,0 +1,190 @@
+"""The dashboard's pages about trajectories, on a small run with hostile texts, through ASGI."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+import small_run as run
+
+from agentrl.config.schema import RunConfig
+from agentrl.dashboard.app import create_app
+from agentrl.dashboard.options import DashboardOptions
+from agentrl.store.client import Store
+from agentrl.store.labels import Labels
+
+pytestmark = pytest.mark.integration
+
+HOSTILE = f"{run.READY}/1/1"
+TRAINED = f"{run.TRAINED}/1/1"
+SCRIPT = "<script>alert(1)</script>"
+CONTROL = "\x1b[31mred \u202eabc"
+
+
+@pytest.fixture
+async def client(store: Store, run_config: RunConfig, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the dashboard, whose run has a trajectory with hostile texts."""
+    await run.build(store, tmp_path / "weights")
+    hostile = f"{SCRIPT} {CONTROL} {'x' * 1_000_000} the end"
+    await store.database["Record"].update_one(
+        {"_id": HOSTILE},
+        {"$set": {"query": SCRIPT + CONTROL, "final_answer": SCRIPT, "score_details": {
+            "scorer": SCRIPT, "judge": "m", "reply": f"{SCRIPT} Correct"}}},
+    )  # fmt: skip
+    await store.database["DispatchedSamplingTask"].update_one(
+        {"_id": f"{HOSTILE}/0"},
+        {"$set": {"response.content": hostile, "response.reasoning_content": SCRIPT,
+                  "tool_executions.0.name": SCRIPT, "tool_executions.0.result": hostile}},
+    )  # fmt: skip
+    app = create_app(DashboardOptions(run=run_config))
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url=f"http://127.0.0.1/runs/{store.run_name}/"
+        ) as opened,
+    ):
+        yield opened
+
+
+async def page(client: httpx.AsyncClient, path: str, status: int = 200) -> str:
+    """The HTML of a page, in which no text of a model is HTML or an unseen character."""
+    answer = await client.get(path)
+    assert answer.status_code == status, answer.text[:2000]
+    assert SCRIPT not in answer.text
+    assert "\x1b" not in answer.text
+    assert "\u202e" not in answer.text
+    return answer.text
+
+
+async def test_trajectories_are_filtered_sorted_and_paged(client: httpx.AsyncClient) -> None:
+    text = await page(client, "trajectories")
+    assert text.count("data-row") == 10
+    assert "&lt;script&gt;" in text
+    assert f'href="{client.base_url.path}trajectories/{HOSTILE}"' in text
+    text = await page(client, "trajectories?step=1&order=highest_score&min_score=0.5")
+    assert text.count("data-row") == 1
+    assert f"trajectories/{TRAINED}" in text
+    assert 'value="highest_score" selected' in text
+    assert "the end" not in await page(client, "trajectories?text=%3Cscript%3E")
+    assert (await page(client, "trajectories?text=(a%2B)%2B%24")).count("data-row") == 0
+    for query in (
+        "step=x", "status=nothing", "min_score=2&max_score=1", "min_score=nan", "after=x", "order=x",
+        f"text={'x' * 300}", f"task={'x' * 600}", "version=-1",
+    ):  # fmt: skip
+        assert "What to do" not in await page(client, f"trajectories?{query}", 400)
+
+
+async def test_a_trajectory_is_a_chat_whose_texts_are_text(client: httpx.AsyncClient) -> None:
+    text = await page(client, f"trajectories/{HOSTILE}")
+    assert len(text) < 200_000
+    assert "the end" not in text
+    assert "&lt;script&gt;" in text
+    assert 'class="hidden-character"' in text
+    for part in ("response", "result-0"):
+        whole = await page(client, f"text/{HOSTILE}?call=0&part={part}")
+        assert "x" * 1_000_000 in whole
+        assert "the end" in whole
+    assert "wrote:" in text
+    assert 'class="waterfall"' in text
+    assert f"pair?a={HOSTILE.replace('/', '%2F')}" in text
+    text = await page(client, f"trajectories/{TRAINED}")
+    assert "/steps/1" in text
+    failed = await page(client, f"trajectories/{run.TRAINED}/0/1")
+    assert "the engine went away" in failed
+
+
+async def test_what_does_not_exist_is_not_found(client: httpx.AsyncClient) -> None:
+    for path in (
+        "trajectories/nothing", "trajectories/%3Cscript%3Ealert(1)%3C/script%3E", "tokens/nothing",
+        f"tokens/{HOSTILE}?call=99", f"text/{HOSTILE}?call=9&part=response",
+        f"text/{HOSTILE}?call=0&part=x", "images/none", f"pair?a={HOSTILE}&b=nothing",
+    ):  # fmt: skip
+        await page(client, path, 404)
+    for path in (
+        f"tokens/{HOSTILE}?call=x",
+        f"tokens/{HOSTILE}?colour=x",
+        "pair",
+        f"pair?a={HOSTILE}&b={HOSTILE}",
+    ):
+        await page(client, path, 400)
+
+
+async def test_tokens_show_what_is_stored_of_them(client: httpx.AsyncClient) -> None:
+    text = await page(client, f"tokens/{TRAINED}")
+    assert text.count("data-detail=") == 4
+    assert "logprob -0.500 (probability 0.607) · policy version 0 · trained, advantage +1.000" in text
+    assert 'class="token s2"' in text
+    assert "/steps/1" in text
+    assert 'class="token p4"' in await page(client, f"tokens/{TRAINED}?colour=advantage&call=1")
+    for colour in ("version", "trained", "ratio", "entropy"):
+        text = await page(client, f"tokens/{TRAINED}?colour={colour}")
+        assert ("is not stored" in text) == (colour in ("ratio", "entropy"))
+    assert "no training data" in await page(client, f"tokens/{run.ABANDONED}/1/1")
+    assert "No model call" in await page(client, f"tokens/{run.ABANDONED}/0/1")
+
+
+async def test_two_trajectories_are_compared_and_rewards_looked_into(client: httpx.AsyncClient) -> None:
+    text = await page(client, f"pair?id={HOSTILE}&id={run.READY}/0/1")
+    assert "They part at" in text
+    same = await page(client, f"pair?a={TRAINED}&b={run.TRAINED}/0/2")
+    assert "Both generated the same text" in same
+    text = await page(client, "rewards")
+    assert "correlation" in text
+    assert text.count("<circle") == 5
+    assert f"trajectories/{TRAINED}" in text
+    assert "has a score" in await page(client, "rewards?split=%3Cscript%3E")
+
+
+async def test_a_label_is_left_from_the_page_alone(client: httpx.AsyncClient, store: Store) -> None:
+    text = await page(client, f"trajectories/{HOSTILE}")
+    found = re.search(r'name="csrf" value="(\w+)"', text)
+    assert found is not None
+    form = {"csrf": found[1], "label": SCRIPT, "note": CONTROL, "by": "ann", "score": "0.5"}
+    own = {"Origin": "http://127.0.0.1"}
+    where = f"labels/{HOSTILE}"
+    for refused in (
+        {"headers": {}}, {"headers": {"Origin": "http://evil"}}, {"headers": {"Origin": "null"}},
+        {"headers": {**own, "Sec-Fetch-Site": "cross-site"}},
+        {"headers": own, "data": {**form, "csrf": "0" * 64}}, {"headers": own, "data": {**form, "csrf": "é"}},
+    ):  # fmt: skip
+        assert (await client.post(where, **{"data": form, **refused})).status_code == 403  # type: ignore[arg-type]
+    assert await store.labels.counts() == {}
+    answer = await client.post(where, data=form, headers=own)
+    assert (answer.status_code, answer.headers["location"]) == (
+        303, f"{client.base_url.path}trajectories/{HOSTILE}#labels"
+    )  # fmt: skip
+    (label,) = (await store.labels.of_records([HOSTILE]))[HOSTILE]
+    assert (label.label, label.note, label.score) == (SCRIPT, CONTROL, 0.5)
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;</span> score 0.50" in await page(
+        client, f"trajectories/{HOSTILE}"
+    )
+    assert (await page(client, "trajectories?label=%3Cscript%3Ealert(1)%3C%2Fscript%3E")).count(
+        "data-row"
+    ) == 1
+    for bad, status in (
+        ({"score": "x"}, 400), ({"score": "nan"}, 400), ({"label": ""}, 400), ({"note": "x" * 70_000}, 413)
+    ):  # fmt: skip
+        assert (await client.post(where, data={**form, **bad}, headers=own)).status_code == status
+    assert (await client.post("labels/nothing", data=form, headers=own)).status_code == 404
+    await client.post(where, data={**form, "remove": "1"}, headers=own)
+    assert await store.labels.counts() == {}
+
+
+async def test_without_the_right_there_is_no_form(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = await page(client, f"trajectories/{HOSTILE}")
+    found = re.search(r'name="csrf" value="(\w+)"', text)
+    assert found is not None
+
+    async def never(labels: Labels) -> bool:
+        return False
+
+    monkeypatch.setattr(Labels, "may_write", never)
+    assert "Read-only" in await page(client, f"trajectories/{HOSTILE}")
+    form = {"csrf": found[1], "label": "x", "by": "ann"}
+    answer = await client.post(f"labels/{HOSTILE}", data=form, headers={"Origin": "http://127.0.0.1"})
+    assert answer.status_code == 403

@@ -1,0 +1,57 @@
+"""Charts as JSON and as tables, and the thinning of long curves."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+
+from agentrl.dashboard.charts import Chart, Series
+from agentrl.dashboard.curves import MAX_POINTS, curves, overlaid, thin
+from agentrl.documents.status import StepStatus
+from agentrl.store.views.overview import StepPoint
+
+
+def _step(number: int, **metrics: float) -> StepPoint:
+    return StepPoint(
+        id=f"1/{number}", step=number, status=StepStatus.COMMITTED, policy_version=number - 1, owner="t",
+        planned_at=datetime(2026, 1, 1, tzinfo=UTC), metrics=metrics,
+    )  # fmt: skip
+
+
+def test_a_figure_cannot_end_its_script_element() -> None:
+    name = "</script><script>alert(1)</script>\u2028<b>"
+    chart = Chart(id="a", title="t", series=[Series(name=name, x=[1], y=[2.0])])
+    text = str(chart.json())
+    assert not set("<>\u2028") & set(text)
+    assert json.loads(text)["data"][0]["name"].startswith("&lt;/script&gt;")
+
+
+def test_what_is_no_finite_number_is_a_gap() -> None:
+    chart = Chart(
+        id="a", title="t", series=[Series(name="s", x=[1, 2, 3], y=[float("nan"), None, 1.23456789])]
+    )
+    assert json.loads(str(chart.json()))["data"][0]["y"] == [None, None, 1.23457]
+    assert not chart.empty
+    assert Chart(id="a", title="t", series=[Series(name="s", x=[1], y=[float("inf")])]).empty
+
+
+def test_the_table_joins_series_by_x() -> None:
+    chart = Chart(
+        id="a", title="t", series=[Series(name="p", x=[1, 2], y=[5, 6]), Series(name="q", x=[2], y=[0.5])]
+    )
+    assert chart.columns == ["step", "p", "q"]
+    assert chart.rows == [["1", "5", ""], ["2", "6", "0.500"]]
+
+
+def test_a_long_curve_keeps_its_last_step() -> None:
+    steps = [_step(number) for number in range(1, 2 * MAX_POINTS + 2)]
+    thinned = thin(steps)
+    assert len(thinned) <= MAX_POINTS
+    assert thinned[-1] is steps[-1]
+    assert thin([]) == []
+
+
+def test_only_curves_with_values_are_drawn() -> None:
+    assert [chart.id for chart in curves("r", [_step(1, reward=0.5)])] == ["reward"]
+    both = overlaid({"a": [_step(1, reward=0.5, entropy=1.0)], "b": [_step(1, reward=0.7)]})
+    assert [[series.name for series in chart.series] for chart in both] == [["a: reward", "b: reward"], ["a"]]

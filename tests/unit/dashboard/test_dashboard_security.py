@@ -1,0 +1,120 @@
+"""Who may look: the Host header, the token and its cookie, and the headers of every response."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from agentrl.config.schema import RunConfig
+from agentrl.dashboard.app import create_app
+from agentrl.dashboard.options import DashboardOptions
+from agentrl.dashboard.serve import ServeConfig, _listen, _token
+from agentrl.dashboard.static_files import asset
+from agentrl.errors import ConfigError
+
+TOKEN = "a-token-of-some-length"
+
+
+@pytest.fixture
+async def guarded() -> AsyncIterator[httpx.AsyncClient]:
+    app = create_app(DashboardOptions(run=RunConfig(), token=TOKEN, hosts=("board.example",)))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8900") as client:
+        yield client
+
+
+async def test_without_the_token_nothing_is_shown(guarded: httpx.AsyncClient) -> None:
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Cookie": "agentrl_token=wrong"}):
+        answer = await guarded.get(asset("style.css"), headers=headers)
+        assert answer.status_code == 401
+        assert TOKEN not in answer.text
+    assert (await guarded.get("/?token=wrong")).status_code == 401
+
+
+async def test_the_first_visit_leaves_a_cookie_and_no_token_in_the_address(
+    guarded: httpx.AsyncClient,
+) -> None:
+    first = await guarded.get(f"{asset('style.css')}?token={TOKEN}&x=1")
+    assert first.status_code == 303
+    assert first.headers["location"] == f"{asset('style.css')}?x=1"
+    cookie = first.headers["set-cookie"]
+    assert "HttpOnly" in cookie
+    assert "SameSite=strict" in cookie
+    assert TOKEN not in cookie
+    assert (await guarded.get(asset("style.css"))).status_code == 200
+
+
+async def test_a_script_sends_the_token_as_a_bearer_token(guarded: httpx.AsyncClient) -> None:
+    answer = await guarded.get(asset("style.css"), headers={"Authorization": f"Bearer {TOKEN}"})
+    assert answer.status_code == 200
+
+
+async def test_a_redirect_stays_on_this_host(guarded: httpx.AsyncClient) -> None:
+    answer = await guarded.get(f"http://127.0.0.1:8900//evil.example/?token={TOKEN}")
+    assert answer.headers["location"] == "/evil.example/"
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8900", 200), ("localhost:1", 200), ("[::1]:8900", 200), ("10.1.2.3", 200),
+        ("board.example:8900", 200), ("evil.example", 421), ("127.0.0.1.evil.example", 421), ("", 421),
+    ],
+)  # fmt: skip
+async def test_only_own_hosts_are_answered(host: str, status: int) -> None:
+    app = create_app(DashboardOptions(run=RunConfig(), hosts=("board.example",)))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        answer = await client.get(asset("style.css"), headers={"Host": host})
+    assert answer.status_code == status
+
+
+async def test_every_response_forbids_foreign_and_inline_scripts(guarded: httpx.AsyncClient) -> None:
+    for path in ("/nothing", "/?token=wrong"):
+        answer = await guarded.get(path, headers={"Authorization": f"Bearer {TOKEN}"})
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "script-src 'self';" in policy
+        assert "frame-ancestors 'none'" in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["referrer-policy"] == "no-referrer"
+
+
+async def test_plotly_comes_from_the_installed_package(guarded: httpx.AsyncClient) -> None:
+    headers = {"Authorization": f"Bearer {TOKEN}", "Accept-Encoding": "identity"}
+    answer = await guarded.get(asset("plotly.min.js"), headers=headers)
+    assert answer.status_code == 200
+    assert "immutable" in answer.headers["cache-control"]
+    assert len(answer.content) > 1_000_000
+    assert (await guarded.get("/static/1/../options.py", headers=headers)).status_code == 404
+
+
+def test_a_token_is_made_only_where_others_can_connect(tmp_path: Path) -> None:
+    assert _token(ServeConfig(run=RunConfig(), host="127.0.0.1")) is None
+    assert _token(ServeConfig(run=RunConfig(), host="::1")) is None
+    assert len(_token(ServeConfig(run=RunConfig(), host="0.0.0.0")) or "") > 40
+    file = tmp_path / "token"
+    file.write_text(f"{TOKEN}\n", encoding="utf-8")
+    assert _token(ServeConfig(run=RunConfig(), token_file=file)) == TOKEN
+
+
+@pytest.mark.parametrize("content", ["short", "", "a token with spaces in it", None])
+def test_a_useless_token_file_is_refused(tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match="token"):
+        _token(ServeConfig(run=RunConfig(), token_file=file))
+
+
+def test_a_taken_port_is_named_and_the_default_moves_on() -> None:
+    with _listen(ServeConfig(run=RunConfig())) as first:
+        taken = first.getsockname()[1]
+        with pytest.raises(ConfigError, match=str(taken)):
+            _listen(ServeConfig(run=RunConfig(), port=taken))
+        with _listen(ServeConfig(run=RunConfig())) as second:
+            assert second.getsockname()[1] != taken
+    with pytest.raises(ConfigError, match="cannot listen"):
+        _listen(ServeConfig(run=RunConfig(), host="no.such.host.invalid"))

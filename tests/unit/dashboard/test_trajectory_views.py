@@ -1,0 +1,171 @@
+"""How a trajectory, its tokens, a comparison and the rewards are arranged for their pages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import numpy as np
+import pytest
+
+from agentrl.dashboard.views.compare import pair_turns
+from agentrl.dashboard.views.rewards import VALUES, dependence, disagreements, edges, repeated_answers
+from agentrl.dashboard.views.text import MAX_CHARS, shown
+from agentrl.dashboard.views.tokens import PAGE, Colour, decoder, token_views
+from agentrl.dashboard.views.trajectory import branch_views, contexts_of, part_text, turns_of
+from agentrl.dashboard.views.waterfall import waterfall_of
+from agentrl.documents.base import now
+from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, VersionSpan
+from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.record import Record
+from agentrl.documents.status import CallStatus
+from agentrl.store.views.rewards import ScoredTrajectory
+from agentrl.store.views.tokens import CallTokens
+
+RECORD = Record(
+    id="r", task="t", traj_id=0, attempt=1, split="train", epoch=0, query="2 + 2?", created_at=now()
+)
+
+
+def call(index: int, parent: int | None, said: str = "!", tools: bool = False) -> DispatchedSamplingTask:
+    executions = (ToolExecution(name="add", arguments={"a": 2}, result="4", error=False, seconds=0.5),)
+    result = ({"role": "tool", "execution": 0},)
+    return DispatchedSamplingTask(
+        id=f"r/{index}", record="r", index=index, parent=None if parent is None else f"r/{parent}",
+        status=CallStatus.COMPLETED,
+        messages=({"role": "user", "content": "2 + 2?"},) if index != 1 else result,
+        response={"content": said, "reasoning_content": "I think"},
+        tool_executions=executions if tools else (), finish_reason="stop",
+        versions=(VersionSpan(version=1, start=0, end=2), VersionSpan(version=2, start=2, end=3)),
+        prompt_tokens=1, generated_tokens=3, engine="e", generate_seconds=2.0,
+        tool_seconds=0.5 if tools else 0.0, context_ids=pack_ids([1]), output_ids=pack_ids([7, 8, 9]),
+        logprobs=pack_floats([0.0, -3.0, -60.0]),
+        created_at=RECORD.created_at + timedelta(seconds=3 * (index + 1)),
+    )  # fmt: skip
+
+
+def test_long_text_is_cut() -> None:
+    long = shown("x" * (MAX_CHARS + 1))
+    assert (len(long.text), long.chars, long.is_cut) == (MAX_CHARS, MAX_CHARS + 1, True)
+
+
+def test_turns_have_messages_thoughts_and_tools_and_form_contexts() -> None:
+    calls = [call(0, None, tools=True), call(1, 0), call(2, None), replace(call(3, 0), role="critic")]
+    turns = turns_of(RECORD, calls, calls)
+    assert [turn.messages[0].text.text for turn in turns] == ["2 + 2?", "4", "2 + 2?", "2 + 2?"]
+    assert [turn.messages[0].is_result for turn in turns] == [False, True, False, False]
+    assert turns[0].thought is not None
+    assert turns[0].tools[0].result is not None
+    assert (turns[0].tools[0].arguments.text, turns[0].tools[0].result.text) == ('{"a": 2}', "4")
+    assert turns[2].begins == "the context was reset: this is the whole new prompt"
+    assert [turn.continues for turn in turns] == [None, None, None, 1]
+    contexts = contexts_of(calls)
+    assert [[each.index for each in context.calls] for context in contexts] == [[0, 1], [2], [3]]
+    assert [context.branches_off for context in contexts] == [None, None, 1]
+    branches = branch_views(replace(RECORD, untrained_calls=(2,)), calls)
+    assert [(item.turns, item.what, item.is_trained) for item in branches] == [
+        ([1, 2], "main", True), ([3], "side", False), ([1, 4], "role critic", True)
+    ]  # fmt: skip
+
+
+def test_each_part_of_a_turn_can_be_read_whole() -> None:
+    first, second = call(0, None, tools=True), call(1, 0)
+    assert part_text(first, None, "thought") == "I think"
+    assert part_text(first, None, "response") == "!"
+    assert part_text(second, first, "message-0") == "4"
+    assert part_text(first, None, "result-0") == "4"
+    assert part_text(first, None, "arguments-0") == '{"a": 2}'
+    for part in ("", "result-1", "message-7", "result--1", "x-0", "message-0999999999999"):
+        assert part_text(first, None, part) is None
+
+
+def test_a_waterfall_places_calls_tools_and_scoring() -> None:
+    at = RECORD.created_at
+    record = replace(RECORD, completed_at=at + timedelta(seconds=6), scored_at=at + timedelta(seconds=10))
+    waterfall = waterfall_of(record, [call(0, None, tools=True), call(1, 0)])
+    assert waterfall.seconds == 10
+    assert [(bar.what, bar.kind, round(bar.start, 2), round(bar.end, 2)) for bar in waterfall.bars] == [
+        ("turn 1", "generate", 0.05, 0.25), ("add", "tool", 0.25, 0.3), ("turn 2", "generate", 0.4, 0.6),
+        ("scoring", "score", 0.6, 1.0),
+    ]  # fmt: skip
+    assert waterfall_of(RECORD, []).bars == []
+
+
+def tokens_of(advantages: list[float], logprobs: list[float]) -> CallTokens:
+    return CallTokens(
+        call=call(0, None), ids=np.asarray([7, 8, 9], np.int32), logprobs=np.asarray(logprobs, np.float32),
+        versions=np.asarray([1, 1, -1], np.int32), advantages=np.asarray(advantages, np.float32),
+    )  # fmt: skip
+
+
+def test_a_token_has_a_level_of_the_chosen_value_and_all_values_in_words() -> None:
+    nan = float("nan")
+    tokens = tokens_of([0.5, -1.0, nan], [0.0, -60.0, nan])
+    levels = {colour: [view.level for view in token_views(tokens, colour, None)] for colour in Colour}
+    assert levels == {
+        Colour.LOGPROB: ["s0", "s7", None], Colour.ADVANTAGE: ["p2", "n4", None],
+        Colour.VERSION: ["v1", "v1", None], Colour.TRAINED: ["p3", "p3", None],
+        Colour.RATIO: [None] * 3, Colour.ENTROPY: [None] * 3,
+    }  # fmt: skip
+    views = token_views(tokens, Colour.LOGPROB, lambda number: "\x1b" * (number == 8) or "a")
+    assert [view.text for view in views] == ["a", "\x1b", "a"]
+    assert views[0].detail == (
+        "token 0 · id 7 · logprob 0.000 (probability 1) · policy version 1 · trained, advantage +0.500"
+    )
+    assert views[2].detail == "token 2 · id 9 · no logprob · version unknown · not trained"
+    assert [view.place for view in token_views(tokens, Colour.LOGPROB, None, start=2)] == [2]
+    zero = [view.level for view in token_views(tokens_of([0.0] * 3, [0.0] * 3), Colour.ADVANTAGE, None)]
+    assert zero == ["p0"] * 3
+    assert PAGE > 0
+    assert decoder("/no/such/folder") is None
+
+
+def test_two_trajectories_part_at_their_first_difference() -> None:
+    same, other = call(0, None, "I add 2 and 2"), call(1, 0, "It is 4")
+    pairs = pair_turns([same, other], [same, replace(other, response={"content": "It is 5"}), call(2, 1)])
+    assert [(pair.is_same, pair.parts_here) for pair in pairs] == [
+        (True, False),
+        (False, True),
+        (False, False),
+    ]
+    assert pairs[1].left is not None
+    assert pairs[1].right is not None
+    assert (pairs[1].left.same, pairs[1].left.rest) == ("I", " think\nIt is 4")
+    assert pairs[1].right.rest == "t is 5"
+    assert pairs[2].left is None
+
+
+def row(
+    task: str, number: int, score: float, tokens: int, *, answer: str | None = "4", **opinions: float
+) -> ScoredTrajectory:
+    return ScoredTrajectory(
+        id=f"{task}/{number}", task=task, score=score, generated_tokens=tokens, turns=1, tool_calls=0,
+        answer=answer, opinions=opinions, judges=frozenset({"judge"} & opinions.keys()), created_at=now(),
+    )  # fmt: skip
+
+
+def test_a_score_that_grows_with_length_is_found() -> None:
+    rows = [row(f"t{task}", n, n / 4, 100 * n + 10 * task) for task in range(10) for n in range(4)]
+    found = dependence("generated tokens", rows)
+    assert found.correlation == pytest.approx(1.0, abs=0.05)
+    assert found.within_groups == pytest.approx(1.0)
+    assert sum(item.count for item in found.bins) == len(rows)
+    assert found.bins[0].mean_score < found.bins[-1].mean_score
+    assert all(dependence(name, []).correlation is None for name in VALUES)
+    assert dependence("turns", rows).correlation is None
+    assert edges([]) == []
+    assert edges(rows)[0].trajectories[0].id == "t0/3"
+
+
+def test_repeated_answers_and_scorers_that_disagree_are_found() -> None:
+    rows = [
+        row("a", 0, 1.0, 5, answer="I  cannot", judge=1.0, exact=0.0),
+        row("b", 0, 1.0, 6, answer="i cannot", judge=1.0, exact=1.0),
+        row("b", 1, 0.0, 7, answer=None),
+    ]
+    (repeated,) = repeated_answers(rows)
+    assert (repeated.answer, repeated.tasks, repeated.mean_score) == ("i cannot", 2, 1.0)
+    (pair,) = disagreements(rows)
+    assert (pair.one, pair.other, pair.count, pair.disagree) == ("exact", "judge", 2, 1)
+    assert pair.with_judge
+    assert [each.id for each in pair.apart] == ["a/0"]
