@@ -1,0 +1,180 @@
+"""``agentrl plan`` with steps that are not simulated: see test_rank_step.py for those."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Gemma2Config, Qwen2VLConfig, Qwen3Config, Qwen3MoeConfig
+
+from agentrl.cli.plan import NOTHING_FITS, main
+from agentrl.distributed.mesh import Layout
+from agentrl.errors import AgentRLError
+from agentrl.plan import search
+from agentrl.plan.rank_step import RankMemory, StepSpec
+
+GIB = 2**30
+SIZES = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    Qwen3Config(**SIZES).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> list[StepSpec]:
+    """Steps that were simulated; each rank needs 100 GiB divided by the ranks of its data."""
+    specs: list[StepSpec] = []
+
+    def measure(spec: StepSpec, layout: Layout) -> RankMemory:
+        specs.append(spec)
+        peak = 100 * GIB // layout.ranks_per_data
+        return RankMemory(peak, {"activations": peak}, "backward")
+
+    monkeypatch.setattr(search, "measure_step", measure)
+    return specs
+
+
+def plan(capsys: pytest.CaptureFixture[str], folder: Path, *flags: str) -> tuple[int, Any]:
+    """The exit code and the JSON of a plan."""
+    code = main(["--model", str(folder), "--context", "1024", "--json", *flags])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_layouts_that_fit_come_with_memory_flags_and_services(
+    folder: Path, simulated: list[StepSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = plan(capsys, folder, "--gpus", "4xH100", "--learning_rate", "1e-5", "--dtype", "float32")
+    assert code == 0
+    fits = [item for item in found["layouts"] if item["state"] == "fits"]
+    assert len(fits) == 3
+    assert [item["seconds"] for item in fits] == sorted(item["seconds"] for item in fits)
+    assert all(item["peak_bytes"] <= found["gpus"]["planned_bytes"] for item in fits)
+    first = fits[0]
+    assert "accelerate launch" in first["command"]
+    assert "--dtype float32" in first["command"]
+    assert "--max_prompt_tokens 768 --max_new_tokens 256" in first["command"]
+    named = {name: size for name, size in first["layout"].items() if size > 1 and name != "dp_shard"}
+    assert all(f"--{name}_size {size}" in first["command"] for name, size in named.items())
+    assert found["services"]["samplers"] >= 1
+    assert {spec.max_tokens for spec in simulated} == {1024}
+
+
+def test_equal_layouts_are_not_simulated_again(
+    folder: Path, simulated: list[StepSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = [word for name in ("tp", "pp", "cp", "ep") for word in (f"--{name}_size", "1")]
+    code, found = plan(capsys, folder, "--gpus", "4xH100", *sizes)
+    assert code == NOTHING_FITS
+    assert {item["state"] for item in found["layouts"]} == {"too large"}
+    assert [spec.checkpointing for spec in simulated] == ["full"]  # the others keep more
+    assert found["services"] is None
+
+
+def test_the_text_says_what_is_estimated(
+    folder: Path, simulated: list[StepSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--model", str(folder), "--context", "1024", "--gpus", "8xH200"]) == 0
+    told = capsys.readouterr().out
+    for part in ("Layouts that fit", "which --tp_size 8 does not divide", "roofline", "accelerate launch"):
+        assert part in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--tp_size", "8"), "4 attention heads, which --tp_size 8 does not divide"),
+        (("--pp_size", "8"), "the model has 4 layers"),
+        (("--ep_size", "2"), "no experts"),
+        (("--tp_size", "2", "--lora_rank", "8"), "--lora_rank 8 works with sharded layers"),
+        (("--activation_offload", "true", "--activation_checkpointing", "full"), "single process"),
+    ],
+)
+def test_says_why_a_layout_is_refused(
+    folder: Path,
+    simulated: list[StepSpec],
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    reason: str,
+) -> None:
+    code, found = plan(capsys, folder, *flags)
+    assert code == NOTHING_FITS
+    assert any(reason in item["reason"] for item in found["refused"]), found["refused"]
+    assert not simulated
+
+
+def test_the_reference_model_is_counted(
+    folder: Path, simulated: list[StepSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, plain = plan(capsys, folder, "--gpus", "8xH200")
+    _, found = plan(capsys, folder, "--gpus", "8xH200", "--kl_coef", "0.01")
+    before, after = (item["layouts"][0] for item in (plain, found))
+    weights = 2 * plain["model"]["parameters"]
+    assert after["held_bytes"] == before["held_bytes"] + weights
+    assert after["bytes_by_part"]["reference model"] == weights
+    assert after["peak_bytes"] == before["peak_bytes"] + weights
+    with pytest.raises(AgentRLError, match="--reference_model missing is not a folder"):
+        main(["--model", str(folder), "--context", "64", "--kl_coef", "1", "--reference_model", "missing"])
+
+
+def test_experts_must_divide(
+    tmp_path: Path, simulated: list[StepSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Qwen3MoeConfig(**SIZES, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32)
+    config.save_pretrained(tmp_path)
+    code, found = plan(capsys, tmp_path, "--ep_size", "4")
+    assert code == NOTHING_FITS
+    assert "6 experts" in found["refused"][0]["reason"]
+    assert not simulated
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (("--gpus", "8xP100"), "--gpus: 'P100' is unknown"),
+        (("--context", "5000"), "longer than the model's context, max_position_embeddings 4096"),
+        (("--context", "512", "--max_tokens", "256"), "longer than a micro-batch"),
+        (("--model", "missing"), "--model missing is not a folder"),
+        (("--model", "."), "has no config.json"),
+    ],
+)
+def test_bad_input(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], error: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(AgentRLError, match=error) as raised:
+        main(["--model", str(folder), *flags])
+    assert raised.value.exit_code == 2
+    assert raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        (Gemma2Config(**SIZES), "Gemma2ForCausalLM does not support"),
+        (Qwen2VLConfig(), "vision-language model"),
+    ],
+)
+def test_models_that_the_trainer_cannot_serve(tmp_path: Path, config: Any, error: str) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(AgentRLError, match=error):
+        main(["--model", str(tmp_path), "--context", "1024"])
+
+
+def test_a_broken_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(AgentRLError, match="cannot be read"):
+        main(["--model", str(tmp_path)])
+
+
+def test_without_a_model() -> None:
+    with pytest.raises(AgentRLError, match="no model is given"):
+        main([])
