@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the whole loop on this machine: MongoDB, tool servers, an engine, two samplers and a trainer.
 #
-#   bash scripts/quickstart.sh                    a real 135M model learns to use a calculator (about five minutes)
+#   bash scripts/quickstart.sh                    a real 135M model learns to use a calculator (under three minutes of training)
 #   bash scripts/quickstart.sh --tiny             a two-layer model that is made here (four to five minutes)
 #   bash scripts/quickstart.sh --engine sglang    the same with a SGLang server (or vllm)
 #   bash scripts/quickstart.sh --steps 2          two optimizer steps

@@ -94,6 +94,7 @@ def test_the_tiny_quickstart_survives_a_kill_and_an_interrupt_and_learns(tmp_pat
     assert "resuming" in second.output
     outcome = LAST_LINE.match(second.output.strip().splitlines()[-1])
     assert outcome, second.output[-2000:]
+    assert all(f"  {title}: score" in second.output for title in ("first wrong", "first right", "longest"))
     start, end = float(outcome[1]), float(outcome[2])
     assert end >= 0.8
     assert end >= 2 * start

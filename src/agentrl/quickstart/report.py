@@ -1,14 +1,16 @@
-"""Print the result of a quickstart: rewards, files, and commands to try next."""
+"""Print the result of a quickstart: rewards, files, trajectories worth reading, commands to try next."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import AgentRLError
+from agentrl.quickstart.worth_reading import WorthReading, read_worth_reading
 
 ENDS = 3
 """Number of steps at each end of the run over which the reward is averaged."""
@@ -16,7 +18,7 @@ ENDS = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """The rewards and the cost of the committed steps, and one Record to look at."""
+    """The rewards and the cost of the committed steps, and the trajectories to look at."""
 
     rewards: list[float]
     seconds: float
@@ -29,7 +31,7 @@ class Outcome:
     """Number of trajectories in finished groups."""
     abandoned: int
     """Number of these that did not become training data."""
-    record_id: str | None
+    worth_reading: list[WorthReading]
     plot: Path
 
     @property
@@ -65,7 +67,7 @@ async def read_outcome(run_name: str, output: Path, mongo_dir: str) -> Outcome:
             call_tokens=fmean(item["total_tokens"] for item in metrics),
             sampled=sum(item.trajectories for item in groups),
             abandoned=sum(item.trajectories - item.trained for item in groups),
-            record_id=steps[-1].data[0] if steps[-1].data else None,
+            worth_reading=await read_worth_reading(store),
             plot=plot,
         )
 
@@ -84,12 +86,28 @@ def print_report(run_name: str, output: Path, outcome: Outcome) -> None:
         "",
         "next, try:",
         f"  {agentrl} mongo up",
+        f"  {agentrl} dashboard",
         f"  {agentrl} audit run --run_name {run_name}",
+        "",
+        *worth_reading_lines(outcome.worth_reading, f"{agentrl} audit record", run_name),
+        f"reward {outcome.first:.3f} -> {outcome.last:.3f} over {len(outcome.rewards)} steps",
     ]
-    if outcome.record_id:
-        lines.append(f"  {agentrl} audit record {shlex.quote(outcome.record_id)} --run_name {run_name}")
-    lines += ["", f"reward {outcome.first:.3f} -> {outcome.last:.3f} over {len(outcome.rewards)} steps"]
     print("\n".join(lines), flush=True)
+
+
+def worth_reading_lines(chosen: Sequence[WorthReading], command: str, run_name: str) -> list[str]:
+    """Return the excerpts, each with the command that shows the whole trajectory."""
+    if not chosen:
+        return []
+    lines = ["trajectories worth reading:"]
+    for item in chosen:
+        version = "" if item.version is None else f", policy version {item.version}"
+        lines += [
+            f"  {item.title}: score {item.score:g}{version}, {item.tokens} generated tokens",
+            *(f"      {line}" for line in item.lines),
+            f"      {command} {shlex.quote(item.record_id)} --run_name {run_name}",
+        ]
+    return [*lines, ""]
 
 
 def _newest_checkpoint(output: Path) -> Path:

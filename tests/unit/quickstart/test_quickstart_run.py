@@ -10,7 +10,6 @@ from agentrl.quickstart import run as quickstart
 @pytest.fixture(autouse=True)
 def checkout(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    quickstart.CONFIG_DIR.mkdir(parents=True)
 
 
 def open_run(name=None, *, tiny=True, steps=None, seed=0):
@@ -44,12 +43,10 @@ def test_a_finished_run_cannot_be_named_again():
         open_run("mine")
 
 
-def test_outside_a_checkout_the_error_names_the_command(tmp_path, monkeypatch):
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)
-    with pytest.raises(ConfigError, match=r"scripts/quickstart\.sh"):
-        open_run()
+def test_its_files_are_found_from_any_folder():
+    run = open_run()
+    assert yaml.safe_load(run.config.read_text())["train_file"] == f"assets/tasks/{run.tasks.name}"
+    assert run.tasks.is_file()
 
 
 def test_the_tool_servers_file_names_both_servers_and_the_port_of_the_http_one():

@@ -63,10 +63,12 @@ def _from_celsius(value: float, unit: str) -> float:
 
 
 def main() -> None:
-    """Serve on the loopback interface until the process is stopped."""
+    """Serve, by default on the loopback interface alone, until the process is stopped."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--host", default=HOST)
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)
-    server.run("streamable-http", host=HOST, port=parser.parse_args().port)
+    arguments = parser.parse_args()
+    server.run("streamable-http", host=arguments.host, port=arguments.port)
 
 
 if __name__ == "__main__":
