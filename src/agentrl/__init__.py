@@ -4,7 +4,7 @@ This module is the public API. Decorators register what you write yourself: ``ag
 ``environment``, ``loss``, ``advantage``, ``context_manager``, ``group_filter``, ``tool_call_parser`` and
 ``tracker``; the classes are what such functions take, return and raise. ``Store.open("run")`` reads a run
 from a notebook.
-assets/examples has a short example of each, and docs/extending.md explains them.
+assets/examples has a short example of each, and docs/your_own explains them.
 
 Each name is imported at first use, so ``import agentrl`` is fast and imports no torch.
 """
@@ -15,6 +15,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    __version__: str
+    """The version of the installation: that of the git tag it was built from."""
+
     from agentrl.chat.chat_format import Message
     from agentrl.chat.parsers.arguments import convert_arguments
     from agentrl.chat.parsers.base import ParsedMessage, ToolCall
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from agentrl.losses.batch import TokenBatch, TokenLosses
     from agentrl.losses.registry import loss
     from agentrl.losses.settings import LossSettings
-    from agentrl.observe.trackers import tracker
+    from agentrl.observe.tracker_registry import tracker
     from agentrl.rollout.agents import agent
     from agentrl.rollout.context import context_manager
     from agentrl.rollout.fixed_model import FixedModel
@@ -38,8 +41,6 @@ if TYPE_CHECKING:
     from agentrl.scoring.scorers import ScoredCall, ScorerContext, ScoreResult, scorer
     from agentrl.store.notebook import Store
     from agentrl.tools.python import tool
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Environment", "FixedModel", "LossSettings", "Message", "Observation", "OutageError", "Outcome",
@@ -81,7 +82,7 @@ _MODULES = {
     "scorer": "scoring.scorers",
     "tool": "tools.python",
     "tool_call_parser": "chat.parsers.registry",
-    "tracker": "observe.trackers",
+    "tracker": "observe.tracker_registry",
 }
 
 
@@ -89,6 +90,8 @@ if not TYPE_CHECKING:  # type checkers report an unknown name only without it
 
     def __getattr__(name: str) -> object:
         """Import a public name at its first use (PEP 562)."""
+        if name == "__version__":
+            return importlib.import_module("importlib.metadata").version(__name__)
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -7,6 +7,8 @@ AgentRLError
 ├── StoreError                  the database refused an operation or cannot be reached
 │   ├── StoreUnavailableError   the server does not answer; the same call may succeed later
 │   ├── StoreDeniedError        the server refuses this user; a retry does not help
+│   ├── RunMissingError         the server has no such run
+│   ├── SchemaVersionError      another AgentRL wrote the run
 │   ├── LeaseHeldError          another process holds the lease
 │   └── LeaseLostError          the lease behind a write has expired
 ├── ForestError                 training data are not a token forest
@@ -123,6 +125,14 @@ class LeaseHeldError(StoreError):
 
 class StoreDeniedError(StoreError):
     """The database refuses this user, or refuses the operation to this user."""
+
+
+class RunMissingError(StoreError):
+    """The server has no run of this name."""
+
+
+class SchemaVersionError(StoreError):
+    """The run has a schema version that this code does not read."""
 
 
 class LeaseLostError(StoreError):

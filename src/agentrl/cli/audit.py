@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import dataclasses
+import difflib
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import RenderableType
+from rich.text import Text
 
 from agentrl.config.examples import examples_text
 from agentrl.config.load import Configs, parse
@@ -17,35 +21,77 @@ from agentrl.errors import AgentRLError, ConfigError
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
+    from agentrl.store.views.rows import TrajectoryRow
 
 _USAGE = """\
-usage: agentrl audit run | record ID | records | curve [--run_name R] [--flag VALUE …]
+usage: agentrl audit run | record ID | records | curve [METRIC …] [--run_name R] [--flag VALUE …]
 
   run        the run's state: tasks, records, failures, training data, engines, versions, steps
   record ID  one trajectory turn by turn; the beginning or the end of its id suffices
-  records    the newest records: --status, --limit
-  curve      plots reward and staleness over steps: --out FILE.png
+  records    trajectories by --step, --split, --task, --status, --failure, --tool, --text, --version,
+             --min_score, --max_score, --label; --order, --limit
+  curve      plots metrics over optimizer steps, reward and staleness by default: --out FILE.png
 
-agentrl audit run --help lists the flags that name the database.
+--json prints JSON. agentrl audit records --help lists all flags.
 """
 _MATCHES_SHOWN = 10
+_METRICS_SHOWN = 30
+_SEARCH_SECONDS = 120.0
+"""Longest time of all pages of one search for a text or a tool."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageFlags:
+    """How a page is printed."""
+
+    json: bool = flag(False, "print one JSON value on stdout")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordsFlags:
-    """Which records to list."""
+    """Which records to list. Several flags select the records that fit all of them."""
 
+    step: int | None = flag(None, "only records that the committed step with this number trained")
+    split: str | None = flag(None, "only records of this split: train, eval, …")
+    task: str | None = flag(None, "only records of this task: its id in the task file, or SPLIT/EPOCH/ID")
     status: (
         Literal[
             "created", "running", "completed", "scoring", "scored", "ready", "abandoned", "failed", "released"
         ]
         | None
     ) = flag(None, "only records of this status")
+    failure: str | None = flag(None, "only failed attempts of this kind: engine, tool, scorer, timeout, …")
+    tool: str | None = flag(None, "only records that called the tool of this name")
+    text: str | None = flag(
+        None, "only records with this text in the question, an answer, a message or a tool result"
+    )
+    version: int | None = flag(None, "only records with tokens of this policy version")
+    min_score: float | None = flag(None, "lowest score")
+    max_score: float | None = flag(None, "highest score")
+    label: str | None = flag(None, "only records that a person gave this label")
+    order: Literal[
+        "newest", "oldest", "highest_score", "lowest_score", "longest", "shortest", "most_turns"
+    ] = flag("newest", "which records come first")
     limit: int = flag(20, "how many records")
 
     def __post_init__(self) -> None:
         if self.limit < 1:
             raise ConfigError(f"--limit is {self.limit}", hint="give --limit a value above 0")
+        if self.min_score is not None and self.max_score is not None and self.min_score > self.max_score:
+            raise ConfigError(
+                f"--min_score {self.min_score:g} is above --max_score {self.max_score:g}",
+                hint="exchange them",
+            )
+
+    @property
+    def given(self) -> str:
+        """Return the filters that were given, as flags."""
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        return " ".join(
+            f"--{name} {value}"
+            for name, value in values.items()
+            if name not in ("order", "limit") and value is not None
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,50 +107,55 @@ def main(argv: list[str]) -> int:
         print(f"{_USAGE}\n{examples_text('agentrl audit')}")
         return 0
     page, words = argv[0], argv[1:]
-    if page == "record":
-        return _audit_record(words)
     if page not in _PAGES:
-        raise ConfigError(
-            f"agentrl audit has no view {page!r}", hint="give one of: run, record, records, curve"
-        )
-    extra, description, read = _PAGES[page]
-    configs = parse(
-        words, command=f"agentrl audit {page}", description=description, shown=[RunConfig], extra=extra
-    )
-    _print(configs, lambda store: read(store, configs))
-    return 0
-
-
-def _audit_record(words: list[str]) -> int:
-    wanted = words.pop(0) if words and not words[0].startswith("-") else None
+        nearest = difflib.get_close_matches(page, _PAGES, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else "give one of: run, record, records, curve"
+        raise ConfigError(f"agentrl audit has no view {page!r}", hint=hint)
+    shape = _PAGES[page]
+    names: list[str] = []
+    while shape.names and words and not words[0].startswith("-") and len(names) < shape.names:
+        names.append(words.pop(0))
     configs = parse(
         words,
-        command="agentrl audit record ID",
-        description="One trajectory turn by turn. ID may be the beginning or the end of a Record's id.",
+        command=f"agentrl audit {page}{shape.usage}",
+        description=shape.description,
         shown=[RunConfig],
+        extra=[*shape.flags, PageFlags],
     )
-    if wanted is None:
+    if page == "record" and not names:
         raise ConfigError(
             "agentrl audit record takes the id of a Record", hint="`agentrl audit records` lists them"
         )
-    _print(configs, lambda store: _record(store, wanted))
+    answer = asyncio.run(_read(configs, names, shape.read))
+    if configs[PageFlags].json:
+        from agentrl.observe.json_output import print_json
+
+        print_json(answer.value)
+    else:
+        from agentrl.observe.terminal import stdout_console
+
+        stdout_console().print(answer.page())
     return 0
 
 
-def _print(configs: Configs, read: Callable[[Store], Awaitable[RenderableType | None]]) -> None:
-    from agentrl.observe.terminal import stdout_console
+@dataclass(frozen=True)
+class _Answer:
+    """What a page has read: the value of --json, and the function that renders it."""
+
+    value: Any
+    page: Callable[[], RenderableType]
+
+
+async def _read(
+    configs: Configs, names: list[str], read: Callable[[Store, Configs, list[str]], Awaitable[_Answer]]
+) -> _Answer:
     from agentrl.store.client import open_existing
 
-    async def run() -> RenderableType | None:
-        async with await open_existing(configs[RunConfig]) as store:
-            return await read(store)
-
-    page = asyncio.run(run())
-    if page is not None:
-        stdout_console().print(page)
+    async with await open_existing(configs[RunConfig]) as store:
+        return await read(store, configs, names)
 
 
-async def _run(store: Store, configs: Configs) -> RenderableType:
+async def _run(store: Store, configs: Configs, names: list[str]) -> _Answer:
     from agentrl.observe.audit.run import render_state
 
     state = await store.views.state()
@@ -113,12 +164,14 @@ async def _run(store: Store, configs: Configs) -> RenderableType:
             f"run {store.run_name!r} is empty",
             hint="check --run_name; `agentrl tasks load FILE.jsonl` fills a new run",
         )
-    return render_state(state, alive_seconds=configs[EngineConfig].alive_seconds)
+    alive_seconds = configs[EngineConfig].alive_seconds
+    return _Answer(state, lambda: render_state(state, alive_seconds=alive_seconds))
 
 
-async def _record(store: Store, wanted: str) -> RenderableType:
+async def _record(store: Store, configs: Configs, names: list[str]) -> _Answer:
     from agentrl.observe.audit.record import render_trajectory
 
+    wanted = names[0]
     found = await store.views.matching_trajectories(wanted, _MATCHES_SHOWN + 1)
     if len(found) > 1:
         raise _several(wanted, found)
@@ -128,7 +181,8 @@ async def _record(store: Store, wanted: str) -> RenderableType:
             f"run {store.run_name!r} has no Record whose id begins or ends with {wanted!r}",
             hint="`agentrl audit records` lists them",
         )
-    return render_trajectory(trajectory)
+    whole = trajectory
+    return _Answer(whole, lambda: render_trajectory(whole))
 
 
 def _several(wanted: str, found: list[str]) -> ConfigError:
@@ -139,30 +193,117 @@ def _several(wanted: str, found: list[str]) -> ConfigError:
     return ConfigError(f"{wanted!r} fits several Records: {ids}{more}", hint="give more of the id")
 
 
-async def _records(store: Store, configs: Configs) -> RenderableType:
+async def _records(store: Store, configs: Configs, names: list[str]) -> _Answer:
     from agentrl.observe.audit.record import render_rows
 
     flags = configs[RecordsFlags]
-    rows = await store.views.trajectories(status=flags.status, limit=flags.limit)
+    rows, is_complete = await _search(store, flags)
     if not rows:
-        of_status = f" of status {flags.status}" if flags.status else ""
+        given = f" with {flags.given}" if flags.given else ""
+        looked = "" if is_complete else f" among those searched in {_SEARCH_SECONDS:.0f} s"
         raise AgentRLError(
-            f"run {store.run_name!r} has no Record{of_status}", hint="`agentrl audit run` shows its state"
+            f"run {store.run_name!r} has no Record{given}{looked}",
+            hint="`agentrl audit run` shows its state; `agentrl audit records` its newest Records",
         )
-    return render_rows(rows)
+    order = flags.order.replace("_", " ")
+    return _Answer(rows, lambda: render_rows(rows, order=order, with_step=flags.step is not None))
 
 
-async def _curve(store: Store, configs: Configs) -> None:
-    from agentrl.observe.audit.curve import plot_curve
+async def _search(store: Store, flags: RecordsFlags) -> tuple[list[TrajectoryRow], bool]:
+    """Return up to ``--limit`` rows, and whether every Record was searched or the limit reached."""
+    from agentrl.documents.status import RecordStatus
+    from agentrl.observe.progress import progress
+    from agentrl.store.views.trajectories import MAX_PAGE, TrajectoryOrder
+    from agentrl.store.views.trajectory_filter import Bounds, TrajectoryFilter
 
+    wanted = TrajectoryFilter(
+        status=None if flags.status is None else RecordStatus(flags.status),
+        score=Bounds(flags.min_score, flags.max_score),
+        step=flags.step,
+        split=flags.split,
+        task=flags.task,
+        tool=flags.tool,
+        failure=flags.failure,
+        text=flags.text,
+        version=flags.version,
+        label=flags.label,
+    )
+    rows: list[TrajectoryRow] = []
+    after, until = None, time.monotonic() + _SEARCH_SECONDS
+    with progress("searching trajectories") as bar:
+        while True:
+            page = await store.trajectories.page(
+                wanted, order=TrajectoryOrder(flags.order), after=after,
+                limit=min(MAX_PAGE, flags.limit - len(rows)),
+            )  # fmt: skip
+            rows += page.rows
+            after = page.after
+            bar.advance(page.searched or len(page.rows))
+            if after is None or len(rows) >= flags.limit:
+                return rows, True
+            if time.monotonic() >= until:
+                return rows, False
+
+
+async def _curve(store: Store, configs: Configs, names: list[str]) -> _Answer:
+    from agentrl.observe.audit.curve import committed_values, metric_names, plot_curve, plot_metrics
+
+    steps = await store.views.steps()
+    known = metric_names(steps)
+    for name in names:
+        if name not in known:
+            raise _unknown_metric(store.run_name, name, known)
+    if configs[PageFlags].json:
+        return _Answer(committed_values(store.run_name, steps, names or known), Text)
     out = Path(configs[CurveFlags].out)
-    plot_curve(store.run_name, await store.views.steps(), out)
-    print(out)
+    if names:
+        plot_metrics(store.run_name, steps, names, out)
+    else:
+        plot_curve(store.run_name, steps, out)
+    return _Answer(None, lambda: Text(str(out)))
 
 
-_Page = Callable[["Store", Configs], Awaitable[RenderableType | None]]
-_PAGES: dict[str, tuple[tuple[type, ...], str, _Page]] = {
-    "run": ((), "The state of a run as tables.", _run),
-    "records": ((RecordsFlags,), "The newest records of a run.", _records),
-    "curve": ((CurveFlags,), "Plots reward and staleness over optimizer steps.", _curve),
-}
+def _unknown_metric(run_name: str, name: str, known: Sequence[str]) -> AgentRLError:
+    if not known:
+        return AgentRLError(
+            f"run {run_name!r} has no committed optimizer step with a metric",
+            hint=f"`agentrl audit run --run_name {run_name}` shows how far it is",
+        )
+    nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    more = ", …" if len(known) > _METRICS_SHOWN else ""
+    return ConfigError(
+        f"run {run_name!r} has no metric {name!r}",
+        hint=f"did you mean {' or '.join(nearest)}?"
+        if nearest
+        else f"give one of: {', '.join(known[:_METRICS_SHOWN])}{more}",
+    )
+
+
+@dataclass(frozen=True)
+class _Page:
+    """One view: its flags, the number of names that it takes, and how it is read."""
+
+    description: str
+    read: Callable[[Store, Configs, list[str]], Awaitable[_Answer]]
+    flags: tuple[type, ...] = ()
+    names: int = 0
+    usage: str = ""
+
+
+_PAGES: dict[str, _Page] = {
+    "run": _Page("The state of a run as tables.", _run),
+    "record": _Page(
+        "One trajectory turn by turn. ID may be the beginning or the end of a Record's id.",
+        _record, names=1, usage=" ID",
+    ),
+    "records": _Page(
+        "The Records of a run that fit every given filter. `agentrl audit records --step 5` lists those that"
+        " made step 5.",
+        _records, (RecordsFlags,),
+    ),
+    "curve": _Page(
+        "Plots metrics over optimizer steps: METRIC is any stored metric, such as reward, entropy, kl_k3 or"
+        " seconds_data. Without METRIC: reward and staleness.",
+        _curve, (CurveFlags,), names=20, usage=" [METRIC …]",
+    ),
+}  # fmt: skip

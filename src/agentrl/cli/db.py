@@ -13,6 +13,8 @@ from agentrl.config.load import CommandParser
 from agentrl.config.schema import ClaimConfig, RunConfig
 from agentrl.documents.run import SETTINGS
 from agentrl.errors import ConfigError
+from agentrl.observe.json_output import print_json
+from agentrl.observe.progress import progress
 
 if TYPE_CHECKING:
     from agentrl.store.admin.archive import Manifest
@@ -35,7 +37,9 @@ class _DatabaseParser(CommandParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.add_argument("--run_name", required=True, help="the run: the name of its database")
-        self.add_argument("--db_connection_string", help="MongoDB URI (default: the embedded server)")
+        self.add_argument(
+            "--db_connection_string", help="MongoDB URI (default: $MONGO_URI, or the embedded server)"
+        )
         self.add_argument("--mongo_dir", default=".agentrl/mongo", help="folder of the embedded MongoDB")
         self.add_argument(
             "--db_timeout_seconds",
@@ -86,6 +90,7 @@ def _check(subparsers: Any) -> None:
         "--settle_seconds", type=float, default=3.0,
         help="how long to wait before a suspected violation is checked again (%(default)s)",
     )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON value")
     parser.set_defaults(handler=check)
 
 
@@ -96,9 +101,13 @@ async def check(run: RunConfig, arguments: argparse.Namespace) -> int:
 
     options = check_options(arguments)
     async with await open_existing(run) as store:
-        report = await Checks(store.connection).run(options)
-    for line in report.lines():
-        print(line)
+        with progress(f"checking run {run.run_name}"):
+            report = await Checks(store.connection).run(options)
+    if arguments.json:
+        print_json(report.to_json())
+    else:
+        for line in report.lines():
+            print(line)
     return 1 if report.violations else 0
 
 
@@ -151,7 +160,8 @@ async def export_run(run: RunConfig, arguments: argparse.Namespace) -> int:
 
     folder = Path(arguments.folder)
     async with await open_existing(run, any_version=True) as store:
-        manifest = await Transfer(store.connection).export(folder)
+        with progress(f"exporting run {run.run_name}, documents") as work:
+            manifest = await Transfer(store.connection, on_documents=work.advance).export(folder)
     _print(manifest)
     print(f"{run.run_name} → {folder}: {_sum(manifest)}; {MANIFEST} has the SHA-256 of each file")
     return 0
@@ -167,7 +177,8 @@ async def import_run(run: RunConfig, arguments: argparse.Namespace) -> int:
     folder = Path(arguments.folder)
     connection = await open_connection(run)
     try:
-        manifest = await Transfer(connection).load(folder)
+        with progress(f"importing run {run.run_name}, documents") as work:
+            manifest = await Transfer(connection, on_documents=work.advance).load(folder)
     finally:
         await connection.close()
     _print(manifest)
@@ -234,20 +245,23 @@ async def prune(run: RunConfig, arguments: argparse.Namespace) -> int:
 def _users(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "users",
-        help="list the users of a run; --create makes one for samplers, trainer, engines and auditors",
+        help="list the users of a run; --create makes one for each kind of process and people",
         description="Lists users. With --create, makes the roles and users agentrl_sampler, agentrl_trainer,"
-        " agentrl_engine and agentrl_auditor, each with the rights that its processes need. Passwords come"
-        " from AGENTRL_SAMPLER_PASSWORD and the like, or are generated and shown this once.",
+        " agentrl_engine, agentrl_auditor and agentrl_annotator, each with the rights that it needs."
+        " Passwords come from AGENTRL_SAMPLER_PASSWORD and the like, or are generated and shown this once.",
     )
     parser.add_argument("--create", action="store_true", help="make them, or bring their rights up to date")
     parser.add_argument("--all_runs", action="store_true", help="for every run of the server, new ones too")
+    parser.add_argument(
+        "--new_run", action="store_true", help="with --create: first make the run's database if there is none"
+    )
     parser.set_defaults(handler=users)
 
 
 async def users(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Print the users, or make them and print their connection strings."""
     from agentrl.store.admin.users import Users
-    from agentrl.store.client import open_connection, open_existing
+    from agentrl.store.client import open_connection, open_existing, open_store
 
     if arguments.create and arguments.all_runs:
         connection = await open_connection(run)
@@ -256,7 +270,8 @@ async def users(run: RunConfig, arguments: argparse.Namespace) -> int:
         finally:
             await connection.close()
     else:
-        async with await open_existing(run) as store:
+        makes_run = arguments.create and arguments.new_run
+        async with await (open_store(run) if makes_run else open_existing(run)) as store:
             if not arguments.create:
                 for name, roles in sorted((await Users(store.connection).existing()).items()):
                     print(f"{name:<32} {', '.join(roles)}")

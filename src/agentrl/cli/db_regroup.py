@@ -26,6 +26,8 @@ def add_rescore(subparsers: Any) -> None:
     """Add ``agentrl db rescore``."""
     parser = subparsers.add_parser("rescore", help="score stored trajectories again from their final answers")
     parser.add_argument("--scorer", help="a name or a path module:function (default: each task's own)")
+    parser.add_argument("--from_labels", "--from-labels", action="store_true", help="take the scores that"
+                        " people gave with their labels; Records without one keep theirs")  # fmt: skip
     parser.add_argument("--split", help="only this split (default: all)")
     parser.add_argument("--status", action="append", choices=("scored", "ready", "abandoned", "failed"),
                         default=[], help="only Records in this state; may be repeated. failed: those that"
@@ -55,6 +57,11 @@ async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
     from agentrl.store.admin.rescore import SCORED
     from agentrl.store.client import open_existing
 
+    if arguments.from_labels and (arguments.scorer is not None or "failed" in arguments.status):
+        raise ConfigError(
+            "--from_labels goes with neither --scorer nor --status failed: people give the scores",
+            hint="leave --from_labels out, or the other flag",
+        )
     allow_imports(name.strip() for name in arguments.allowed_modules.split(",") if name.strip())
     if "failed" in arguments.status:
         return await _score_failed(run, arguments)
@@ -63,6 +70,7 @@ async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
         require_scorer(arguments.scorer)
     options = RescoreOptions(
         scorer=arguments.scorer,
+        from_labels=arguments.from_labels,
         split=arguments.split,
         statuses=[RecordStatus(status) for status in arguments.status] or SCORED,
         tasks=arguments.task,

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from agentrl.cli.main import run as run_command
 from agentrl.config.load import Configs, parse
+from agentrl.config.run import without_uri
 from agentrl.config.schema import EvaluationConfig, ModelConfig, RunConfig, TaskConfig, ToolConfig
 from agentrl.documents.task_file import read_tasks
 from agentrl.environments.tasks import is_address
@@ -109,7 +110,8 @@ def _run(plan: Plan) -> int:
 
     def start(name: str, command: Sequence[str], *, is_server: bool = False) -> None:
         log = plan.logs / f"{name}.out"
-        member = SupervisedProcess(name, command, log, _environment(), is_server=is_server)
+        environment = without_uri(_environment()) if name == "units-server" else _environment()
+        member = SupervisedProcess(name, command, log, environment, is_server=is_server)
         supervisor.start(member)
         _report(plan.run_name, f"{name} started (pid {member.pid}, {log})")
 
@@ -135,10 +137,12 @@ def _run(plan: Plan) -> int:
 
 
 def _flags_of_variables(variables: Mapping[str, str]) -> list[str]:
-    """Return the flags that the environment variables set; later flags of the command line override them."""
+    """Return the flags that the environment variables set; later flags of the command line override them.
+
+    MONGO_URI and MONGO_URI_FILE are left to the processes, so that no password is in a command line.
+    """
     named = {
         "--model_name_or_path": "MODEL_PATH",
-        "--db_connection_string": "MONGO_URI",
         "--mcp_manager_url": "MCP_MANAGER_URL",
         "--agent_config_path": "AGENT_CONFIG",
     }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 from agentrl.config.load import CommandParser
+from agentrl.config.run import URI_VARIABLES
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.quickstart.run import Options, run_quickstart
@@ -10,7 +13,9 @@ from agentrl.supervise import StoppedBySignalError, stop_on_signals
 
 
 def main(argv: list[str]) -> int:
-    """Parse the flags, run, and print the result."""
+    """Parse the flags, run, and print the result. The run uses the embedded server, whatever is set."""
+    for name in URI_VARIABLES:
+        os.environ.pop(name, None)
     options = _parse(argv)
     try:
         with stop_on_signals():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from typing import Any
 
 from agentrl.config.load import CommandParser
 from agentrl.config.schema import RunConfig
 from agentrl.environments.tasks import read_task_source
+from agentrl.observe.progress import progress
 from agentrl.observe.terminal import clean
 
 
@@ -20,7 +22,9 @@ def main(argv: list[str]) -> int:
 def _parser() -> CommandParser:
     database = CommandParser(add_help=False)
     database.add_argument("--run_name", required=True, help="the run: the name of its database")
-    database.add_argument("--db_connection_string", help="MongoDB URI (default: the embedded server)")
+    database.add_argument(
+        "--db_connection_string", help="MongoDB URI (default: $MONGO_URI, or the embedded server)"
+    )
     database.add_argument("--mongo_dir", default=".agentrl/mongo", help="folder of the embedded MongoDB")
     database.add_argument("--db_timeout_seconds", type=float, default=10.0)
     parser = CommandParser(prog="agentrl tasks", description="The tasks of a run.")
@@ -39,15 +43,17 @@ def _parser() -> CommandParser:
         help="change loaded tasks that have not begun",
     )
     load.add_argument("--skip_bad_lines", action="store_true", help="skip invalid lines")
-    actions.add_parser("list", parents=[database], help="count the run's tasks by split and state")
+    counts = actions.add_parser("list", parents=[database], help="count the run's tasks by split and state")
+    counts.add_argument("--json", action="store_true", help="print one JSON value")
     return parser
 
 
 async def _load(arguments: argparse.Namespace) -> int:
-    result = read_task_source(
-        arguments.file, split=arguments.split, seed=arguments.seed, shuffle=not arguments.no_shuffle,
-        num_generations=arguments.num_generations, skip_bad_lines=arguments.skip_bad_lines,
-    )  # fmt: skip
+    with progress(f"reading {arguments.file}"):
+        result = read_task_source(
+            arguments.file, split=arguments.split, seed=arguments.seed, shuffle=not arguments.no_shuffle,
+            num_generations=arguments.num_generations, skip_bad_lines=arguments.skip_bad_lines,
+        )  # fmt: skip
     from agentrl.rollout.load_tasks import store_tasks, unknown_names
     from agentrl.store.client import open_store
 
@@ -56,7 +62,8 @@ async def _load(arguments: argparse.Namespace) -> int:
     async with await open_store(_run(arguments)) as store:
         if arguments.split == "train":
             await store.settings.begin("tasks", {"num_generations": arguments.num_generations}, "tasks")
-        loaded, refused = await store_tasks(store, result, update=arguments.update)
+        with progress(f"storing tasks in run {arguments.run_name}"):
+            loaded, refused = await store_tasks(store, result, update=arguments.update)
     if refused:
         modules = ",".join(sorted({path.partition(":")[0] for path in refused}))
         print(f"warning  this user may not write Imports: start samplers with --allowed_modules {modules}")
@@ -73,18 +80,23 @@ async def _load(arguments: argparse.Namespace) -> int:
 
 
 async def _list(arguments: argparse.Namespace) -> int:
+    from agentrl.observe.json_output import print_json
     from agentrl.store.client import open_store
 
     async with await open_store(_run(arguments)) as store:
-        splits = await store.tasks.splits()
-        if not splits:
-            print(f"{arguments.run_name}: no tasks\n  → agentrl tasks load FILE.jsonl --run_name …")
-            return 0
-        for split in splits:
-            for epoch in await store.tasks.epochs(split):
-                counts = await store.tasks.counts(split, epoch)
-                states = "  ".join(f"{status.value} {count}" for status, count in counts.items())
-                print(f"{split}  epoch {epoch}  {states}")
+        rows: list[dict[str, Any]] = [
+            {"split": split, "epoch": epoch, "tasks": await store.tasks.counts(split, epoch)}
+            for split in await store.tasks.splits()
+            for epoch in await store.tasks.epochs(split)
+        ]
+    if arguments.json:
+        print_json({"run_name": arguments.run_name, "epochs": rows})
+    elif not rows:
+        print(f"{arguments.run_name}: no tasks\n  → agentrl tasks load FILE.jsonl --run_name …")
+    else:
+        for row in rows:
+            states = "  ".join(f"{status.value} {count}" for status, count in row["tasks"].items())
+            print(f"{row['split']}  epoch {row['epoch']}  {states}")
     return 0
 
 

@@ -37,6 +37,10 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl train --run_name math --model_name_or_path models/Qwen3-0.6B --learning_rate 1e-6",
         "accelerate launch --config_file assets/fsdp2_dst.yml -m agentrl.train --config run.yaml --tp_size 2",
     ),
+    "agentrl plan": (
+        "agentrl plan --model models/Qwen3-8B --gpus 8xH100 --context 32768",
+        "agentrl plan --model models/Qwen3-8B --gpus 2x4090 --context 8192 --lora_rank 16 --json",
+    ),
     "agentrl try": (
         "agentrl try --config run.yaml --train_file tasks.jsonl",
         "agentrl try --config run.yaml --train_file tasks.jsonl --max_turns 4",
@@ -54,6 +58,14 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         " --output_dir output/sft",
         "agentrl sft --config run.yaml --sft_from_records math --sft_min_score 1 --output_dir output/sft",
     ),
+    "agentrl dashboard": (
+        "agentrl dashboard",
+        "agentrl dashboard --host 0.0.0.0 --token_file dashboard.token",
+    ),
+    "agentrl status": (
+        "agentrl status",
+        "agentrl status math --once",
+    ),
     "agentrl audit": (
         "agentrl audit run --run_name math",
         "agentrl audit record 4f1c --run_name math",
@@ -67,12 +79,12 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl audit record --run_name math",
     ),
     "agentrl audit records": (
-        "agentrl audit records --run_name math",
-        "agentrl audit records --config run.yaml --limit 50",
+        "agentrl audit records --run_name math --step 5",
+        "agentrl audit records --config run.yaml --failure tool --limit 50",
     ),
     "agentrl audit curve": (
         "agentrl audit curve --run_name math",
-        "agentrl audit curve --config run.yaml",
+        "agentrl audit curve reward entropy kl_k3 --run_name math --out curve.svg",
     ),
     "agentrl doctor": (
         "agentrl doctor",
@@ -81,6 +93,10 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
     "agentrl parity": (
         "agentrl parity --model_name_or_path models/Qwen3-0.6B --engine local",
         "agentrl parity --model_name_or_path models/Qwen3-0.6B --engine sglang,vllm --prompts 32",
+    ),
+    "agentrl completion": (
+        'eval "$(agentrl completion bash)"',
+        "agentrl completion fish > ~/.config/fish/completions/agentrl.fish",
     ),
     "agentrl quickstart": (
         "agentrl quickstart",

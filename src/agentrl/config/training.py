@@ -229,7 +229,8 @@ class TrainConfig(ParallelConfig):
     )
     report_to: str = flag(
         "none",
-        "trackers, comma-separated: none, tensorboard, wandb, mlflow, or your own as module:name",
+        "trackers, comma-separated: none, tensorboard, wandb, swanlab, mlflow, trackio, comet, clearml, or"
+        " your own as module:name (docs/metrics.md)",
         per_process=True,
     )
 

@@ -15,7 +15,7 @@ from agentrl.documents.training import TrainStep
 from agentrl.errors import PublishError, TrainingError
 from agentrl.observe.live import StepView
 from agentrl.observe.terminal import excerpt
-from agentrl.observe.trackers import Tracker
+from agentrl.observe.tracker_registry import Tracker
 from agentrl.spans import Span, tracer
 from agentrl.train.lease import TrainerLease
 from agentrl.train.metrics import step_window, window_metrics

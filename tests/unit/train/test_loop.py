@@ -15,6 +15,7 @@ from training_data import group
 from agentrl.atomic_folder import remove_leftovers
 from agentrl.documents.status import DataStatus, StepStatus, VersionStatus
 from agentrl.errors import ConfigError, LeaseLostError, PublishError, TrainingError
+from agentrl.observe.metric_definitions import DEFINITIONS
 from agentrl.train import checkpoint
 from agentrl.train.loop import Trainer
 from agentrl.train.saving import Saver
@@ -129,6 +130,7 @@ async def test_every_metric_is_reported(store: FakeStore, start: Start) -> None:
         "seconds_forward_backward", "seconds_optimizer", "seconds_publish", "groups_open", "groups_ready",
         "staleness_histogram", "version_fractions", "stale_trajectories",
     }  # fmt: skip
+    assert set(step.metrics) <= set(DEFINITIONS)
 
 
 async def resumed_after_step_2(store: FakeStore, start: Start, **changes: Any) -> Trainer:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from agentrl.cli.doctor.check import Check
+from agentrl.cli.doctor.database import database_checks
+from agentrl.cli.doctor.limits import limit_checks
 from agentrl.cli.doctor.machine import machine_checks
 from agentrl.cli.doctor.model import check_context, model_checks
-from agentrl.cli.doctor.services import check_agent_config, check_database, check_mongod, check_tools
+from agentrl.cli.doctor.services import check_agent_config, check_mongod, check_tools, service_checks
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import (
     AgentConfig,
@@ -20,10 +23,20 @@ from agentrl.config.schema import (
     RunConfig,
     SamplingConfig,
     ToolConfig,
+    flag,
 )
+from agentrl.observe.json_output import print_json
+from agentrl.observe.progress import progress
 from agentrl.observe.terminal import stdout_console, table
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorFlags:
+    """How the checks are printed."""
+
+    json: bool = flag(False, "print one JSON value on stdout")
 
 
 def main(argv: list[str]) -> int:
@@ -33,20 +46,32 @@ def main(argv: list[str]) -> int:
         command="agentrl doctor",
         description="Checks this machine, and names the command that fixes each fault. With the flags of your"
         " run it also checks the database, the model, the tool servers and the engine.",
-        shown=[RunConfig, ModelConfig, EngineConfig, ToolConfig],
+        shown=[RunConfig, ModelConfig, EngineConfig, SamplingConfig, ToolConfig],
+        extra=[DoctorFlags],
     )
-    checks = [*machine_checks(configs[RunConfig], configs[EngineConfig]), *asyncio.run(_run_checks(configs))]
-    stdout_console().print(render(checks))
-    return 1 if any(check.state == "fail" for check in checks) else 0
+    checks: list[Check] = []
+    with progress("checking this machine and the services of the run") as work:
+        for check in machine_checks(configs[RunConfig], configs[EngineConfig]):
+            checks.append(check)
+            work.advance()
+        checks += asyncio.run(_run_checks(configs))
+    failed = sum(check.state == "fail" for check in checks)
+    if configs[DoctorFlags].json:
+        print_json({"failed": failed, "checks": checks})
+    else:
+        stdout_console().print(render(checks))
+    return 1 if failed else 0
 
 
 async def _run_checks(configs: Configs) -> list[Check]:
     return [
+        *limit_checks(),
         check_mongod(configs[RunConfig]),
-        await check_database(configs[RunConfig]),
+        *await database_checks(configs[RunConfig]),
+        *await service_checks(configs[RunConfig], configs[EngineConfig].alive_seconds),
         *model_checks(configs[ModelConfig], configs[AgentConfig].tool_call_parser),
         check_context(configs),
-        check_agent_config(configs[SamplingConfig]),
+        await check_agent_config(configs[SamplingConfig]),
         await check_tools(configs[ToolConfig]),
     ]
 

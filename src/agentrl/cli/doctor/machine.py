@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from agentrl import __version__
 from agentrl.cli.doctor.check import Check
 from agentrl.config.schema import EngineConfig, RunConfig
 from agentrl.inference.engines.commands import engine_venv, has_gpu, install_hint
@@ -32,6 +34,7 @@ _TORCH_PROBE = (
 
 def machine_checks(run: RunConfig, engine: EngineConfig) -> Iterator[Check]:
     """Yield the checks of the machine itself."""
+    yield Check("agentrl", "ok", f"{__version__} on {platform.platform()}")
     yield check_python()
     yield from check_packages()
     yield check_torch()

@@ -1,54 +1,80 @@
-"""Check the services of a run: database, judge, browse agent, tool servers."""
+"""Check the services of a run: mongod, engines, judge, browse agent, tool servers."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentrl.cli.doctor.check import Check
 from agentrl.config.schema import RunConfig, SamplingConfig, ToolConfig
-from agentrl.errors import AgentRLError
+from agentrl.errors import AgentRLError, StoreUnavailableError
 from agentrl.observe.redact import redact
 
+if TYPE_CHECKING:
+    from agentrl.documents.serving import InferenceService
+
 _TOOLS_SECONDS = 60.0
+_REACH_SECONDS = 3.0
 
 
 def check_mongod(run: RunConfig) -> Check:
     """Check for the binary of the embedded server, which a run without --db_connection_string needs."""
-    from agentrl.store.embedded.daemon import find_binary
+    from agentrl.store.embedded.mongod import choose_mongod
 
     name = "mongod"
     try:
-        return Check(name, "ok", str(find_binary()))
+        return Check(name, "ok", str(choose_mongod().mongod))
     except AgentRLError as error:
         if run.db_connection_string:
             return Check(name, "ok", "not installed; --db_connection_string is given")
         return Check(name, "fail", error.message, error.hint or "bash scripts/setup.sh")
 
 
-async def check_database(run: RunConfig) -> Check:
-    """Check that the database answers, or, without a URI, that the embedded one can be started.
+async def service_checks(run: RunConfig, alive_seconds: float) -> list[Check]:
+    """Check the run and each of its live engines; empty if the database cannot be reached."""
+    from agentrl.store.client import open_existing, run_exists
 
-    Creates nothing.
-    """
-    from agentrl.store.client import run_exists
-
-    name = "database"
+    name = f"run {run.run_name}"
     try:
-        state = "has the run" if await run_exists(run) else "has no run of that name yet"
-        where = redact(run.db_connection_string or f"embedded, in {run.mongo_dir}")
-        return Check(name, "ok", f"{where}: {state} {run.run_name}")
+        if not await run_exists(run):
+            return [Check(name, "ok", "there is no run of that name yet")]
+        async with await open_existing(run) as store:
+            engines = await store.services.live(alive_seconds)
+    except StoreUnavailableError:
+        return []
     except AgentRLError as error:
-        return Check(
-            name,
-            "fail" if run.db_connection_string else "warn",
-            redact(error.message),
-            error.hint or "agentrl mongo up",
-        )
+        return [Check(name, "fail", redact(error.message), error.hint or "")]
+    if not engines:
+        return [Check(name, "ok", "exists; no engine is alive (`agentrl serve` starts one)")]
+    answers = await asyncio.gather(*(_answers(engine.url) for engine in engines))
+    return [Check(name, "ok", f"exists, with {len(engines)} live engines")] + [
+        _engine_check(engine, problem) for engine, problem in zip(engines, answers, strict=True)
+    ]
 
 
-def check_agent_config(config: SamplingConfig) -> Check:
-    """Check the endpoints of the judge, which some scorers need, and of the browse agent, if it is on."""
+def _engine_check(engine: InferenceService, problem: str | None) -> Check:
+    name = f"engine {engine.url}"
+    if problem is None:
+        return Check(name, "ok", f"{engine.engine} answers, version {engine.policy_version}")
+    hint = "open its port to this machine, or give `agentrl serve` a --host that samplers reach"
+    return Check(name, "fail", f"sends heartbeats, and does not answer here: {problem}", hint)
+
+
+async def _answers(url: str) -> str | None:
+    """Return why ``url`` cannot be reached; None if it answers, with whatever status."""
+    import httpx
+
+    try:
+        async with httpx.AsyncClient(timeout=_REACH_SECONDS) as client:
+            await client.get(url)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return type(error).__name__
+    return None
+
+
+async def check_agent_config(config: SamplingConfig) -> Check:
+    """Check the judge, which some scorers need, and the browse agent, if it is on: that they answer."""
     from agentrl.llm.agent_config import load_section
     from agentrl.tools.browse import open_browse_agent
 
@@ -58,11 +84,26 @@ def check_agent_config(config: SamplingConfig) -> Check:
         browse = open_browse_agent(path)
     except AgentRLError as error:
         found = f"{error.message}; tasks with scorer agentcpm or rubric need it"
-        return Check(name, "fail" if Path(path).exists() else "warn", found, error.hint or "")
+        return Check(name, "fail" if _exists(path) else "warn", found, error.hint or "")
     found = f"{path}: judge {', '.join(endpoint.model for endpoint in section.models)}"
+    endpoints = list(section.models)
     if browse is not None:
         found += f"; browse agent {', '.join(endpoint.model for endpoint in browse.section.models)}"
+        endpoints += browse.section.models
+    answers = await asyncio.gather(*(_answers(endpoint.base_url) for endpoint in endpoints))
+    silent = [
+        f"{endpoint.model} at {redact(endpoint.base_url)} ({problem})"
+        for endpoint, problem in zip(endpoints, answers, strict=True)
+        if problem is not None
+    ]
+    if silent:
+        hint = f"start it, or correct its base_url in {path}"
+        return Check(name, "fail", f"no answer from {', '.join(silent)}", hint)
     return Check(name, "ok", found)
+
+
+def _exists(path: str) -> bool:
+    return Path(path).exists()
 
 
 async def check_tools(config: ToolConfig) -> Check:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from agentrl.config.run import without_uri
 from agentrl.errors import ConfigError, EngineError
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engines.commands import EngineCommand
@@ -29,7 +30,7 @@ class EngineProcess:
         self.log_file = log_file
         self.instance = command.instance
         self._child = start_child(
-            command.argv, log=log_file, env={**os.environ, **command.env}, is_guarded=True
+            command.argv, log=log_file, env={**without_uri(os.environ), **command.env}, is_guarded=True
         )
 
     @property

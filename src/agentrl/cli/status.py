@@ -1,0 +1,150 @@
+"""``agentrl status``: what runs now, on one screen. Reads the database, never writes it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from agentrl.config.load import Configs, parse
+from agentrl.config.schema import EngineConfig, RunConfig, flag
+from agentrl.errors import ConfigError, StoreUnavailableError
+
+if TYPE_CHECKING:
+    from agentrl.store.connection import Connection
+
+_SHORTEST_INTERVAL = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusFlags:
+    """How the status is shown."""
+
+    once: bool = flag(False, "print it once and end; so it does where stdout is no terminal")
+    json: bool = flag(False, "print it once, as one JSON value")
+    interval_seconds: float = flag(2.0, "time between two readings on a terminal", unit="seconds")
+
+    def __post_init__(self) -> None:
+        if not self.interval_seconds >= _SHORTEST_INTERVAL:
+            raise ConfigError(
+                f"--interval_seconds is {self.interval_seconds:g}",
+                hint=f"give {_SHORTEST_INTERVAL:g} or more",
+            )
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """One reading of the database: the value for JSON, and the screen."""
+
+    value: Any
+    screen: RenderableType
+
+
+def main(argv: list[str]) -> int:
+    """Show the runs of the server, or one run if it is named; live on a terminal until Ctrl-C."""
+    words = list(argv)
+    named = words.pop(0) if words and not words[0].startswith("-") else None
+    configs = parse(
+        words if named is None else [*words, "--run_name", named],
+        command="agentrl status [RUN]",
+        description="Shows one run: last step, reward, rates, queues, samplers, engines, what is down, the"
+        " last failures, disk. Without RUN or --run_name it lists the runs of the server.",
+        shown=[RunConfig],
+        extra=[StatusFlags],
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_show(configs))
+    return 0
+
+
+async def _show(configs: Configs) -> None:
+    from agentrl.observe.json_output import print_json
+    from agentrl.observe.terminal import stdout_console
+    from agentrl.store.client import open_existing
+    from agentrl.store.views.runs import connect_server
+
+    run, flags = configs[RunConfig], configs[StatusFlags]
+    if "run_name" in configs.given:
+        connection = (await open_existing(run)).connection
+        read = _run_reader(connection, configs)
+    else:
+        connection = await connect_server(run)
+        read = _runs_reader(connection, configs)
+    try:
+        if flags.json:
+            print_json((await read()).value)
+        elif flags.once or not sys.stdout.isatty():
+            stdout_console().print((await read()).screen)
+        else:
+            await _watch(read, flags.interval_seconds)
+    finally:
+        await connection.close()
+
+
+async def _watch(read: Callable[[], Awaitable[_Reading]], interval: float) -> None:
+    """Show reading after reading; while the server does not answer, the last one under a red line."""
+    from rich.live import Live
+
+    from agentrl.observe.terminal import stdout_console
+
+    console = stdout_console()
+    screen = (await read()).screen
+    try:
+        with Live(screen, console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                await asyncio.sleep(interval)
+                try:
+                    screen = (await read()).screen
+                    live.update(screen, refresh=True)
+                except StoreUnavailableError as error:
+                    why = Text(f"not up to date: {error.message}", style="bold red")
+                    live.update(Group(why, screen), refresh=True)
+    finally:
+        console.print(screen)
+
+
+def _run_reader(connection: Connection, configs: Configs) -> Callable[[], Awaitable[_Reading]]:
+    from agentrl.observe.json_output import to_json
+    from agentrl.observe.status.run import render_run_status
+    from agentrl.store.views.run_status import RunStatuses
+
+    statuses = RunStatuses(connection)
+
+    async def read() -> _Reading:
+        status = await statuses.status(alive_seconds=configs[EngineConfig].alive_seconds)
+        free = _free_space(Path(configs[RunConfig].output))
+        value = to_json(status) | {"output_free": free}
+        return _Reading(value, render_run_status(status, output_free=free))
+
+    return read
+
+
+def _runs_reader(connection: Connection, configs: Configs) -> Callable[[], Awaitable[_Reading]]:
+    from agentrl.observe.json_output import to_json
+    from agentrl.observe.status.runs import render_runs
+    from agentrl.store.views.runs import Runs
+
+    runs = Runs(connection)
+
+    async def read() -> _Reading:
+        rows = await runs.all(configs[EngineConfig].alive_seconds)
+        value = {"server": connection.host, "runs": to_json(rows)}
+        return _Reading(value, render_runs(connection.host, rows))
+
+    return read
+
+
+def _free_space(folder: Path) -> int | None:
+    """Return the free bytes where ``folder`` is; None if this machine has no such folder."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
