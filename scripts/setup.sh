@@ -65,7 +65,42 @@ fi
 
 python=$(find_python)
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || fail "cannot create $venv: install the venv module (Debian: apt install python3-venv)"
-pip() { step env PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip --quiet "$@" 2> >(grep -v '^WARNING: Location' >&2); }
+# Show pip's lines as one changing line on a terminal; elsewhere a line every 10 s, and one per large download.
+show_pip() {
+  local line what="starting pip" began=$SECONDS shown=$SECONDS found=0 code
+  while :; do
+    code=0
+    IFS= read -r -t 1 line || code=$?
+    if [ "$code" -eq 0 ]; then
+      case "$line" in
+        *Downloading\ *MB*\)) what=${line##*Downloading }; what="downloading ${what##*/}" ;;
+        Collecting\ *) found=$((found + 1)); what="packages found: $found" ;;
+        Installing\ collected*) what="packages to install: $(($(tr -cd , <<< "$line" | wc -c) + 1))" ;;
+        *) continue ;;
+      esac
+    elif [ "$code" -le 128 ]; then # the end of the input; above 128 a second has passed without a line
+      break
+    fi
+    if [ -t 1 ]; then
+      printf '\r\033[Ksetup: %s (%d s)' "$what" $((SECONDS - began))
+    elif [ $((SECONDS - shown)) -ge 10 ] || [[ "$code" -eq 0 && "$what" == downloading*[0-9][0-9].*MB* ]]; then
+      printf 'setup: %s (%d s)\n' "$what" $((SECONDS - began))
+      shown=$SECONDS
+    fi
+  done
+  if [ -t 1 ]; then printf '\r\033[K'; fi
+}
+
+pip() {
+  local code=0 shower
+  exec 8> >(show_pip)
+  shower=$!
+  step env PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip "$@" --progress-bar off \
+    >&8 2> >(grep -v '^WARNING: Location' >&2) || code=$?
+  exec 8>&-
+  wait "$shower" || true
+  return "$code"
+}
 
 printf 'setup: installing into %s (a few minutes, once)\n' "$venv"
 torch=$(grep '^torch==' requirements/lock.txt)

@@ -3,6 +3,7 @@
 # MODEL_PATH        Hugging Face folder of the policy          (default: the quickstart's SmolLM2-135M)
 # TRAIN_FILE        JSONL tasks (eval.sh: EVAL_FILE)           (default: the quickstart's calculator tasks)
 # MONGO_URI         MongoDB ≥ 6.0, a replica set               (default: the embedded server, which stays up)
+# MONGO_URI_FILE    file with that URI                         (default: none)
 # MCP_MANAGER_URL   MCP manager (…/mcpapi) or MCP endpoint     (default: the servers in MCP_SERVERS_FILE)
 # MCP_SERVERS_FILE  YAML file of MCP servers                   (default: assets/mcp_servers.yml if tasks name tools)
 # AGENT_CONFIG      judge and browse endpoints                 (default: assets/agent_config.yml)

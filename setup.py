@@ -1,0 +1,34 @@
+"""Copy ``assets/`` into the wheel as ``agentrl/assets/``. All else about the package is in pyproject.toml."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+SOURCE = Path("assets")
+LEFT_OUT = shutil.ignore_patterns("agent_config.yml", "__pycache__", "*.pyc", ".*")
+"""What is not shipped. agent_config.yml, which a user makes from the example beside it, contains keys."""
+
+
+class BuildWithAssets(build_py):
+    """Copies the assets, too. An editable installation reads them where they are."""
+
+    def run(self) -> None:
+        """Build the modules, then copy the assets."""
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib) / "agentrl" / "assets"
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(SOURCE, target, ignore=LEFT_OUT)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        """Return the files of the build, the assets among them."""
+        target = Path(self.build_lib) / "agentrl" / "assets"
+        assets = [str(file) for file in target.rglob("*") if file.is_file()]
+        return [*super().get_outputs(include_bytecode), *assets]
+
+
+setup(cmdclass={"build_py": BuildWithAssets})
