@@ -13,10 +13,11 @@ cd "$(dirname "$0")/.."
 
 apart=(tests/unit tests/exactness tests/unmoved tests/integration/store)
 
-# What tests need outside .venv; it is installed while .venv is installed and checks run. Exit status 4: no npm.
+# What tests need outside .venv, and the site: done while .venv is installed and checks run. Exit status 4: no npm.
 install_others() {
   bash scripts/setup_sglang.sh || return 1
   bash scripts/setup_harnesses.sh mini-swe-agent openai-agents || return 1
+  bash scripts/docs.sh || return 1
   bash scripts/setup_harnesses.sh claude-code
 }
 
@@ -44,6 +45,7 @@ elif [ $# -gt 0 ]; then
   exec "$bin/python" -m pytest "$@"
 fi
 
+step bash scripts/audit_dependencies.sh
 code=0
 wait "$others" || code=$?
 trap - EXIT

@@ -1,0 +1,50 @@
+"""The pages in Chinese have the headings, tables, links and code blocks of the English ones."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from docs_pages import DOCS, ROOT, blocks, headings, links
+
+README = ROOT / "README.zh.md"
+CHINESE = DOCS / "zh"
+TRANSLATED = [README, *sorted(CHINESE.rglob("*.md"))]
+
+
+def english_of(page: Path) -> Path:
+    """Return the page that ``page`` translates."""
+    return ROOT / "README.md" if page == README else DOCS / page.relative_to(CHINESE)
+
+
+@pytest.mark.parametrize("page", TRANSLATED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_translation_is_in_step(page: Path) -> None:
+    english = english_of(page)
+    code = [[(block.language, block.title, block.text) for block in blocks(item)] for item in (english, page)]
+    assert code[0] == code[1], f"copy the code blocks of {english.name} into {page.name}"
+    levels = [[heading.split(" ")[0] for heading in headings(item)] for item in (english, page)]
+    assert levels[0] == levels[1]
+    assert _table_rows(english) == _table_rows(page)
+    assert _targets(english) == _targets(page)
+
+
+@pytest.mark.parametrize("page", sorted(CHINESE.rglob("*.md")), ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_language_leads_to_the_other(page: Path) -> None:
+    english = english_of(page)
+    there = Path(os.path.relpath(page, english.parent)).as_posix()
+    back = Path(os.path.relpath(english, page.parent)).as_posix()
+    assert there in links(english)
+    assert back in links(page)
+
+
+def _table_rows(page: Path) -> int:
+    return sum(line.startswith("| ") for line in page.read_text(encoding="utf-8").splitlines())
+
+
+def _targets(page: Path) -> set[Path]:
+    """Return the other pages and files that a page links to: of a translated one the English page."""
+    local = [link.split("#")[0] for link in links(page) if ":" not in link and not link.startswith("#")]
+    files = {(page.parent / link).resolve() for link in local}
+    pages = {english_of(file) if file in TRANSLATED else file for file in files}
+    return pages - {english_of(page) if page in TRANSLATED else page}
