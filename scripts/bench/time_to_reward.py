@@ -1,0 +1,328 @@
+"""Compare the seconds to a reward of the quickstart and of TRL's GRPOTrainer: same model, tasks and cores.
+
+    python scripts/bench/time_to_reward.py [--seeds 0] [--steps 10] [--trl_setting lora] [--plot F] [--json F]
+
+Both train SmolLM2-135M-Instruct on ``assets/tasks/calculator_train.jsonl`` with groups of eight, one after
+the other, on the same two cores. TRL is installed from PyPI into a venv of its own, ``.agentrl/venvs/trl``;
+``time_to_reward_trl.py`` runs there and has the settings that were tried.
+
+Seconds count from the start of the command, so that they include loading the model, the database and the
+engine. CPU seconds are those of all processes of a system; they depend less on other work on the machine. A
+reward is reached at the end of the first step whose sampled trajectories have it as their mean. Exits with 1
+if the quickstart needs more than a quarter of TRL's seconds to the reward 0.6.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from agentrl.config.schema import RunConfig
+from agentrl.documents.status import StepStatus
+from agentrl.quickstart.smollm import prepare_smollm
+from agentrl.store.client import open_existing
+from agentrl.store.embedded.server import EmbeddedMongo
+
+ROOT = Path(__file__).parents[2]
+TRL_CHILD = Path(__file__).with_name("time_to_reward_trl.py")
+TRL_VENV = Path(".agentrl/venvs/trl")
+TRL_PACKAGES = ("torch==2.13.0", "trl==1.16.0", "transformers==5.23.0", "peft==0.21.2", "accelerate==1.15.0")
+INSTALL_SECONDS = 1800.0
+RUN_NAME = "quickstart"
+LEVELS = (0.6, 0.9)
+TARGET = 0.25
+AGENTRL, TRL = "AgentRL", "TRL"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step: its reward, and what had passed at its end."""
+
+    step: int
+    reward: float
+    seconds: float
+    cpu_seconds: float
+
+
+@dataclass
+class Run:
+    """One system on one seed."""
+
+    system: str
+    seed: int
+    steps: list[Step] = field(default_factory=list)
+    peak_gb: dict[str, float] = field(default_factory=dict)
+    """Largest resident memory of one process of each kind."""
+    load: tuple[float, float] = (0.0, 0.0)
+    """Load average at the start and at the end."""
+
+    def reached(self, level: float) -> Step | None:
+        """Return the first step whose reward is at least ``level``."""
+        return next((step for step in self.steps if step.reward >= level), None)
+
+
+class Meter(threading.Thread):
+    """Samples CPU seconds and resident memory of the processes that a command has started.
+
+    A server that has left the command's process tree, as mongod does, is found by ``scratch`` in its command.
+    """
+
+    def __init__(self, pid: int, scratch: str) -> None:
+        super().__init__(daemon=True)
+        self._root = psutil.Process(pid)
+        self._scratch = scratch
+        self._cpu: dict[int, float] = {}
+        self.samples: list[tuple[float, float]] = [(time.time(), 0.0)]
+        self.peak_gb: dict[str, float] = {}
+
+    def run(self) -> None:
+        """Sample until the command has ended."""
+        while True:
+            try:
+                if self._root.status() == psutil.STATUS_ZOMBIE:
+                    return
+                processes = [self._root, *self._root.children(recursive=True)]
+            except psutil.NoSuchProcess:
+                return
+            servers = [each for each in psutil.process_iter(["cmdline"]) if self._is_server(each)]
+            for process in {*processes, *servers}:
+                self._read(process)
+            self.samples.append((time.time(), sum(self._cpu.values())))
+            time.sleep(0.5)
+
+    def cpu_at(self, when: float) -> float:
+        """Return the CPU seconds used until the Unix time ``when``."""
+        return max((cpu for at, cpu in self.samples if at <= when), default=0.0)
+
+    def _is_server(self, process: psutil.Process) -> bool:
+        words = process.info["cmdline"] or ()
+        return _kind(words) == "mongod" and any(self._scratch in word for word in words)
+
+    def _read(self, process: psutil.Process) -> None:
+        try:
+            with process.oneshot():
+                kind = _kind(process.cmdline())
+                times = process.cpu_times()
+                resident = process.memory_info().rss / 1e9
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            return
+        self._cpu[process.pid] = times.user + times.system
+        self.peak_gb[kind] = max(self.peak_gb.get(kind, 0.0), resident)
+
+
+def _kind(command: Sequence[str]) -> str:
+    words = " ".join(command)
+    named = {
+        "agentrl.inference.engines.local": "engine", "agentrl train": "trainer", "agentrl sample": "sampler",
+        "mongod": "mongod", TRL_CHILD.name: "TRL",
+    }  # fmt: skip
+    return next((kind for part, kind in named.items() if part in words), "other")
+
+
+def run_agentrl(seed: int, steps: int, environment: Mapping[str, str]) -> Run:
+    """Run the quickstart in an empty folder and read its steps from its database."""
+    with tempfile.TemporaryDirectory(prefix="time-to-reward-") as scratch:
+        folder = Path(scratch)
+        (folder / "assets").symlink_to(ROOT / "assets")
+        (folder / ".agentrl").mkdir()
+        (folder / ".agentrl/models").symlink_to(ROOT / ".agentrl/models")
+        command = [
+            sys.executable, "-m", "agentrl", "quickstart",
+            *("--steps", str(steps), "--seed", str(seed), "--minutes", "30"),
+        ]  # fmt: skip
+        run = Run(AGENTRL, seed)
+        began, meter = _run(command, run, folder, environment, scratch)
+        mongo = EmbeddedMongo(folder / ".agentrl/mongo")
+        mongo.up()
+        try:
+            rows = asyncio.run(_committed(str(folder / ".agentrl/mongo")))
+        finally:
+            mongo.down()
+    run.steps = [Step(step, reward, at - began, meter.cpu_at(at)) for step, reward, at in rows]
+    return run
+
+
+async def _committed(mongo_dir: str) -> list[tuple[int, float, float]]:
+    async with await open_existing(RunConfig(run_name=RUN_NAME, mongo_dir=mongo_dir)) as store:
+        rows = await store.views.steps(status=StepStatus.COMMITTED)
+    return [
+        (row.step, row.reward, row.committed_at.timestamp())
+        for row in rows
+        if row.reward is not None and row.committed_at is not None
+    ]
+
+
+def run_trl(
+    seed: int, steps: int, setting: str, model: Path, venv: Path, environment: Mapping[str, str]
+) -> Run:
+    """Run TRL in its own venv and read the lines that it has written."""
+    with tempfile.TemporaryDirectory(prefix="time-to-reward-") as scratch:
+        out = Path(scratch) / "steps.jsonl"
+        command = [
+            str(venv / "bin/python"), str(TRL_CHILD), "--model", str(model.resolve()), "--out", str(out),
+            *("--setting", setting, "--steps", str(steps), "--seed", str(seed), "--stop_at", str(LEVELS[-1])),
+        ]  # fmt: skip
+        run = Run(TRL, seed)
+        extra = {"PYTHONPATH": str(ROOT / "src"), "TRL_EXPERIMENTAL_SILENCE": "1"}
+        began, meter = _run(command, run, ROOT, {**environment, **extra}, scratch)
+        lines = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    run.steps = [
+        Step(line["step"], line["reward"], line["at"] - began, meter.cpu_at(line["at"])) for line in lines
+    ]
+    return run
+
+
+def _run(
+    command: Sequence[str], run: Run, folder: Path, environment: Mapping[str, str], scratch: str
+) -> tuple[float, Meter]:
+    before, began = os.getloadavg()[0], time.time()
+    process = subprocess.Popen(command, cwd=folder, env=dict(environment), stdin=subprocess.DEVNULL)
+    meter = Meter(process.pid, scratch)
+    meter.start()
+    try:
+        code = process.wait()
+    finally:
+        process.terminate()
+        process.wait(60)
+    meter.join()
+    if code != 0:
+        raise SystemExit(f"time_to_reward: error: {run.system} ended with exit code {code}")
+    run.peak_gb, run.load = meter.peak_gb, (before, os.getloadavg()[0])
+    return began, meter
+
+
+def install_trl(venv: Path) -> None:
+    """Create the venv with TRL, unless it is there."""
+    stamp = venv / ".installed"
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") == " ".join(TRL_PACKAGES):
+        return
+    print(f"time_to_reward: installing TRL into {venv}, once", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True, timeout=INSTALL_SECONDS)
+    install = [str(venv / "bin/python"), "-m", "pip", "install", "--quiet", *TRL_PACKAGES]
+    subprocess.run(install, check=True, timeout=INSTALL_SECONDS)
+    stamp.write_text(" ".join(TRL_PACKAGES), encoding="utf-8")
+
+
+def print_runs(runs: Sequence[Run], console: Console) -> None:
+    """Print both curves, and what each run needed to each level."""
+    for run in runs:
+        curve = "  ".join(f"{step.seconds:.0f} s {step.reward:.2f}" for step in run.steps)
+        console.print(f"{run.system}, seed {run.seed}: {curve}", highlight=False, soft_wrap=True)
+    table = Table("system", "seed", "steps")
+    for level in LEVELS:
+        table.add_column(f"s to {level}", justify="right")
+        table.add_column(f"CPU s to {level}", justify="right")
+    table.add_column("peak GB", justify="right")
+    table.add_column("load", justify="right")
+    for run in runs:
+        cells = []
+        for level in LEVELS:
+            found = run.reached(level)
+            cells += ["–", "–"] if found is None else [f"{found.seconds:.0f}", f"{found.cpu_seconds:.0f}"]
+        peaks = ", ".join(f"{kind} {peak:.1f}" for kind, peak in sorted(run.peak_gb.items()) if peak > 1)
+        load = f"{run.load[0]:.1f}–{run.load[1]:.1f}"
+        table.add_row(run.system, str(run.seed), str(len(run.steps)), *cells, peaks, load)
+    console.print(table)
+
+
+def ratios(runs: Sequence[Run], level: float) -> dict[str, float]:
+    """Return AgentRL's mean seconds and CPU seconds to ``level`` over TRL's; empty if a run missed it."""
+    reached = {
+        system: [run.reached(level) for run in runs if run.system == system] for system in (AGENTRL, TRL)
+    }
+    if not all(reached.values()) or None in [*reached[AGENTRL], *reached[TRL]]:
+        return {}
+    found = {}
+    for name in ("seconds", "cpu_seconds"):
+        means = {
+            system: sum(getattr(step, name) for step in steps) / len(steps)
+            for system, steps in reached.items()
+        }
+        found[name] = means[AGENTRL] / means[TRL]
+    return found
+
+
+def plot(runs: Sequence[Run], out: Path) -> None:
+    """Draw reward over seconds."""
+    from agentrl.observe.plotting import COLORS, finish, new_figure, save_figure
+
+    figure = new_figure(8.0, 4.2)
+    axes = figure.subplots()
+    for run in runs:
+        color = COLORS[0] if run.system == AGENTRL else COLORS[1]
+        axes.plot(
+            [step.seconds for step in run.steps], [step.reward for step in run.steps],
+            color=color, marker="o", markersize=3, label=f"{run.system}, seed {run.seed}",
+        )  # fmt: skip
+    axes.set_xlabel("seconds since the start of the command")
+    axes.set_ylabel("mean score of sampled trajectories")
+    axes.set_ylim(-0.03, 1.03)
+    finish(axes)
+    save_figure(figure, out, "--plot")
+
+
+def main() -> int:
+    """Run what was asked for, print the result and return 0 if the target is met."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int, default=10, help="steps of the quickstart")
+    parser.add_argument("--trl_steps", type=int, default=30, help="most steps of TRL; it ends at reward 0.9")
+    parser.add_argument("--trl_setting", default="lora", help="a name in SETTINGS of time_to_reward_trl.py")
+    parser.add_argument("--trl_venv", type=Path, default=TRL_VENV)
+    parser.add_argument("--cores", type=int, default=2, help="cores that each system runs on")
+    parser.add_argument("--only", choices=("agentrl", "trl"))
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    model = prepare_smollm(lambda text: print(f"time_to_reward: {text}", flush=True))
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])
+    common = {**os.environ, "HF_HUB_OFFLINE": "1", "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}
+    runs: list[Run] = []
+    if given.only != "agentrl":
+        install_trl(given.trl_venv)
+    for seed in given.seeds:
+        if given.only != "trl":
+            runs.append(run_agentrl(seed, given.steps, common))
+        if given.only != "agentrl":
+            threads = {**common, "OMP_NUM_THREADS": str(given.cores)}
+            runs.append(run_trl(seed, given.trl_steps, given.trl_setting, model, given.trl_venv, threads))
+    print_runs(runs, Console(width=160))
+    return _conclude(runs, given.plot, given.json)
+
+
+def _conclude(runs: Sequence[Run], out: Path | None, report: Path | None) -> int:
+    found: dict[str, Any] = {str(level): ratios(runs, level) for level in LEVELS}
+    if out is not None:
+        plot(runs, out)
+    if report is not None:
+        content = {"runs": [asdict(run) for run in runs], "ratios": found}
+        report.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if len({run.system for run in runs}) < 2:
+        return 0
+    for level, values in found.items():
+        shown = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in values.items())
+        print(f"AgentRL / TRL to reward {level}: {shown or 'not reached by all'}")
+    ratio = found[str(LEVELS[0])].get("seconds")
+    print(f"target: at most {TARGET} of TRL's seconds to {LEVELS[0]}")
+    return 0 if ratio is not None and ratio <= TARGET else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
