@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +12,7 @@ import pytest
 from memory_folder import memory_folder
 from pymongo import MongoClient
 
+from agentrl.config.run import URI_VARIABLES
 from agentrl.config.schema import RunConfig
 from agentrl.store import availability
 from agentrl.store.client import Store, open_store
@@ -18,7 +20,12 @@ from agentrl.store.embedded.server import EmbeddedMongo
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """PyMongo drops a socket unclosed when its client is closed while it still connects (no raddr yet)."""
+    """Use no database of the environment, and ignore a warning of PyMongo.
+
+    PyMongo drops a socket unclosed when its client is closed while it still connects (no raddr yet).
+    """
+    for name in URI_VARIABLES:
+        os.environ.pop(name, None)
     unclosed = r"ignore:Exception ignored in. <socket\.socket [^>]*laddr=\([^)]*\)>"
     config.addinivalue_line("filterwarnings", f"{unclosed}:pytest.PytestUnraisableExceptionWarning")
 

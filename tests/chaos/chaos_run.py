@@ -88,7 +88,7 @@ class ChaosRun:
         _write(self.folder / "tasks.jsonl", tasks)
         _write(self._openings, ({"id": f"{number:06d}", "query": "?"} for number in range(self.tasks)))
         flags = {
-            **_FLAGS, "run_name": RUN, "seed": self.seed, "output_dir": str(self.output),
+            **_FLAGS, "run_name": RUN, "verbose": True, "seed": self.seed, "output_dir": str(self.output),
             "log_dir": str(self.logs), "model_name_or_path": str(self._model),
             "train_file": str(self.folder / "tasks.jsonl"),
         }  # fmt: skip

@@ -21,6 +21,7 @@ from agentrl.store.embedded.daemon import (
     start_daemon,
     stop_daemon,
 )
+from agentrl.store.embedded.mongod import choose_mongod
 
 _PRIMARY_SECONDS = 60.0
 _GONE_SECONDS = 20.0
@@ -52,8 +53,9 @@ class Member:
             port = self.port or free_port()
             try:
                 self._pid = start_daemon(
-                    self._dbpath, self._log, port, key_file=self._credentials.key_file, cache_gigabytes=0.25
-                )
+                    choose_mongod().mongod.path, self._dbpath, self._log, port,
+                    key_file=self._credentials.key_file, cache_gigabytes=0.25,
+                )  # fmt: skip
             except PortTakenError:
                 if self.port is not None:
                     raise

@@ -150,7 +150,7 @@ class Scene:
             "max_new_tokens": 64, "max_prompt_tokens": 2000, "prompt_reserve_tokens": 32,
             "max_concurrent_samples_per_process": 8, "groups_per_step": 4000, "lease_seconds": 12,
             "db_timeout_seconds": 3, "db_wait_seconds": 600,
-            "log_dir": self.folder / "logs", "output_dir": self.folder / "output",
+            "verbose": True, "log_dir": self.folder / "logs", "output_dir": self.folder / "output",
         }  # fmt: skip
         address = f"http://{HOST}:{self._ports['tools']}"
         tools = (

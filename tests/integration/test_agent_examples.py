@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +11,14 @@ from pathlib import Path
 import pytest
 from db_command import violations
 from environment_packages import needs_packages
+from example_training import train_two_steps
 from fake_llm import fake_llm
 from test_sampling import Setting, quick, task
-from tiny_policy import write_tiny_policy
 
 from agentrl.config.load import parse
 from agentrl.config.schema import AgentConfig, RunConfig, TaskConfig, ToolConfig
 from agentrl.data.rescore import RescoreOptions, rescore_run
-from agentrl.documents.status import RecordStatus, StepStatus
+from agentrl.documents.status import RecordStatus
 from agentrl.observe.audit.record import render_trajectory
 from agentrl.observe.terminal import stdout_console
 from agentrl.rollout.load_tasks import load_tasks
@@ -98,18 +94,7 @@ async def test_the_langgraph_example_samples_and_trains_two_steps(
     assert await violations(store) == []
     again = await rescore_run(store, RescoreOptions(dry_run=True))
     assert (again.errors, again.splits["train"].changed) == ([], 0)
-    command = [
-        sys.executable, "-m", "agentrl", "train", *flags, "--model_name_or_path",
-        str(write_tiny_policy(tmp_path / "model")), "--db_connection_string",
-        str(run_config.db_connection_string), "--output_dir", str(run_config.output_dir),
-        "--log_dir", run_config.log_dir,
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    done = await asyncio.to_thread(
-        subprocess.run, command, env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert len(await store.training.steps(status=StepStatus.COMMITTED)) == 2
+    await train_two_steps(store, run_config, flags, tmp_path / "model")
 
 
 def solve_and_judge() -> Callable[[str], str]:
