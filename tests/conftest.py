@@ -65,9 +65,17 @@ def mongo_uri(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with memory_folder(tmp_path_factory.mktemp("mongo")) as folder:
         mongo = EmbeddedMongo(folder / "mongo")
         try:
-            yield mongo.up().uri
+            uri = mongo.up().uri
+            _forget_dropped_data_soon(uri)
+            yield uri
         finally:
             mongo.down()
+
+
+def _forget_dropped_data_soon(uri: str) -> None:
+    """Close the files of dropped databases after 5 s instead of 5 min: hundreds of tests drop 40 each."""
+    with MongoClient[dict[str, object]](uri) as client:
+        client.admin.command("setParameter", 1, minSnapshotHistoryWindowInSeconds=5)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -151,12 +152,16 @@ def test_eight_callers_start_one_server(tmp_path: Path) -> None:
         mongo.down()
 
 
-def test_it_outlives_the_process_that_started_it(tmp_path: Path) -> None:
+def test_it_outlives_the_process_that_started_it_and_may_open_more_files(tmp_path: Path) -> None:
     mongo = EmbeddedMongo(tmp_path / "m")
     command = [sys.executable, "-m", "agentrl", "mongo", "up", "--dir", str(mongo.directory)]
     try:
-        subprocess.run(command, check=True, capture_output=True, timeout=60)
-        assert mongo.status().running
+        shell = ["sh", "-c", 'ulimit -S -n 512; exec "$@"', "sh", *command]
+        subprocess.run(shell, check=True, capture_output=True, timeout=60)
+        pid = mongo.status().pid
+        assert pid is not None
+        soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        assert soft == hard
     finally:
         assert mongo.down()
 

@@ -22,6 +22,10 @@ _ITERATIONS = 5000
 _TRANSACTION_SECONDS = 15
 """Time after which the server aborts the transaction of a killed process and releases its locks."""
 
+_WITH_ALL_FILES = ("/bin/sh", "-c", 'ulimit -n "$(ulimit -H -n)"; exec "$@"', "sh")
+"""A run's database has about 80 files, and the server ends when it may open no more. A shell's soft limit is
+often 1,024, its hard limit more."""
+
 _PORTS = range(20_000, 32_000)
 REPLICA_SET = "agentrl"
 _INCOMPATIBLE = 62
@@ -45,7 +49,8 @@ def start_daemon(
         log.replace(log.with_suffix(".log.1"))
     pid_file = dbpath.parent / "mongod.pid"
     command = [
-        str(binary), "--fork", "--dbpath", str(dbpath), "--logpath", str(log), "--logappend",
+        *_WITH_ALL_FILES, str(binary), "--fork",
+        "--dbpath", str(dbpath), "--logpath", str(log), "--logappend",
         "--pidfilepath", str(pid_file), "--replSet", REPLICA_SET, "--bind_ip", "127.0.0.1",
         "--port", str(port), "--nounixsocket", "--networkMessageCompressors", "zstd,snappy",
         "--wiredTigerCacheSizeGB", f"{cache_gigabytes:g}", "--oplogSize", "1024", "--quiet",
