@@ -94,7 +94,7 @@ TEXT_ARGUMENTS = CHATML.replace("KEEP", "true").replace(
     '\'\\n<tool_call>\\n{"name": "\' + call.function.name + \'", "arguments": \' + call.function.arguments'
     " + '}\\n</tool_call>'",
 )
-"""A DeepSeek V3 template's way: arguments that are no text raise."""
+"""A DeepSeek V3 template's way: arguments that are not text raise."""
 
 
 def write_model(

@@ -52,12 +52,12 @@ def test_an_entry_point_is_imported_when_it_is_asked_for(monkeypatch: pytest.Mon
 def test_what_a_path_names_is_converted() -> None:
     def convert(found: object) -> str:
         if not isinstance(found, str):
-            raise TypeError("it is no text")
+            raise TypeError("it is not a text")
         return found
 
     things = Registry("thing", group="agentrl.no_group", convert=convert)
     assert things.get("json.decoder:__name__") == "json.decoder"
-    with pytest.raises(ConfigError, match="'json:dumps' cannot be used as thing: it is no text"):
+    with pytest.raises(ConfigError, match="'json:dumps' cannot be used as thing: it is not a text"):
         things.get("json:dumps")
     with pytest.raises(ConfigError, match="of type str, not a function or class"):
         Registry[object]("thing", group="agentrl.no_group").get("json.decoder:__name__")

@@ -28,7 +28,7 @@ _SHORTEST_INTERVAL = 0.2
 class StatusFlags:
     """How the status is shown."""
 
-    once: bool = flag(False, "print it once and end; so it does where stdout is no terminal")
+    once: bool = flag(False, "print it once and end; the default where stdout is not a terminal")
     json: bool = flag(False, "print it once, as one JSON value")
     interval_seconds: float = flag(2.0, "time between two readings on a terminal", unit="seconds")
 

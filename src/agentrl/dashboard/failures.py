@@ -23,8 +23,8 @@ from agentrl.errors import (
 logger = logging.getLogger(__name__)
 
 _STATUSES: tuple[tuple[type[AgentRLError], HTTPStatus, str], ...] = (
-    (RunMissingError, HTTPStatus.NOT_FOUND, "There is no such run"),
-    (ConfigError, HTTPStatus.NOT_FOUND, "There is no such run"),
+    (RunMissingError, HTTPStatus.NOT_FOUND, "The run does not exist"),
+    (ConfigError, HTTPStatus.NOT_FOUND, "The run does not exist"),
     (SchemaVersionError, HTTPStatus.CONFLICT, "Another version of AgentRL wrote this run"),
     (StoreDeniedError, HTTPStatus.FORBIDDEN, "The database refuses this user"),
     (StoreUnavailableError, HTTPStatus.SERVICE_UNAVAILABLE, "The database does not answer"),

@@ -18,7 +18,7 @@ from agentrl.store.changes import WATCHED
 from agentrl.store.client import Store
 
 MAX_CLIENTS = 2000
-"""Open pages that are told of changes; further ones ask again every few seconds."""
+"""Open pages that receive changes; pages beyond the limit ask again every few seconds."""
 _REST_SECONDS = 1.0
 """Shortest time between two events."""
 _TICK_SECONDS = 15.0

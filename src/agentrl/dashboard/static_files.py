@@ -57,7 +57,7 @@ def _compressed(path: Path) -> bytes:
 async def _serve(request: Request) -> Response:
     file = _files().get(request.path_params["name"])
     if file is None:
-        raise HTTPException(404, "There is no such file.")
+        raise HTTPException(404, "The file does not exist.")
     headers = {"Cache-Control": _FOREVER, "Vary": "Accept-Encoding"}
     if "gzip" in request.headers.get("accept-encoding", ""):
         headers["Content-Encoding"] = "gzip"

@@ -65,7 +65,7 @@ def excerpt(value: object, limit: int = 120) -> Markup:
 
 
 def number(value: Any, digits: int = 3) -> str:
-    """Return a number with ``digits`` significant decimals; a dash for what is no finite number."""
+    """Return a number with ``digits`` significant decimals; a dash for anything but a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return MISSING
     if isinstance(value, int) or (value == int(value) and abs(value) >= 1000):
@@ -78,7 +78,7 @@ def number(value: Any, digits: int = 3) -> str:
 
 
 def signed(value: Any, digits: int = 2) -> str:
-    """Return a number with its sign and ``digits`` decimals; a dash for what is no finite number."""
+    """Return a number with its sign and ``digits`` decimals; a dash for anything but a finite number."""
     return MISSING if number(value) == MISSING else f"{value:+.{digits}f}"
 
 

@@ -19,7 +19,7 @@ FIRST_SECONDS = 2.0
 """Work that is done by then shows nothing."""
 
 LINE_SECONDS = 5.0
-"""Time between two lines where stderr is no terminal."""
+"""Time between two lines where stderr is not a terminal."""
 
 
 class Work:

@@ -104,7 +104,7 @@ class Tools:
         return {"jsonrpc": "2.0", "id": number, "result": result}
 
     def tools(self) -> list[Json]:
-        """Return the tools; with an output schema, one without a schema, and one that is no tool."""
+        """Return the tools; with an output schema, one without a schema, and one that is not a tool."""
         schemas = {**SCHEMAS, "extra": {}} if self.extra else SCHEMAS
         if self.extra:
             schemas = {name: schema for name, schema in schemas.items() if name != "clear"}

@@ -54,7 +54,7 @@ async def test_the_doctor_creates_nothing(
     monkeypatch.chdir(tmp_path)
     before = await databases(store)
     (missing,) = await service_checks(replace(run_config, run_name="not_there_yet"), 10)
-    assert (missing.state, "no run of that name yet" in missing.found) == ("ok", True)
+    assert (missing.state, "not created yet" in missing.found) == ("ok", True)
     (there,) = await service_checks(run_config, 10)
     assert (there.state, "exists; no engine is alive" in there.found) == ("ok", True)
     checks = await database_checks(replace(run_config, run_name="not_there_yet"))

@@ -255,7 +255,7 @@ BREAKS: dict[str, tuple[int, str, Break]] = {
         2, "the policy version that it starts", lambda d: d.set("TrainStep", run.STEP, policy_version=9)),
     # invariant 3
     "a failed trajectory with a score": (3, "no score", lambda d: d.set("Record", FAILED, score=0.0)),
-    "a score that is no number": (3, "a finite score", lambda d: d.set("Record", SCORED, score=None)),
+    "a score that is not a number": (3, "a finite score", lambda d: d.set("Record", SCORED, score=None)),
     "a zero that is not a scorer's": (
         3, "the scorer that gave 0.0", lambda d: d.set("Record", SCORED, score_details={})),
     "a failure without a reason": (

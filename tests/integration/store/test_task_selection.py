@@ -75,7 +75,7 @@ async def test_a_task_with_spread_is_begun_again_before_the_next_unknown_one(sto
     copy = await store.tasks.get("train/1/1")
     assert copy is not None
     assert (copy.query, len(copy.slots), copy.status) == ("What is 2 + 2?", 2, TaskStatus.COMPLETED)
-    assert copy.ease is None, "its own copy was begun: it is no candidate"
+    assert copy.ease is None, "its own copy was begun: it is not a candidate"
     assert copy.begun is not None
     assert copy.begun.ease < 0
     places = await store.tasks.sort_keys(["train/0/4", "train/1/1", "train/0/0"])

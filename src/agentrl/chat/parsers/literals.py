@@ -11,7 +11,7 @@ _PARSE_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
 def read_literal(text: str) -> Any:
-    """Return the value of a Python literal. Raises ValueError if ``text`` is none, or has no form in JSON."""
+    """Return the value of a Python literal. Raises ValueError for text that JSON cannot express."""
     try:
         return literal_of(ast.parse(text.strip(), mode="eval").body)
     except _PARSE_ERRORS as error:

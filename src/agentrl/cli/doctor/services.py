@@ -38,7 +38,7 @@ async def service_checks(run: RunConfig, alive_seconds: float) -> list[Check]:
     name = f"run {run.run_name}"
     try:
         if not await run_exists(run):
-            return [Check(name, "ok", "there is no run of that name yet")]
+            return [Check(name, "ok", "not created yet")]
         async with await open_existing(run) as store:
             engines = await store.services.live(alive_seconds)
     except StoreUnavailableError:

@@ -37,7 +37,7 @@ async def _steps(request: Request) -> Response:
 async def _step(request: Request) -> Response:
     text = request.path_params["number"]
     if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
-        raise NotFoundError(f"{text[:80]!r} is no number of a step")
+        raise NotFoundError(f"{text[:80]!r} is not the number of a step")
     async with open_run(request) as store:
         reads = StepReads(store.connection)
         step = await reads.step(int(text))

@@ -195,7 +195,7 @@ function listen() {
       poll(true); // refused, as by a dashboard with too many open pages
       update();
     } else {
-      const broken = source; // a short break is no news
+      const broken = source; // wait: a short break is not worth a message
       setTimeout(() => {
         if (broken === source && broken.readyState !== EventSource.OPEN && !document.hidden) {
           say("the dashboard does not answer; trying again", true);

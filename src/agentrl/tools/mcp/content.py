@@ -22,8 +22,8 @@ def normalize_result(result: dict[str, Any]) -> dict[str, Any]:
     """Return a raw JSON-RPC result that every SDK version accepts.
 
     A tool result becomes one text, which describes its images, and the images behind it. A tool list loses
-    its output schemas, which the SDK would enforce by
-    refusing results, and entries that are no tools. Other results are returned as they are.
+    its output schemas, which the SDK would enforce by refusing results, and entries that are not tools. Other
+    results are returned as they are.
     """
     if isinstance(result.get("tools"), list):
         return {**result, "tools": [_listed(tool) for tool in result["tools"] if _is_tool(tool)]}

@@ -92,7 +92,7 @@ class _BoundedStream(httpx2.AsyncByteStream):
 
 
 def _refusal(response: httpx2.Response, kind: str) -> tuple[int, str, dict[str, Any]] | None:
-    """Return the code, text and data of an answer that is no MCP message; None for an MCP message."""
+    """Return the code, text and data of an answer that is not an MCP message; None for an MCP message."""
     status = response.status_code
     if status in (401, 403):
         return REFUSED, f"it asks for a login (HTTP {status})", {"login": True}

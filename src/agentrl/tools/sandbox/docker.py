@@ -174,7 +174,7 @@ async def _read(
 
 
 async def _feed(process: asyncio.subprocess.Process, text: bytes) -> bool:
-    """Write the program's input; a program that does not read it is no error."""
+    """Write the program's input. A program that does not read it is not an error."""
     if process.stdin is not None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             process.stdin.write(text)
