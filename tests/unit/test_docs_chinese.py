@@ -38,6 +38,24 @@ def test_each_language_leads_to_the_other(page: Path) -> None:
     assert back in links(page)
 
 
+@pytest.mark.parametrize("page", TRANSLATED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_chinese_pages_where_there_are(page: Path) -> None:
+    translated = {english_of(item) for item in TRANSLATED} - {english_of(page)}
+    wrong = [link for link in links(page) if (page.parent / link.split("#")[0]).resolve() in translated]
+    assert wrong == []
+
+
+def test_the_tutorial_is_translated() -> None:
+    tutorial = {DOCS / "first_run.md", *(DOCS / "your_own").glob("*.md")}
+    assert tutorial - {english_of(page) for page in TRANSLATED} == set()
+
+
+def test_the_contents_of_the_site_name_every_chinese_page() -> None:
+    contents = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
+    pages = [page.relative_to(DOCS).as_posix() for page in sorted(CHINESE.rglob("*.md"))]
+    assert [page for page in pages if f": {page}\n" not in contents] == []
+
+
 def _table_rows(page: Path) -> int:
     return sum(line.startswith("| ") for line in page.read_text(encoding="utf-8").splitlines())
 
