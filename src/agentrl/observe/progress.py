@@ -1,4 +1,4 @@
-"""Show the progress of a command on stderr: a bar on a terminal, a line every few seconds elsewhere.
+"""Show the progress of a command: a bar on a terminal, a line every few seconds elsewhere.
 
 Work that ends within ``FIRST_SECONDS`` shows nothing.
 """
@@ -19,15 +19,16 @@ FIRST_SECONDS = 2.0
 """Work that is done by then shows nothing."""
 
 LINE_SECONDS = 5.0
-"""Time between two lines where stderr is not a terminal."""
+"""Time between two lines where the stream is not a terminal."""
 
 
 class Work:
-    """Counts what is done; ``total`` is None if it is not known."""
+    """Counts what is done; ``total`` is None if it is not known. ``unit`` follows the numbers."""
 
-    def __init__(self, title: str, total: float | None) -> None:
+    def __init__(self, title: str, total: float | None, unit: str = "") -> None:
         self.title = title
         self.total = total
+        self.unit = unit
         self.done = 0.0
 
     def advance(self, by: float = 1.0) -> None:
@@ -40,9 +41,28 @@ class Work:
 
     def line(self, seconds: float) -> str:
         """Return the present state as one line of text."""
-        of = "" if self.total is None else f" of {self.total:,.0f}"
-        count = f": {self.done:,.0f}{of}" if self.done or self.total is not None else ""
-        return f"{self.title}{count}, {seconds:.0f} s"
+        count = self.count(" of ")
+        return f"{self.title}{f': {count}' if count else ''}, {seconds:.0f} s"
+
+    def count(self, of: str) -> str:
+        """Return what is done ``of`` the total; empty if neither is known."""
+        if not self.done and self.total is None:
+            return ""
+        total = "" if self.total is None else f"{of}{self.total:,.0f}"
+        return f"{self.done:,.0f}{total}{self.unit}"
+
+
+class _Measured(Work):
+    """Counts by asking ``measure`` whenever the state is shown."""
+
+    def __init__(self, title: str, total: float | None, unit: str, measure: Callable[[], float]) -> None:
+        super().__init__(title, total, unit)
+        self._measure = measure
+
+    def count(self, of: str) -> str:
+        """Ask, then return what is done."""
+        self.done = self._measure()
+        return super().count(of)
 
 
 @contextmanager
@@ -50,15 +70,19 @@ def progress(
     title: str,
     total: float | None = None,
     *,
+    unit: str = "",
+    measure: Callable[[], float] | None = None,
     stream: TextIO | None = None,
     first_seconds: float = FIRST_SECONDS,
     line_seconds: float = LINE_SECONDS,
 ) -> Iterator[Work]:
-    """Show the progress of the block, which counts by ``Work.advance``, until it ends.
+    """Show the progress of the block on ``stream`` (default: stderr), until it ends.
 
-    A thread of its own draws, so that a blocking call in the block does not stop the clock.
+    The block counts by ``Work.advance``; or ``measure`` returns how much is done. A thread of its own draws,
+    so that a blocking call in the block does not stop the clock.
     """
-    work, out = Work(title, total), stream or sys.stderr
+    out = stream or sys.stderr
+    work = Work(title, total, unit) if measure is None else _Measured(title, total, unit, measure)
     ended = threading.Event()
     show = _show_bar if out.isatty() else _show_lines
     thread = threading.Thread(
@@ -99,8 +123,7 @@ def _show_bar(work: Work, out: TextIO, ended: threading.Event, began: float, sec
     with Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task(work.title, total=work.total, count="")
         while not ended.wait(0.2):
-            of = "" if work.total is None else f"/{work.total:,.0f}"
+            count = work.count("/")
             bars.update(
-                task, description=work.title, total=work.total, completed=work.done,
-                count=f"{work.done:,.0f}{of}" if work.done else "",
+                task, description=work.title, total=work.total, completed=work.done, count=count
             )  # fmt: skip

