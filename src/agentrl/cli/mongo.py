@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from typing import TYPE_CHECKING
 
 from agentrl.config.load import CommandParser
@@ -82,7 +83,7 @@ def _description(mongo: EmbeddedMongo, status: EmbeddedStatus) -> str:
     described = (
         f"running  {version}pid {status.pid}  data {mongo.dbpath}  log {mongo.log}\n{status.shown_uri}"
     )
-    notice = end_of_life_notice(status.version) if status.version else None
+    notice = end_of_life_notice(status.version, date.today()) if status.version else None
     if notice:
         described += f"\n{notice}\n  → a newer mongod: docs/databases.md"
     if status.guarded:

@@ -12,6 +12,7 @@ from agentrl.store.views.overview import StepPoint
 
 MAX_POINTS = 600
 """Points of a curve; of a longer run, every n-th step is drawn, and always the last."""
+_NATS = "nats per token"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,102 +31,44 @@ class Curve:
 
 
 CURVES: Sequence[Curve] = (
-    Curve(
-        id="reward",
-        title="Reward and pass rate",
-        metrics={"reward": "reward", "pass rate": "pass_rate"},
-        help="Means over all sampled trajectories; both should rise.",
-    ),
-    Curve(
-        id="kl",
-        title="KL(μ‖π)",
-        metrics={"KL(μ‖π)": "kl_k3", "KL(π‖reference)": "kl_reference"},
-        help="How far the policy that sampled is from the one that trains. Healthy: below 0.05.",
-        unit="nats per token",
-    ),
-    Curve(
-        id="entropy",
-        title="Entropy",
-        metrics={"entropy": "entropy"},
-        help="May fall slowly. Near 0, the policy no longer explores.",
-        unit="nats per token",
-    ),
-    Curve(
-        id="ratio",
-        title="Importance ratio π/μ",
-        metrics={"mean": "ratio_mean", "largest": "ratio_max"},
-        help="The mean stays near 1.",
-        log=True,
-    ),
-    Curve(
-        id="staleness",
-        title="Staleness",
-        metrics={"mean": "staleness_mean", "largest": "staleness_max"},
-        help="Optimizer steps between sampling and training; bounded by --max_staleness.",
-        unit="steps",
-    ),
-    Curve(
-        id="shares",
-        title="Clipped and masked tokens",
-        metrics={"clipped": "clipped_fraction", "masked": "masked_fraction", "capped": "capped_fraction"},
-        help="Shares of the trained tokens. Healthy: a few percent.",
-    ),
-    Curve(
-        id="agreeing",
-        title="Abandoned",
-        metrics={"groups": "abandoned_groups", "trajectories": "abandoned_fraction"},
-        help="Share without training data, because all scores of a group agree or they are too old.",
-        share=True,
-    ),
-    Curve(
-        id="gradient",
-        title="Gradient norm",
-        metrics={"gradient norm": "grad_norm"},
-        help="A jump names the step to look at: click on it.",
-    ),
-    Curve(
-        id="sample-size",
-        title="Effective sample size",
-        metrics={"effective sample size": "effective_sample_size", "length bias": "length_bias"},
-        help="1 on fresh data. Length bias below 1: training sees shorter trajectories than are sampled.",
-    ),
-    Curve(
-        id="seconds",
-        title="Where a step's seconds go",
-        metrics={
-            "wait for data": "seconds_data",
-            "pack": "seconds_pack",
-            "forward": "seconds_forward",
-            "backward": "seconds_backward",
-            "optimizer": "seconds_optimizer",
-            "publish": "seconds_publish",
-        },
-        help="Much waiting: more samplers and engines. Little: a larger trainer.",
-        unit="seconds",
-        kind="stack",
-    ),
-    Curve(
-        id="speed",
-        title="Throughput",
-        metrics={"trained": "tokens_per_second", "without merging": "total_tokens_per_second"},
-        help="Tokens that the trainer computes in a second.",
-        unit="tokens/s",
-    ),
-    Curve(
-        id="queues",
-        title="Queues",
-        metrics={"groups being sampled": "groups_open", "groups ready": "groups_ready"},
-        help="Ready groups pile up: the trainer is slower than the samplers.",
-        unit="groups",
-    ),
-    Curve(
-        id="lengths",
-        title="Prefix cache hit rate",
-        metrics={"hit rate": "prefix_cache_hit_rate"},
-        help="Share of prompt tokens that engines had cached.",
-        share=True,
-    ),
-)
+    Curve(id="reward", title="Reward and pass rate", metrics={"reward": "reward", "pass rate": "pass_rate"},
+          help="Means over all sampled trajectories; both should rise."),
+    Curve(id="kl", title="KL(μ‖π)", metrics={"KL(μ‖π)": "kl_k3", "KL(π‖reference)": "kl_reference"},
+          help="How far the policy that sampled is from the one that trains. Healthy: below 0.05.",
+          unit=_NATS),
+    Curve(id="entropy", title="Entropy", metrics={"entropy": "entropy"},
+          help="May fall slowly. Near 0, the policy no longer explores.", unit=_NATS),
+    Curve(id="ratio", title="Importance ratio π/μ", metrics={"mean": "ratio_mean", "largest": "ratio_max"},
+          help="The mean stays near 1.", log=True),
+    Curve(id="staleness", title="Staleness", metrics={"mean": "staleness_mean", "largest": "staleness_max"},
+          help="Optimizer steps between sampling and training; bounded by --max_staleness.", unit="steps"),
+    Curve(id="shares", title="Clipped and masked tokens",
+          metrics={"clipped": "clipped_fraction", "masked": "masked_fraction", "capped": "capped_fraction"},
+          help="Shares of the trained tokens. Healthy: a few percent."),
+    Curve(id="agreeing", title="Abandoned",
+          metrics={"groups": "abandoned_groups", "trajectories": "abandoned_fraction"},
+          help="Share without training data, because all scores of a group agree or they are too old.",
+          share=True),
+    Curve(id="gradient", title="Gradient norm", metrics={"gradient norm": "grad_norm"},
+          help="A jump names the step to look at: click on it."),
+    Curve(id="sample-size", title="Effective sample size",
+          metrics={"effective sample size": "effective_sample_size", "length bias": "length_bias"},
+          help="1 on fresh data. Length bias below 1: training sees shorter trajectories than are sampled."),
+    Curve(id="seconds", title="Where a step's seconds go",
+          metrics={"wait for data": "seconds_data", "pack": "seconds_pack", "forward": "seconds_forward",
+                   "backward": "seconds_backward", "optimizer": "seconds_optimizer",
+                   "publish": "seconds_publish"},
+          help="Much waiting: more samplers and engines. Little: a larger trainer.", unit="seconds",
+          kind="stack"),
+    Curve(id="speed", title="Throughput",
+          metrics={"trained": "tokens_per_second", "without merging": "total_tokens_per_second"},
+          help="Tokens that the trainer computes in a second.", unit="tokens/s"),
+    Curve(id="queues", title="Queues",
+          metrics={"groups being sampled": "groups_open", "groups ready": "groups_ready"},
+          help="Ready groups pile up: the trainer is slower than the samplers.", unit="groups"),
+    Curve(id="prefix-cache", title="Prefix cache hit rate", metrics={"hit rate": "prefix_cache_hit_rate"},
+          help="Share of prompt tokens that engines had cached.", share=True),
+)  # fmt: skip
 
 
 def curves(run: str, steps: Sequence[StepPoint]) -> list[Chart]:

@@ -20,11 +20,7 @@ _LAST = 5
 """Steps whose mean is judged."""
 _LATE_STEPS, _LATE_SECONDS = 5.0, 60.0
 """A step is late after this many times the median of the last ones, and this many seconds at least."""
-_KL_WARN, _KL_BAD = 0.05, 0.5
-_MIN_SAMPLE_SIZE = 0.5
 _COLLAPSED_ENTROPY = 0.2
-_MANY_MASKED = 0.3
-_MANY_AGREE = 0.8
 _GRADIENT_JUMP = 10.0
 _REWARD_LOSS = 0.25
 """Of the span between the lowest and the highest reward."""
@@ -39,6 +35,46 @@ class Finding:
     severity: Severity
     what: str
     hint: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bound:
+    """The usual range of a metric's mean over the last steps, and what to say beyond it."""
+
+    metric: str
+    warn: float
+    bad: float | None = None
+    is_lowest: bool = False
+    """Whether ``warn`` is the lowest usual value; else it is the highest."""
+    what: str
+    """``{}`` stands for the mean."""
+    hint: str
+    shown: Callable[[float], str] = percent
+
+
+_BOUNDS: Sequence[_Bound] = (
+    _Bound(
+        metric="kl_k3", warn=0.05, bad=0.5, shown="{:.3f}".format,
+        what="KL(μ‖π) is {} nats a token: another policy sampled the data",
+        hint="lower --max_staleness or the learning rate; on fresh data engine and trainer differ: see"
+        " agentrl parity",
+    ),
+    _Bound(
+        metric="effective_sample_size", warn=0.5, is_lowest=True,
+        what="the effective sample size is {}: few tokens carry the gradient",
+        hint="lower --max_staleness, or bound the weights with a correction such as tis",
+    ),
+    _Bound(
+        metric="masked_fraction", warn=0.3,
+        what="{} of the tokens are masked: their policy is too old or too far away",
+        hint="more samplers do not help; a larger --max_staleness or a smaller learning rate does",
+    ),
+    _Bound(
+        metric="abandoned_groups", warn=0.8,
+        what="{} of the groups agree in their scores, and train nothing",
+        hint="the tasks are too easy or too hard: see Tasks, or --task_selection pass_rate",
+    ),
+)  # fmt: skip
 
 
 def findings(run: RunData) -> list[Finding]:
@@ -164,28 +200,16 @@ def _late(run: RunData) -> Iterator[Finding]:
         )
 
 
-def _off_policy(run: RunData) -> Iterator[Finding]:
-    kl = mean_of_last(run, "kl_k3")
-    if kl is not None and kl > _KL_WARN:
+def _means(run: RunData) -> Iterator[Finding]:
+    """Yield a finding for each mean of the last steps beyond its bound."""
+    for bound in _BOUNDS:
+        mean = mean_of_last(run, bound.metric)
+        if mean is None or (mean >= bound.warn if bound.is_lowest else mean <= bound.warn):
+            continue
         yield Finding(
-            severity="bad" if kl > _KL_BAD else "warn",
-            what=f"KL(μ‖π) is {kl:.3f} nats a token: another policy sampled the data",
-            hint="lower --max_staleness or the learning rate; on fresh data engine and trainer differ: see"
-            " agentrl parity",
-        )
-    size = mean_of_last(run, "effective_sample_size")
-    if size is not None and size < _MIN_SAMPLE_SIZE:
-        yield Finding(
-            severity="warn",
-            what=f"the effective sample size is {percent(size)}: few tokens carry the gradient",
-            hint="lower --max_staleness, or bound the weights with a correction such as tis",
-        )
-    masked = mean_of_last(run, "masked_fraction")
-    if masked is not None and masked > _MANY_MASKED:
-        yield Finding(
-            severity="warn",
-            what=f"{percent(masked)} of the tokens are masked: their policy is too old or too far away",
-            hint="more samplers do not help; a larger --max_staleness or a smaller learning rate does",
+            severity="bad" if bound.bad is not None and mean > bound.bad else "warn",
+            what=bound.what.format(bound.shown(mean)),
+            hint=bound.hint,
         )
 
 
@@ -212,13 +236,6 @@ def _learning(run: RunData) -> Iterator[Finding]:
             severity="warn",
             what=f"the gradient norm jumped to {norms[-1]:.2g}, from a median of {median(norms[-21:-1]):.2g}",
             hint="the step's page lists its outliers",
-        )
-    agree = mean_of_last(run, "abandoned_groups")
-    if agree is not None and agree > _MANY_AGREE:
-        yield Finding(
-            severity="warn",
-            what=f"{percent(agree)} of the groups agree in their scores, and train nothing",
-            hint="the tasks are too easy or too hard: see Tasks, or --task_selection pass_rate",
         )
     rewards = _values(metrics, "reward")
     part = max(_LAST, len(rewards) // 4)
@@ -258,7 +275,7 @@ _CHECKS: Sequence[Callable[[RunData], Iterator[Finding]]] = (
     _engines,
     _processes,
     _late,
-    _off_policy,
+    _means,
     _learning,
     _failures,
 )

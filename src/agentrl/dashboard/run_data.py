@@ -16,8 +16,9 @@ from agentrl.documents.outage import Outage
 from agentrl.documents.run import RunSettings, TrainerLease
 from agentrl.store.client import Store
 from agentrl.store.services import Liveness
-from agentrl.store.views.overview import FailureKind, Overview, StepPoint
-from agentrl.store.views.rows import EngineRow
+from agentrl.store.views.failures import Failures
+from agentrl.store.views.overview import Overview, StepPoint
+from agentrl.store.views.rows import EngineRow, FailureCount
 
 _COUNT_SECONDS = 3.0
 _SLOW_SECONDS = 10.0
@@ -40,7 +41,7 @@ class RunData:
     data: Mapping[str, int]
     """status → training data."""
     quarantined_because: str | None
-    failures: Sequence[FailureKind]
+    failures: Sequence[FailureCount]
     liveness: Liveness
     engines: Sequence[EngineRow]
     lease: TrainerLease
@@ -53,8 +54,7 @@ class RunData:
     @property
     def trainer_alive(self) -> bool:
         """Whether a trainer holds the lease, by the server's clock."""
-        expires = self.lease.lease_expires_at
-        return self.lease.owner is not None and expires is not None and expires > self.liveness.at
+        return self.lease.is_held(self.liveness.at)
 
     def flag(self, name: str) -> Any:
         """Return the value of a flag in the first stored configuration that has it; None without one."""
@@ -88,6 +88,11 @@ async def read_run(request: Request, store: Store) -> RunData:
     cache, overview = cache_of(request), Overview(store.connection)
     name = store.run_name
     configurations = await cache.get(("configurations", name), _SLOW_SECONDS, store.settings.resolved)
+
+    async def read_failures() -> list[FailureCount]:
+        failures = Failures(store.connection)
+        return [*await failures.attempts(), *await failures.groups()]
+
     reads = asyncio.gather(
         asyncio.gather(
             read_steps(request, store),
@@ -103,7 +108,7 @@ async def read_run(request: Request, store: Store) -> RunData:
             overview.quarantined_because(),
         ),
         asyncio.gather(
-            cache.get(("failures", name), _SLOW_SECONDS, overview.failures, stale=_STALE_SECONDS),
+            cache.get(("failures", name), _SLOW_SECONDS, read_failures, stale=_STALE_SECONDS),
             store.outages.past(_PAST_OUTAGES),
             cache.get(("evaluations", name), _COUNT_SECONDS, store.evaluations.all),
             cache.get(("settings", name), _SLOW_SECONDS, store.settings.all),

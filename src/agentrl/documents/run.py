@@ -138,3 +138,7 @@ class TrainerLease(Root):
     """Incremented by each write that the attempt fences, so that it conflicts with a takeover."""
     discarded: tuple[str, ...] = ()
     """Checkpoints that are being deleted; training does not resume from them."""
+
+    def is_held(self, at: datetime) -> bool:
+        """Return whether a trainer holds the lease at the server's time ``at``."""
+        return self.owner is not None and self.lease_expires_at is not None and self.lease_expires_at > at

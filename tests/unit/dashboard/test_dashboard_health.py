@@ -15,7 +15,8 @@ from agentrl.documents.run import TrainerLease
 from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus, StepStatus
 from agentrl.store.services import Liveness
-from agentrl.store.views.overview import FailureKind, StepPoint
+from agentrl.store.views.overview import StepPoint
+from agentrl.store.views.rows import FailureCount
 
 AT = datetime(2026, 1, 1, 12, tzinfo=UTC)
 GOOD = {"reward": 0.5, "kl_k3": 0.001, "entropy": 0.5, "effective_sample_size": 0.98, "masked_fraction": 0.01,
@@ -82,7 +83,7 @@ def test_a_healthy_run_has_no_finding() -> None:
         ({"steps": _steps(reward=0.2)}, "warn", "the reward has fallen to 0.200"),
         ({"steps": _steps(loss=float("nan"))}, "bad", "not finite"),
         ({"records": {"train": {"ready": 90, "failed": 10}},
-          "failures": (FailureKind(kind="tool", count=10, message="gone", record="r"),)},
+          "failures": (FailureCount(kind="tool", count=10, message="gone", record="r"),)},
          "warn", "10 % of 100 attempts failed; most often tool: gone"),
         ({"records": {"train": {"ready": 5, "failed": 5}}}, "bad", "50 % of 10 attempts"),
         ({"data": {"quarantined": 2}, "quarantined_because": "token 7"}, "warn", "2 trajectories must"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -139,8 +140,10 @@ def test_without_any_the_error_names_what_was_looked_for(install: Install) -> No
 
 
 def test_only_6_0_is_past_its_end_of_life() -> None:
-    assert "past its end of life" in str(end_of_life_notice((6, 0, 5)))
-    assert end_of_life_notice((7, 0, 0)) is None
+    today = date(2026, 11, 22)
+    assert "past its end of life (July 2025)" in str(end_of_life_notice((6, 0, 5), today))
+    assert end_of_life_notice((7, 0, 0), today) is None
+    assert end_of_life_notice((6, 0, 5), date(2025, 7, 31)) is None
 
 
 def test_the_version_of_the_data_is_remembered(tmp_path: Path) -> None:

@@ -10,12 +10,10 @@ from agentrl.cli.doctor.check import Check, State
 from agentrl.config.schema import RunConfig
 from agentrl.errors import AgentRLError
 from agentrl.observe.redact import redact
+from agentrl.store.releases import END_OF_LIFE, support_ended_on
 
 if TYPE_CHECKING:
     from agentrl.store.admin.server_info import ServerInfo
-
-END_OF_LIFE = {6: date(2025, 7, 31), 7: date(2027, 8, 31), 8: date(2029, 10, 31)}
-"""MongoDB major version → the last day of its support (mongodb.com/legal/support-policy/lifecycles)."""
 
 _SLOW_SECONDS = 0.05
 _CLOCK_WARN, _CLOCK_FAIL = 1.0, 5.0
@@ -57,7 +55,7 @@ def _check_version(info: ServerInfo, today: date) -> Check:
     end = END_OF_LIFE.get(info.version[0])
     if end is None:
         return Check(name, "warn", f"{found}; AgentRL knows 6, 7 and 8", "use MongoDB 7 or 8")
-    if end < today:
+    if support_ended_on(info.version[0], today):
         return Check(
             name, "warn", f"{found}; support of {info.version[0]}.0 ended on {end}",
             "keep it on 127.0.0.1, or name a server of version 7 or 8 with --db_connection_string",

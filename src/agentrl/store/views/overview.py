@@ -8,9 +8,8 @@ from datetime import datetime
 from typing import Any
 
 from agentrl.documents.base import Root
-from agentrl.documents.status import APPLIED_STEPS, DataStatus, RecordStatus, StepStatus, TaskStatus, values
-from agentrl.scoring.groups import FAILED
-from agentrl.store.connection import Json, Repository, database_call
+from agentrl.documents.status import APPLIED_STEPS, DataStatus, StepStatus, values
+from agentrl.store.connection import Repository, database_call
 from agentrl.store.names import DATA, RECORD, STEP, TASK
 
 MAX_STEPS = 5000
@@ -30,17 +29,6 @@ class StepPoint(Root):
     planned_at: datetime
     committed_at: datetime | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailureKind:
-    """Failed attempts of one kind, and the newest of them."""
-
-    kind: str
-    count: int
-    message: str
-    record: str | None
-    """The newest trajectory; None for groups."""
 
 
 class Overview(Repository):
@@ -99,44 +87,6 @@ class Overview(Repository):
             {"split": {"$gte": ""}, "status": DataStatus.QUARANTINED.value}, {"problem": 1}
         )
         return None if document is None else document["problem"]
-
-    @database_call
-    async def failures(self) -> list[FailureKind]:
-        """Count failed attempts by kind, the most frequent first, and groups that could not be finalized."""
-        cursor = await self._collection(RECORD).aggregate(
-            [
-                {"$match": {"status": RecordStatus.FAILED.value}},
-                {"$sort": {"created_at": -1}},
-                {
-                    "$group": {
-                        "_id": "$failure.kind",
-                        "count": {"$sum": 1},
-                        "message": {"$first": "$failure.message"},
-                        "record": {"$first": "$_id"},
-                    }
-                },
-                {"$sort": {"count": -1, "_id": 1}},
-            ]
-        )
-        kinds = [
-            FailureKind(
-                kind=group["_id"] or "unknown",
-                count=group["count"],
-                message=group["message"] or "",
-                record=group["record"],
-            )
-            for group in await cursor.to_list()
-        ]
-        query: Json = {
-            "split": {"$gte": ""},
-            "status": TaskStatus.COMPLETED.value,
-            "group.outcome": FAILED,
-        }
-        failed = await self._collection(TASK).find(query, {"group.problem": 1}).to_list()
-        if failed:
-            problem = failed[-1]["group"].get("problem") or ""
-            kinds.append(FailureKind(kind="group", count=len(failed), message=problem, record=None))
-        return kinds
 
     async def _counts(self, collection: str) -> dict[str, dict[str, int]]:
         """Count by split and status in an index that begins with both, without reading a document."""

@@ -17,7 +17,6 @@ from agentrl.documents.record import Record
 from agentrl.documents.run import RunSettings
 from agentrl.documents.serving import PolicyVersion
 from agentrl.documents.status import APPLIED_STEPS, RecordStatus, StepStatus, TaskStatus, values
-from agentrl.scoring.groups import FAILED
 from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.evaluations import Evaluations
 from agentrl.store.model_calls import read_model_calls
@@ -27,6 +26,7 @@ from agentrl.store.selection import ORDER
 from agentrl.store.services import Services
 from agentrl.store.settings import Settings
 from agentrl.store.views import VIEWS
+from agentrl.store.views.failures import Failures
 from agentrl.store.views.rows import (
     DataCount,
     EngineRow,
@@ -219,11 +219,12 @@ class Views(Repository):
         newest = self._collection(VERSION).find({}, {"files": 0}, sort=[("_id", -1)], limit=LAST_VERSIONS)
         tasks = await self._by_status(TASK, epoch)
         liveness = await Services(self._connection).liveness(_TRAIN, 0.0)
+        failures = Failures(self._connection)
         return RunState(
             run_name=self._connection.database.name,
             tasks=tasks,
             records=await self._by_status(RECORD, "$split"),
-            failures=await self._failures(),
+            failures=[*await failures.attempts(), *await failures.groups()],
             groups=await self.group_counts(),
             data=await self._data(),
             lengths=await self._lengths(),
@@ -283,31 +284,6 @@ class Views(Repository):
         for group in groups:
             counts[group["_id"]["key"]][group["_id"]["status"]] = group["count"]
         return dict(counts)
-
-    async def _failures(self) -> list[FailureCount]:
-        """Count failed Records by kind, and groups that could not be finalized as kind ``group``."""
-        groups = await self._aggregate(
-            RECORD,
-            {"$match": {"status": RecordStatus.FAILED.value}},
-            {"$sort": {"failure.at": 1}},
-            {
-                "$group": {
-                    "_id": "$failure.kind",
-                    "count": {"$sum": 1},
-                    "message": {"$last": "$failure.message"},
-                }
-            },
-            {"$sort": {"count": -1, "_id": 1}},
-        )
-        groups += await self._aggregate(
-            TASK,
-            {"$match": {"status": TaskStatus.COMPLETED.value, "group.outcome": FAILED}},
-            {"$group": {"_id": "group", "count": {"$sum": 1}, "message": {"$last": "$group.problem"}}},
-        )
-        return [
-            FailureCount(kind=group["_id"] or "unknown", count=group["count"], message=group["message"] or "")
-            for group in groups
-        ]
 
     async def _data(self) -> list[DataCount]:
         fields = {

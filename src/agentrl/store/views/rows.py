@@ -165,11 +165,13 @@ class EngineRow(Root):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureCount:
-    """Failed Records of one kind, and the newest one's message."""
+    """Failures of one kind, and the newest one's message."""
 
     kind: str
     count: int
     message: str
+    record: str | None = None
+    """The id of the newest Record; None for groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

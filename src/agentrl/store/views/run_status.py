@@ -25,6 +25,7 @@ from agentrl.store.names import DATA, LEASE, RECORD, STEP, TASK
 from agentrl.store.services import Services
 from agentrl.store.views import VIEWS
 from agentrl.store.views.aggregation import as_is
+from agentrl.store.views.failures import Failures
 from agentrl.store.views.rows import FailureCount, StepRow
 
 TRAIN = "train"
@@ -164,7 +165,7 @@ class RunStatuses(Repository):
                 if engine.status is not ServiceStatus.STOPPED
             ],
             outages=liveness.outages,
-            failures=await self._failures(),
+            failures=await Failures(self._connection).attempts(_RECENT_FAILURES),
             disk=await self._disk(),
         )
 
@@ -175,10 +176,7 @@ class RunStatuses(Repository):
         lease = TrainerLease.from_document(document)
         if lease.owner is None:
             return None
-        expires = lease.lease_expires_at
-        return TrainerState(
-            owner=lease.owner, host=lease.host, pid=lease.pid, alive=expires is not None and expires > at
-        )
+        return TrainerState(owner=lease.owner, host=lease.host, pid=lease.pid, alive=lease.is_held(at))
 
     async def _steps(self) -> list[StepRow]:
         _, pipeline = VIEWS["audit_steps"]
@@ -240,27 +238,6 @@ class RunStatuses(Repository):
             data_ready=data[DataStatus.READY],
             data_planned=data[DataStatus.PLANNED],
         )
-
-    async def _failures(self) -> list[FailureCount]:
-        groups = await self._aggregate(
-            RECORD,
-            {"$match": {"status": RecordStatus.FAILED.value}},
-            {"$sort": {"created_at": -1}},
-            {"$limit": _RECENT_FAILURES},
-            {"$project": as_is("failure")},
-            {
-                "$group": {
-                    "_id": "$failure.kind",
-                    "count": {"$sum": 1},
-                    "message": {"$first": "$failure.message"},
-                }
-            },
-            {"$sort": {"count": -1, "_id": 1}},
-        )
-        return [
-            FailureCount(kind=group["_id"] or "unknown", count=group["count"], message=group["message"] or "")
-            for group in groups
-        ]
 
     async def _disk(self) -> Disk:
         """Return the sizes; without the right to read them, none."""

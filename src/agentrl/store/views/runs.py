@@ -10,7 +10,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from agentrl.config.run import SYSTEM_DATABASES
 from agentrl.config.schema import RunConfig
-from agentrl.documents.run import SCHEMA, TRAINER
+from agentrl.documents.run import SCHEMA, TRAINER, TrainerLease
 from agentrl.documents.status import APPLIED_STEPS, ServiceStatus, SlotStatus, TaskStatus, values
 from agentrl.store.client import open_connection
 from agentrl.store.connection import Connection, Json, Repository, database_call
@@ -102,7 +102,7 @@ class Runs(Repository):
             )
             or {}
         )
-        lease: Json = await database[LEASE].find_one({"_id": TRAINER}) or {}
+        lease = await database[LEASE].find_one({"_id": TRAINER})
         newest: Json = await database[RECORD].find_one({}, {"created_at": 1}, sort=[("created_at", -1)]) or {}
         engines = await database[SERVICE].count_documents(
             {
@@ -118,7 +118,7 @@ class Runs(Repository):
             reward=metrics.get("reward"),
             pass_rate=metrics.get("pass_rate"),
             trajectories=await database[RECORD].estimated_document_count(),
-            trainer=bool(lease.get("owner")) and lease["lease_expires_at"] > at,
+            trainer=lease is not None and TrainerLease.from_document(lease).is_held(at),
             samplers=len(await self._samplers(empty.name, at)),
             engines=engines,
             stepped_at=step.get("committed_at"),
