@@ -64,7 +64,7 @@ CURVES: Sequence[Curve] = (
           metrics={"trained": "tokens_per_second", "without merging": "total_tokens_per_second"},
           help="Tokens that the trainer computes in a second.", unit="tokens/s"),
     Curve(id="queues", title="Queues",
-          metrics={"groups being sampled": "groups_open", "groups ready": "groups_ready"},
+          metrics={"groups open": "groups_open", "groups ready": "groups_ready"},
           help="Ready groups pile up: the trainer is slower than the samplers.", unit="groups"),
     Curve(id="prefix-cache", title="Prefix cache hit rate", metrics={"hit rate": "prefix_cache_hit_rate"},
           help="Share of prompt tokens that engines had cached.", share=True),

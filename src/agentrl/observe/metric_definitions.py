@@ -51,13 +51,13 @@ SECTIONS: Final[dict[str, tuple[MetricDefinition, ...]]] = {
     ),
     "Staleness and queues": (
         _("staleness_mean", "mean age of the trainable tokens' policy version", "optimizer steps", "at most --max_staleness"),
-        _("staleness_max", "largest age of a trainable token", "optimizer steps", "at most --max_staleness and the steps that a trajectory takes"),
+        _("staleness_max", "largest age of a trainable token", "optimizer steps", "at most --max_staleness, with --staleness_policy drop"),
         _("staleness_histogram", "tokens of each age", "tokens", "most at the lowest ages", keyed=True),
         _("version_fractions", "share of the trainable tokens of each policy version", "0–1", "most of the last versions", keyed=True),
         _("stale_trajectories", "trajectories so far that were too old to train", "trajectories", "few; else lower --target_concurrency"),
         _("quarantined_trajectories", "trajectories so far whose stored data are damaged", "trajectories", "0"),
         _("groups", "groups that the step trains", "groups", "--groups_per_step"),
-        _("groups_open", "groups that are being sampled or scored", "groups", "above 0, or samplers are idle"),
+        _("groups_open", "groups admitted and not yet trained: in sampling, in scoring, or ready", "groups", "near its limit, (--max_staleness + 1) × --groups_per_step; 0: samplers are idle"),
         _("groups_ready", "scored groups that wait for the next step", "groups", "near --groups_per_step; 0: sampling is the bottleneck; growing: training is"),
     ),
     "Size": (
