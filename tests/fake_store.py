@@ -11,7 +11,7 @@ from typing import Any
 from agentrl.documents.base import now
 from agentrl.documents.run import ProcessIdentity
 from agentrl.documents.serving import InferenceService, PolicyVersion
-from agentrl.documents.status import DataStatus, StepStatus, VersionStatus
+from agentrl.documents.status import DataStatus, StepStatus, TrainerEnd, VersionStatus
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, TrainStep
 from agentrl.errors import LeaseLostError
@@ -280,7 +280,7 @@ class _TrainerLease(_Part):
     async def renew(self, attempt: int, lease_seconds: float) -> None:
         self.store.check_attempt(attempt)
 
-    async def release(self, attempt: int) -> None:
+    async def release(self, attempt: int, ended: TrainerEnd | None = None) -> None:
         """Nobody waits for it."""
 
 

@@ -87,6 +87,8 @@ def state(run: RunData) -> tuple[str, Severity | Literal[""]]:
     """Return the run's state as a word, and its color."""
     if run.trainer_alive:
         return ("training", "good") if _samplers(run) or not _unfinished(run) else ("trainer only", "warn")
+    if run.finished:
+        return "finished", "good"
     if _samplers(run):
         return "sampling, no trainer", "warn"
     if not run.tasks:
@@ -161,6 +163,14 @@ def _engines(run: RunData) -> Iterator[Finding]:
 
 
 def _processes(run: RunData) -> Iterator[Finding]:
+    if run.finished:
+        if _samplers(run):
+            yield Finding(
+                severity="warn",
+                what="the trainer has finished, and samplers still begin trajectories",
+                hint="stop them, or train on: agentrl train with a larger --max_steps",
+            )
+        return
     if not run.tasks or not _unfinished(run):
         return
     if run.trainer_alive and not _samplers(run):
@@ -178,9 +188,10 @@ def _processes(run: RunData) -> Iterator[Finding]:
     elif _samplers(run) and not run.trainer_alive:
         yield Finding(severity="warn", what="no trainer runs", hint="start one: agentrl train; it resumes")
     elif not _working(run):
+        why = "the trainer was stopped" if run.lease.ended else "no process works on this run"
         yield Finding(
             severity="warn",
-            what=f"no process works on this run, and {_unfinished(run):,} of its tasks are unfinished",
+            what=f"{why}, and {_unfinished(run):,} of its tasks are unfinished",
             hint="start its trainer, samplers and engines again: they resume",
         )
 

@@ -14,6 +14,7 @@ from agentrl.dashboard.cache import cache_of
 from agentrl.documents.evaluation import Evaluation
 from agentrl.documents.outage import Outage
 from agentrl.documents.run import RunSettings, TrainerLease
+from agentrl.documents.status import TrainerEnd
 from agentrl.store.client import Store
 from agentrl.store.services import Liveness
 from agentrl.store.views.failures import Failures
@@ -55,6 +56,11 @@ class RunData:
     def trainer_alive(self) -> bool:
         """Whether a trainer holds the lease, by the server's clock."""
         return self.lease.is_held(self.liveness.at)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last trainer reached ``--max_steps`` or the end of the data."""
+        return not self.trainer_alive and self.lease.ended is TrainerEnd.FINISHED
 
     def flag(self, name: str) -> Any:
         """Return the value of a flag in the first stored configuration that has it; None without one."""

@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from agentrl.documents.base import Document, Root
-from agentrl.documents.status import EpochStatus
+from agentrl.documents.status import EpochStatus, TrainerEnd
 
 SCHEMA: Final = "schema"
 """``_id`` of the document in ``Run`` with the version of the database schema. Administrators change it."""
@@ -138,6 +138,8 @@ class TrainerLease(Root):
     """Incremented by each write that the attempt fences, so that it conflicts with a takeover."""
     discarded: tuple[str, ...] = ()
     """Checkpoints that are being deleted; training does not resume from them."""
+    ended: TrainerEnd | None = None
+    """How the last trainer ended; None while one runs, and if it failed or was killed."""
 
     def is_held(self, at: datetime) -> bool:
         """Return whether a trainer holds the lease at the server's time ``at``."""

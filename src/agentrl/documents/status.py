@@ -106,6 +106,13 @@ class EvaluationStatus(StrEnum):
     FINISHED = "finished"  # it has results; → RUNNING when the same evaluation is asked for again
 
 
+class TrainerEnd(StrEnum):
+    """How the last trainer ended. Nothing is stored for one that failed or was killed."""
+
+    FINISHED = "finished"  # it reached --max_steps or the end of the data
+    STOPPED = "stopped"  # a signal stopped it; started again, it resumes
+
+
 class StopReason(StrEnum):
     """Why a trajectory ended. The values with ``_error`` are names of the original system."""
 

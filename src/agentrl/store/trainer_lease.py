@@ -10,6 +10,7 @@ from pymongo.asynchronous.database import AsyncDatabase
 
 from agentrl.documents.base import plain
 from agentrl.documents.run import TRAINER, ProcessIdentity, TrainerLease
+from agentrl.documents.status import TrainerEnd
 from agentrl.errors import LeaseHeldError, LeaseLostError
 from agentrl.processes import has_ended
 from agentrl.store import slots
@@ -42,7 +43,7 @@ class TrainerLeases(Repository):
         taken = {
             "attempt": {"$add": ["$attempt", 1]}, "owner": slots.literal(owner),
             "host": slots.literal(host), "pid": pid, "process": slots.literal(plain(process)),
-            "lease_expires_at": slots.after(lease_seconds),
+            "lease_expires_at": slots.after(lease_seconds), "ended": None,
         }  # fmt: skip
         document = await self._collection(LEASE).find_one_and_update(
             {"_id": TRAINER, "$expr": {"$or": free}}, [{"$set": taken}],
@@ -63,12 +64,13 @@ class TrainerLeases(Repository):
             raise _replaced(attempt)
 
     @database_call
-    async def release(self, attempt: int) -> None:
-        """Release the lease; do nothing if another trainer has it."""
-        await self._collection(LEASE).update_one(
-            {"_id": TRAINER, "attempt": attempt},
-            {"$set": {"owner": None, "host": None, "pid": None, "process": None, "lease_expires_at": None}},
-        )
+    async def release(self, attempt: int, ended: TrainerEnd | None = None) -> None:
+        """Release the lease and store how the trainer ended; do nothing if another trainer has it."""
+        released = {
+            "owner": None, "host": None, "pid": None, "process": None, "lease_expires_at": None,
+            "ended": None if ended is None else ended.value,
+        }  # fmt: skip
+        await self._collection(LEASE).update_one({"_id": TRAINER, "attempt": attempt}, {"$set": released})
 
     @database_call
     async def discard_checkpoints(self, attempt: int, names: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from agentrl.documents.status import TrainerEnd
 from agentrl.errors import LeaseHeldError, LeaseLostError, StoreError
 from agentrl.observe.logging import describe_process_id
 from agentrl.processes import identify, is_observable
@@ -41,6 +42,8 @@ class TrainerLease:
         """Counts the trainers of this run, from 1: a fencing token; writes with a smaller one are refused."""
         self.lost = asyncio.Event()
         """Set when another trainer has taken over."""
+        self.ended: TrainerEnd | None = None
+        """How the trainer ended, which ``hold_lease`` stores; None after an error."""
 
     async def check(self) -> None:
         """Renew the lease. Raises LeaseLostError if another trainer has taken over."""
@@ -113,7 +116,7 @@ async def hold_lease(
         with contextlib.suppress(asyncio.CancelledError):
             await keeper
         with contextlib.suppress(StoreError), retry_outages(0):
-            await store.trainer_lease.release(attempt)
+            await store.trainer_lease.release(attempt, lease.ended)
 
 
 async def _acquire(store: Store, owner: str, seconds: float, stop: asyncio.Event) -> int:

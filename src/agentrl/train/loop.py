@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema import TrainConfig
 from agentrl.data.stream import DataStream, StepData
+from agentrl.documents.status import TrainerEnd
 from agentrl.documents.training import TrainStep
 from agentrl.errors import PublishError, TrainingError
 from agentrl.observe.live import StepView
@@ -68,6 +69,8 @@ class Trainer:
         await self.saver.finish()
         if self.progress.step == 0 and not self._is_done():
             raise await self._nothing_trained()
+        is_stopped = self.stop.is_set() and not self._has_all_steps()
+        self.lease.ended = TrainerEnd.STOPPED if is_stopped else TrainerEnd.FINISHED
 
     async def _nothing_trained(self) -> TrainingError:
         """Return the error for a run of which no group could be trained, with the kinds of failure."""
@@ -82,7 +85,10 @@ class Trainer:
         )
 
     def _is_done(self) -> bool:
-        return self.stop.is_set() or 0 < self.config.max_steps <= self.progress.step
+        return self.stop.is_set() or self._has_all_steps()
+
+    def _has_all_steps(self) -> bool:
+        return 0 < self.config.max_steps <= self.progress.step
 
     async def _next_data(self) -> StepData | None:
         """Return the next step's data; None at the end of the data or on ``stop``."""

@@ -22,7 +22,7 @@ from agentrl.dashboard import live
 from agentrl.dashboard.app import create_app
 from agentrl.dashboard.options import DashboardOptions
 from agentrl.documents.evaluation import Evaluation
-from agentrl.documents.status import EvaluationStatus
+from agentrl.documents.status import EvaluationStatus, TrainerEnd
 from agentrl.documents.task import task_key
 from agentrl.store.admin.users import Users
 from agentrl.store.client import Store, open_store
@@ -151,6 +151,17 @@ async def test_a_step_that_was_undone_leaves_the_curves(client: httpx.AsyncClien
     again = await page(client, at)
     assert "0.877" in again
     assert "0.123" not in again
+
+
+async def test_a_finished_run_says_so(client: httpx.AsyncClient, store: Store) -> None:
+    attempt = await store.trainer_lease.acquire("t", "h", 1, 60.0)
+    await store.trainer_lease.release(attempt, TrainerEnd.FINISHED)
+    running = {"$set": {"slots.$[].status": "open"}}
+    await store.database["Task"].update_many({"status": "running"}, running)
+    overview = await page(client, f"/runs/{store.run_name}")
+    assert "<strong>Finished.</strong> The trainer ended by itself after step 1 of 40" in overview
+    assert "unfinished" not in overview
+    assert ">finished</span>" in await page(client, "/")
 
 
 async def test_an_auditor_sees_its_run_alone(

@@ -13,6 +13,7 @@ import pytest
 
 from agentrl.documents.run import ProcessIdentity
 from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.status import TrainerEnd
 from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.processes import identify
@@ -95,6 +96,16 @@ async def test_a_live_trainer_elsewhere_with_our_host_name_and_pid_is_not_evicte
             async with hold_lease(store, 3.0):
                 pytest.fail("two trainers hold one run")
         await first.check()
+
+
+async def test_how_the_last_trainer_ended_is_stored_until_the_next_begins(store: Store) -> None:
+    async with hold_lease(store, 60.0) as lease:
+        lease.ended = TrainerEnd.FINISHED
+    assert (await store.trainer_lease.read()).ended is TrainerEnd.FINISHED
+    async with hold_lease(store, 60.0):
+        assert (await store.trainer_lease.read()).ended is None
+    released = await store.trainer_lease.read()
+    assert (released.owner, released.ended) == (None, None)
 
 
 async def test_a_dead_trainer_elsewhere_is_waited_for_no_longer_than_its_lease(store: Store) -> None:

@@ -13,7 +13,7 @@ from agentrl.dashboard.run_data import RunData
 from agentrl.documents.outage import Outage
 from agentrl.documents.run import TrainerLease
 from agentrl.documents.serving import InferenceService
-from agentrl.documents.status import ServiceStatus, StepStatus
+from agentrl.documents.status import ServiceStatus, StepStatus, TrainerEnd
 from agentrl.store.services import Liveness
 from agentrl.store.views.overview import StepPoint
 from agentrl.store.views.rows import FailureCount
@@ -110,6 +110,26 @@ def test_an_outage_that_several_samplers_see_is_one_finding_and_comes_first() ->
     found = findings(_run(liveness={"outages": outages}, steps=_steps(kl_k3=0.1)))
     assert [finding.severity for finding in found] == ["bad", "warn"]
     assert "tool server search is down for 2 min 0 s; 6 calls wait for it: refused" in found[0].what
+
+
+def test_a_finished_run_is_not_a_fault_and_a_stopped_one_is() -> None:
+    quiet: dict[str, Any] = {"claims": {}, "engines": (_engine(60.0),)}
+    finished = _run(lease=TrainerLease(ended=TrainerEnd.FINISHED), liveness=quiet)
+    assert findings(finished) == []
+    assert state(finished) == ("finished", "good")
+
+    stopped = _run(lease=TrainerLease(ended=TrainerEnd.STOPPED), liveness=quiet)
+    [finding] = findings(stopped)
+    assert finding.what == "the trainer was stopped, and 3 of its tasks are unfinished"
+    assert state(stopped) == ("stopped", "warn")
+
+    [finding] = findings(_run(lease=TrainerLease(ended=TrainerEnd.FINISHED)))
+    assert "samplers still begin trajectories" in finding.what
+
+
+def test_a_trainer_that_started_again_is_not_finished() -> None:
+    lease = TrainerLease(owner="t", lease_expires_at=AT + timedelta(seconds=30), ended=TrainerEnd.FINISHED)
+    assert state(_run(lease=lease)) == ("training", "good")
 
 
 def test_states() -> None:

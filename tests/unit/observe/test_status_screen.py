@@ -13,12 +13,20 @@ from rich.text import Text
 
 from agentrl.cli import status as command
 from agentrl.documents.outage import Outage
-from agentrl.documents.status import ServiceStatus, StepStatus
+from agentrl.documents.status import ServiceStatus, StepStatus, TrainerEnd
 from agentrl.errors import ConfigError, StoreUnavailableError
 from agentrl.observe.json_output import to_json
 from agentrl.observe.status.run import amount, render_run_status, sparkline
 from agentrl.store.views.rows import FailureCount, StepRow
-from agentrl.store.views.run_status import Disk, EngineState, Queues, Rates, RunStatus, TrainerState
+from agentrl.store.views.run_status import (
+    Disk,
+    EngineState,
+    Queues,
+    Rates,
+    RunStatus,
+    TrainerState,
+    activity_of,
+)
 
 NOW = datetime(2026, 11, 22, 12, 0, 0, tzinfo=UTC)
 
@@ -43,7 +51,7 @@ def _status(**changes: Any) -> RunStatus:
             tasks_created=4, tasks_running=3, tasks_waiting=1, tasks_completed=9, waiting_for_score=2,
             data_ready=16, data_planned=8,
         ),
-        "trainer": TrainerState(owner="host-7", host="host", pid=7, alive=True),
+        "trainer": TrainerState(owner="host-7", host="host", pid=7, alive=True), "ended": None,
         "samplers": {"host-8": 12}, "last_claim": NOW,
         "engines": [
             EngineState(
@@ -88,6 +96,29 @@ def test_an_empty_run_has_a_screen() -> None:
                 last_claim=None, activity="idle", disk=Disk())
     )  # fmt: skip
     assert "no optimizer step yet" in page
+
+
+def test_a_finished_run_says_so() -> None:
+    page = _printed(_status(trainer=None, activity="finished", ended=TrainerEnd.FINISHED))
+    assert "demo  finished" in page
+    assert "trainer    finished" in page
+
+
+@pytest.mark.parametrize(
+    ("trainer", "samplers", "engines", "ended", "activity"),
+    [
+        (True, True, True, None, "training"),
+        (False, True, True, TrainerEnd.FINISHED, "sampling"),
+        (False, False, True, TrainerEnd.FINISHED, "finished"),
+        (False, False, True, TrainerEnd.STOPPED, "serving"),
+        (False, False, False, TrainerEnd.STOPPED, "idle"),
+        (False, False, False, None, "idle"),
+    ],
+)
+def test_activities(
+    trainer: bool, samplers: bool, engines: bool, ended: TrainerEnd | None, activity: str
+) -> None:
+    assert activity_of(trainer=trainer, samplers=samplers, engines=engines, ended=ended) == activity
 
 
 def test_json_has_no_number_that_json_lacks() -> None:

@@ -13,7 +13,7 @@ from fake_store import FakeStore
 from training_data import group
 
 from agentrl.atomic_folder import remove_leftovers
-from agentrl.documents.status import DataStatus, StepStatus, VersionStatus
+from agentrl.documents.status import DataStatus, StepStatus, TrainerEnd, VersionStatus
 from agentrl.errors import ConfigError, LeaseLostError, PublishError, TrainingError
 from agentrl.observe.metric_definitions import DEFINITIONS
 from agentrl.train import checkpoint
@@ -230,6 +230,7 @@ async def test_a_trainer_that_was_replaced_writes_nothing_more(store: FakeStore,
     with pytest.raises(LeaseLostError):
         await trainer.run()
     assert store.train_steps == {}
+    assert trainer.lease.ended is None
 
 
 async def test_a_trainer_that_waits_ends_when_it_is_replaced(store: FakeStore, start: Start) -> None:
@@ -257,6 +258,17 @@ async def test_a_stop_saves_and_leaves(store: FakeStore, start: Start, tmp_path:
     trainer.tracker = StopAt(3, trainer.stop)
     await trainer.run()
     assert (tmp_path / "output" / "checkpoint-000003" / "state.json").is_file()
+    assert trainer.lease.ended is TrainerEnd.STOPPED
+
+
+async def test_how_a_trainer_ended_is_known(store: FakeStore, start: Start) -> None:
+    trainer = await start(max_steps=1)
+    trainer.tracker = StopAt(1, trainer.stop)
+    await trainer.run()
+    assert trainer.lease.ended is TrainerEnd.FINISHED, "a stop at the last step"
+    trainer = await start()
+    await trainer.run()
+    assert trainer.lease.ended is TrainerEnd.FINISHED, "the end of the data"
 
 
 async def test_a_full_disk_does_not_end_training(

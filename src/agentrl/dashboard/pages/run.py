@@ -48,6 +48,7 @@ async def _run(request: Request) -> Response:
         color=color,
         findings=found,
         tiles=_tiles(run),
+        step_limit=_step_limit(run),
         figures=charts,
         task_rows=_status_rows(run.tasks, [str(status) for status in TaskStatus]),
         task_statuses=[str(status) for status in TaskStatus],

@@ -18,6 +18,7 @@ from agentrl.store.views.run_status import Activity, RunStatus
 ACTIVITY_STYLES: dict[Activity, str] = {
     "training": "bold green",
     "sampling": "bold cyan",
+    "finished": "green",
     "serving": "yellow",
     "idle": "dim",
 }
@@ -97,7 +98,7 @@ def _queues(status: RunStatus) -> Text:
 def _trainer(status: RunStatus) -> Text:
     trainer = status.trainer
     if trainer is None:
-        return Text("none", style="dim")
+        return Text("none" if status.ended is None else str(status.ended), style="dim")
     name = excerpt(trainer.owner, 60)
     return Text(name) if trainer.alive else Text(f"{name}, ended or silent", style="yellow")
 

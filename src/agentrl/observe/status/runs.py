@@ -9,7 +9,6 @@ from rich.text import Text
 
 from agentrl.observe.status.run import ACTIVITY_STYLES
 from agentrl.observe.terminal import MISSING, age, clean, excerpt, fixed, table
-from agentrl.store.views.run_status import Activity
 from agentrl.store.views.runs import RunSummary
 
 
@@ -38,9 +37,4 @@ def render_runs(host: str, runs: Sequence[RunSummary]) -> RenderableType:
 def _state(run: RunSummary) -> Text:
     if run.problem is not None:
         return Text(excerpt(run.problem, 60), style="yellow")
-    activity: Activity = "serving" if run.engines else "idle"
-    if run.trainer:
-        activity = "training"
-    elif run.samplers:
-        activity = "sampling"
-    return Text(activity, style=ACTIVITY_STYLES[activity])
+    return Text(run.activity, style=ACTIVITY_STYLES[run.activity])

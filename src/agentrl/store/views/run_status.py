@@ -10,7 +10,7 @@ from typing import Literal
 from pymongo.errors import OperationFailure
 
 from agentrl.documents.outage import Outage
-from agentrl.documents.run import TRAINER, TrainerLease
+from agentrl.documents.run import TrainerLease
 from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import (
     APPLIED_STEPS,
@@ -18,11 +18,13 @@ from agentrl.documents.status import (
     RecordStatus,
     ServiceStatus,
     TaskStatus,
+    TrainerEnd,
     values,
 )
 from agentrl.store.connection import Json, Repository, database_call
-from agentrl.store.names import DATA, LEASE, RECORD, STEP, TASK
+from agentrl.store.names import DATA, RECORD, STEP, TASK
 from agentrl.store.services import Services
+from agentrl.store.trainer_lease import TrainerLeases
 from agentrl.store.views import VIEWS
 from agentrl.store.views.aggregation import as_is
 from agentrl.store.views.failures import Failures
@@ -37,7 +39,18 @@ _RECENT_FAILURES = 1000
 _RECENT_RECORDS = 10_000
 _MAX_TIME_MS = 5_000
 
-Activity = Literal["training", "sampling", "serving", "idle"]
+Activity = Literal["training", "sampling", "finished", "serving", "idle"]
+
+
+def activity_of(*, trainer: bool, samplers: bool, engines: bool, ended: TrainerEnd | None) -> Activity:
+    """Return what a run does now, of its live processes; ``ended`` says how its last trainer ended."""
+    if trainer:
+        return "training"
+    if samplers:
+        return "sampling"
+    if ended is TrainerEnd.FINISHED:
+        return "finished"
+    return "serving" if engines else "idle"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +134,8 @@ class RunStatus:
     rates: Rates
     queues: Queues
     trainer: TrainerState | None
+    ended: TrainerEnd | None
+    """How the last trainer ended."""
     samplers: Mapping[str, int]
     """Sampler → slots that it holds under live leases."""
     last_claim: datetime | None
@@ -139,24 +154,21 @@ class RunStatuses(Repository):
     async def status(self, *, alive_seconds: float) -> RunStatus:
         """Return the status; an engine is dead without a heartbeat for ``alive_seconds``."""
         liveness = await Services(self._connection).liveness(TRAIN, alive_seconds)
-        trainer = await self._trainer(liveness.at)
+        lease = await TrainerLeases(self._connection).read()
         live = {engine.id for engine in liveness.live_engines}
         rates = await self._rates(liveness.at)
-        activity: Activity = "idle"
-        if trainer is not None and trainer.alive:
-            activity = "training"
-        elif liveness.claims:
-            activity = "sampling"
-        elif live:
-            activity = "serving"
+        is_held = lease.is_held(liveness.at)
         return RunStatus(
             run_name=self._connection.database.name,
             at=liveness.at,
-            activity=activity,
+            activity=activity_of(
+                trainer=is_held, samplers=bool(liveness.claims), engines=bool(live), ended=lease.ended
+            ),
             steps=await self._steps(),
             rates=rates,
             queues=await self._queues(liveness.waiting_for_score),
-            trainer=trainer,
+            trainer=_trainer_state(lease, alive=is_held),
+            ended=lease.ended,
             samplers=liveness.claims,
             last_claim=liveness.last_claim,
             engines=[
@@ -168,15 +180,6 @@ class RunStatuses(Repository):
             failures=await Failures(self._connection).attempts(_RECENT_FAILURES),
             disk=await self._disk(),
         )
-
-    async def _trainer(self, at: datetime) -> TrainerState | None:
-        document = await self._collection(LEASE).find_one({"_id": TRAINER})
-        if document is None:
-            return None
-        lease = TrainerLease.from_document(document)
-        if lease.owner is None:
-            return None
-        return TrainerState(owner=lease.owner, host=lease.host, pid=lease.pid, alive=lease.is_held(at))
 
     async def _steps(self) -> list[StepRow]:
         _, pipeline = VIEWS["audit_steps"]
@@ -263,3 +266,9 @@ def _engine_state(engine: InferenceService, alive: bool) -> EngineState:
         policy_version=engine.policy_version, running_requests=engine.running_requests,
         heartbeat=engine.heartbeat, detail=engine.detail,
     )  # fmt: skip
+
+
+def _trainer_state(lease: TrainerLease, *, alive: bool) -> TrainerState | None:
+    if lease.owner is None:
+        return None
+    return TrainerState(owner=lease.owner, host=lease.host, pid=lease.pid, alive=alive)

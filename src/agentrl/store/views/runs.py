@@ -11,10 +11,11 @@ from pymongo.errors import OperationFailure, PyMongoError
 from agentrl.config.run import SYSTEM_DATABASES
 from agentrl.config.schema import RunConfig
 from agentrl.documents.run import SCHEMA, TRAINER, TrainerLease
-from agentrl.documents.status import APPLIED_STEPS, ServiceStatus, SlotStatus, TaskStatus, values
+from agentrl.documents.status import APPLIED_STEPS, ServiceStatus, SlotStatus, TaskStatus, TrainerEnd, values
 from agentrl.store.client import open_connection
 from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import LEASE, RECORD, RUN, SCHEMA_VERSION, SERVICE, STEP, TASK
+from agentrl.store.views.run_status import Activity, activity_of
 
 _AT_A_TIME = 8
 """Databases that are read at the same time."""
@@ -36,6 +37,8 @@ class RunSummary:
     """Estimated number of Records."""
     trainer: bool = False
     """Whether a trainer holds the lease."""
+    ended: TrainerEnd | None = None
+    """How the last trainer ended."""
     samplers: int = 0
     """Samplers that hold a slot of any split."""
     engines: int = 0
@@ -49,6 +52,13 @@ class RunSummary:
     def alive(self) -> bool:
         """Whether a process of it works."""
         return self.trainer or self.samplers > 0 or self.engines > 0
+
+    @property
+    def activity(self) -> Activity:
+        """What it does now."""
+        return activity_of(
+            trainer=self.trainer, samplers=self.samplers > 0, engines=self.engines > 0, ended=self.ended
+        )
 
 
 class Runs(Repository):
@@ -102,7 +112,8 @@ class Runs(Repository):
             )
             or {}
         )
-        lease = await database[LEASE].find_one({"_id": TRAINER})
+        found = await database[LEASE].find_one({"_id": TRAINER})
+        lease = TrainerLease() if found is None else TrainerLease.from_document(found)
         newest: Json = await database[RECORD].find_one({}, {"created_at": 1}, sort=[("created_at", -1)]) or {}
         engines = await database[SERVICE].count_documents(
             {
@@ -118,7 +129,8 @@ class Runs(Repository):
             reward=metrics.get("reward"),
             pass_rate=metrics.get("pass_rate"),
             trajectories=await database[RECORD].estimated_document_count(),
-            trainer=lease is not None and TrainerLease.from_document(lease).is_held(at),
+            trainer=lease.is_held(at),
+            ended=lease.ended,
             samplers=len(await self._samplers(empty.name, at)),
             engines=engines,
             stepped_at=step.get("committed_at"),
