@@ -1,10 +1,11 @@
 """Compare the seconds to a reward of the quickstart and of TRL's GRPOTrainer: same model, tasks and cores.
 
-    python scripts/bench/time_to_reward.py [--seeds 0] [--steps 10] [--trl_setting lora] [--plot F] [--json F]
+    python scripts/bench/time_to_reward.py [--seeds 0] [--steps 10] [--trl_setting best] [--plot F] [--json F]
 
 Both train SmolLM2-135M-Instruct on ``assets/tasks/calculator_train.jsonl`` with groups of eight, one after
 the other, on the same two cores. TRL is installed from PyPI into a venv of its own, ``.agentrl/venvs/trl``;
-``time_to_reward_trl.py`` runs there and has the settings that were tried.
+``time_to_reward_trl.py`` runs there and has its settings. ``--trl_setting best`` first runs each of them on
+the first seed, until it has the reward 0.6 or is slower than the best one so far.
 
 Seconds count from the start of the command, so that they include loading the model, the database and the
 engine. CPU seconds are those of all processes of a system; they depend less on other work on the machine. A
@@ -31,6 +32,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 from rich.table import Table
+from time_to_reward_trl import SETTINGS
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents.status import StepStatus
@@ -43,6 +45,8 @@ TRL_CHILD = Path(__file__).with_name("time_to_reward_trl.py")
 TRL_VENV = Path(".agentrl/venvs/trl")
 TRL_PACKAGES = ("torch==2.13.0", "trl==1.16.0", "transformers==5.23.0", "peft==0.21.2", "accelerate==1.15.0")
 INSTALL_SECONDS = 1800.0
+SEARCH_SECONDS = 900.0
+"""Most seconds of one run of TRL."""
 RUN_NAME = "quickstart"
 LEVELS = (0.6, 0.9)
 TARGET = 0.25
@@ -167,24 +171,45 @@ async def _committed(mongo_dir: str) -> list[tuple[int, float, float]]:
     ]
 
 
-def run_trl(
-    seed: int, steps: int, setting: str, model: Path, venv: Path, environment: Mapping[str, str]
-) -> Run:
-    """Run TRL in its own venv and read the lines that it has written."""
-    with tempfile.TemporaryDirectory(prefix="time-to-reward-") as scratch:
-        out = Path(scratch) / "steps.jsonl"
-        command = [
-            str(venv / "bin/python"), str(TRL_CHILD), "--model", str(model.resolve()), "--out", str(out),
-            *("--setting", setting, "--steps", str(steps), "--seed", str(seed), "--stop_at", str(LEVELS[-1])),
-        ]  # fmt: skip
-        run = Run(TRL, seed)
-        extra = {"PYTHONPATH": str(ROOT / "src"), "TRL_EXPERIMENTAL_SILENCE": "1"}
-        began, meter = _run(command, run, ROOT, {**environment, **extra}, scratch)
-        lines = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-    run.steps = [
-        Step(line["step"], line["reward"], line["at"] - began, meter.cpu_at(line["at"])) for line in lines
-    ]
-    return run
+@dataclass(frozen=True)
+class Trl:
+    """How TRL runs: the Python of its venv, the model, the most steps, and the environment."""
+
+    python: Path
+    model: Path
+    steps: int
+    environment: Mapping[str, str]
+
+    def best_setting(self, seed: int, level: float) -> str:
+        """Return the setting that reaches ``level`` first; print what each one needed."""
+        best, fewest = "", SEARCH_SECONDS
+        for setting in SETTINGS:
+            run = self.run(seed, setting, stop_at=level, seconds=fewest)
+            print(f"time_to_reward: TRL {setting}: {curve(run)}", flush=True)
+            found = run.reached(level)
+            if found is not None and found.seconds < fewest:
+                best, fewest = setting, found.seconds
+        if not best:
+            raise SystemExit(f"time_to_reward: error: no setting of TRL reached the reward {level}")
+        return best
+
+    def run(self, seed: int, setting: str, *, stop_at: float, seconds: float = SEARCH_SECONDS) -> Run:
+        """Run TRL until the reward ``stop_at`` or the first step after ``seconds``; return its steps."""
+        with tempfile.TemporaryDirectory(prefix="time-to-reward-") as scratch:
+            out = Path(scratch) / "steps.jsonl"
+            command = [
+                str(self.python), str(TRL_CHILD), "--model", str(self.model.resolve()), "--out", str(out),
+                *("--setting", setting, "--steps", str(self.steps), "--seed", str(seed)),
+                *("--stop_at", str(stop_at), "--seconds", str(seconds)),
+            ]  # fmt: skip
+            run = Run(TRL, seed)
+            extra = {"PYTHONPATH": str(ROOT / "src"), "TRL_EXPERIMENTAL_SILENCE": "1"}
+            began, meter = _run(command, run, ROOT, {**self.environment, **extra}, scratch)
+            lines = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+        run.steps = [
+            Step(line["step"], line["reward"], line["at"] - began, meter.cpu_at(line["at"])) for line in lines
+        ]
+        return run
 
 
 def _run(
@@ -218,11 +243,15 @@ def install_trl(venv: Path) -> None:
     stamp.write_text(" ".join(TRL_PACKAGES), encoding="utf-8")
 
 
+def curve(run: Run) -> str:
+    """Return the seconds and the reward of each step as text."""
+    return "  ".join(f"{step.seconds:.0f} s {step.reward:.2f}" for step in run.steps)
+
+
 def print_runs(runs: Sequence[Run], console: Console) -> None:
     """Print both curves, and what each run needed to each level."""
     for run in runs:
-        curve = "  ".join(f"{step.seconds:.0f} s {step.reward:.2f}" for step in run.steps)
-        console.print(f"{run.system}, seed {run.seed}: {curve}", highlight=False, soft_wrap=True)
+        console.print(f"{run.system}, seed {run.seed}: {curve(run)}", highlight=False, soft_wrap=True)
     table = Table("system", "seed", "steps")
     for level in LEVELS:
         table.add_column(f"s to {level}", justify="right")
@@ -284,7 +313,12 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=10, help="steps of the quickstart")
     parser.add_argument("--trl_steps", type=int, default=30, help="most steps of TRL; it ends at reward 0.9")
-    parser.add_argument("--trl_setting", default="lora", help="a name in SETTINGS of time_to_reward_trl.py")
+    parser.add_argument(
+        "--trl_setting",
+        default="best",
+        choices=("best", *SETTINGS),
+        help="settings of TRL; best: try them all",
+    )
     parser.add_argument("--trl_venv", type=Path, default=TRL_VENV)
     parser.add_argument("--cores", type=int, default=2, help="cores that each system runs on")
     parser.add_argument("--only", choices=("agentrl", "trl"))
@@ -295,14 +329,18 @@ def main() -> int:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])
     common = {**os.environ, "HF_HUB_OFFLINE": "1", "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}
     runs: list[Run] = []
+    threads = {**common, "OMP_NUM_THREADS": str(given.cores)}
+    trl = Trl(given.trl_venv / "bin/python", model, given.trl_steps, threads)
+    setting = given.trl_setting
     if given.only != "agentrl":
         install_trl(given.trl_venv)
+        if setting == "best":
+            setting = trl.best_setting(given.seeds[0], LEVELS[0])
     for seed in given.seeds:
         if given.only != "trl":
             runs.append(run_agentrl(seed, given.steps, common))
         if given.only != "agentrl":
-            threads = {**common, "OMP_NUM_THREADS": str(given.cores)}
-            runs.append(run_trl(seed, given.trl_steps, given.trl_setting, model, given.trl_venv, threads))
+            runs.append(trl.run(seed, setting, stop_at=LEVELS[-1]))
     print_runs(runs, Console(width=160))
     return _conclude(runs, given.plot, given.json)
 

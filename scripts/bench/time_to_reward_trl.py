@@ -39,12 +39,12 @@ class Setting:
 
 
 SETTINGS = {
-    "full": Setting(1e-5),
-    "lora": Setting(2e-4, lora_rank=16),
     "lora-fast": Setting(1e-3, lora_rank=16),
-    "lora-bf16": Setting(1e-3, lora_rank=16, dtype="bfloat16", autocast=False),
-    "lora-one-batch": Setting(1e-3, lora_rank=16, micro_batch=32),
     "lora-small": Setting(1e-3, lora_rank=16, prompts=2),
+    "lora-one-batch": Setting(1e-3, lora_rank=16, micro_batch=32),
+    "lora-bf16": Setting(1e-3, lora_rank=16, dtype="bfloat16", autocast=False),
+    "lora": Setting(2e-4, lora_rank=16),
+    "full": Setting(1e-5),
 }
 
 
