@@ -26,6 +26,7 @@ from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
 
+EXAMPLES = Path(__file__).parents[2] / "assets" / "examples"
 QUESTION = {"query": "What is\x1b]0;owned\x07 1+1?", "answer": "2", "scorer": "exact"}
 
 
@@ -87,6 +88,26 @@ async def test_a_task_is_tried_and_nothing_is_stored(
     assert await store.database["DispatchedSamplingTask"].count_documents({}) == 0
     with pytest.raises(ConfigError, match="is neither a task of run"):
         await try_task(configs, "b", line=None, engine_url=None)
+
+
+async def test_an_agent_that_is_a_client_gets_a_gateway_for_the_trial(
+    engine: str,
+    store: Store,
+    run_config: RunConfig,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES / "openai_loop"))
+    words = ("--model_name_or_path", str(tmp_path / "model"), "--agent_name", "openai_loop:openai_loop")
+    configs = flags(run_config, *words)
+    assert await try_task(configs, json.dumps(QUESTION), line=None, engine_url=engine) == 0
+    shown = capsys.readouterr().out
+    assert "turn 1 ·" in shown
+    assert "SCORED  score 0.000" in shown
+    names = await store.database.client.list_database_names()
+    assert not [name for name in names if name.startswith("agentrl_try")]
+    assert await store.database["DispatchedSamplingTask"].count_documents({}) == 0
 
 
 def test_errors_of_the_command_have_exit_codes(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``agentrl try TASK``: run one trajectory end to end and print it turn by turn; store nothing."""
+"""``agentrl try TASK``: run one trajectory end to end and print it turn by turn; keep nothing."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def main(argv: list[str]) -> int:
     configs = parse(
         words,
         command="agentrl try TASK",
-        description="Runs one trajectory of TASK and prints it; nothing is stored. TASK is a JSON object, the"
-        " id of a task of the run, or a task file.",
+        description="Runs one trajectory of TASK and prints it; nothing is kept. TASK is a JSON object, the"
+        " id of a task of the run, or a task file. An agent that calls the model through a gateway needs a"
+        " database server: the trial has a database of its own there, which is dropped at the end.",
         shown=[
             RunConfig,
             ModelConfig,

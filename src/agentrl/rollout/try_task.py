@@ -1,4 +1,4 @@
-"""Run one trajectory of one task and print it, without storing anything: ``agentrl try``."""
+"""Run one trajectory of one task and print it, and keep nothing: ``agentrl try``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -34,6 +34,9 @@ from agentrl.documents.task_source import TaskSource
 from agentrl.environments.session import EnvironmentSession, open_environment
 from agentrl.environments.tasks import generate, is_address
 from agentrl.errors import ConfigError, FailureError, TaskFileError, TrajectoryError
+from agentrl.gateway.model_calls import StreamingRouter
+from agentrl.gateway.trial import TrialGateway
+from agentrl.inference.encoded_ids import EncodedIds
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.generation import Generation, Progress
 from agentrl.llm.agent_config import load_section
@@ -77,6 +80,7 @@ class _Trial:
     engine: Engine
     chat_format: ChatFormat
     tools: ToolSession
+    gateway: TrialGateway
     calls: list[DispatchedSamplingTask]
     environment: EnvironmentSession | None = None
     outcome: Outcome | None = None
@@ -113,11 +117,13 @@ class _Trial:
             seed=self.configs[RunConfig].seed,
             manage_context=CONTEXT_MANAGERS.get(agent.new_context),
             write=self._keep,
+            gateway=self.gateway,
         )
         try:
             self.outcome = await run_agent(AGENTS.get(name), name, rollout, self.configs[SamplingConfig])
         finally:
             await rollout.finish()
+            self.calls += self.gateway.calls
         return rollout
 
     async def _keep(self, call: PendingCall) -> None:
@@ -140,11 +146,13 @@ async def try_task(configs: Configs, wanted: str, *, line: int | None, engine_ur
         pool = await stack.enter_async_context(ToolPool(configs[ToolConfig], browse))
         claim = Claim(task=task, traj_id=0, attempt=0, owner=_ID)
         environment = open_environment(task, call_timeout=configs[ToolConfig].tool_timeout_seconds)
+        router = await stack.enter_async_context(_router(configs, store, engine_url, chat_format))
         trial = _Trial(
             configs=configs,
             claim=claim,
-            engine=await stack.enter_async_context(_engine(configs, store, engine_url, chat_format)),
+            engine=await stack.enter_async_context(router.session(_ID)),
             chat_format=chat_format,
+            gateway=TrialGateway(configs, router, chat_format),
             tools=await stack.enter_async_context(pool.session(Trajectory.of(claim), environment)),
             calls=[],
             environment=environment,
@@ -236,12 +244,19 @@ class _Client(Protocol):
     ) -> Generation: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Direct:
-    """One engine, without a router."""
+    """One engine, which is its own router."""
 
     client: _Client
     context_length: int | None
+    encoded: EncodedIds = field(default_factory=EncodedIds)
+    """Left unused: the client encodes each prompt itself."""
+
+    @asynccontextmanager
+    async def session(self, traj_id: str, group: str | None = None) -> AsyncIterator[_Direct]:
+        """Return the engine."""
+        yield self
 
     async def generate(
         self,
@@ -259,10 +274,10 @@ class _Direct:
 
 
 @asynccontextmanager
-async def _engine(
+async def _router(
     configs: Configs, store: Store | None, url: str | None, chat_format: ChatFormat
-) -> AsyncIterator[Engine]:
-    """Open the engine at ``--engine_url``, or a live engine of the run."""
+) -> AsyncIterator[StreamingRouter]:
+    """Open the engine at ``--engine_url``, or the live engines of the run."""
     sampling, engine = configs[SamplingConfig], configs[EngineConfig]
     folder = await model_folder(store, configs[ModelConfig])
     if url is not None:
@@ -273,8 +288,7 @@ async def _engine(
         raise ConfigError("no engine is named", hint="give --engine_url, or --run_name of a run with engines")
     router = open_router(lambda: live_engines(store, engine), configs, chat_format, folder)
     try:
-        async with router.session(_ID) as session:
-            yield session
+        yield router
     finally:
         await router.close()
 
