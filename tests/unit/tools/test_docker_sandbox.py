@@ -70,14 +70,19 @@ def test_the_container_has_no_network_no_capability_and_every_limit() -> None:
 
 
 async def test_a_program_beyond_its_time_or_output_is_killed(docker: Path) -> None:
-    sandbox = DockerSandbox(SandboxLimits(seconds=0.5, output_bytes=1000), image="python:3.12")
+    sandbox = DockerSandbox(SandboxLimits(seconds=3, output_bytes=1000), image="python:3.12")
     late = await sandbox.run("import time; print('begun', flush=True); time.sleep(60)")
     loud = await sandbox.run("while True: print('y' * 100)")
     assert (late.exceeded, late.stdout) == ("time", "begun\n")
     assert (loud.exceeded, len(loud.stdout)) == ("output", 1000)
 
 
-@pytest.mark.skipif(docker_problem() is not None, reason=f"no container can run here: {docker_problem()}")
+NO_DOCKER = pytest.mark.skipif(
+    docker_problem() is not None, reason=f"no container can run here: {docker_problem()}"
+)
+
+
+@NO_DOCKER
 async def test_programs_run_in_a_real_container() -> None:
     sandbox = DockerSandbox(SandboxLimits(seconds=3, memory_mb=200), image=IMAGE)
     first = await sandbox.run("open('a', 'w').write('x'); print(input())", stdin="hello\n")
@@ -89,6 +94,29 @@ async def test_programs_run_in_a_real_container() -> None:
     assert (first.stdout, second.stdout, second.exit_code) == ("hello\n", "x\n", 3)
     assert (late.exceeded, large.exceeded) == ("time", "memory")
     assert "Network is unreachable" in alone.stderr
+
+
+BLOCKING = {
+    "full": "f = open('a', 'wb')\nwhile True: f.write(bytes(1 << 16)); f.flush()",
+    "inodes": "for n in range(10**6): open(f'f{n}', 'w')",
+    "locked": "import os; os.chmod('.', 0)",
+    "folder": "import os; os.remove('main.py'); os.makedirs('main.py/a'); os.chmod('main.py', 0)",
+    "fork": "import os\nos.setsid()\nwhile True:\n try: os.fork()\n except OSError: pass",
+}
+
+
+@NO_DOCKER
+@pytest.mark.parametrize("program", BLOCKING.values(), ids=BLOCKING)
+async def test_a_program_cannot_block_the_programs_after_it(program: str) -> None:
+    limits = SandboxLimits(seconds=3, disk_mb=4, files=50, processes=16, cpu_seconds=3)
+    sandbox = DockerSandbox(limits, image=IMAGE)
+    try:
+        blocking = await sandbox.run(program)
+        assert not blocking.succeeded or program in (BLOCKING["locked"], BLOCKING["folder"])
+        after = await sandbox.run("print('next')")
+        assert (after.stdout, after.exceeded) == ("next\n", None)
+    finally:
+        await sandbox.close()
 
 
 async def test_docker_that_fails_or_is_missing_is_named(

@@ -39,20 +39,30 @@ class DockerSandbox:
         self._turn = asyncio.Lock()
 
     async def run(self, code: str, stdin: str = "") -> Execution:
-        """Run a program to its end or its limits. Raises ToolServerError if Docker fails."""
+        """Run a program to its end or its limits. Raises ToolServerError if Docker fails.
+
+        After one that fills or locks its directory, or leaves processes that block the container, the next
+        one begins in a new container.
+        """
         async with self._turn:
             name = await self._container()
-            await self._write(name, code)
+            try:
+                await self._write(name, code)
+            except ToolServerError:
+                await self._remove()
+                name = await self._container()
+                await self._write(name, code)
             done = await self._execute(name, stdin)
-            await self._end_all(name)
+            try:
+                await self._end_all(name)
+            except ToolServerError:
+                await self._remove()
             return done
 
     async def close(self) -> None:
         """Remove the container. Idempotent."""
-        name, self._name = self._name, None
-        if name is not None:
-            with contextlib.suppress(ToolServerError):
-                await _docker("rm", "--force", "--volumes", name)
+        with contextlib.suppress(ToolServerError):
+            await self._remove()
 
     def start_command(self, name: str) -> list[str]:
         """Return the arguments of ``docker`` that start the container."""
@@ -77,6 +87,11 @@ class DockerSandbox:
             await _docker(*self.start_command(name))
             self._name = name
         return self._name
+
+    async def _remove(self) -> None:
+        name, self._name = self._name, None
+        if name is not None:
+            await _docker("rm", "--force", "--volumes", name)
 
     async def _write(self, name: str, code: str) -> None:
         write = "rm -rf main.py && cat > main.py"

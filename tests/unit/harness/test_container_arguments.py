@@ -1,0 +1,85 @@
+"""The client of Docker for a harness: rights, limits, what a process list may show, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from agentrl.documents.harness import Ending
+from agentrl.errors import ToolServerError
+from agentrl.harness.config import HarnessConfig, HarnessLimits
+from agentrl.harness.container import OWN_TO_DOCKER, _Running, _start, run_arguments
+
+CONFIG = HarnessConfig(
+    source=Path("harness.yml"),
+    command="true",
+    isolation="docker",
+    image="image:1",
+    network="models",
+    limits=HarnessLimits(memory_mb=64, processes=8, disk_mb=16, files=99, open_files=32, cpu_seconds=3),
+)
+
+
+def arguments(**variables: str) -> list[str]:
+    return run_arguments(CONFIG, "name", Path("/files"), 1000, variables, network="models")
+
+
+def environment_of(words: list[str]) -> list[str]:
+    return [value for flag, value in pairwise(words) if flag == "--env"]
+
+
+def test_a_container_has_no_right_and_every_limit() -> None:
+    command = " ".join(arguments())
+    for part in (
+        "--network models", "--user 1000:1000", "--read-only", "--cap-drop ALL", "no-new-privileges",
+        "--memory 64m", "--memory-swap 64m", "--pids-limit 8", "nofile=32", "cpu=3", f"fsize={16 << 20}",
+        "core=0", "--tmpfs /tmp:size=16m,nr_inodes=99", "--tmpfs /var/tmp:size=16m", "--log-driver none",
+        "--mount type=bind,source=/files,target=/sandbox",
+    ):  # fmt: skip
+        assert part in command
+    assert "privileged" not in command.replace("no-new-privileges", "")
+
+
+def test_values_of_variables_are_not_arguments() -> None:
+    words = arguments(AGENTRL_API_KEY="sesame", OPENAI_MODEL="policy")
+    assert "sesame" not in " ".join(words)
+    assert environment_of(words) == [
+        "AGENTRL_API_KEY", "HOME=/sandbox/home", "OPENAI_MODEL", "TMPDIR=/sandbox/tmp",
+    ]  # fmt: skip
+
+
+async def test_variables_of_dockers_client_keep_their_value_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"PATH": "/opt/bin", "HOME": "/root", "TMPDIR": "/var/tmp", "MODEL": "policy"}
+    assert set(given) - {"MODEL"} == set(OWN_TO_DOCKER)
+    assert environment_of(arguments(**given)) == ["HOME=/root", "MODEL", "PATH=/opt/bin", "TMPDIR=/var/tmp"]
+    program = tmp_path / "docker"
+    program.write_text("#!/bin/sh\necho $HOME $MODEL\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("HOME", "/home/sampler")
+    process = await _start(["run"], given)
+    said, _ = await process.communicate()
+    assert said == b"/home/sampler policy\n"
+
+
+async def test_a_client_that_prints_without_end_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "docker"
+    program.write_text("#!/bin/sh\nexec yes\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    running = _Running("name", tmp_path, HarnessLimits(output_bytes=1000))
+    await asyncio.wait_for(running.run(["run"], {}, 60), 30)
+    assert running.exceeded is Ending.OUTPUT_LIMIT
+
+
+async def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ToolServerError, match="PATH has none"):
+        await _start(["run"], {})
