@@ -101,12 +101,14 @@ def run_arguments(
 ) -> list[str]:
     """Return the arguments of ``docker`` before the command, with the values of ``OWN_TO_DOCKER`` only."""
     limits = config.limits
+    size = f"size={limits.disk_mb}m,nr_inodes={limits.files},mode=1777,exec"
     own = {"HOME": f"{ROOT}/{HOME}", "TMPDIR": f"{ROOT}/{TEMPORARY}"}
     own |= {name: value for name, value in variables.items() if name in OWN_TO_DOCKER}
     shown = [*(f"{name}={value}" for name, value in own.items()), *(variables.keys() - own.keys())]
     named = [word for variable in sorted(shown) for word in ("--env", variable)]
     return [
         "run", "--interactive", "--name", name, "--network", network, "--user", f"{user}:{user}",
+        "--read-only", "--tmpfs", f"/tmp:{size}", "--tmpfs", f"/var/tmp:{size}", "--log-driver", "none",
         "--cap-drop", "ALL", "--security-opt", "no-new-privileges",
         "--memory", f"{limits.memory_mb}m", "--memory-swap", f"{limits.memory_mb}m",
         "--pids-limit", str(limits.processes), "--ulimit", f"nofile={limits.open_files}",
@@ -252,7 +254,9 @@ async def _start(words: Sequence[str], variables: Mapping[str, str]) -> asyncio.
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
+    """Kill the client of Docker and read what is left of its outputs, without which it does not end."""
     if process.returncode is None:
         with suppress(ProcessLookupError):
             process.kill()
-        await process.wait()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.communicate(), _CONTROL_SECONDS)
