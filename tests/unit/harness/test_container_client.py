@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.documents.harness import Ending
 from agentrl.errors import ToolServerError
 from agentrl.harness.config import HarnessConfig, HarnessLimits
-from agentrl.harness.container import OWN_TO_DOCKER, _Running, _start, run_arguments
+from agentrl.harness.container import OWN_TO_DOCKER, _kill, _start, run_arguments
 
 CONFIG = HarnessConfig(
     source=Path("harness.yml"),
@@ -74,9 +73,14 @@ async def test_a_client_that_prints_without_end_is_killed(
     program.write_text("#!/bin/sh\nexec yes\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    running = _Running("name", tmp_path, HarnessLimits(output_bytes=1000))
-    await asyncio.wait_for(running.run(["run"], {}, 60), 30)
-    assert running.exceeded is Ending.OUTPUT_LIMIT
+    process = await _start(["run"], {})
+    assert process.stdout is not None
+    for _ in range(1000):
+        if process.stdout._paused:  # type: ignore[attr-defined]
+            break
+        await asyncio.sleep(0.01)
+    await asyncio.wait_for(_kill(process), 20)
+    assert process.returncode == -9
 
 
 async def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
