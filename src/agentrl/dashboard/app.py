@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -14,19 +16,25 @@ from agentrl.dashboard.failures import HANDLERS
 from agentrl.dashboard.live import LiveUpdates
 from agentrl.dashboard.options import DashboardOptions
 from agentrl.dashboard.pages import all_routes
+from agentrl.dashboard.render import compile_templates
 from agentrl.dashboard.security import Guard
 from agentrl.dashboard.stores import StorePool
+from agentrl.errors import AgentRLError
 
 
 def create_app(options: DashboardOptions) -> Starlette:
-    """Return the application. It connects to MongoDB at the first request, and closes when it shuts down.
+    """Return the application. It connects to MongoDB when it starts, and closes when it shuts down.
 
     ``app.state`` has its StorePool as ``stores``, its Cache as ``cache`` and its LiveUpdates as ``updates``.
     """
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        connecting = asyncio.create_task(_connect(app.state.stores), name="dashboard-connect")
+        compile_templates()
         yield
+        connecting.cancel()
+        await asyncio.gather(connecting, return_exceptions=True)
         await app.state.updates.close()
         await app.state.cache.close()
         await app.state.stores.close()
@@ -42,3 +50,9 @@ def create_app(options: DashboardOptions) -> Starlette:
     app.state.stores = StorePool(options.run)
     app.state.updates = LiveUpdates(app.state.stores)
     return app
+
+
+async def _connect(stores: StorePool) -> None:
+    """Connect before the first request. A request to a server that does not answer connects again."""
+    with contextlib.suppress(AgentRLError):
+        await stores.server()

@@ -60,6 +60,13 @@ def templates() -> Environment:
     return environment
 
 
+def compile_templates() -> None:
+    """Compile every template, so that no request waits for it."""
+    environment = templates()
+    for name in environment.list_templates():
+        environment.get_template(name)
+
+
 def render(
     request: Request,
     template: str,

@@ -1,9 +1,9 @@
-"""Read what the pages of a run share, each part cached for as long as it stays true."""
+"""Read what several pages share: the state of a run and the list of runs, each part cached for seconds."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from agentrl.config.run import EngineListConfig
 from agentrl.dashboard.cache import cache_of
+from agentrl.dashboard.stores import pool_of
 from agentrl.documents.evaluation import Evaluation
 from agentrl.documents.outage import Outage
 from agentrl.documents.run import RunSettings, TrainerLease
@@ -20,6 +21,7 @@ from agentrl.store.services import Liveness
 from agentrl.store.views.failures import Failures
 from agentrl.store.views.overview import Overview, StepPoint
 from agentrl.store.views.rows import EngineRow, FailureCount
+from agentrl.store.views.runs import Runs, RunSummary
 
 _COUNT_SECONDS = 3.0
 _SLOW_SECONDS = 10.0
@@ -91,57 +93,45 @@ async def read_steps(request: Request, store: Store) -> list[StepPoint]:
 
 async def read_run(request: Request, store: Store) -> RunData:
     """Return the state of the run."""
-    cache, overview = cache_of(request), Overview(store.connection)
-    name = store.run_name
-    configurations = await cache.get(("configurations", name), _SLOW_SECONDS, store.settings.resolved)
+    cache, overview, failures = cache_of(request), Overview(store.connection), Failures(store.connection)
+
+    def cached(
+        name: str, seconds: float, read: Callable[[], Awaitable[Any]], stale: float = 0.0
+    ) -> Awaitable[Any]:
+        return cache.get((name, store.run_name), seconds, read, stale=stale)
 
     async def read_failures() -> list[FailureCount]:
-        failures = Failures(store.connection)
-        return [*await failures.attempts(), *await failures.groups()]
+        attempts, groups = await asyncio.gather(failures.attempts(), failures.groups())
+        return [*attempts, *groups]
 
-    reads = asyncio.gather(
-        asyncio.gather(
-            read_steps(request, store),
-            overview.planned(),
-            store.services.liveness(TRAIN, _alive_seconds(configurations)),
-            store.trainer_lease.read(),
-            cache.get(("engines", name), _COUNT_SECONDS, store.views.engines),
-        ),
-        asyncio.gather(
-            cache.get(("tasks", name), _COUNT_SECONDS, overview.tasks, stale=_STALE_SECONDS),
-            cache.get(("records", name), _COUNT_SECONDS, overview.records, stale=_STALE_SECONDS),
-            cache.get(("data", name), _COUNT_SECONDS, overview.data, stale=_STALE_SECONDS),
-            overview.quarantined_because(),
-        ),
-        asyncio.gather(
-            cache.get(("failures", name), _SLOW_SECONDS, read_failures, stale=_STALE_SECONDS),
-            store.outages.past(_PAST_OUTAGES),
-            cache.get(("evaluations", name), _COUNT_SECONDS, store.evaluations.all),
-            cache.get(("settings", name), _SLOW_SECONDS, store.settings.all),
-        ),
-    )
-    (
-        (steps, planned, liveness, lease, engines),
-        counts,
-        (failures, outages, evaluations, settings),
-    ) = await reads
-    tasks, records, data, problem = counts
-    return RunData(
-        steps=steps,
-        planned=planned,
-        tasks=tasks,
-        records=records,
-        data=data,
-        quarantined_because=problem,
-        failures=failures,
-        liveness=liveness,
-        engines=engines,
-        lease=lease,
-        past_outages=outages,
-        evaluations=evaluations,
-        settings=settings,
-        configurations=configurations,
-    )
+    configurations = await cached("configurations", _SLOW_SECONDS, store.settings.resolved)
+    reads: dict[str, Awaitable[Any]] = {
+        "steps": read_steps(request, store),
+        "planned": overview.planned(),
+        "liveness": store.services.liveness(TRAIN, _alive_seconds(configurations)),
+        "lease": store.trainer_lease.read(),
+        "engines": cached("engines", _COUNT_SECONDS, store.views.engines),
+        "tasks": cached("tasks", _COUNT_SECONDS, overview.tasks, _STALE_SECONDS),
+        "records": cached("records", _COUNT_SECONDS, overview.records, _STALE_SECONDS),
+        "data": cached("data", _COUNT_SECONDS, overview.data, _STALE_SECONDS),
+        "quarantined_because": overview.quarantined_because(),
+        "failures": cached("failures", _SLOW_SECONDS, read_failures, _STALE_SECONDS),
+        "past_outages": store.outages.past(_PAST_OUTAGES),
+        "evaluations": cached("evaluations", _COUNT_SECONDS, store.evaluations.all),
+        "settings": cached("settings", _SLOW_SECONDS, store.settings.all),
+    }
+    values = await asyncio.gather(*reads.values())
+    return RunData(**dict(zip(reads, values, strict=True)), configurations=configurations)
+
+
+async def read_runs(request: Request, seconds: float) -> list[RunSummary]:
+    """Return every run of the server, read anew if it was read more than ``seconds`` ago."""
+
+    async def read() -> list[RunSummary]:
+        connection = await pool_of(request).server()
+        return await Runs(connection).all(EngineListConfig().alive_seconds)
+
+    return await cache_of(request).get("runs", seconds, read)
 
 
 def _alive_seconds(configurations: Sequence[RunSettings]) -> float:

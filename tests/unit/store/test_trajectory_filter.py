@@ -21,6 +21,9 @@ def test_a_filter_becomes_a_query() -> None:
     }  # fmt: skip
     assert not wanted.is_empty
     assert TrajectoryFilter().is_empty
+    failed = TrajectoryFilter(failure="engine").query
+    assert failed == {"status": "failed", "failure.kind": "engine"}, "an index begins with the status"
+    assert TrajectoryFilter(failure="engine", status=RecordStatus.READY).query["status"] == "ready"
     assert TrajectoryFilter().query == {}
 
 

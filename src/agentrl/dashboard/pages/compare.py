@@ -9,17 +9,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from agentrl.config.run import EngineListConfig
 from agentrl.dashboard.cache import cache_of
 from agentrl.dashboard.curves import overlaid
 from agentrl.dashboard.failures import BadQueryError, NotFoundError
 from agentrl.dashboard.query import whole
 from agentrl.dashboard.render import render
-from agentrl.dashboard.run_data import TRAIN, read_steps
-from agentrl.dashboard.stores import open_run, pool_of
+from agentrl.dashboard.run_data import TRAIN, read_runs, read_steps
+from agentrl.dashboard.stores import open_run
 from agentrl.documents.run import RunSettings
 from agentrl.store.views.overview import StepPoint
-from agentrl.store.views.runs import Runs, RunSummary
 from agentrl.store.views.versions import Versions, VersionSummary
 
 _RUNS_SECONDS = 10.0
@@ -40,12 +38,7 @@ _ROWS = (
 
 
 async def _runs(request: Request) -> Response:
-    async def read() -> list[RunSummary]:
-        connection = await pool_of(request).server()
-        return await Runs(connection).all(EngineListConfig().alive_seconds)
-
-    found = await cache_of(request).get("runs", _RUNS_SECONDS, read)
-    names = [run.name for run in found if run.problem is None]
+    names = [run.name for run in await read_runs(request, _RUNS_SECONDS) if run.problem is None]
     a, b = (request.query_params.get(name, "").strip()[:200] for name in ("a", "b"))
     if not (a and b):
         return render(request, "compare_runs.html", names=names, a=a, b=b, figures=[], rows=[], flags=[])

@@ -11,12 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from agentrl.dashboard.cache import cache_of
 from agentrl.dashboard.render import render
 from agentrl.dashboard.stores import open_run
 from agentrl.dashboard.views.rewards import VALUES, dependence, disagreements, edges, repeated_answers
 from agentrl.store.views.rewards import ScoredTrajectory
 
 _POINTS = 600
+_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +35,15 @@ async def _rewards(request: Request) -> Response:
         splits = await store.rewards.splits()
         default = "train" if "train" in splits or not splits else splits[0]
         split = request.query_params.get("split", default)
-        rows = await store.rewards.newest(split)
-    analysis = await asyncio.to_thread(_analyse, rows)
+
+        async def read() -> dict[str, Any]:
+            return await asyncio.to_thread(_analyse, await store.rewards.newest(split))
+
+        key = ("rewards", store.run_name, split)
+        analysis = await cache_of(request).get(key, _SECONDS, read)
     return render(
-        request, "rewards.html", run=store.run_name, section="rewards", split=split, splits=splits, rows=rows,
-        **analysis,
-    )  # fmt: skip
+        request, "rewards.html", run=store.run_name, section="rewards", split=split, splits=splits, **analysis
+    )
 
 
 def _analyse(rows: Sequence[ScoredTrajectory]) -> dict[str, Any]:
@@ -46,6 +51,7 @@ def _analyse(rows: Sequence[ScoredTrajectory]) -> dict[str, Any]:
     lowest, spread = min(scores), (max(scores) - min(scores)) or 1.0
     longest = max([row.generated_tokens for row in rows], default=0) or 1
     return {
+        "rows": len(rows),
         "dependences": [dependence(name, rows) for name in VALUES],
         "repeated": repeated_answers(rows),
         "pairs": disagreements(rows),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -88,15 +89,21 @@ class Overview(Repository):
         )
         return None if document is None else document["problem"]
 
-    async def _counts(self, collection: str) -> dict[str, dict[str, int]]:
-        """Count by split and status in an index that begins with both, without reading a document."""
-        cursor = await self._collection(collection).aggregate(
-            [
-                {"$match": {"split": {"$gte": ""}, "status": {"$gte": ""}}},
-                {"$group": {"_id": {"split": "$split", "status": "$status"}, "count": {"$sum": 1}}},
-            ]
+    async def _counts(self, name: str) -> dict[str, dict[str, int]]:
+        """Count by split and status.
+
+        An index begins with both: the server skips through it for the distinct values, and counts its keys.
+        """
+        collection = self._collection(name)
+        splits = await collection.distinct("split")
+        statuses = await asyncio.gather(
+            *(collection.distinct("status", {"split": split}) for split in splits)
+        )
+        pairs = [(split, status) for split, found in zip(splits, statuses, strict=True) for status in found]
+        numbers = await asyncio.gather(
+            *(collection.count_documents({"split": split, "status": status}) for split, status in pairs)
         )
         counts: dict[str, dict[str, int]] = defaultdict(dict)
-        for group in await cursor.to_list():
-            counts[group["_id"]["split"]][group["_id"]["status"]] = group["count"]
+        for (split, status), number in zip(pairs, numbers, strict=True):
+            counts[split][status] = number
         return dict(counts)

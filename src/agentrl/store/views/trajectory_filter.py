@@ -84,8 +84,8 @@ class TrajectoryFilter:
             query["split"] = self.split
         if self.status is not None:
             query["status"] = self.status.value
-        if self.failure is not None:
-            query["failure.kind"] = self.failure
+        if self.failure is not None:  # only failed Records have one, and an index begins with the status
+            query = {"status": RecordStatus.FAILED.value, **query, "failure.kind": self.failure}
         if self.version is not None:
             query["min_version"] = {"$lte": self.version}
             query["max_version"] = {"$gte": self.version}
