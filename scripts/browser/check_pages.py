@@ -15,6 +15,7 @@ import sys
 import time
 import urllib.request
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from urllib.parse import quote
 
@@ -23,10 +24,18 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_pla
 
 LIMIT_MS = 300.0
 _GRAVE = ("serious", "critical")
-_DESK, _PHONE = {"width": 1280, "height": 860}, {"width": 400, "height": 860}
+_DESK, _PHONE = {"width": 1280, "height": 860}, {"width": 390, "height": 844}
 _MAX_IMAGE_BYTES = 200_000
 _TIMEOUT_MS = 60_000
 _WIDEST_OVERFLOW = 1
+_HIDES_LINKS = """(() => {
+    const nav = document.querySelector(".top nav");
+    if (!nav || nav.scrollWidth <= nav.clientWidth) return false;
+    const here = nav.querySelector("[aria-current]")?.getBoundingClientRect();
+    const hidden = here && (here.left < 0 || here.right > window.innerWidth);
+    return hidden || !getComputedStyle(nav).backgroundImage.includes("gradient");
+})()"""
+"""Whether the navigation is wider than its frame and shows no shade, or not the current page's link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +56,11 @@ class Result:
     name: str
     times: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def first(self) -> float:
+        """The server time of the first request, in ms."""
+        return self.times[0]
 
     @property
     def median(self) -> float:
@@ -130,6 +144,8 @@ class Check:
             result.problems += [f"{where}: axe: {finding}" for finding in self._findings(page)]
             if page.evaluate("window.injected !== undefined"):
                 result.problems.append(f"{where}: text of a model was run as a script")
+            if page.evaluate(_HIDES_LINKS):
+                result.problems.append(f"{where}: the navigation scrolls, without a sign of it")
             wide = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
             if wide > _WIDEST_OVERFLOW:
                 result.problems.append(f"{where}: {wide} pixels wider than the window")
@@ -240,7 +256,7 @@ def main() -> int:
             return _report(list(results.values()), arguments.limit_ms)
         for name, address in pages.items():
             _say(f"browser: {name}")
-            for theme, phone in (("light", False), ("dark", True)):
+            for theme, phone in product(("light", "dark"), (False, True)):
                 check.inspect(results[name], address, theme=theme, phone=phone)
         arguments.images.mkdir(parents=True, exist_ok=True)
         for shot in SHOTS:
@@ -253,9 +269,9 @@ def main() -> int:
 
 def _report(results: list[Result], limit: float) -> int:
     load = os.getloadavg()[0]
-    print(f"\n| page | median ms | slowest ms |\n|---|---|---|  load {load:.1f}, {os.cpu_count()} cores")
+    print(f"\nload {load:.1f}, {os.cpu_count()} cores\n\n| page | first ms | median ms |\n|---|---|---|")
     for result in results:
-        print(f"| {result.name} | {result.median:.0f} | {max(result.times):.0f} |")
+        print(f"| {result.name} | {result.first:.0f} | {result.median:.0f} |")
         if result.median > limit:
             result.problems.append(f"the server takes {result.median:.0f} ms; the limit is {limit:.0f} ms")
     problems = [f"{result.name}: {problem}" for result in results for problem in result.problems]

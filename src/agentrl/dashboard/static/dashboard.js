@@ -86,7 +86,7 @@ let updating = false;
 let missed = false;
 let lastUpdate = 0;
 
-function say(text, away) {
+function showStatus(text, away) {
   if (status.textContent !== text) status.textContent = text;
   status.classList.toggle("away", away);
 }
@@ -102,15 +102,15 @@ async function update() {
     await new Promise((done) => setTimeout(done, Math.max(0, lastUpdate + REST_MS - Date.now())));
     lastUpdate = Date.now();
     const answer = await fetch(location.href, { headers: { Accept: "text/html" }, signal: AbortSignal.timeout(30000) });
-    if (answer.status === 401) say("the token has changed: open the printed address again", true);
-    else if (answer.status === 503) say("the database does not answer; trying again", true);
-    else if (!answer.ok) say(`the page cannot be updated: status ${answer.status}`, true);
+    if (answer.status === 401) showStatus("the token has changed: open the printed address again", true);
+    else if (answer.status === 503) showStatus("the database does not answer; trying again", true);
+    else if (!answer.ok) showStatus(`the page cannot be updated: status ${answer.status}`, true);
     else {
       replaceLive(new DOMParser().parseFromString(await answer.text(), "text/html"));
-      say("live", false);
+      showStatus("live", false);
     }
   } catch {
-    say("the dashboard does not answer; trying again", true);
+    showStatus("the dashboard does not answer; trying again", true);
   } finally {
     updating = false;
     if (missed && !document.hidden) update();
@@ -178,18 +178,18 @@ function listen() {
   if (events === undefined) return;
   if (events === "") {
     poll(true);
-    say("live", false);
+    showStatus("live", false);
     return;
   }
   source = new EventSource(events);
   source.addEventListener("open", () => {
     poll(false);
     if (status.classList.contains("away")) update();
-    else say("live", false);
+    else showStatus("live", false);
   });
   source.addEventListener("change", update);
   source.addEventListener("tick", update);
-  source.addEventListener("away", () => say("the database does not answer; trying again", true));
+  source.addEventListener("away", () => showStatus("the database does not answer; trying again", true));
   source.addEventListener("error", () => {
     if (source.readyState === EventSource.CLOSED) {
       poll(true); // refused, as by a dashboard with too many open pages
@@ -198,7 +198,7 @@ function listen() {
       const broken = source; // wait: a short break is not worth a message
       setTimeout(() => {
         if (broken === source && broken.readyState !== EventSource.OPEN && !document.hidden) {
-          say("the dashboard does not answer; trying again", true);
+          showStatus("the dashboard does not answer; trying again", true);
         }
       }, 4000);
     }
@@ -215,6 +215,15 @@ document.addEventListener("visibilitychange", () => {
     if (document.body.dataset.events !== undefined) update();
   }
 });
+
+/* Navigation: on a phone it scrolls; the current page's link is in sight from the start. */
+
+const here = document.querySelector(".top nav [aria-current]");
+if (here) {
+  const nav = here.closest("nav");
+  const [link, frame] = [here.getBoundingClientRect(), nav.getBoundingClientRect()];
+  nav.scrollLeft += link.left - frame.left - (frame.width - link.width) / 2;
+}
 
 /* Keys */
 
