@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -16,6 +17,8 @@ from agentrl.dashboard.stores import StorePool
 from agentrl.errors import AgentRLError
 from agentrl.store.changes import WATCHED
 from agentrl.store.client import Store
+
+logger = logging.getLogger(__name__)
 
 MAX_CLIENTS = 2000
 """Open pages that receive changes; pages beyond the limit ask again every few seconds."""
@@ -36,7 +39,7 @@ class _Feed:
 
 
 class LiveUpdates:
-    """Tells the open pages of a run that it changed; a run without open pages is not followed."""
+    """Sends an event to the open pages of a run when it changes; a run without open pages is not followed."""
 
     def __init__(self, stores: StorePool) -> None:
         self._stores = stores
@@ -89,12 +92,15 @@ class LiveUpdates:
         while True:
             try:
                 async with self._stores.open(run) as store:
-                    await self._tell(store, feed)
+                    await self._push_changes(store, feed)
             except AgentRLError:
-                _send(feed, "away")
-                await asyncio.sleep(_RETRY_SECONDS)
+                pass
+            except Exception:
+                logger.exception("the changes of a run cannot be followed", extra={"run": run})
+            _send(feed, "away")
+            await asyncio.sleep(_RETRY_SECONDS)
 
-    async def _tell(self, store: Store, feed: _Feed) -> None:
+    async def _push_changes(self, store: Store, feed: _Feed) -> None:
         while True:
             changed = await store.wait_for_change(*WATCHED, timeout=_TICK_SECONDS)
             if store.seconds_since_outage == 0.0:
@@ -116,7 +122,7 @@ async def _events(request: Request) -> Response:
     updates: LiveUpdates = request.app.state.updates
     if updates.clients >= MAX_CLIENTS:
         return PlainTextResponse(
-            f"This dashboard has {MAX_CLIENTS} open pages already; this one asks for changes by itself.\n",
+            f"This dashboard has {MAX_CLIENTS} open pages already; this one polls.\n",
             HTTPStatus.SERVICE_UNAVAILABLE,
             {"Retry-After": "60"},
         )

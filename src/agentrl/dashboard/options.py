@@ -1,4 +1,4 @@
-"""What a dashboard is started with, and the state that its pages share."""
+"""The options that a dashboard is started with."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class Guard:
         return _equal(given, self._options.token or "")
 
     def _cookie_value(self) -> str:
-        """Return what the cookie holds: from it, nobody learns the token."""
+        """Return the value of the cookie: a keyed hash, which does not reveal the token."""
         return hmac.new(
             (self._options.token or "").encode(), b"agentrl dashboard", hashlib.sha256
         ).hexdigest()

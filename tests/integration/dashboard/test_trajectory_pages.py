@@ -100,7 +100,8 @@ async def test_what_does_not_exist_is_not_found(client: httpx.AsyncClient) -> No
     for path in (
         "trajectories/nothing", "trajectories/%3Cscript%3Ealert(1)%3C/script%3E", "tokens/nothing",
         f"tokens/{HOSTILE}?call=99", f"text/{HOSTILE}?call=9&part=response",
-        f"text/{HOSTILE}?call=0&part=x", "images/none", f"pair?a={HOSTILE}&b=nothing",
+        f"text/{HOSTILE}?call=0&part=x", "images/none", f"trajectories/{HOSTILE}?from=40",
+        f"pair?a={HOSTILE}&b=nothing",
     ):  # fmt: skip
         await page(client, path, 404)
     for path in (

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.dashboard.views.compare import pair_turns
 from agentrl.dashboard.views.rewards import VALUES, dependence, disagreements, edges, repeated_answers
-from agentrl.dashboard.views.text import MAX_CHARS, shown
+from agentrl.dashboard.views.text import MAX_CHARS, call_text, content_text, shown
 from agentrl.dashboard.views.tokens import PAGE, Colour, decoder, token_views
 from agentrl.dashboard.views.trajectory import branch_views, contexts_of, part_text, turns_of
 from agentrl.dashboard.views.waterfall import waterfall_of
@@ -133,6 +133,18 @@ def test_two_trajectories_part_at_their_first_difference() -> None:
     assert (pairs[1].left.same, pairs[1].left.rest) == ("I", " think\nIt is 4")
     assert pairs[1].right.rest == "t is 5"
     assert pairs[2].left is None
+
+
+def test_whatever_a_client_sent_becomes_text() -> None:
+    contents = (None, "a", [{"type": "text", "text": "b"}], {"x": 1}, 7)
+    assert [content_text(content) for content in contents] == ["", "a", "b", '{"x": 1}', "7"]
+    assert call_text({"function": {"name": "add", "arguments": '{"a": 1}'}}) == '→ add({"a": 1})'
+    assert call_text({"name": "add", "arguments": {"a": 1}}) == '→ add({"a": 1})'
+    assert call_text("add") == "→ ?(null)"
+    strange = replace(call(0, None, ""), response={"content": {"x": 1}, "tool_calls": ["add"]})
+    [pair] = pair_turns([strange], [strange])
+    assert pair.left is not None
+    assert pair.left.same == '{"x": 1}\n→ ?(null)'
 
 
 def row(

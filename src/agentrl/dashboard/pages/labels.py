@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from http import HTTPStatus
 from urllib.parse import parse_qs
 
@@ -17,6 +18,7 @@ from agentrl.dashboard.render import link
 from agentrl.dashboard.stores import open_run
 
 _MAX_BYTES = 64 * 1024
+_MAX_SECONDS = 30.0
 
 
 async def _label(request: Request) -> Response:
@@ -45,12 +47,23 @@ async def _label(request: Request) -> Response:
 
 
 async def _form(request: Request) -> dict[str, str]:
-    """Return the fields of the posted form. Raises HTTPException 413 for a body above 64 KiB."""
+    """Return the fields of the posted form.
+
+    Raises HTTPException 413 for a body above 64 KiB, 408 for one that takes longer than 30 seconds.
+    """
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > _MAX_BYTES:
-            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "The form is too long.")
+    try:
+        async with asyncio.timeout(_MAX_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > _MAX_BYTES:
+                    raise HTTPException(
+                        HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The form has more than {_MAX_BYTES:,} bytes."
+                    )
+    except TimeoutError:
+        raise HTTPException(
+            HTTPStatus.REQUEST_TIMEOUT, f"The form did not arrive within {_MAX_SECONDS:.0f} s."
+        ) from None
     try:
         fields = parse_qs(body.decode("utf-8"), keep_blank_values=True, max_num_fields=20)
     except ValueError as error:

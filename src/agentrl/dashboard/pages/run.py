@@ -16,6 +16,7 @@ from agentrl.dashboard.render import render
 from agentrl.dashboard.run_data import TRAIN, RunData, read_run
 from agentrl.dashboard.stores import open_run
 from agentrl.documents.evaluation import Evaluation
+from agentrl.documents.run import RunSettings
 from agentrl.documents.status import EvaluationStatus, RecordStatus, ServiceStatus, TaskStatus
 from agentrl.store.evaluations import SEEN_SECONDS
 from agentrl.store.services import Liveness
@@ -55,7 +56,9 @@ async def _run(request: Request) -> Response:
         record_rows=_status_rows(run.records, [str(status) for status in RecordStatus]),
         record_statuses=[str(status) for status in RecordStatus],
         engines=[
-            _engine(engine, run.liveness) for engine in run.engines if _is_current(engine, run.liveness)
+            _engine(engine, run.liveness)
+            for engine in run.engines
+            if engine.status is not ServiceStatus.STOPPED
         ],
         evaluations=[_evaluation(item, run) for item in reversed(run.evaluations[-_EVALUATIONS:])],
         configurations=[_configuration(item) for item in run.configurations],
@@ -116,11 +119,6 @@ def _status_rows(counts: Mapping[str, Mapping[str, int]], statuses: Sequence[str
     ]
 
 
-def _is_current(engine: EngineRow, liveness: Liveness) -> bool:
-    """Return whether an engine is worth a row: alive, or fallen silent without a word."""
-    return engine.status is not ServiceStatus.STOPPED
-
-
 def _engine(engine: EngineRow, liveness: Liveness) -> dict[str, Any]:
     alive = (liveness.at - engine.heartbeat).total_seconds() <= liveness.alive_seconds
     return {"row": engine, "word": str(engine.status) if alive else "silent", "alive": alive}
@@ -138,7 +136,7 @@ def _evaluation(item: Evaluation, run: RunData) -> dict[str, Any]:
     }
 
 
-def _configuration(item: Any) -> dict[str, Any]:
+def _configuration(item: RunSettings) -> dict[str, Any]:
     given = [(name, item.values.get(name, "***")) for name in item.given]
     rest = [(name, value) for name, value in sorted(item.values.items()) if name not in item.given]
     return {"item": item, "given": given, "rest": rest, "packages": sorted((item.packages or {}).items())}

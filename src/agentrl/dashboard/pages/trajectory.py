@@ -42,6 +42,8 @@ async def _trajectory(request: Request) -> Response:
             _others(store, found.record),
         )
     record, calls = found.record, found.calls
+    if start and start >= len(calls):
+        raise NotFoundError(f"trajectory {record_id!r} has {len(calls)} turns; from is {start}")
     turns = turns_of(record, calls[start : start + _TURNS], calls)
     token, cookie = csrf.give_token(request) if may_label else (None, "")
     response = render(
@@ -53,6 +55,7 @@ async def _trajectory(request: Request) -> Response:
         verdicts=verdicts_of(record), labels=labels_of.get(record_id, ()), known_labels=known, csrf=token,
         waterfall=waterfall_of(record, calls), contexts=contexts_of(calls),
         branches=branch_views(record, calls), turns=turns, start=start,
+        earlier_turns=max(0, start - _TURNS) if start else None, page_turns=_TURNS,
         more_turns=start + _TURNS if start + _TURNS < len(calls) else None,
     )  # fmt: skip
     if may_label:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from agentrl.dashboard.views.text import MAX_CHARS
-from agentrl.documents.images import text_of
+from agentrl.dashboard.views.text import MAX_CHARS, call_text, content_text
 from agentrl.documents.model_call import DispatchedSamplingTask
 
 
@@ -76,11 +74,7 @@ def _shared(one: str, other: str) -> int:
 
 def _generated(call: DispatchedSamplingTask) -> str:
     """Return what the model generated in a turn, and what its tools answered, as text."""
-    parts = [text_of(call.response.get("reasoning_content")), text_of(call.response.get("content"))]
-    for each in call.response.get("tool_calls") or ():
-        function = each.get("function", each)
-        arguments = function.get("arguments")
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, default=str)
-        parts.append(f"→ {function.get('name', '?')}({text})")
+    parts = [content_text(call.response.get(name)) for name in ("reasoning_content", "content")]
+    parts += map(call_text, call.response.get("tool_calls") or ())
     parts += [f"← {execution.text}" for execution in call.tool_executions]
     return "\n".join(filter(None, parts))

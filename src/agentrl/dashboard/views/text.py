@@ -1,12 +1,17 @@
-"""Cut the text of models, tools and task files for a page; the templates escape it (``visible``)."""
+"""Read and cut the text of models, tools and task files for a page; the templates escape it (``visible``)."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
+
+from agentrl.documents.images import text_of
 
 MAX_CHARS: Final = 20_000
 """Characters of one text on a page; a link leads to the whole."""
+_LINE = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +31,24 @@ def shown(value: object) -> Shown:
     """Return the beginning of a text for a page."""
     text = str(value)
     return Shown(text[:MAX_CHARS], len(text))
+
+
+def content_text(content: Any) -> str:
+    """Return the text of a message's content, whatever a client has sent."""
+    if content is None or isinstance(content, (str, list)):
+        return text_of(content)
+    return json_text(content)
+
+
+def call_text(call: Any) -> str:
+    """Return a tool call as ``→ name(arguments)``."""
+    function = call.get("function", call) if isinstance(call, Mapping) else {}
+    return f"→ {function.get('name', '?')}({json_text(function.get('arguments'))})"
+
+
+def json_text(value: Any) -> str:
+    """Return a text as it is, and any other value as JSON: on one line if it is short."""
+    if isinstance(value, str):
+        return value
+    is_short = len(str(value)) < _LINE
+    return json.dumps(value, ensure_ascii=False, default=str, indent=None if is_short else 1)

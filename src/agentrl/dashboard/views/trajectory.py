@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from agentrl.dashboard.views.text import Shown, shown
+from agentrl.dashboard.views.text import Shown, call_text, content_text, json_text, shown
 from agentrl.data.convert import mask_reason
 from agentrl.documents.branches import branches_of, main_branch
-from agentrl.documents.images import ImageRef, image_refs, text_of
+from agentrl.documents.images import ImageRef, image_refs
 from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, full_messages
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus
@@ -72,16 +71,16 @@ class BranchView:
 
 
 def turns_of(
-    record: Record, calls: Sequence[DispatchedSamplingTask], everything: Sequence[DispatchedSamplingTask]
+    record: Record, calls: Sequence[DispatchedSamplingTask], all_calls: Sequence[DispatchedSamplingTask]
 ) -> list[TurnView]:
-    """Return the turns of ``calls``, in their order; ``everything`` holds all model calls."""
-    by_id = {call.id: call for call in everything}
+    """Return the turns of ``calls``, in their order; ``all_calls`` has their parents."""
+    by_id = {call.id: call for call in all_calls}
     return [_turn(record, call, by_id.get(call.parent) if call.parent else None) for call in calls]
 
 
 def _turn(record: Record, call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None) -> TurnView:
     continues = _turn_of(call.parent or call.follows)
-    thought, text = (_text(call.response.get(key)) for key in ("reasoning_content", "content"))
+    thought, text = (content_text(call.response.get(key)) for key in ("reasoning_content", "content"))
     return TurnView(
         call=call,
         number=call.index + 1,
@@ -108,12 +107,9 @@ def _beginning(call: DispatchedSamplingTask) -> str | None:
 def _messages(call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None) -> Iterator[MessageView]:
     whole = full_messages(call, parent)
     for stored, message in zip(call.messages, whole, strict=True):
-        thought = _text(message.get("reasoning_content"))
-        said = _text(message.get("content"))
-        called = "\n".join(_call_text(each) for each in message.get("tool_calls") or ())
         yield MessageView(
             role=str(message.get("role", "?")),
-            text=shown("\n".join(filter(None, (thought, said, called)))),
+            text=shown(_whole_message(message)),
             images=_images([message]),
             is_result="execution" in stored,
         )
@@ -125,7 +121,9 @@ def _tools(call: DispatchedSamplingTask) -> Iterator[ToolView]:
         return
     for each in call.response.get("tool_calls") or ():
         function = each.get("function", each) if isinstance(each, Mapping) else {}
-        yield ToolView(name=str(function.get("name", "?")), arguments=shown(_json(function.get("arguments"))))
+        yield ToolView(
+            name=str(function.get("name", "?")), arguments=shown(json_text(function.get("arguments")))
+        )
 
 
 def _executed(execution: ToolExecution) -> ToolView:
@@ -138,7 +136,7 @@ def _executed(execution: ToolExecution) -> ToolView:
             else f"condensed from {condensed.tokens:,} tokens by {models}"
         )
     return ToolView(
-        name=execution.name, arguments=shown(_json(execution.arguments)), result=shown(execution.result),
+        name=execution.name, arguments=shown(json_text(execution.arguments)), result=shown(execution.result),
         is_error=execution.error, seconds=execution.seconds, server=execution.server,
         reward=execution.reward, note=note, images=execution.images,
     )  # fmt: skip
@@ -214,7 +212,7 @@ def part_text(call: DispatchedSamplingTask, parent: DispatchedSamplingTask | Non
     Parts are ``thought``, ``response``, ``message-N``, ``arguments-N`` and ``result-N``, with N from 0.
     """
     if part in (THOUGHT, RESPONSE):
-        return _text(call.response.get("reasoning_content" if part == THOUGHT else "content"))
+        return content_text(call.response.get("reasoning_content" if part == THOUGHT else "content"))
     kind, _, number = part.rpartition("-")
     if not number.isdecimal() or len(number) > 6:
         return None
@@ -224,26 +222,15 @@ def part_text(call: DispatchedSamplingTask, parent: DispatchedSamplingTask | Non
         return _whole_message(messages[place]) if place < len(messages) else None
     if kind in ("arguments", "result") and place < len(call.tool_executions):
         execution = call.tool_executions[place]
-        return _json(execution.arguments) if kind == "arguments" else execution.result
+        return json_text(execution.arguments) if kind == "arguments" else execution.result
     return None
 
 
 def _whole_message(message: Mapping[str, Any]) -> str:
-    called = "\n".join(_call_text(each) for each in message.get("tool_calls") or ())
-    parts = (_text(message.get("reasoning_content")), _text(message.get("content")), called)
+    """Return the thoughts, the content and the tool calls of a message as one text."""
+    parts = [content_text(message.get("reasoning_content")), content_text(message.get("content"))]
+    parts += map(call_text, message.get("tool_calls") or ())
     return "\n".join(filter(None, parts))
-
-
-def _text(content: Any) -> str:
-    """Return the text of a message's content, whatever a client has sent."""
-    if content is None or isinstance(content, (str, list)):
-        return text_of(content)
-    return _json(content)
-
-
-def _call_text(call: Any) -> str:
-    function = call.get("function", call) if isinstance(call, Mapping) else {}
-    return f"→ {function.get('name', '?')}({_json(function.get('arguments'))})"
 
 
 def _images(messages: Sequence[Mapping[str, Any]]) -> list[ImageRef]:
@@ -251,13 +238,3 @@ def _images(messages: Sequence[Mapping[str, Any]]) -> list[ImageRef]:
         return image_refs(messages)
     except (TypeError, KeyError):
         return []
-
-
-def _json(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False, default=str, indent=None if _is_short(value) else 1)
-
-
-def _is_short(value: Any) -> bool:
-    return len(str(value)) < 100
