@@ -1,6 +1,6 @@
 """Compare the seconds to a reward of the quickstart and of TRL's GRPOTrainer: same model, tasks and cores.
 
-    python scripts/bench/time_to_reward.py [--seeds 0] [--steps 10] [--trl_setting best] [--plot F] [--json F]
+    python scripts/bench/time_to_reward.py [--seeds 0] [--steps 12] [--trl_setting best] [--plot F] [--json F]
 
 Both train SmolLM2-135M-Instruct on ``assets/tasks/calculator_train.jsonl`` with groups of eight, one after
 the other, on the same two cores. TRL is installed from PyPI into a venv of its own, ``.agentrl/venvs/trl``;
@@ -311,7 +311,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=10, help="steps of the quickstart")
+    parser.add_argument("--steps", type=int, default=12, help="steps of the quickstart")
     parser.add_argument("--trl_steps", type=int, default=30, help="most steps of TRL; it ends at reward 0.9")
     parser.add_argument(
         "--trl_setting",

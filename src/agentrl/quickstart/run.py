@@ -56,7 +56,7 @@ class Preset:
     minutes: float
 
 
-REAL = Preset(base_name="quickstart", tasks="calculator_train.jsonl", steps=10, minutes=10.0)
+REAL = Preset(base_name="quickstart", tasks="calculator_train.jsonl", steps=12, minutes=10.0)
 TINY = Preset(base_name="quickstart-tiny", tasks="tiny_train.jsonl", steps=30, minutes=5.0)
 
 
