@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
@@ -14,6 +15,7 @@ from pymongo import MongoClient
 
 from agentrl.config.run import URI_VARIABLES
 from agentrl.config.schema import RunConfig
+from agentrl.observe.logging import LogWriter
 from agentrl.store import availability
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded.server import EmbeddedMongo
@@ -57,6 +59,16 @@ def _without_surrogates(value: object) -> object:
 def leases_expire_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody else needs time to renew leases on the server of a test, which has just started."""
     monkeypatch.setattr(availability, "RENEWAL_SECONDS", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def log_writers_end_with_their_test() -> Iterator[None]:
+    """Remove the log writer that a command installed in this process: its stream is closed with the test."""
+    yield
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if isinstance(handler, LogWriter)]:
+        root.removeHandler(handler)
+        handler.close()
 
 
 @pytest.fixture(scope="session")
