@@ -205,9 +205,9 @@ class Opened:
         )
         self.page = self._context.new_page()
         self.messages: list[str] = []
-        self.page.on("console", self._heard)
+        self.page.on("console", self._on_console)
         self.page.on("pageerror", lambda error: self.messages.append(str(error)[:300]))
-        self.page.on("requestfailed", self._failed)
+        self.page.on("requestfailed", self._on_failed_request)
         self.page.on("dialog", lambda dialog: (self.messages.append("a dialog opened"), dialog.dismiss()))
 
     def __enter__(self) -> Opened:
@@ -216,11 +216,11 @@ class Opened:
     def __exit__(self, *_: object) -> None:
         self._context.close()
 
-    def _heard(self, message: ConsoleMessage) -> None:
+    def _on_console(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
             self.messages.append(f"{message.type}: {message.text[:300]}")
 
-    def _failed(self, request: Request) -> None:
+    def _on_failed_request(self, request: Request) -> None:
         if not request.url.endswith("/events") and "ERR_ABORTED" not in str(request.failure):
             self.messages.append(f"request failed: {request.url[:200]}: {request.failure}")
 
@@ -248,21 +248,23 @@ def main() -> int:
             executable_path=arguments.chromium, args=["--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
         )
         check = Check(browser, os.environ["DASHBOARD_URL"], arguments.axe.read_text(encoding="utf-8"))
-        _say(f"server time of {len(pages)} pages, {arguments.requests} requests each")
+        _print_line(f"server time of {len(pages)} pages, {arguments.requests} requests each")
         for _ in range(arguments.requests):
             for name, address in pages.items():
                 check.measure(results[name], address)
         if arguments.times:
             return _report(list(results.values()), arguments.limit_ms)
         for name, address in pages.items():
-            _say(f"browser: {name}")
+            _print_line(f"browser: {name}")
             for theme, phone in product(("light", "dark"), (False, True)):
                 check.inspect(results[name], address, theme=theme, phone=phone)
+            for problem in results[name].problems:
+                _print_line(f"  {problem}")
         arguments.images.mkdir(parents=True, exist_ok=True)
         for shot in SHOTS:
             if shot.page in pages:
                 path = check.shoot(shot, pages[shot.page], arguments.images)
-                _say(f"{path}: {path.stat().st_size // 1000} kB")
+                _print_line(f"{path}: {path.stat().st_size // 1000} kB")
         browser.close()
     return _report(list(results.values()), arguments.limit_ms)
 
@@ -281,7 +283,7 @@ def _report(results: list[Result], limit: float) -> int:
     return 1 if problems else 0
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -267,8 +267,8 @@ class LargeRun:
             )
 
 
-async def write(store: Store, run: LargeRun, tell: Any) -> int:
-    """Insert the documents of ``run``. Return their number; ``tell`` gets a line every 20,000."""
+async def write(store: Store, run: LargeRun, report: Callable[[str], None]) -> int:
+    """Insert the documents of ``run``. Return their number; ``report`` gets a line every 20,000."""
     waiting: dict[str, list[dict[str, Any]]] = {}
     written = 0
     for document in run.documents():
@@ -281,7 +281,7 @@ async def write(store: Store, run: LargeRun, tell: Any) -> int:
             batch.clear()
         written += 1
         if written % 20_000 == 0:
-            tell(f"{written:,} documents")
+            report(f"{written:,} documents")
     for name, batch in waiting.items():
         if batch:
             await store.database[name].insert_many(batch, ordered=False)
