@@ -1,4 +1,4 @@
-# Samplers, gateways, scorers, evaluations, audits and the dashboard: no torch, no GPU (about 0.6 GB).
+# Samplers, gateways, scorers, evaluations, audits and the dashboard: no torch, no GPU (about 0.8 GB).
 #   docker build -f deploy/docker/sampler.Dockerfile -t agentrl-sampler .
 #   docker run --rm agentrl-sampler sample --help
 # The base image is pinned by its tag; pin it by digest in your registry: --build-arg PYTHON_IMAGE=python@sha256:…
@@ -38,7 +38,5 @@ ENV PATH=/opt/agentrl/bin:$PATH \
     OMP_NUM_THREADS=1
 USER 10001:10001
 WORKDIR /data
-# Gateways and the dashboard are checked over HTTP, where they run; a sampler that cannot work ends.
-HEALTHCHECK NONE
 ENTRYPOINT ["tini", "--", "agentrl"]
 CMD ["--help"]

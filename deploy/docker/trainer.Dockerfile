@@ -43,7 +43,5 @@ ENV PATH=/opt/agentrl/bin:$PATH \
     HF_HUB_OFFLINE=1
 USER 10001:10001
 WORKDIR /data
-# The trainer's lease and metrics in the database say that it works; a trainer that cannot work ends.
-HEALTHCHECK NONE
 ENTRYPOINT ["tini", "--", "agentrl"]
 CMD ["train", "--help"]

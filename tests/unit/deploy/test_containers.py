@@ -66,7 +66,7 @@ def test_every_flag_is_a_real_one(service: str, command: list[str]) -> None:
     name, *words = command
     if name in WITH_FLAGS:
         configs = flags_of(words, name)
-        assert configs[RunConfig].output == "/output"
+        assert configs[RunConfig].output == "/output/my_run"
         assert configs[TaskConfig].train_file == "/tasks/train.jsonl"
     else:
         importlib.import_module(COMMANDS[name][0])._parser().parse_args(words)
@@ -175,6 +175,8 @@ def test_an_image_is_pinned_and_not_roots(name: str) -> None:
     last = text[text.rindex("\nFROM ") :]
     assert re.findall(r"^USER (.+)$", last, re.MULTILINE) == ["10001:10001"]
     assert 'ENTRYPOINT ["tini", "--", "agentrl"]' in last
+    # docker compose up --wait fails for a service whose image has the health check NONE.
+    assert "HEALTHCHECK NONE" not in text
     for source in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE):
         for path in source.split():
             assert (ROOT / path).exists(), path
