@@ -21,7 +21,10 @@ def english_of(page: Path) -> Path:
 @pytest.mark.parametrize("page", TRANSLATED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_translation_is_in_step(page: Path) -> None:
     english = english_of(page)
-    code = [[(block.language, block.title, block.text) for block in blocks(item)] for item in (english, page)]
+    code = [
+        [(block.language, block.title, block.text, block.not_run) for block in blocks(item)]
+        for item in (english, page)
+    ]
     assert code[0] == code[1], f"copy the code blocks of {english.name} into {page.name}"
     levels = [[heading.split(" ")[0] for heading in headings(item)] for item in (english, page)]
     assert levels[0] == levels[1]
