@@ -65,7 +65,7 @@ class _Server(uvicorn.Server):
 
 
 async def serve(config: ServeConfig, announce: Callable[[str], None]) -> None:
-    """Serve until a signal. ``announce`` is called with the address, with the token if there is one.
+    """Serve until a signal. ``announce`` is called with the address, and the token if this process made it.
 
     Raises ConfigError for a port that is taken and a token file that cannot be used.
     """
@@ -92,7 +92,7 @@ async def serve(config: ServeConfig, announce: Callable[[str], None]) -> None:
         ),
         app.state.updates.stop,
     )
-    announce(_address(config.host, port, token))
+    announce(_address(config.host, port, token if config.token_file is None else None))
     await server.serve([listener])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from agentrl.config.schema import RunConfig
 from agentrl.dashboard.app import create_app
 from agentrl.dashboard.options import DashboardOptions
-from agentrl.dashboard.serve import ServeConfig, _listen, _token
+from agentrl.dashboard.serve import ServeConfig, _listen, _Server, _token, serve
 from agentrl.dashboard.static_files import asset
 from agentrl.errors import ConfigError
 
@@ -98,6 +99,23 @@ def test_a_token_is_made_only_where_others_can_connect(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(f"{TOKEN}\n", encoding="utf-8")
     assert _token(ServeConfig(run=RunConfig(), token_file=file)) == TOKEN
+
+
+async def test_only_a_token_that_is_made_here_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def close(self: _Server, sockets: list[socket.socket]) -> None:
+        for listener in sockets:
+            listener.close()
+
+    monkeypatch.setattr(_Server, "serve", close)
+    file = tmp_path / "token"
+    file.write_text(TOKEN, encoding="utf-8")
+    said: list[str] = []
+    await serve(ServeConfig(run=RunConfig(), host="0.0.0.0", token_file=file), said.append)
+    await serve(ServeConfig(run=RunConfig(), host="0.0.0.0"), said.append)
+    assert said[0].endswith("/")
+    assert "?token=" in said[1]
 
 
 @pytest.mark.parametrize("content", ["short", "", "a token with spaces in it", None])
