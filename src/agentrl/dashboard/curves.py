@@ -34,7 +34,7 @@ CURVES: Sequence[Curve] = (
     Curve(id="reward", title="Reward and pass rate", metrics={"reward": "reward", "pass rate": "pass_rate"},
           help="Means over all sampled trajectories; both should rise."),
     Curve(id="kl", title="KL(μ‖π)", metrics={"KL(μ‖π)": "kl_k3", "KL(π‖reference)": "kl_reference"},
-          help="How far the policy that sampled is from the one that trains. Healthy: below 0.05.",
+          help="How far the policy that sampled is from the one that trains. Healthy: below 0.01.",
           unit=_NATS),
     Curve(id="entropy", title="Entropy", metrics={"entropy": "entropy"},
           help="May fall slowly. Near 0, the policy no longer explores.", unit=_NATS),
