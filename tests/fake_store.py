@@ -13,6 +13,7 @@ from agentrl.documents.run import ProcessIdentity
 from agentrl.documents.serving import InferenceService, PolicyVersion
 from agentrl.documents.status import DataStatus, StepStatus, TrainerEnd, VersionStatus
 from agentrl.documents.task import Task
+from agentrl.documents.token_statistics import TokenStatistics
 from agentrl.documents.training import DBRecordData, TrainStep
 from agentrl.errors import LeaseLostError
 from agentrl.store.training import StaleVersions
@@ -38,6 +39,8 @@ class FakeStore:
         self.policy_versions = _PolicyVersions(self)
         self.services = _Services(self)
         self.evaluations = _Evaluations(self)
+        self.token_statistics = _TokenStatistics(self)
+        self.statistics: dict[str, TokenStatistics] = {}
         self.needed_versions: set[int] = set()
         """Versions that evaluations need."""
         self.trainer_lease = _TrainerLease(self)
@@ -79,6 +82,11 @@ class _Part:
 class _Evaluations(_Part):
     async def needed_versions(self) -> set[int]:
         return set(self.store.needed_versions)
+
+
+class _TokenStatistics(_Part):
+    async def put(self, items: Sequence[TokenStatistics]) -> None:
+        self.store.statistics.update({item.id: item for item in items})
 
 
 class _Tasks(_Part):

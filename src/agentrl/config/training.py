@@ -218,6 +218,14 @@ class TrainConfig(ParallelConfig):
         unit="tokens",
     )
     autocast_bf16: bool = flag(False, "compute matrix products in bfloat16; weights keep --dtype")
+    token_statistics_mib: float = flag(
+        4.0,
+        "importance ratios and entropies of single tokens that a step stores for the dashboard, at most: 4"
+        " bytes a trained token, whole trajectories, those of the first groups first (0: none)",
+        within="[0, inf)",
+        unit="MiB a step",
+        per_process=True,
+    )
     verify_data: bool = flag(
         True, "check training data against their Records and model calls before a step trains them"
     )

@@ -39,6 +39,8 @@ class TokenForest:
     """int64[T], trajectory in [0, R)."""
     target: Ints
     """int64[T], index of the trainable token."""
+    label: Ints
+    """int64[T], number of the trainable token in its whole trajectory, in the order of its spans."""
     advantage: Floats
     """float32[T]."""
     behavior_logprob: Floats
@@ -119,6 +121,7 @@ def concatenate(forests: Sequence[TokenForest]) -> TokenForest:
         subtree_end=np.concatenate([forest.subtree_end + start for forest, start, _ in placed]),
         row=np.concatenate([forest.row + first for forest, _, first in placed]),
         target=np.concatenate([forest.target + start for forest, start, _ in placed]),
+        label=np.concatenate([forest.label for forest in forests]),
         advantage=np.concatenate([forest.advantage for forest in forests]),
         behavior_logprob=np.concatenate([forest.behavior_logprob for forest in forests]),
         version=np.concatenate([forest.version for forest in forests]),
@@ -221,6 +224,7 @@ def _one_sequence(
         subtree_end=subtree_end,
         row=np.zeros(len(target), np.int64),
         target=target,
+        label=np.arange(len(target)),
         advantage=np.ones(len(target), np.float32),
         behavior_logprob=np.zeros(len(target), np.float32),
         version=np.zeros(len(target), np.int64),
@@ -266,6 +270,7 @@ def _one_trajectory(
         subtree_end=layout.subtree_end,
         row=np.zeros(len(target), np.int64),
         target=placed,
+        label=np.arange(len(target)),
         advantage=advantage,
         behavior_logprob=behavior,
         version=np.repeat(np.array([span.version for span in data.spans], np.int64), per_span),

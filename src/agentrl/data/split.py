@@ -32,6 +32,7 @@ def restrict(forest: TokenForest, labels: NDArray[np.bool_]) -> TokenForest:
         subtree_end=place[forest.subtree_end[kept]],
         row=row,
         target=place[target],
+        label=forest.label[labels],
         advantage=forest.advantage[labels],
         behavior_logprob=forest.behavior_logprob[labels],
         version=forest.version[labels],

@@ -1,4 +1,4 @@
-"""Pack token arrays as bytes: int32 ids and float32 logprobs, little-endian."""
+"""Pack token arrays as bytes: int32 ids, float32 logprobs and float16 statistics, little-endian."""
 
 from __future__ import annotations
 
@@ -26,3 +26,14 @@ def pack_floats(values: Sequence[float] | NDArray[np.float32]) -> bytes:
 def unpack_floats(data: bytes) -> NDArray[np.float32]:
     """Return float32[n] values; inverse of ``pack_floats``."""
     return np.frombuffer(data, dtype="<f4").astype(np.float32, copy=False)
+
+
+def pack_halves(values: NDArray[np.float32]) -> bytes:
+    """Return the float16 bytes of ``values``; numbers beyond ±65504 become ±65504."""
+    limit = np.finfo(np.float16).max
+    return np.clip(values, -limit, limit).astype("<f2").tobytes()
+
+
+def unpack_halves(data: bytes) -> NDArray[np.float32]:
+    """Return float32[n] values; inverse of ``pack_halves``."""
+    return np.frombuffer(data, dtype="<f2").astype(np.float32)

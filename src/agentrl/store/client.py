@@ -36,6 +36,7 @@ from agentrl.store.scorings import Scorings
 from agentrl.store.services import Services
 from agentrl.store.settings import Settings
 from agentrl.store.tasks import Tasks
+from agentrl.store.token_statistics import TokenStatisticsWrites
 from agentrl.store.trainer_lease import TrainerLeases
 from agentrl.store.training import Training
 from agentrl.store.views.read import Views
@@ -69,6 +70,7 @@ class Store:
         self.images = Images(connection)
         self.answered_calls = AnsweredCalls(connection)
         self.labels = Labels(connection)
+        self.token_statistics = TokenStatisticsWrites(connection)
         self.views = Views(connection)
         self.trajectories = TrajectorySearch(connection)
         self.tokens = TokenReads(connection)

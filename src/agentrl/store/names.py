@@ -35,6 +35,8 @@ EVALUATION: Final = "Evaluation"
 """Evaluations of policies, with their results."""
 LABEL: Final = "Label"
 """What people say of trajectories."""
+TOKEN_STATISTICS: Final = "TokenStatistics"
+"""Importance ratios and entropies of trained tokens, by step."""
 COLLECTIONS: Final = (
     TASK,
     RECORD,
@@ -55,7 +57,8 @@ COLLECTIONS: Final = (
     GATEWAY_SESSION,
     GATEWAY_CALL,
     LABEL,
+    TOKEN_STATISTICS,
 )
 
-SCHEMA_VERSION: Final = 7
+SCHEMA_VERSION: Final = 8
 """Version of the schema that this code reads and writes. A database without one in ``Run`` has version 1."""

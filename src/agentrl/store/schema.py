@@ -38,6 +38,7 @@ from agentrl.documents.run import SETTINGS as CONCERNS
 from agentrl.documents.serving import InferenceService, PolicyVersion
 from agentrl.documents.status import ACTIVE_STEPS, values
 from agentrl.documents.task import Task
+from agentrl.documents.token_statistics import TokenStatistics
 from agentrl.documents.training import DBRecordData, TrainStep
 from agentrl.scoring.difficulty import LIMIT
 from agentrl.store.connection import Json, insert_if_missing
@@ -60,6 +61,7 @@ from agentrl.store.names import (
     SETTINGS,
     STEP,
     TASK,
+    TOKEN_STATISTICS,
     VERSION,
 )
 from agentrl.store.slots import LEASE_DEADLINE
@@ -188,6 +190,7 @@ VALIDATORS: dict[str, Json] = {
         GATEWAY_SESSION: _object(GatewaySession),
         GATEWAY_CALL: _object(GatewayCall),
         LABEL: _object(Label),
+        TOKEN_STATISTICS: _object(TokenStatistics),
     }.items()
 }
 """Collection → validator. Fields without a default are required; unknown fields are refused."""
@@ -242,6 +245,7 @@ INDEXES: dict[str, list[IndexModel]] = {
     OUTAGE: [_index("ended_at", "seen_at")],
     EVALUATION: [_index("status", "seen_at"), _index("version")],
     LABEL: [_index("record"), _index("label")],
+    TOKEN_STATISTICS: [_index("record")],
     GATEWAY_SESSION: [_index("record")],
     GATEWAY_CALL: [
         _index("record", "digest", "number", unique=True),

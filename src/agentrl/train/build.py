@@ -21,6 +21,7 @@ from agentrl.config.schema import (
 from agentrl.distributed.apply import parallelize
 from agentrl.distributed.mesh import build_mesh, plan_layout
 from agentrl.distributed.world import World, single_process
+from agentrl.documents.token_statistics import BYTES_PER_TOKEN
 from agentrl.errors import ConfigError
 from agentrl.losses.settings import LossSettings
 from agentrl.model.forward import ForwardOptions, check_model
@@ -102,6 +103,7 @@ def build_trainer(
         epochs=recipe.optim.num_epochs_per_batch,
         mini_batches=recipe.optim.mini_batches,
         memory=dataclasses.replace(recipe.memory, activation_checkpointing=mode),
+        recorded_tokens=int(recipe.train.token_statistics_mib * 2**20) // BYTES_PER_TOKEN,
     )
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema import TrainConfig
@@ -22,6 +22,7 @@ from agentrl.train.lease import TrainerLease
 from agentrl.train.metrics import step_window, window_metrics
 from agentrl.train.resume import Progress
 from agentrl.train.saving import Saver
+from agentrl.train.token_writer import TokenWriter
 from agentrl.train.trace import end_step, step_span, trace_updates
 
 if TYPE_CHECKING:
@@ -51,6 +52,10 @@ class Trainer:
     split: str = "train"
     skipped: int = 0
     """Steps in a row whose loss or gradient was not finite."""
+    token_writer: TokenWriter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.token_writer = TokenWriter(self.store)
 
     async def run(self) -> None:
         """Train until ``max_steps``, the end of the data or ``stop``; then save and publish the last step."""
@@ -66,6 +71,7 @@ class Trainer:
             raise await self.saver.keep(error) from error
         finally:
             await self.stream.close()
+            await self.token_writer.close()
         await self.saver.finish()
         if self.progress.step == 0 and not self._is_done():
             raise await self._nothing_trained()
@@ -145,6 +151,7 @@ class Trainer:
         }
         with tracer().span("commit"):
             await self._commit(plan, metrics, window.tasks)
+        self.token_writer.start(plan, result.tokens)
         end_step(span, metrics)
         await self.saver.after_step()
 

@@ -126,7 +126,7 @@ def _build(configs: Configs, world: World, steps: int, max_tokens: int) -> Polic
         optim=replace(configs[OptimConfig], num_epochs_per_batch=1, mini_batches=1),
         adapter=configs[AdapterConfig],
         memory=configs[MemoryConfig],
-        train=replace(configs[TrainConfig], max_tokens=max_tokens),
+        train=replace(configs[TrainConfig], max_tokens=max_tokens, token_statistics_mib=0.0),
         seed=configs[RunConfig].seed,
     )
     return build_trainer(recipe, weights=None, total_steps=steps, world=world)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from agentrl.config.training import MemoryConfig
@@ -30,6 +31,7 @@ from agentrl.train.memory import explain_out_of_memory
 from agentrl.train.metrics import call_tokens, join_metrics, merging_metrics, speed_metrics
 from agentrl.train.optimizer_state import save_optimizer
 from agentrl.train.step_loss import StepLoss
+from agentrl.train.token_recorder import TokenRecorder, TokenValues, recorders
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,8 @@ class StepResult:
     metrics: dict[str, Any]
     is_finite: bool
     """Loss and gradient norm are finite, and the optimizer has stepped."""
+    tokens: Sequence[TokenValues] = ()
+    """Values of single tokens, by trajectory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +69,8 @@ class PolicyTrainer:
     mini_batches: int = 1
     """Optimizer updates per pass."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    recorded_tokens: int = 0
+    """Tokens of a step whose log-ratio and entropy are reported, at most."""
 
     def train(
         self,
@@ -87,8 +93,9 @@ class PolicyTrainer:
             ]
             watch.lap("pack")
             made: list[dict[str, Any]] = []
-            for forests in updates * self.epochs:
-                result = self._update(forests)
+            recorded = recorders(parts, self.recorded_tokens, self.policy.model.device)
+            for place, forests in enumerate(updates * self.epochs):
+                result = self._update(forests, recorded[place] if place < len(recorded) else None)
                 if not result.is_finite and not made:
                     return result
                 if not result.is_finite:
@@ -96,11 +103,14 @@ class PolicyTrainer:
                     break
                 made.append(result.metrics)
             self.scheduler.step()
+            tokens = [
+                values for recorder in recorded[: len(made)] for values in recorder.collect(self.model.mesh)
+            ]
         metrics = made[0]
         if len(parts) * self.epochs > 1:
             metrics = join_metrics(made, len(parts)) | {"updates": len(made)}
         metrics |= {"seconds_pack": watch.seconds["pack"]}
-        return StepResult(metrics | merging_metrics(metrics, call_tokens(data)), is_finite=True)
+        return StepResult(metrics | merging_metrics(metrics, call_tokens(data)), True, tokens)
 
     def pack(
         self,
@@ -121,12 +131,14 @@ class PolicyTrainer:
         own = planned[mesh.data_rank :: mesh.layout.data]
         return [attach_pixels(forest, self.policy.pixels, images or {}) for forest in own]
 
-    def _update(self, forests: Sequence[TokenForest]) -> StepResult:
+    def _update(self, forests: Sequence[TokenForest], recorder: TokenRecorder | None) -> StepResult:
         """Make one optimizer update on this rank's ``forests``; the learning-rate schedule does not move."""
         watch = Stopwatch(self.policy.model.device)
         self.model.train()
         with explain_out_of_memory(self.memory, self.max_tokens, ranks=self.model.mesh.layout.world):
-            metrics = forward_backward(self.model, forests, self.settings, options=self.options, watch=watch)
+            metrics = forward_backward(
+                self.model, forests, self.settings, options=self.options, watch=watch, recorder=recorder
+            )
         watch.lap("forward")
         grad_norm = self.model.clip_gradients(self.max_grad_norm)
         is_finite = math.isfinite(metrics["loss"]) and math.isfinite(grad_norm)
@@ -180,12 +192,14 @@ def forward_backward(
     options: ForwardOptions | None = None,
     denominators: Denominators | None = None,
     watch: Stopwatch | None = None,
+    recorder: TokenRecorder | None = None,
 ) -> dict[str, Any]:
     """Add the gradients of one update's loss to ``model``, one micro-batch at a time, and report the update.
 
     ``forests`` are this rank's micro-batches. Loss and gradients are those of all ranks' forests in one
     batch, however trajectories are merged, split and distributed. ``denominators`` replaces the counts of the
-    update's tokens and trajectories. ``watch`` gets the seconds of ``forward`` and ``backward``.
+    update's tokens and trajectories. ``watch`` gets the seconds of ``forward`` and ``backward``, ``recorder``
+    the values of single tokens.
 
     Returns ``loss``, ``tokens``, ``trainable_tokens`` and ``trajectories`` of all ranks, and everything in
     ``TokenMetrics.report``. Raises ForestError if no token is trainable, ConfigError for a loss or correction
@@ -193,7 +207,13 @@ def forward_backward(
     """
     options = replace(options or ForwardOptions(), entropy_gradient=settings.entropy_coef > 0)
     loss = StepLoss.start(model, forests, settings, options, denominators)
-    model.forward_backward(forests, options, loss.add, watch or Stopwatch(model.model.device))
+
+    def add(forest: TokenForest, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        if recorder is not None:
+            recorder.add(forest, logprobs, entropy)
+        return loss.add(forest, logprobs, entropy)
+
+    model.forward_backward(forests, options, add, watch or Stopwatch(model.model.device))
     report = model.mesh.sum_reports(loss.report)
     return {
         "loss": report.loss,

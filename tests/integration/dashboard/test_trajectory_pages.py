@@ -7,12 +7,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 import small_run as run
 
 from agentrl.config.schema import RunConfig
 from agentrl.dashboard.app import create_app
 from agentrl.dashboard.options import DashboardOptions
+from agentrl.documents.packing import pack_halves
+from agentrl.documents.token_statistics import TokenSpan, TokenStatistics, statistics_key
 from agentrl.store.client import Store
 from agentrl.store.labels import Labels
 
@@ -122,9 +125,33 @@ async def test_tokens_show_what_is_stored_of_them(client: httpx.AsyncClient) -> 
     assert 'class="token p4"' in await page(client, f"tokens/{TRAINED}?colour=advantage&call=1")
     for colour in ("version", "trained", "ratio", "entropy"):
         text = await page(client, f"tokens/{TRAINED}?colour={colour}")
-        assert ("is not stored" in text) == (colour in ("ratio", "entropy"))
+        assert ("No step stored ratios" in text) == (colour in ("ratio", "entropy"))
+    assert "Only a step computes" in await page(client, f"tokens/{run.ABANDONED}/1/1?colour=ratio")
     assert "no training data" in await page(client, f"tokens/{run.ABANDONED}/1/1")
     assert "No model call" in await page(client, f"tokens/{run.ABANDONED}/0/1")
+
+
+async def test_tokens_that_drifted_and_uncertain_ones_are_coloured(
+    client: httpx.AsyncClient, store: Store
+) -> None:
+    (data,) = await store.training.fetch([TRAINED])
+    values = np.asarray([0.0, -0.2, 0.5, 2.0, 0.01, 0.02, 0.03, 0.04], np.float32)
+    item = TokenStatistics(
+        id=statistics_key(TRAINED, run.STEP), record=TRAINED, train_step=run.STEP, step=1,
+        spans=tuple(TokenSpan(start=span.start, end=span.end) for span in data.spans),
+        log_ratios=pack_halves(values), entropies=pack_halves(1 + values),
+    )  # fmt: skip
+    await store.token_statistics.put([item])
+    text = await page(client, f"tokens/{TRAINED}?colour=ratio")
+    box = text.partition('<div class="tokens"')[2].partition("</div>")[0]
+    assert re.findall(r'class="token (\w+)"', box) == ["p0", "n2", "p3", "p4"]
+    assert "ratio 0.8188 (log-ratio -0.2000 nats) · entropy 0.800 nats" in box
+    assert "probability of the token under the policy that step 1 started from" in text
+    text = await page(client, f"tokens/{TRAINED}?colour=entropy&call=1&step=1")
+    box = text.partition('<div class="tokens"')[2].partition("</div>")[0]
+    assert re.findall(r'class="token (\w+)"', box) == ["s2"] * 4
+    assert "Step 9 stored no ratios" in await page(client, f"tokens/{TRAINED}?colour=entropy&step=9")
+    await page(client, f"tokens/{TRAINED}?step=x", 400)
 
 
 async def test_two_trajectories_are_compared_and_rewards_looked_into(client: httpx.AsyncClient) -> None:

@@ -4,8 +4,8 @@
 
 Every rank gets the data of each step and trains its micro-batches, as in a run. The single process trains
 each model call as a sequence of its own. Rank 0 prints a line per layout: the largest deviation of loss,
-gradient norm and weights over three steps, and the largest of all three over two more steps, after resuming
-from a checkpoint in another layout.
+gradient norm, weights, and log-ratio and entropy of single tokens over three steps, and the largest of all of
+them over two more steps, after resuming from a checkpoint in another layout.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from agentrl.distributed.mesh import build_mesh, plan_layout
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.distributed.pipeline_parallel.stages import tied_weight
 from agentrl.distributed.world import leave_processes
+from agentrl.documents.training import DBRecordData
 from agentrl.losses.settings import LossSettings
 from agentrl.model.forward import ForwardOptions
 from agentrl.model.load import Policy
@@ -53,6 +54,7 @@ from agentrl.train.memory import checkpointing_mode, compile_layers, enable_chec
 from agentrl.train.optimizer import build_optimizer
 from agentrl.train.optimizer_state import load_optimizer
 from agentrl.train.step import PolicyTrainer
+from agentrl.train.token_recorder import TokenValues
 
 LIMIT = 1e-4
 LORA = AdapterConfig(lora_rank=5)
@@ -144,6 +146,7 @@ def build_trainer(model: ParallelModel, case: Case, adapter: Adapter | None = No
         max_grad_norm=OPTIM.max_grad_norm,
         frozen=FrozenLogprobs(start=case.whole_steps),
         epochs=2 if case.whole_steps else 1,
+        recorded_tokens=1 << 20,
     )
 
 
@@ -221,7 +224,7 @@ def largest_deviations(case: Case, folder: Path) -> dict[str, float]:
     alone = build_trainer(ParallelModel(single), case, single_adapter)
     together = build_parallel(model, case, adapter)
     check_steps(together.model.mesh.layout.data)
-    worst = {"loss": 0.0, "grad_norm": 0.0, "weights": 0.0, "resumed": 0.0}
+    worst = {"loss": 0.0, "grad_norm": 0.0, "tokens": 0.0, "weights": 0.0, "resumed": 0.0}
     for step in range(STEPS):
         for key, value in compare_step(alone, together, step).items():
             worst[key] = max(worst[key], value)
@@ -248,20 +251,36 @@ def check_steps(ranks: int) -> None:
 
 
 def compare_step(alone: PolicyTrainer, together: PolicyTrainer, step: int) -> dict[str, float]:
-    """Return the relative deviations of one step's loss and gradient norm; 0 on other ranks than 0.
+    """Return a step's deviations: relative of loss and gradient norm, absolute of single tokens, in nats.
 
-    Only rank 0 also trains as one process. Both must train all of the data and report the same metrics.
+    They are 0 on other ranks than 0. Only rank 0 also trains as one process. Both must train all of the data
+    and report the same metrics.
     """
     data = step_data(step)
-    found = together.train(data, AGES).metrics
+    result = together.train(data, AGES)
     if dist.get_rank() != 0:
-        return {"loss": 0.0, "grad_norm": 0.0}
-    expected = alone.train(data, AGES).metrics
+        return {"loss": 0.0, "grad_norm": 0.0, "tokens": 0.0}
+    single = alone.train(data, AGES)
+    found, expected = result.metrics, single.metrics
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     counts = {"trajectories": len(data), "trainable_tokens": sum(item.trainable_tokens for item in data)}
     for key, count in counts.items():
         assert expected[key] == found[key] == count, f"{key}: {expected[key]}, {found[key]}, not {count}"
-    return {key: abs(found[key] - expected[key]) / abs(expected[key]) for key in ("loss", "grad_norm")}
+    worst = {key: abs(found[key] - expected[key]) / abs(expected[key]) for key in ("loss", "grad_norm")}
+    return worst | {"tokens": compare_tokens(data, single.tokens, result.tokens)}
+
+
+def compare_tokens(
+    data: Sequence[DBRecordData], expected: Sequence[TokenValues], found: Sequence[TokenValues]
+) -> float:
+    """Return the largest difference between two values of a token; every trajectory has values of each."""
+    worst = 0.0
+    for item, one, other in zip(data, expected, found, strict=True):
+        assert item.id == one.record == other.record
+        for values, others in ((one.log_ratio, other.log_ratio), (one.entropy, other.entropy)):
+            assert len(values) == len(others) == item.trainable_tokens
+            worst = max(worst, float(abs(values - others).max()))
+    return worst
 
 
 def compare_weights(alone: PolicyTrainer, together: PolicyTrainer) -> float:

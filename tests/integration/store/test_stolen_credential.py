@@ -80,6 +80,7 @@ REFUSED: dict[str, Attempts] = {
     "write a training step": lambda d: [
         d["TrainStep"].insert_one({"_id": "9/9"}),
         d["TrainStep"].update_one({}, {"$set": {"status": "reverted"}}),
+        d["TokenStatistics"].insert_one({"_id": "x"}),
     ],
     "register an engine, or change the url of one": lambda d: [
         d["InferenceService"].insert_one({"_id": "e"}),

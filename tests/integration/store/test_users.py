@@ -23,6 +23,7 @@ from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.documents.task import task_key
+from agentrl.documents.token_statistics import TokenStatistics
 from agentrl.documents.training import TrainStep
 from agentrl.errors import StoreError
 from agentrl.rollout.finalizer import GroupFinalizer
@@ -161,6 +162,11 @@ async def test_a_trainer_trains_and_does_no_more(users: dict[str, RunConfig], tm
         await store.training.plan_step(step, attempt=attempt)
         await store.training.commit_step(step.id, {"loss": 0.1}, data, attempt=attempt, counted=[run.READY])
         await run.publish(store, tmp_path / "more", 2, step=2, train_step=step.id)
+        values = TokenStatistics(
+            id="x", record=data[0], train_step=step.id, step=2, spans=(), log_ratios=b"", entropies=b""
+        )
+        for _ in range(2):
+            await store.token_statistics.put([values])
         await store.training.revert_after(1, attempt=attempt)
         await store.policy_versions.withdraw_after(1)
         await store.training.mark_stale("train", StaleVersions(((0, -1),)))

@@ -11,7 +11,7 @@ import pytest
 from agentrl.dashboard.views.compare import pair_turns
 from agentrl.dashboard.views.rewards import VALUES, dependence, disagreements, edges, repeated_answers
 from agentrl.dashboard.views.text import MAX_CHARS, call_text, content_text, shown
-from agentrl.dashboard.views.tokens import PAGE, Colour, decoder, token_views
+from agentrl.dashboard.views.tokens import PAGE, Colour, decoder, legend_of, token_views
 from agentrl.dashboard.views.trajectory import branch_views, contexts_of, part_text, turns_of
 from agentrl.dashboard.views.waterfall import waterfall_of
 from agentrl.documents.base import now
@@ -20,7 +20,7 @@ from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus
 from agentrl.store.views.rewards import ScoredTrajectory
-from agentrl.store.views.tokens import CallTokens
+from agentrl.store.views.tokens import CallTokens, StepValues
 
 RECORD = Record(
     id="r", task="t", traj_id=0, attempt=1, split="train", epoch=0, query="2 + 2?", created_at=now()
@@ -118,6 +118,35 @@ def test_a_token_has_a_level_of_the_chosen_value_and_all_values_in_words() -> No
     assert zero == ["p0"] * 3
     assert PAGE > 0
     assert decoder("/no/such/folder") is None
+
+
+def test_ratio_and_entropy_are_those_of_a_step_and_small_drifts_are_plain() -> None:
+    nan = float("nan")
+    tokens = tokens_of([0.5, -1.0, nan], [0.0, -60.0, nan])
+
+    def levels(colour: Colour, values: list[float]) -> list[str | None]:
+        array = np.asarray(values, np.float32)
+        return [view.level for view in token_views(tokens, colour, None, values=StepValues(array, array))]
+
+    assert levels(Colour.RATIO, [0.0, -0.019, nan]) == ["p0", "p0", None]
+    assert levels(Colour.RATIO, [0.05, -0.2, -0.5]) == ["p1", "n2", "n3"]
+    assert levels(Colour.RATIO, [1e4, -1.5, 0.3]) == ["p4", "n4", "p3"]
+    assert levels(Colour.ENTROPY, [0.0, 0.5, nan]) == ["s0", "s1", None]
+    assert levels(Colour.ENTROPY, [3.6, 9.0, -0.001]) == ["s7", "s7", "s0"]
+    assert levels(Colour.LOGPROB, [0.0, 0.0, 0.0]) == ["s0", "s7", None]
+    values = StepValues(np.asarray([0.25, 9e4, nan], np.float32), np.asarray([1.5, 0.0, nan], np.float32))
+    views = token_views(tokens, Colour.RATIO, None, values=values)
+    assert views[0].detail.endswith(
+        "trained, advantage +0.500 · ratio 1.284 (log-ratio +0.2500 nats) · entropy 1.500 nats"
+    )
+    assert views[1].ratio == pytest.approx(np.exp(700.0))
+    assert views[2].detail.endswith("not trained")
+    assert (views[2].ratio, views[2].entropy) == (None, None)
+    assert [level for level, _ in legend_of(tokens, Colour.RATIO)] == [
+        "n4", "n3", "n2", "n1", "p0", "p1", "p2", "p3", "p4"
+    ]  # fmt: skip
+    assert dict(legend_of(tokens, Colour.RATIO))["p0"] == "0.98 to 1.02: as at sampling"
+    assert legend_of(tokens, Colour.ENTROPY)[-1] == ("s7", "above 3.5 nats: the policy is uncertain")
 
 
 def test_two_trajectories_part_at_their_first_difference() -> None:

@@ -1,4 +1,4 @@
-"""The token view: each generated token of a model call, coloured by a stored value."""
+"""The token view: each generated token of a model call, coloured by a stored value, also one of a step."""
 
 from __future__ import annotations
 
@@ -25,24 +25,26 @@ async def _tokens(request: Request) -> Response:
     if given not in {colour.value for colour in Colour}:
         raise BadQueryError(f"colour is {given[:80]!r}: choose one of {', '.join(Colour)}")
     colour = Colour(given)
-    start = whole(request, "start") or 0
+    start, named_step = whole(request, "start") or 0, whole(request, "step")
     async with open_run(request) as store:
         trajectory = await store.tokens.trajectory(record_id)
     if trajectory is None:
         raise no_trajectory(store.run_name, record_id)
     chosen = _chosen(request, trajectory)
+    stored = sorted({step for each in trajectory.calls for step in each.values})
+    step = named_step if named_step is not None else max(stored, default=None)
 
     def here(**changes: Any) -> str:
         index = chosen.call.index if chosen else None
-        kept: dict[str, Any] = {"colour": colour.value, "call": index, **changes}
+        kept: dict[str, Any] = {"colour": colour.value, "call": index, "step": named_step, **changes}
         return link("runs", store.run_name, "tokens", record_id, **kept)
 
-    page = await asyncio.to_thread(_page, trajectory, chosen, colour, start)
+    page = await asyncio.to_thread(_page, trajectory, chosen, colour, start, step)
     return render(
         request, "tokens.html", run=store.run_name, section="trajectories", record=trajectory.record,
         colour=colour, colours=list(Colour), here=here, calls=[each.call for each in trajectory.calls],
         call=chosen.call if chosen else None, steps=trajectory.steps, data_status=trajectory.data_status,
-        start=start, page_size=PAGE, **page,
+        start=start, page_size=PAGE, stored_steps=stored, step=step, **page,
     )  # fmt: skip
 
 
@@ -58,14 +60,14 @@ def _chosen(request: Request, trajectory: TrajectoryTokens) -> CallTokens | None
 
 
 def _page(
-    trajectory: TrajectoryTokens, chosen: CallTokens | None, colour: Colour, start: int
+    trajectory: TrajectoryTokens, chosen: CallTokens | None, colour: Colour, start: int, step: int | None
 ) -> dict[str, Any]:
-    """Return what the template shows of the chosen turn."""
+    """Return what the template shows of the chosen turn, with the values that ``step`` stored."""
     if chosen is None:
         return {"tokens": (), "total": 0, "trained": 0, "has_text": True, "legend": ()}
     decode = _decode(trajectory, chosen)
     return {
-        "tokens": token_views(chosen, colour, decode, start),
+        "tokens": token_views(chosen, colour, decode, start, chosen.values.get(-1 if step is None else step)),
         "total": len(chosen.ids),
         "trained": int(np.isfinite(chosen.advantages).sum()),
         "has_text": decode is not None,

@@ -15,13 +15,19 @@ from numpy.typing import NDArray
 
 from agentrl.chat.model_folder import read_tokenizer_file
 from agentrl.errors import ModelError
-from agentrl.store.views.tokens import NO_VERSION, CallTokens
+from agentrl.store.views.tokens import NO_VERSION, CallTokens, StepValues
 
 LEVELS: Final = 8
 """Steps of a colour scale, from 0."""
 PAGE: Final = 2000
 """Tokens on one page."""
 _LOGPROB_FLOOR = -6.0
+_ENTROPY_CEILING = 4.0
+"""Entropies above this, in nats, have the last level; exp(4) is 55 equally likely tokens."""
+_DRIFTS = (0.02, 0.1, 0.3, 1.0)
+"""Absolute log-ratios, in nats, from which a token has the levels 1 to 4."""
+_LARGEST_LOG_RATIO = 700.0
+"""Its exp is still a float."""
 _MAX_TOKENIZER_BYTES = 64 * 2**20
 
 
@@ -36,9 +42,9 @@ class Colour(StrEnum):
     ENTROPY = "entropy"
 
     @property
-    def is_stored(self) -> bool:
-        """Return whether the store holds this value for each token."""
-        return self not in (Colour.RATIO, Colour.ENTROPY)
+    def is_of_step(self) -> bool:
+        """Return whether a step computed this value."""
+        return self in (Colour.RATIO, Colour.ENTROPY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +57,17 @@ class TokenView:
     logprob: float | None
     version: int | None
     advantage: float | None
+    log_ratio: float | None = None
+    """log πθ − log μ in the chosen step, in nats."""
+    entropy: float | None = None
+    """In the chosen step, in nats."""
     level: str | None
     """``s0`` … ``s7`` of a scale, ``n1`` … ``n4`` below and ``p0`` … ``p4`` above zero, ``v0`` … ``v7``."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Return πθ/μ."""
+        return None if self.log_ratio is None else math.exp(min(self.log_ratio, _LARGEST_LOG_RATIO))
 
     @property
     def detail(self) -> str:
@@ -63,14 +78,22 @@ class TokenView:
         else:
             parts.append(f"logprob {self.logprob:.3f} (probability {math.exp(min(self.logprob, 0.0)):.3g})")
         parts.append("version unknown" if self.version is None else f"policy version {self.version}")
-        trained = "not trained" if self.advantage is None else f"trained, advantage {self.advantage:+.3f}"
-        return " · ".join([*parts, trained])
+        parts.append("not trained" if self.advantage is None else f"trained, advantage {self.advantage:+.3f}")
+        if self.log_ratio is not None:
+            parts.append(f"ratio {self.ratio:.4g} (log-ratio {self.log_ratio:+.4f} nats)")
+        if self.entropy is not None:
+            parts.append(f"entropy {self.entropy:.3f} nats")
+        return " · ".join(parts)
 
 
 def token_views(
-    tokens: CallTokens, colour: Colour, decode: Callable[[int], str] | None, start: int = 0
+    tokens: CallTokens,
+    colour: Colour,
+    decode: Callable[[int], str] | None,
+    start: int = 0,
+    values: StepValues | None = None,
 ) -> list[TokenView]:
-    """Return up to ``PAGE`` tokens of a model call from ``start`` on."""
+    """Return up to ``PAGE`` tokens of a model call from ``start`` on; ``values`` are those of a step."""
     end = min(start + PAGE, len(tokens.ids))
     largest = float(np.nanmax(np.abs(tokens.advantages))) if _has_numbers(tokens.advantages) else 0.0
     versions = sorted(set(tokens.versions.tolist()))
@@ -78,7 +101,14 @@ def token_views(
     for place in range(start, end):
         token_id = int(tokens.ids[place])
         logprob, advantage = _number(tokens.logprobs[place]), _number(tokens.advantages[place])
+        log_ratio = None if values is None else _number(values.log_ratios[place])
+        entropy = None if values is None else _number(values.entropies[place])
         version = int(tokens.versions[place])
+        level = (
+            _level_of_step(colour, log_ratio, entropy)
+            if colour.is_of_step
+            else _level(colour, logprob, advantage, version, largest, versions)
+        )
         views.append(
             TokenView(
                 place=place,
@@ -87,7 +117,9 @@ def token_views(
                 logprob=logprob,
                 version=None if version == NO_VERSION else version,
                 advantage=advantage,
-                level=_level(colour, logprob, advantage, version, largest, versions),
+                log_ratio=log_ratio,
+                entropy=entropy,
+                level=level,
             )
         )
     return views
@@ -111,6 +143,15 @@ def _level(
         return f"v{versions.index(version) % LEVELS}"
     if colour is Colour.TRAINED:
         return None if advantage is None else "p3"
+    return None
+
+
+def _level_of_step(colour: Colour, log_ratio: float | None, entropy: float | None) -> str | None:
+    if colour is Colour.RATIO and log_ratio is not None:
+        strength = sum(abs(log_ratio) >= edge for edge in _DRIFTS)
+        return f"{'n' if log_ratio < 0 and strength else 'p'}{strength}"
+    if colour is Colour.ENTROPY and entropy is not None:
+        return f"s{max(0, min(int(entropy / _ENTROPY_CEILING * LEVELS), LEVELS - 1))}"
     return None
 
 
@@ -160,4 +201,21 @@ def legend_of(tokens: CallTokens, colour: Colour) -> list[tuple[str, str]]:
         ]
     if colour is Colour.TRAINED:
         return [("p3", "in the training data")]
-    return []
+    if colour is Colour.RATIO:
+        return _ratio_legend()
+    edges = [_ENTROPY_CEILING * level / LEVELS for level in range(LEVELS)]
+    shown = [(f"s{level}", f"{edges[level]:g} to {edges[level + 1]:g} nats") for level in range(LEVELS - 1)]
+    return [*shown, (f"s{LEVELS - 1}", f"above {edges[-1]:g} nats: the policy is uncertain")]
+
+
+def _ratio_legend() -> list[tuple[str, str]]:
+    """Return the levels of the ratio: less likely than at sampling, equally, more likely."""
+    below = [math.exp(-edge) for edge in _DRIFTS]
+    above = [math.exp(edge) for edge in _DRIFTS]
+    return [
+        ("n4", f"ratio below {below[3]:.2g}: much less likely than at sampling"),
+        *((f"n{level}", f"{below[level]:.2g} to {below[level - 1]:.2g}") for level in (3, 2, 1)),
+        ("p0", f"{below[0]:.2g} to {above[0]:.3g}: as at sampling"),
+        *((f"p{level}", f"{above[level - 1]:.3g} to {above[level]:.3g}") for level in (1, 2, 3)),
+        ("p4", f"above {above[3]:.3g}: much more likely than at sampling"),
+    ]

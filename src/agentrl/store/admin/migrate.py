@@ -161,6 +161,12 @@ MIGRATIONS: Final[tuple[Migration, ...]] = (
         " changes",
         run=superseded_indexes,
     ),
+    Migration(
+        origin=7,
+        target=8,
+        what="TokenStatistics holds ratios and entropies of trained tokens; no document changes",
+        run=nothing,
+    ),
 )  # fmt: skip
 """In order; each starts from the version that the one before reaches."""
 

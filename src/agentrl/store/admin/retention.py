@@ -13,12 +13,23 @@ from agentrl.documents.status import APPLIED_STEPS, DataStatus, RecordStatus, va
 from agentrl.errors import StoreError
 from agentrl.store.blobs import Blobs
 from agentrl.store.connection import Json, Repository, database_call
-from agentrl.store.names import DATA, GATEWAY_CALL, GATEWAY_SESSION, MODEL_CALL, RECORD, STEP, TASK
+from agentrl.store.names import (
+    DATA,
+    GATEWAY_CALL,
+    GATEWAY_SESSION,
+    MODEL_CALL,
+    RECORD,
+    STEP,
+    TASK,
+    TOKEN_STATISTICS,
+)
 
 _BATCH = 100
 _DEAD = [RecordStatus.FAILED.value, RecordStatus.RELEASED.value, RecordStatus.ABANDONED.value]
 _UNTRAINED = [DataStatus.STALE.value, DataStatus.QUARANTINED.value]
 _USED = [DataStatus.TRAINED.value, *_UNTRAINED]
+_BESIDE = (GATEWAY_CALL, GATEWAY_SESSION, TOKEN_STATISTICS)
+"""Collections whose documents go with their ``record``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +163,7 @@ class Retention(Repository):
         records = self._collection(RECORD)
         tasks = [item["task"] async for item in records.find(chosen, {"task": 1}, session=session)]
         of_records = {"record": {"$in": list(ids)}}
-        for collection in (GATEWAY_CALL, GATEWAY_SESSION):
+        for collection in _BESIDE:
             await self._collection(collection).delete_many(of_records, session=session)
         for collection, query in ((MODEL_CALL, of_records), (DATA, chosen)):
             await self._collection(collection).delete_many(query, session=session)
@@ -166,7 +177,7 @@ class Retention(Repository):
         of_records: Json = {"record": {"$in": list(ids)}}
         freed.calls, size = await self._size(MODEL_CALL, of_records, session)
         freed.bytes += size
-        for collection in (GATEWAY_CALL, GATEWAY_SESSION):
+        for collection in _BESIDE:
             freed.bytes += (await self._size(collection, of_records, session))[1]
         freed.data, size = await self._size(DATA, {"_id": {"$in": list(ids)}}, session)
         freed.bytes += size

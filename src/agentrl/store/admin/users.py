@@ -32,6 +32,7 @@ from agentrl.store.names import (
     SETTINGS,
     STEP,
     TASK,
+    TOKEN_STATISTICS,
     VERSION,
 )
 from agentrl.store.schema import prepare
@@ -62,7 +63,7 @@ ROLES: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
     },
     "agentrl_trainer": {
         TASK: ["update"], RECORD: ["update"], DATA: ["update"], STEP: _CHANGE, VERSION: _CHANGE,
-        LEASE: _CHANGE, SETTINGS: _ADD,
+        LEASE: _CHANGE, SETTINGS: _ADD, TOKEN_STATISTICS: _CHANGE,
     },
     "agentrl_engine": {SERVICE: _CHANGE, SETTINGS: _ADD},
     "agentrl_auditor": {},

@@ -1,28 +1,37 @@
-"""Read the generated tokens of a trajectory with what is stored of each: logprob, version, advantage, steps.
+"""Read the generated tokens of a trajectory with what is stored of each.
 
-The ratio and the entropy of a single token are not stored: the trainer sums them over a step
-(``TrainStep.metrics``).
+Logprob and version are of the model call, advantages of the training data, ratios and entropies of the steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.documents.base import Document
 from agentrl.documents.model_call import DispatchedSamplingTask
-from agentrl.documents.packing import unpack_floats, unpack_ids
+from agentrl.documents.packing import unpack_floats, unpack_halves, unpack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, values
+from agentrl.documents.token_statistics import TokenStatistics
 from agentrl.documents.training import TrainableSpan
 from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.model_calls import read_model_calls
-from agentrl.store.names import DATA, RECORD, STEP, VERSION
+from agentrl.store.names import DATA, RECORD, STEP, TOKEN_STATISTICS, VERSION
 
 NO_VERSION = -1
+
+
+@dataclass(frozen=True, slots=True)
+class StepValues:
+    """What one step computed of the tokens of a model call, in nats; NaN for tokens that it did not train."""
+
+    log_ratios: NDArray[np.float32]
+    """log πθ − log μ."""
+    entropies: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +46,15 @@ class CallTokens:
     """The policy version that sampled the token; −1 if unknown."""
     advantages: NDArray[np.float32]
     """NaN for tokens that are not trained."""
+    values: Mapping[int, StepValues] = field(default_factory=dict)
+    """By the number of the step; without the steps that stored nothing of the trajectory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMeans:
     """What a step that trained the trajectory stores of its tokens, over the whole step."""
 
+    id: str
     step: int
     policy_version: int
     metrics: Mapping[str, object]
@@ -67,6 +79,7 @@ class _Spans(Document):
     """What the token view reads of training data."""
 
     status: DataStatus
+    tokens: int
     spans: tuple[TrainableSpan, ...]
     trained_at_steps: tuple[int, ...] = ()
 
@@ -82,15 +95,17 @@ class TokenReads(Repository):
             return None
         record = Record.from_document(document)
         calls = (await read_model_calls(self._connection, [record_id]))[record_id]
-        fields = {"status": 1, "spans": 1, "trained_at_steps": 1}
+        fields = {"status": 1, "tokens": 1, "spans": 1, "trained_at_steps": 1}
         found = await self._collection(DATA).find_one({"_id": record_id}, fields)
         data = None if found is None else _Spans.from_document(found)
+        steps = await self._steps(data.trained_at_steps if data else ())
+        values = await self._values(record_id, steps, data.tokens if data else 0)
         versions = {span.version for call in calls for span in call.versions}
         return TrajectoryTokens(
             record=record,
-            calls=[_tokens(call, data.spans if data else ()) for call in calls],
+            calls=[_tokens(call, data.spans if data else (), values) for call in calls],
             data_status=data.status if data else None,
-            steps=await self._steps(data.trained_at_steps if data else ()),
+            steps=steps,
             locations=await self._locations(versions),
         )
 
@@ -99,24 +114,60 @@ class TokenReads(Repository):
         fields: Json = {"step": 1, "policy_version": 1, "metrics": 1}
         found = self._collection(STEP).find(query, fields, sort=[("step", 1)])
         return [
-            StepMeans(step=item["step"], policy_version=item["policy_version"], metrics=item["metrics"] or {})
+            StepMeans(
+                id=item["_id"],
+                step=item["step"],
+                policy_version=item["policy_version"],
+                metrics=item["metrics"] or {},
+            )
             async for item in found
         ]
+
+    async def _values(self, record_id: str, steps: Sequence[StepMeans], tokens: int) -> dict[int, StepValues]:
+        """Return what each of ``steps`` stored, over all ``tokens`` of the training data."""
+        query = {"record": record_id, "train_step": {"$in": [step.id for step in steps]}}
+        found = self._collection(TOKEN_STATISTICS).find(query, sort=[("step", 1)])
+        stored = [TokenStatistics.from_document(document) async for document in found]
+        return {item.step: _spread(item, tokens) for item in stored if item.problem(tokens) is None}
 
     async def _locations(self, versions: set[int]) -> dict[int, str]:
         found = self._collection(VERSION).find({"_id": {"$in": sorted(versions)}}, {"location": 1})
         return {item["_id"]: item["location"] async for item in found}
 
 
-def _tokens(call: DispatchedSamplingTask, spans: Sequence[TrainableSpan]) -> CallTokens:
+def _spread(item: TokenStatistics, tokens: int) -> StepValues:
+    """Return the values at their places among ``tokens``; NaN elsewhere."""
+    places = np.concatenate([np.arange(span.start, span.end) for span in item.spans] or [np.zeros(0, int)])
+    spread = []
+    for packed in (item.log_ratios, item.entropies):
+        values = np.full(tokens, np.nan, np.float32)
+        values[places] = unpack_halves(packed)
+        spread.append(values)
+    return StepValues(*spread)
+
+
+def _tokens(
+    call: DispatchedSamplingTask, spans: Sequence[TrainableSpan], values: Mapping[int, StepValues]
+) -> CallTokens:
     ids = unpack_ids(call.output_ids)
     stored = unpack_floats(call.logprobs)
     logprobs = np.full(len(ids), np.nan, np.float32)
     logprobs[: len(stored)] = stored[: len(ids)]
     versions = np.full(len(ids), NO_VERSION, np.int32)
     advantages = np.full(len(ids), np.nan, np.float32)
-    of_version = {span.version: span.advantage for span in spans if span.call == call.index}
+    own = [span for span in spans if span.call == call.index]
+    of_version = {span.version: span.advantage for span in own}
     for span in call.versions:
         versions[span.start : span.end] = span.version
         advantages[span.start : span.end] = of_version.get(span.version, np.nan)
-    return CallTokens(call=call, ids=ids, logprobs=logprobs, versions=versions, advantages=advantages)
+    end = max((span.end for span in own), default=0)  # a call's last token is trained
+    of_steps = {step: _of_call(found, end, len(ids)) for step, found in values.items()} if own else {}
+    return CallTokens(
+        call=call, ids=ids, logprobs=logprobs, versions=versions, advantages=advantages, values=of_steps
+    )
+
+
+def _of_call(values: StepValues, end: int, count: int) -> StepValues:
+    """Return the values of a call whose ``count`` generated tokens end at ``end``."""
+    here = slice(end - count, end)
+    return StepValues(values.log_ratios[here], values.entropies[here])

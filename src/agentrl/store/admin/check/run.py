@@ -13,6 +13,7 @@ from agentrl.store.admin.check.evaluations import Evaluations, OutsideTokens
 from agentrl.store.admin.check.findings import Findings, Invariant, Problem, Report, Violation
 from agentrl.store.admin.check.reading import CheckOptions, Section, Snapshot, server_time
 from agentrl.store.admin.check.states import Legal
+from agentrl.store.admin.check.token_statistics import Statistics
 from agentrl.store.admin.check.training import Data, Lineage, StepData
 from agentrl.store.admin.check.trajectories import CallParents, RecordParents
 from agentrl.store.admin.check.versions import Versions
@@ -167,7 +168,7 @@ class Checks(Repository):
 def _sections(connection: Connection, options: CheckOptions) -> Sequence[Checkable]:
     kinds = (
         Tasks, RecordParents, CallParents, Data, StepData, Lineage, Versions, Epochs, Evaluations,
-        OutsideTokens,
+        OutsideTokens, Statistics,
     )  # fmt: skip
     legal = [Legal(connection, options, collection=name) for name in VALIDATORS]
     return [*(kind(connection, options) for kind in kinds), *legal]

@@ -1,0 +1,103 @@
+"""Values of single tokens are written after the commit; what goes wrong there is a warning."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import pytest
+from fake_store import FakeStore
+from training_data import group
+
+from agentrl.documents.packing import pack_halves, unpack_halves
+from agentrl.documents.status import DataStatus
+from agentrl.documents.token_statistics import TokenStatistics
+from agentrl.documents.training import TrainStep
+from agentrl.errors import StoreUnavailableError
+from agentrl.train import token_writer
+from agentrl.train.token_recorder import TokenValues
+from agentrl.train.token_writer import TokenWriter
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
+
+STEP = TrainStep(id="2/7", step=7, policy_version=6, data=("a/0/1",), owner="me")
+ITEM = group("a")[0]
+VALUES = [
+    TokenValues(ITEM.id, ITEM.spans, np.array([0.5, -1.0, 0.0, 2e5], np.float32), np.ones(4, np.float32))
+]
+
+
+def failing(error: BaseException) -> Callable[[Sequence[TokenStatistics]], Any]:
+    async def put(items: Sequence[TokenStatistics]) -> None:
+        raise error
+
+    return put
+
+
+def writer(store: FakeStore) -> TokenWriter:
+    return TokenWriter(cast("Store", store))
+
+
+async def test_a_step_is_written_as_one_document_per_trajectory(store: FakeStore) -> None:
+    writes = writer(store)
+    writes.start(STEP, VALUES)
+    await writes.close()
+    (written,) = store.statistics.values()
+    assert (written.id, written.record, written.step) == ("a/0/1@2/7", "a/0/1", 7)
+    assert [(span.start, span.end) for span in written.spans] == [(6, 10)]
+    assert unpack_halves(written.log_ratios).tolist() == [0.5, -1.0, 0.0, 65504.0]
+    assert written.problem(10) is None
+    assert written.problem(9) == "a span is outside 9 tokens"
+
+
+def test_packed_halves_keep_missing_values_and_four_digits() -> None:
+    values = np.array([1e-4, 0.0123456, 11.5, np.nan], np.float32)
+    np.testing.assert_allclose(unpack_halves(pack_halves(values)), values, rtol=5e-4)
+
+
+async def test_a_failed_write_is_a_warning(store: FakeStore, caplog: pytest.LogCaptureFixture) -> None:
+    store.token_statistics.put = failing(StoreUnavailableError("the database is gone"))  # type: ignore[method-assign]
+    writes = writer(store)
+    writes.start(STEP, VALUES)
+    await writes.close()
+    assert "step 7: its token statistics are not stored: the database is gone" in caplog.text
+
+
+async def test_a_slow_write_is_never_waited_for_longer_than_the_end_of_the_run(
+    store: FakeStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hangs(items: Sequence[TokenStatistics]) -> None:
+        await asyncio.Event().wait()
+
+    store.token_statistics.put = hangs  # type: ignore[method-assign]
+    monkeypatch.setattr(token_writer, "CLOSE_SECONDS", 0.01)
+    writes = writer(store)
+    writes.start(STEP, VALUES)
+    writes.start(STEP, VALUES)
+    assert "still writing those of an earlier step" in caplog.text
+    await writes.close()
+    assert "the database is too slow" in caplog.text
+    assert store.statistics == {}
+
+
+async def test_a_run_stores_the_tokens_of_each_step_whose_write_succeeds(
+    store: FakeStore, start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put = store.token_statistics.put
+
+    async def fails_once(items: Sequence[TokenStatistics]) -> None:
+        if items[0].step == 1:
+            raise StoreUnavailableError("gone")
+        await put(items)
+
+    monkeypatch.setattr(store.token_statistics, "put", fails_once)
+    await (await start(save_steps=9, publish_steps=9)).run()
+    assert store.with_status(DataStatus.TRAINED) == list(store.data)
+    steps = list(store.train_steps.values())
+    assert [step.step for step in steps] == [1, 2, 3]
+    assert store.statistics.keys() == {f"{data}@{step.id}" for step in steps[1:] for data in step.data}
+    assert all(item.problem(10) is None for item in store.statistics.values())
+    assert "step 1: its token statistics are not stored: gone" in caplog.text
