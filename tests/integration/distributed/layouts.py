@@ -274,11 +274,12 @@ def compare_tokens(
     data: Sequence[DBRecordData], expected: Sequence[TokenValues], found: Sequence[TokenValues]
 ) -> float:
     """Return the largest difference between two values of a token; every trajectory has values of each."""
-    worst = 0.0
-    for item, one, other in zip(data, expected, found, strict=True):
-        assert item.id == one.record == other.record
+    sizes, worst = {item.id: item.trainable_tokens for item in data}, 0.0
+    assert sorted(sizes) == sorted(values.record for values in found)
+    for one, other in zip(expected, found, strict=True):
+        assert one.record == other.record
         for values, others in ((one.log_ratio, other.log_ratio), (one.entropy, other.entropy)):
-            assert len(values) == len(others) == item.trainable_tokens
+            assert len(values) == len(others) == sizes[one.record]
             worst = max(worst, float(abs(values - others).max()))
     return worst
 
