@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +76,7 @@ async def read_outcome(run_name: str, output: Path, mongo_dir: str) -> Outcome:
 
 def print_report(run_name: str, output: Path, outcome: Outcome) -> None:
     """Print the summary; its last line is ``reward FIRST -> LAST over N steps``."""
-    agentrl = ".venv/bin/agentrl"
+    agentrl = own_command()
     lines = [
         "",
         f"a step      {outcome.seconds:.1f} s of training (median), {outcome.tokens:,.0f} tokens computed"
@@ -93,6 +95,15 @@ def print_report(run_name: str, output: Path, outcome: Outcome) -> None:
         f"reward {outcome.first:.3f} -> {outcome.last:.3f} over {len(outcome.rewards)} steps",
     ]
     print("\n".join(lines), flush=True)
+
+
+def own_command() -> str:
+    """Return how a shell in this folder starts ``agentrl``: by its name if it finds it, else by its path."""
+    script = Path(sys.executable).with_name("agentrl")
+    if shutil.which("agentrl") == str(script):
+        return "agentrl"
+    here = Path.cwd()
+    return shlex.quote(str(script.relative_to(here) if script.is_relative_to(here) else script))
 
 
 def worth_reading_lines(chosen: Sequence[WorthReading], command: str, run_name: str) -> list[str]:
