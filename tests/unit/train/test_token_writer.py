@@ -53,7 +53,7 @@ async def test_a_step_is_written_as_one_document_per_trajectory(store: FakeStore
     assert written.problem(9) == "a span is outside 9 tokens"
 
 
-def test_packed_halves_keep_missing_values_and_four_digits() -> None:
+def test_packed_halves_keep_missing_values_and_three_digits() -> None:
     values = np.array([1e-4, 0.0123456, 11.5, np.nan], np.float32)
     np.testing.assert_allclose(unpack_halves(pack_halves(values)), values, rtol=5e-4)
 
