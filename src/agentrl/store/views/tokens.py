@@ -161,7 +161,8 @@ def _tokens(
         versions[span.start : span.end] = span.version
         advantages[span.start : span.end] = of_version.get(span.version, np.nan)
     end = max((span.end for span in own), default=0)  # a call's last token is trained
-    of_steps = {step: _of_call(found, end, len(ids)) for step, found in values.items()} if own else {}
+    fits = end >= len(ids)
+    of_steps = {step: _of_call(found, end, len(ids)) for step, found in values.items()} if fits else {}
     return CallTokens(
         call=call, ids=ids, logprobs=logprobs, versions=versions, advantages=advantages, values=of_steps
     )
