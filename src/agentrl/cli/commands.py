@@ -12,7 +12,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "score": ("agentrl.cli.score", "scores sampled trajectories that wait for a score"),
     "train": ("agentrl.cli.train", "the trainer"),
     "plan": ("agentrl.cli.plan", "plan memory, layout and services for a model and GPUs"),
-    "try": ("agentrl.cli.try_task", "run one task's trajectory, print it, store nothing"),
+    "try": ("agentrl.cli.try_task", "run one task's trajectory, print it, keep nothing"),
     "eval": ("agentrl.cli.evaluate", "evaluate a policy on a task file; compare and list evaluations"),
     "sft": ("agentrl.cli.sft", "supervised fine-tuning on conversations"),
     "dashboard": ("agentrl.cli.dashboard", "web pages about the runs of a server; reads only"),
