@@ -40,6 +40,8 @@ class Group:
     """Mean tokens between two model calls."""
     uneven: bool = False
     """Draw output lengths from an exponential distribution, cut at four times the mean."""
+    even: bool = False
+    """Make every length the mean."""
 
     def plain(self) -> dict[str, Any]:
         """Return the group as a dict for the JSON file."""
@@ -76,7 +78,7 @@ class Group:
         )  # fmt: skip
 
     def _draw(self, rng: np.random.Generator, mean: int) -> int:
-        return int(rng.integers(max(1, mean // 2), mean + mean // 2 + 1))
+        return mean if self.even else int(rng.integers(max(1, mean // 2), mean + mean // 2 + 1))
 
     def _output(self, rng: np.random.Generator) -> int:
         if not self.uneven:

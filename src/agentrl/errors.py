@@ -14,6 +14,7 @@ AgentRLError
 ├── ForestError                 training data are not a token forest
 ├── PublishError                weights could not be written or do not match their checksums
 ├── TrainingError               no data came in time, or the loss is not finite
+├── TimeLimitError              a time limit ended the run before its last step
 └── FailureError                ends one attempt at a trajectory; ``kind`` says what failed. With ``outage``
     │                           it ends none: it names what is down, and the call is repeated later
     ├── EngineError             the inference engine failed
@@ -149,6 +150,12 @@ class PublishError(AgentRLError):
 
 class TrainingError(AgentRLError):
     """Training cannot continue: no data came in time, or the loss is not finite."""
+
+
+class TimeLimitError(AgentRLError):
+    """A time limit ended the run before its last step. What was trained is saved."""
+
+    exit_code = 4
 
 
 class FailureError(AgentRLError):

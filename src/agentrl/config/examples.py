@@ -37,6 +37,10 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl train --run_name math --model_name_or_path models/Qwen3-0.6B --learning_rate 1e-6",
         "accelerate launch --config_file assets/fsdp2_dst.yml -m agentrl.train --config run.yaml --tp_size 2",
     ),
+    "agentrl launch": (
+        "agentrl launch train --config run.yaml --train_gpus 0-3 --engine_gpus 4-7",
+        "agentrl launch eval --config run.yaml --eval_file test.jsonl --inf_tp_size 2",
+    ),
     "agentrl plan": (
         "agentrl plan --model models/Qwen3-8B --gpus 8xH100 --context 32768",
         "agentrl plan --model models/Qwen3-8B --gpus 2x4090 --context 8192 --lora_rank 16 --json",

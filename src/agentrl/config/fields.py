@@ -11,6 +11,9 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from agentrl.errors import ConfigError
 
+Switch = Literal["auto", "true", "false"]
+"""Type of a flag that is on, off, or decided at start. YAML's true and false are values of it too."""
+
 
 @dataclass(frozen=True, slots=True)
 class Range:

@@ -16,6 +16,7 @@ import yaml
 
 from agentrl.config.collect_parser import CollectedParser, collecting, flags_parser
 from agentrl.config.examples import examples_text
+from agentrl.config.fields import Switch
 from agentrl.config.schema import GROUPS, sections
 from agentrl.errors import ConfigError
 
@@ -35,6 +36,16 @@ class Configs:
     def only(self, *groups: type) -> Configs:
         """Return the configuration with ``groups`` alone, and the flags of theirs that were given."""
         return Configs([self._groups[group] for group in groups], self.given & set(_names(groups)))
+
+    def with_flags(self, values: Mapping[str, Any]) -> Configs:
+        """Return a copy in which the flags ``values`` were given too, by name."""
+        groups = [
+            dataclasses.replace(
+                group, **{name: values[name] for name in _names([type(group)]) if name in values}
+            )
+            for group in self
+        ]
+        return Configs(groups, self.given | set(values))
 
     def __iter__(self) -> Iterator[Any]:
         """Yield every group."""
@@ -111,14 +122,19 @@ def _parser(groups: Sequence[type], command: str) -> Any:
 
 
 def _add_bare_switches(parser: Any, groups: Sequence[type]) -> None:
-    """Accept ``--name`` and ``--no_name`` for flags of type ``bool | None``, as for flags of type bool."""
-    optional = {
-        name for group in groups for name, hint in get_type_hints(group).items() if hint == (bool | None)
-    }
+    """Accept ``--name`` and ``--no_name`` for ``bool | None`` and ``Switch``, as for flags of type bool."""
+    hints = {name: hint for group in groups for name, hint in get_type_hints(group).items()}
     for action in list(parser._actions):
-        if action.dest in optional:
+        hint = hints.get(action.dest)
+        if hint == (bool | None):
             action.nargs, action.const = "?", True
             parser.add_argument(f"--no_{action.dest}", action="store_false", dest=action.dest, default=None)
+        elif hint == Switch:
+            action.nargs, action.const, action.type = "?", "true", str.lower
+            parser.add_argument(
+                f"--no_{action.dest}", action="store_const", const="false", dest=action.dest,
+                default=argparse.SUPPRESS,
+            )  # fmt: skip
 
 
 def _warn_of_ignored(configs: Configs) -> None:
@@ -186,7 +202,7 @@ def _read_flags(path: Path, content: Mapping[Any, Any], groups: Sequence[type]) 
                     f" {_describe(hints[name])}",
                     hint="mind YAML's types: 1e-6 without a dot is text, write 1.0e-6",
                 )
-            found[name] = item
+            found[name] = str(item).lower() if hints[name] == Switch else item
     return found
 
 
@@ -207,7 +223,8 @@ def _require_in_section(
 
 def _fits(hint: Any, value: Any) -> bool:
     if get_origin(hint) is Literal:
-        return isinstance(value, str) and value in get_args(hint)
+        is_text = isinstance(value, str) and value in get_args(hint)
+        return is_text or (hint == Switch and isinstance(value, bool))
     if get_args(hint):
         return any(_fits(kind, value) for kind in get_args(hint))
     return type(value) is hint or (type(value) is int and hint is float)

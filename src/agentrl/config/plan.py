@@ -38,7 +38,7 @@ class PlanConfig(Flags):
     mfu: float = flag(
         0.4, "fraction of the GPU's peak FLOP/s that matrix products are assumed to reach", within="(0, 1]"
     )
-    engine_gpus: str | None = flag(None, "kind of an engine's GPU (default: the trainer's)")
+    engine_gpu: str | None = flag(None, "kind of an engine's GPU (default: the trainer's)")
     request_tokens_per_second: float = flag(
         30.0, "tokens that an engine generates for one request", within="(0, inf)", unit="tokens/s"
     )

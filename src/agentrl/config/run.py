@@ -1,4 +1,4 @@
-"""Flags of a run's name, database, model and inference engine."""
+"""Flags of a run's name, database, model and inference engine, and of the GPUs of a machine."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ SYSTEM_DATABASES = frozenset({"admin", "config", "local"})
 URI_VARIABLES = ("MONGO_URI", "MONGO_URI_FILE")
 """Environment variables with the URI of the database, or with the path of a file that holds it."""
 
+CPU_RUNNING_REQUESTS = 32
+"""Sequences that an engine on a CPU decodes at a time by default."""
 _MISSED_HEARTBEATS = 5
 
 
@@ -119,7 +121,9 @@ class ModelConfig(Flags):
         None, "Hugging Face folder of the reference model of --kl_coef (default: --model_name_or_path)"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = flag(
-        "auto", "dtype of weights and activations; auto: bfloat16 on an accelerator, float32 on a CPU"
+        "auto",
+        "dtype of trained weights, gradients and the optimizer's moments; auto: float32. Published weights"
+        " have the model's own dtype",
     )
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
     chat_template: str | None = flag(None, "file of a chat template that replaces the model's own")
@@ -182,22 +186,61 @@ class EngineConfig(EngineListConfig):
     inf_tp_size: int = flag(
         1, "tensor-parallel ranks of the engine", within="[1, inf)", unit="ranks", per_process=True
     )
-    inf_mem_ratio: float = flag(
-        0.5, "fraction of the device's memory for the engine", within="(0, 1]", per_process=True
+    inf_mem_ratio: float | None = flag(
+        None,
+        "fraction of a GPU's memory for SGLang or vLLM (default: 0.5, which leaves room for a trainer; what"
+        " the engine takes by itself where CUDA_VISIBLE_DEVICES gives it GPUs of its own)",
+        within="(0, 1]",
+        per_process=True,
     )
-    max_running_requests: int = flag(
-        32,
-        "sequences that the engine decodes at a time",
+    max_running_requests: int | None = flag(
+        None,
+        "sequences that the engine decodes at a time (default: what SGLang or vLLM chooses on a GPU, else"
+        f" {CPU_RUNNING_REQUESTS})",
         within="[1, inf)",
         unit="sequences",
         per_process=True,
     )
     max_total_tokens: int = flag(
-        65536, "size of the KV cache", within="[1, inf)", unit="tokens", per_process=True
+        65536,
+        "size of the KV cache on a CPU; on a GPU, --inf_mem_ratio decides",
+        within="[1, inf)",
+        unit="tokens",
+        per_process=True,
     )
     engine_start_seconds: float = flag(
-        300.0, "how long an engine may take to start", within="(0, inf)", unit="seconds", per_process=True
+        300.0,
+        "how long an engine may take to start, besides loading its weights at 100 MB/s",
+        within="(0, inf)",
+        unit="seconds",
+        per_process=True,
     )
     engine_args: str = flag(
         "", "further arguments of the SGLang or vLLM server, as one string", per_process=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig(Flags):
+    """The GPUs of the processes that `agentrl launch` starts on this machine."""
+
+    section = "placement"
+
+    train_gpus: str | None = flag(
+        None,
+        "GPUs of the trainer, such as 0-3 or 0,2; with CUDA_VISIBLE_DEVICES, positions in it (default: half"
+        " of the GPUs, or those that --engine_gpus leaves)",
+        per_process=True,
+    )
+    engine_gpus: str | None = flag(
+        None,
+        "GPUs of the engines; every --inf_tp_size of them run one engine (default: half of the GPUs, or those"
+        " that --train_gpus leaves)",
+        per_process=True,
+    )
+    check_memory: bool = flag(
+        True,
+        "refuse to start if a training step, by `agentrl plan`, or an engine's weights need more memory than"
+        " their GPUs have",
+        per_process=True,
     )

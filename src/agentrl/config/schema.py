@@ -10,7 +10,7 @@ from agentrl.config.evaluation import EvaluationConfig
 from agentrl.config.fields import flag
 from agentrl.config.gateway import GatewayConfig
 from agentrl.config.loss import LossConfig
-from agentrl.config.run import EngineConfig, EngineListConfig, ModelConfig, RunConfig
+from agentrl.config.run import EngineConfig, EngineListConfig, ModelConfig, PlacementConfig, RunConfig
 from agentrl.config.sampling import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig, TaskConfig
 from agentrl.config.tools import ToolConfig
 from agentrl.config.tracing import TraceConfig
@@ -26,14 +26,14 @@ from agentrl.config.training import (
 __all__ = [
     "GROUPS", "AdapterConfig", "AgentConfig", "ClaimConfig", "EngineConfig", "EngineListConfig",
     "EvaluationConfig", "GatewayConfig", "GroupConfig", "IgnoredConfig", "LossConfig", "MemoryConfig",
-    "ModelConfig", "OptimConfig", "ParallelConfig", "RunConfig", "SamplingConfig", "TaskConfig", "ToolConfig",
-    "TraceConfig", "TrainConfig", "flag", "sections",
+    "ModelConfig", "OptimConfig", "ParallelConfig", "PlacementConfig", "RunConfig", "SamplingConfig",
+    "TaskConfig", "ToolConfig", "TraceConfig", "TrainConfig", "flag", "sections",
 ]  # fmt: skip
 
 GROUPS: tuple[type, ...] = (
     RunConfig, ModelConfig, TaskConfig, ClaimConfig, AgentConfig, ToolConfig, SamplingConfig, GroupConfig,
-    LossConfig, OptimConfig, AdapterConfig, MemoryConfig, TrainConfig, EngineConfig, EvaluationConfig,
-    GatewayConfig, TraceConfig, IgnoredConfig,
+    LossConfig, OptimConfig, AdapterConfig, MemoryConfig, TrainConfig, EngineConfig, PlacementConfig,
+    EvaluationConfig, GatewayConfig, TraceConfig, IgnoredConfig,
 )  # fmt: skip
 """All groups. A run has one set of flags: every process accepts all of them and reads those it needs."""
 

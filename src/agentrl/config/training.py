@@ -96,11 +96,12 @@ class MemoryConfig(Flags):
     optimizer_offload: bool = flag(
         False, "keep the moments of AdamW in the host's memory; one tensor at a time is copied"
     )
-    fused_adamw: bool = flag(True, "use the fused AdamW kernel, unless parameters are sharded over ranks")
-    gradient_reduction: Literal["last", "every"] = flag(
-        "last",
+    fused_adamw: bool = flag(True, "use the fused AdamW kernel")
+    gradient_reduction: Literal["auto", "last", "every"] = flag(
+        "auto",
         "when several processes reduce gradients: in the last micro-batch of a step (until then each process"
-        " holds the gradients of the whole model), or in every micro-batch (it holds its shard)",
+        " holds the gradients of the whole model), or in every micro-batch (it holds its shard); auto: every,"
+        " if whole gradients would take more than an eighth of the device's memory",
     )
     torch_compile: bool = flag(False, "compile the decoder layers with torch.compile")
     loss_vocab_chunk_size: int | None = flag(
@@ -217,7 +218,11 @@ class TrainConfig(ParallelConfig):
         within="[1, inf)",
         unit="tokens",
     )
-    autocast_bf16: bool = flag(False, "compute matrix products in bfloat16; weights keep --dtype")
+    autocast_bf16: Literal["auto", "true", "false"] = flag(
+        "auto",
+        "compute matrix products in bfloat16, and add up gradients in --dtype; auto: where the device"
+        " multiplies bfloat16 faster than float32, which a CPU measures at start",
+    )
     token_statistics_mib: float = flag(
         4.0,
         "importance ratios and entropies of single tokens that a step stores for the dashboard, at most: 4"
