@@ -24,6 +24,9 @@ POLL_SECONDS = 0.3
 STOP_SECONDS = 25.0
 """Time that the processes have to stop; those left are killed."""
 
+SAVE_SECONDS = 900.0
+"""Time that the main process has to finish its step and save after its deadline."""
+
 _FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0
 _STEADY_SECONDS = 300.0
 """A process that has run for this long has recovered: its earlier crashes no longer count."""
@@ -80,21 +83,25 @@ class Supervisor:
         self._members.append(member)
         member.start()
 
-    def run_main(self, main: SupervisedProcess, *, deadline: float) -> int:
+    def run_main(self, main: SupervisedProcess, *, deadline: float | Callable[[], float]) -> int:
         """Run ``main`` to its end and return its exit code.
 
-        At ``deadline`` (monotonic seconds) it receives SIGTERM, so that it can finish its step and save.
+        At ``deadline`` (monotonic seconds) it receives SIGTERM, so that it can finish its step and save; it
+        is killed if that takes more than SAVE_SECONDS. A deadline that moves is a function.
         Raises ConfigError if a helper ends because of its configuration, and AgentRLError if one has crashed
         too often.
         """
         self.start(main)
         process = main.process
         assert process is not None
-        is_stopping = False
+        killed_at: float | None = None
         while process.poll() is None:
             self._restart_crashed(main)
-            if not is_stopping and time.monotonic() > deadline:
-                is_stopping = True
+            now = time.monotonic()
+            if killed_at is not None and now > killed_at:
+                signal_session(process, signal.SIGKILL)
+            elif killed_at is None and now > (deadline() if callable(deadline) else deadline):
+                killed_at = now + SAVE_SECONDS
                 signal_session(process, signal.SIGTERM)
             time.sleep(POLL_SECONDS)
         return process.returncode

@@ -6,25 +6,29 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
+ORDINARY_CPU = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+"""Without the instructions for bfloat16 that some CPUs have."""
 LAST_LINE = re.compile(r"^reward (\d\.\d+) -> (\d\.\d+) over (\d+) steps$")
 
 
 class Quickstart:
     """``agentrl quickstart --tiny`` in a folder of its own."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, environment: Mapping[str, str] = MappingProxyType({})) -> None:
         self.log = folder / f"terminal-{time.monotonic_ns()}.txt"
         with self.log.open("wb") as sink:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "agentrl", "quickstart", "--tiny", *flags],
+                [sys.executable, "-m", "agentrl", "quickstart", "--tiny"],
                 cwd=folder,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
@@ -89,9 +93,11 @@ def test_the_tiny_quickstart_survives_a_kill_and_an_interrupt_and_learns(tmp_pat
     assert first.wait(120) == 130
     assert processes_in(tmp_path) == []
 
-    second = Quickstart(tmp_path)
+    second = Quickstart(tmp_path, ORDINARY_CPU)
     assert second.wait(700) == 0, second.output[-4000:]
     assert "resuming" in second.output
+    assert "on this machine" in second.output, "the time that the rest takes"
+    assert "products in float32, weights in float32" in second.output
     outcome = LAST_LINE.match(second.output.strip().splitlines()[-1])
     assert outcome, second.output[-2000:]
     assert all(f"  {title}: score" in second.output for title in ("first wrong", "first right", "longest"))

@@ -30,7 +30,9 @@ def _parse(argv: list[str]) -> Options:
         "--tiny", action="store_true", help="a two-layer model made here: four to five minutes"
     )
     parser.add_argument("--steps", type=int, help="optimizer steps of the whole run")
-    parser.add_argument("--minutes", type=float, help="stop training after this many minutes")
+    parser.add_argument(
+        "--minutes", type=float, help="time limit of the training (default: it follows the measured speed)"
+    )
     parser.add_argument("--engine", choices=("local", "sglang", "vllm"), default="local")
     parser.add_argument("--samplers", type=int, default=2, help="sampler processes (default: 2)")
     parser.add_argument("--seed", type=int, default=0)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from agentrl.data.forest import TokenForest
+from agentrl.model.precision import measure_products
 
 _DENSE_BF16_TFLOPS: dict[str, float] = {
     "B200": 2250.0, "GH200": 989.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0,
@@ -17,28 +19,43 @@ _DENSE_BF16_TFLOPS: dict[str, float] = {
     "A10G": 70.0, "A10": 125.0, "A40": 149.7, "RTX 4090": 165.2, "MI300X": 1307.4,
 }  # fmt: skip
 """Without sparsity, from the vendors' data sheets. The first name that a device's name contains counts."""
-_MEASURED_SIZE = 1024
-_MEASURED_TIMES = 5
+_MEASURED_WIDTHS = (256, 512, 1024)
 
 
 class Stopwatch:
-    """Adds up wall-clock seconds by name. On CUDA it waits for the kernels that were launched."""
+    """Adds up seconds by name: those of the wall clock, or on CUDA those between events of the device.
+
+    ``lap`` does not wait for the device. On CUDA ``seconds`` does.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._last = self._now()
-        self.seconds: dict[str, float] = {}
+        self._laps: list[tuple[str, Any]] = [("", self._now())]
 
     def lap(self, name: str) -> None:
         """Add the time since the last lap to ``name``."""
-        now = self._now()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
-        self._last = now
+        self._laps.append((name, self._now()))
 
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds by name."""
+        found: dict[str, float] = {}
+        for (_, start), (name, end) in pairwise(self._laps):
+            found[name] = found.get(name, 0.0) + self._between(start, end)
+        return found
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _between(self, start: Any, end: Any) -> float:
+        if self._device.type != "cuda":
+            return float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000
 
 
 def stated_peak(device_name: str) -> float | None:
@@ -47,25 +64,73 @@ def stated_peak(device_name: str) -> float | None:
     return None if found is None else found * 1e12
 
 
-@cache
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s that products of ``dtype`` matrices can reach on ``device``.
+@dataclass
+class DevicePeak:
+    """The FLOP/s that matrix products can reach on a device: stated by its vendor, measured, or unknown."""
 
-    For bfloat16 on a known accelerator this is the vendor's number. Otherwise it is the fastest of a few
-    products of two 1024 x 1024 matrices, measured once per process with its number of threads.
+    flops: float | None
+    is_measured: bool = False
+
+    def share(self, flops: float) -> float | None:
+        """Return the share of the peak that ``flops`` per second are, at most 1; None for an unknown peak.
+
+        Other work on the machine slows a measurement down. A faster step therefore becomes the peak.
+        """
+        if self.flops is None:
+            return None
+        if flops > self.flops:
+            if not self.is_measured:  # the data sheet is that of another device
+                return None
+            self.flops = flops
+        return flops / self.flops
+
+
+@cache
+def device_peak(device: torch.device) -> DevicePeak:
+    """Return the peak of ``device``; it is the same for every dtype of products.
+
+    A known accelerator has its vendor's number for dense bfloat16. A CPU has the fastest of a few products
+    in float32 and bfloat16, measured once per process with its number of threads.
     """
-    if device.type == "cuda" and dtype == torch.bfloat16:
-        stated = stated_peak(torch.cuda.get_device_name(device))
-        if stated is not None:
-            return stated
-    left, right = (torch.randn(_MEASURED_SIZE, _MEASURED_SIZE).to(device, dtype) for _ in range(2))
-    best = float("inf")
-    for _ in range(_MEASURED_TIMES):
-        watch = Stopwatch(device)
-        torch.mm(left, right)
-        watch.lap("product")
-        best = min(best, watch.seconds["product"])
-    return 2 * _MEASURED_SIZE**3 / best
+    if device.type == "cuda":
+        return DevicePeak(stated_peak(torch.cuda.get_device_name(device)))
+    if device.type != "cpu":
+        return DevicePeak(None)
+    speeds = [measure_products(device, width) for width in _MEASURED_WIDTHS]
+    return DevicePeak(max(max(speed.float32, speed.bfloat16) for speed in speeds), is_measured=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backward:
+    """The fractions of the layers' weights for which a backward pass computes a product."""
+
+    inputs: float = 1.0
+    """For the gradient of the layer's input: layers at and above the lowest trained one."""
+    weights: float = 1.0
+    """For the gradient of the weight: trained weights and adapters."""
+    head: bool = True
+    """The output head is trained."""
+
+    @classmethod
+    def of(cls, model: Any) -> Backward:
+        """Return the fractions of a Hugging Face model; all, if its decoder has no list of layers."""
+        layers = [list(layer.parameters()) for layer in getattr(model.get_decoder(), "layers", ())]
+        sizes = [sum(each.numel() for each in layer) for layer in layers]
+        trained = [sum(each.numel() for each in layer if each.requires_grad) for layer in layers]
+        total = sum(sizes)
+        # A pipeline stage has stand-ins without a weight for what other stages hold.
+        head = getattr(model.get_output_embeddings(), "weight", None)
+        has_trained_head = head is None or head.requires_grad
+        if total == 0:
+            return cls(head=has_trained_head)
+        embedding = getattr(model.get_input_embeddings(), "weight", None)
+        lowest = next((place for place, size in enumerate(trained) if size), len(layers))
+        if embedding is not None and embedding.requires_grad:
+            lowest = 0
+        return cls(inputs=sum(sizes[lowest:]) / total, weights=sum(trained) / total, head=has_trained_head)
+
+
+_FULL_BACKWARD = Backward()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,16 +181,19 @@ class ModelShape:
         feed_forward = self.hidden * self.ffn * (3 if self.gated else 2)
         return self.layers * (attention + feed_forward + self.hidden * self.router)
 
-    def step_flops(self, tokens: int, projected: int, pairs: int) -> float:
+    def step_flops(
+        self, tokens: int, projected: int, pairs: int, backward: Backward = _FULL_BACKWARD
+    ) -> float:
         """Return the FLOPs of forward and backward, as MFU counts them (arXiv 2204.02311).
 
         ``tokens`` pass the layers, ``projected`` of them also pass the output head, and each layer's
         attention computes ``pairs`` of a query and a key. A product costs 2 FLOPs; its backward costs twice
-        as many. Recomputation does not count.
+        as many, or less where ``backward`` leaves products out. Recomputation does not count.
         """
-        linear = 2 * (tokens * self.layer_weights + projected * self.hidden * self.vocabulary)
-        attention = 4 * pairs * self.layers * self.heads * self.head_dim
-        return 3.0 * (linear + attention)
+        layers = 2 * tokens * self.layer_weights * (1 + backward.inputs + backward.weights)
+        head = 2 * projected * self.hidden * self.vocabulary * (2 + backward.head)
+        attention = 4 * pairs * self.layers * self.heads * self.head_dim * (1 + 2 * backward.inputs)
+        return float(layers + head + attention)
 
 
 def attention_pairs(forest: TokenForest) -> int:

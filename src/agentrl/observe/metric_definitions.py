@@ -74,7 +74,7 @@ SECTIONS: Final[dict[str, tuple[MetricDefinition, ...]]] = {
         _("tokens_per_second", "tokens ÷ seconds of forward, backward and optimizer, all ranks", "tokens/s", "steady"),
         _("total_tokens_per_second", "tokens_per_second × sharing_ratio", "tokens/s", "steady"),
         _("tflops_per_second", "model FLOPs of a rank ÷ those seconds ÷ 10¹²", "TFLOP/s", "steady"),
-        _("mfu", "model FLOPs of a rank ÷ those seconds ÷ the device's peak", "0–1", "0.3–0.5 on a GPU with a dense model"),
+        _("mfu", "model FLOPs of a rank ÷ those seconds ÷ the device's peak; missing if the peak is unknown", "0–1", "0.3–0.5 on a GPU with a dense model"),
         _("prefix_cache_hit_rate", "share of prompt tokens that engines did not compute again", "0–1", "above 0.5 with several turns"),
         _("seconds_data", "waiting for the step's data", "s", "near 0; else sampling is the bottleneck"),
         _("seconds_pack", "arranging trajectories into token forests", "s", "below a tenth of the step"),

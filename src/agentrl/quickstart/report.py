@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import fmean, median
 
 from agentrl.config.schema import RunConfig
-from agentrl.errors import AgentRLError
 from agentrl.quickstart.worth_reading import WorthReading, read_worth_reading
 
 ENDS = 3
@@ -47,17 +46,15 @@ class Outcome:
         return fmean(self.rewards[-ENDS:])
 
 
-async def read_outcome(run_name: str, output: Path, mongo_dir: str) -> Outcome:
-    """Read the rewards from the database and plot them. Raises AgentRLError if there is no step."""
+async def read_outcome(run_name: str, output: Path, mongo_dir: str) -> Outcome | None:
+    """Read the rewards from the database and plot them; None if there is no step."""
     from agentrl.observe.audit.curve import plot_curve
     from agentrl.store.client import open_store
 
     async with await open_store(RunConfig(run_name=run_name, mongo_dir=mongo_dir)) as store:
         steps = await store.training.steps()
         if not steps:
-            raise AgentRLError(
-                "the time limit was reached before the first optimizer step", hint="allow more: --minutes 15"
-            )
+            return None
         plot = output / "curve.png"
         plot_curve(run_name, await store.views.steps(), plot)
         metrics = [step.metrics for step in steps]

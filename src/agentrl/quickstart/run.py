@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,9 @@ from agentrl.errors import AgentRLError, ConfigError
 from agentrl.observe import logging as run_logging
 from agentrl.processes import thread_limits
 from agentrl.quickstart.dashboard import dashboard
+from agentrl.quickstart.pace import Pace
 from agentrl.quickstart.report import print_report, read_outcome
-from agentrl.quickstart.waiting import told_start
+from agentrl.quickstart.waiting import told_progress
 from agentrl.shipped_files import shipped_files
 from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.supervise import StoppedBySignalError, SupervisedProcess, Supervisor
@@ -48,7 +48,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """The defaults of one of the two quickstarts; ``minutes`` limits the training."""
+    """The defaults of one of the two quickstarts; ``minutes`` is the least time limit: see ``Pace``."""
 
     base_name: str
     tasks: str
@@ -107,7 +107,8 @@ class ToolServers:
 def run_quickstart(options: Options) -> int:
     """Train until the run has its steps, print the report, and return 0.
 
-    Raises AgentRLError if the trainer fails. MongoDB is stopped at the end if this started it.
+    Raises AgentRLError if the trainer fails, and TimeLimitError if the time limit ended it; the run is then
+    resumed by the next call. MongoDB is stopped at the end if this started it.
     """
     run = open_run(options.run_name, tiny=options.tiny, steps=options.steps, seed=options.seed)
     run_logging.setup(RunConfig(run_name=run.name, log_dir=str(run.logs)), "quickstart")
@@ -120,15 +121,22 @@ def run_quickstart(options: Options) -> int:
         _report(f"database: {status.shown_uri} (data in {MONGO_DIR})")
         with dashboard(run.name, MONGO_DIR, run.logs / "dashboard.out") as address:
             _report(f"dashboard: {address}")
-            code = _train(run, options, model)
+            pace = Pace(run.steps, minutes=options.minutes, least_minutes=run.preset.minutes)
+            code, is_over = _train(run, options, model, pace)
         if code != 0:
             raise AgentRLError(
                 f"the trainer ended with exit code {code}",
                 hint=f"its log is in {run.logs}; run this again",
             )
         outcome = asyncio.run(read_outcome(run.name, run.output, MONGO_DIR))
+        done = 0 if outcome is None else len(outcome.rewards)
+        if outcome is not None:
+            print_report(run.name, run.output, outcome)
+        if is_over and done < run.steps:
+            raise pace.ended(done)
+        if outcome is None:
+            raise AgentRLError("the trainer ended before its first step", hint=f"its log is in {run.logs}")
         close_run(run)
-        print_report(run.name, run.output, outcome)
         return 0
     finally:
         if started_mongo:
@@ -189,8 +197,11 @@ def _prepare_model(options: Options) -> Path:
     return prepare_smollm(_report)
 
 
-def _train(run: QuickstartRun, options: Options, model: Path) -> int:
-    """Start the tool server, the engine and the samplers, and run the trainer; return its exit code."""
+def _train(run: QuickstartRun, options: Options, model: Path, pace: Pace) -> tuple[int, bool]:
+    """Start the tool server, the engine and the samplers, and run the trainer.
+
+    Returns the trainer's exit code, and whether it ended after the time limit.
+    """
     supervisor = Supervisor(_report)
     servers = tool_servers(run)
     common = [
@@ -214,14 +225,16 @@ def _train(run: QuickstartRun, options: Options, model: Path) -> int:
         supervisor.start(process("engine", engine, is_server=True))
         for index in range(options.samplers):
             supervisor.start(process(f"sampler-{index}", _agentrl("sample", common)))
-        minutes = options.minutes if options.minutes is not None else run.preset.minutes
+        extended = "" if options.minutes is not None else ", or more after the first step if it is slow"
         _report(
             f"an engine ({options.engine}), {options.samplers} samplers and a trainer are starting:"
-            f" {run.steps} steps, at most {minutes:g} minutes; logs in {run.logs}"
+            f" {run.steps} steps, at most {pace.limit}{extended}; logs in {run.logs}"
         )
         trainer = process("trainer", _agentrl("train", trainer_flags))
-        with told_start(RunConfig(run_name=run.name, mongo_dir=MONGO_DIR), _groups_per_step(run), _report):
-            return supervisor.run_main(trainer, deadline=time.monotonic() + 60 * minutes)
+        config = RunConfig(run_name=run.name, mongo_dir=MONGO_DIR)
+        with told_progress(config, _groups_per_step(run), pace, _report):
+            code = supervisor.run_main(trainer, deadline=pace.deadline)
+            return code, pace.is_over
     except StoppedBySignalError:
         _report("stopping: the trainer finishes its step and saves; the same command resumes")
         raise

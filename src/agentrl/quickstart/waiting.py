@@ -1,4 +1,4 @@
-"""Say what a starting run waits for, until its first optimizer step is committed."""
+"""Say what a starting run waits for until its first optimizer step, and then how long the rest takes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 from agentrl.config.schema import RunConfig
 from agentrl.documents.status import ServiceStatus, StepStatus
 from agentrl.errors import AgentRLError
+from agentrl.quickstart.pace import Pace
 from agentrl.quickstart.worth_reading import RIGHT
 from agentrl.store.names import STEP
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
+    from agentrl.store.views.rows import StepRow
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +46,13 @@ class Start:
 
 
 @contextlib.contextmanager
-def told_start(run: RunConfig, groups_per_step: int, report: Callable[[str], None]) -> Iterator[None]:
-    """Report what the run waits for, from a thread, until its next step is committed or the block ends."""
+def told_progress(
+    run: RunConfig, groups_per_step: int, pace: Pace, report: Callable[[str], None]
+) -> Iterator[None]:
+    """Report from a thread what the run waits for, and after a step how long the rest takes."""
     ended = threading.Event()
     teller = threading.Thread(
-        target=lambda: asyncio.run(_tell(run, groups_per_step, report, ended)), daemon=True
+        target=lambda: asyncio.run(_tell(run, groups_per_step, pace, report, ended)), daemon=True
     )
     teller.start()
     try:
@@ -90,23 +94,48 @@ class StartLines:
 
 
 async def _tell(
-    run: RunConfig, groups_per_step: int, report: Callable[[str], None], ended: threading.Event
+    run: RunConfig,
+    groups_per_step: int,
+    pace: Pace,
+    report: Callable[[str], None],
+    ended: threading.Event,
 ) -> None:
     from agentrl.store.client import open_store
 
     began, lines = time.monotonic(), StartLines(groups_per_step)
+    serving_since, is_first = began, True
     try:
         async with await open_store(run) as store:
-            before = len(await store.views.steps(status=StepStatus.COMMITTED))
+            seen = _committed_at(await _last_committed(store))
             while not ended.is_set():
-                if len(await store.views.steps(status=StepStatus.COMMITTED)) > before:
-                    return
-                line = lines.line(await _read_start(store), time.monotonic() - began)
+                last = await _last_committed(store)
+                if last is not None and _committed_at(last) > seen:
+                    seen = _committed_at(last)
+                    training = float(last.metrics["seconds_forward_backward"])
+                    line = pace.step(last.step, last.metrics, time.monotonic() - serving_since - training)
+                    is_first = False
+                elif is_first:
+                    state = await _read_start(store)
+                    if not state.is_serving:
+                        serving_since = time.monotonic()
+                    line = lines.line(state, time.monotonic() - began)
+                    pace.waiting = line or pace.waiting
+                else:
+                    line = None
                 if line is not None:
                     report(line)
                 await store.wait_for_change(STEP, timeout=_POLL_SECONDS)
     except AgentRLError as error:  # only these lines are lost: the processes report their own errors
-        logger.info("the progress of the start cannot be read: %s", error.message)
+        logger.info("the progress of the run cannot be read: %s", error.message)
+
+
+async def _last_committed(store: Store) -> StepRow | None:
+    rows = await store.views.steps(status=StepStatus.COMMITTED, last=1)
+    return rows[-1] if rows else None
+
+
+def _committed_at(step: StepRow | None) -> float:
+    return 0.0 if step is None or step.committed_at is None else step.committed_at.timestamp()
 
 
 async def _read_start(store: Store) -> Start:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, Qwen3MoeConfig
 
 from agentrl.model.attention.executor import build_executor
-from agentrl.model.flops import ModelShape, Stopwatch, attention_pairs, peak_flops, stated_peak
+from agentrl.model.flops import (
+    Backward,
+    DevicePeak,
+    ModelShape,
+    Stopwatch,
+    attention_pairs,
+    device_peak,
+    stated_peak,
+)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
@@ -25,6 +35,26 @@ def test_flops_are_those_that_torch_counts(kind: str) -> None:
     linear = 2 * forest.tokens * shape.layer_weights
     assert counted in (linear, linear + attention)
     assert shape.step_flops(forest.tokens, 0, dense) == 3 * (linear + attention)
+
+
+def test_products_that_a_frozen_weight_saves_do_not_count() -> None:
+    model, forest = tiny_model("llama"), packed(chains())
+    assert Backward.of(model) == Backward()
+    model.requires_grad_(False)
+    model.model.layers[1].mlp.requires_grad_(True)
+    upper = Backward.of(model)
+    assert (upper.inputs, upper.head) == (0.5, False)
+    assert 0 < upper.weights < 0.5
+    model.model.layers[1].requires_grad_(False)
+    model.get_input_embeddings().requires_grad_(True)
+    inputs = Backward.of(model)
+    assert inputs == Backward(inputs=1.0, weights=0.0, head=False)
+    shape = ModelShape.of(model.config)
+    with FlopCounterMode(display=False) as counter:
+        build_executor(model, "sdpa")(forest).sum().backward()
+    counted = counter.get_flop_counts()["Global"]
+    linear = sum(flops for operation, flops in counted.items() if "attention" not in str(operation))
+    assert linear == shape.step_flops(forest.tokens, 0, 0, inputs)
 
 
 def test_the_head_counts_for_the_tokens_that_pass_it() -> None:
@@ -57,7 +87,23 @@ def test_devices() -> None:
     assert stated_peak("NVIDIA H100 PCIe") == 756e12
     assert stated_peak("NVIDIA A100-SXM4-80GB") == 312e12
     assert stated_peak("A card of tomorrow") is None
-    assert peak_flops(torch.device("cpu"), torch.float32) > 1e8
+    assert device_peak(torch.device("meta")).share(1e9) is None
+
+
+def test_the_peak_of_a_cpu_is_measured_and_no_share_is_above_1() -> None:
+    peak = replace(device_peak(torch.device("cpu")))
+    assert peak.flops is not None
+    assert peak.flops > 1e8
+    assert peak.share(peak.flops / 4) == pytest.approx(0.25)
+    faster = 2 * peak.flops
+    assert peak.share(faster) == 1.0
+    assert peak.share(faster / 4) == pytest.approx(0.25)
+
+
+def test_more_than_a_data_sheet_states_is_no_share() -> None:
+    assert DevicePeak(1e12).share(5e11) == 0.5
+    assert DevicePeak(1e12).share(2e12) is None
+    assert DevicePeak(None).share(1.0) is None
 
 
 def test_laps_add_up_by_name() -> None:
