@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Create the venv for SGLang's server on a CPU (deploy/sglang/README.md); do nothing if it is up to date.
+# Create the venv for SGLang's server, for a CPU or for NVIDIA GPUs (deploy/sglang/README.md); do nothing if it is up
+# to date.
 #
 #   bash scripts/setup_sglang.sh                                # into .venv-sglang in this repository
 #   AGENTRL_SGLANG_VENV=/opt/sglang bash scripts/setup_sglang.sh

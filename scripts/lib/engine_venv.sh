@@ -1,4 +1,5 @@
 # Sourced by setup_sglang.sh and setup_vllm.sh: create the venv of an engine with the versions pinned in deploy/.
+# With an NVIDIA GPU, an engine that has a requirements-gpu.txt gets those.
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 
@@ -10,6 +11,9 @@ make_engine_venv() {
     local requirements="$root/deploy/$name/requirements-cpu.txt"
     local nodeps="$root/deploy/$name/requirements-cpu-nodeps.txt"
     local stamp="$venv/.requirements.sha256" wanted
+    if [[ -f "$root/deploy/$name/requirements-gpu.txt" ]] && nvidia-smi >/dev/null 2>&1; then
+        requirements="$root/deploy/$name/requirements-gpu.txt" nodeps=/dev/null size="20 GB"
+    fi
     wanted="$(cat "$requirements" "$nodeps" | sha256sum | cut -d' ' -f1)"
 
     up_to_date() { [[ -f "$stamp" && "$(cat "$stamp")" == "$wanted" ]]; }
@@ -34,7 +38,8 @@ make_engine_venv() {
     rm -f "$stamp"
     step "${PYTHON:-python3}" -m venv "$venv"
     step "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --requirement "$requirements"
-    step "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --requirement "$nodeps"
+    [[ "$nodeps" == /dev/null ]] ||
+        step "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --requirement "$nodeps"
     printf '%s\n' "$wanted" >"$stamp"
     echo "$name venv: $venv (installed)"
 }

@@ -1,4 +1,4 @@
-# Sourced by the run scripts: set the flags of a run; agentrl.cli.launch starts and supervises its processes.
+# Sourced by the run scripts: set the flags of a run; `agentrl launch` starts and supervises its processes.
 #
 # MODEL_PATH        Hugging Face folder of the policy          (default: the quickstart's SmolLM2-135M)
 # TRAIN_FILE        JSONL tasks (eval.sh: EVAL_FILE)           (default: the quickstart's calculator tasks)
@@ -10,7 +10,10 @@
 # ENGINE            local | sglang | vllm                      (default: local)
 # SAMPLERS          sampler processes                          (default: 2)
 # ROLES             processes of this machine                  (default: "serve sample train")
-# ACCELERATE_CONFIG accelerate configuration of the trainer    (default: none, a single process)
+# ACCELERATE_CONFIG accelerate configuration of the trainer    (default: none, torchrun)
+#
+# Engines and the trainer get GPUs of their own, half each; --train_gpus 0-5 --engine_gpus 6,7 divides them otherwise,
+# and every --inf_tp_size of the engines' GPUs run one engine. One GPU is shared.
 #
 # The logs are in logs/RUN_NAME. A process that crashes is restarted, up to five times. If one ends because of its
 # configuration, the reason is printed and all are stopped. SIGINT and SIGTERM stop all of them within 30 s.
@@ -52,20 +55,22 @@ training_flags() {
     --train_file "$TRAIN_FILE" --adv_scaling 2.0
     --learning_rate 2e-6 --lr_scheduler_type cosine --warmup_steps "$warmup_steps" --weight_decay 0.05
     --optim_args beta1=0.9,beta2=0.98 --max_grad_norm 1.0
-    --num_generations 8 --groups_per_step 6 --tp_size "${TP_SIZE:-1}" --save_steps 3
+    --num_generations 8 --groups_per_step 6 --save_steps 3
     --preferred_sampling_params '{"temperature": 1, "top_p": 1, "min_p": 0, "top_k": -1}'
   )
+  if [ -n "${TP_SIZE:-}" ]; then flags+=(--tp_size "$TP_SIZE"); fi
   if [ -n "${DEMO:-}" ]; then
     flags+=(--max_turns 4 --max_prompt_tokens 2048 --prompt_reserve_tokens 256 --max_new_tokens 64
-      --max_tokens 4096 --autocast_bf16 true)
+      --max_tokens 4096)
   else
-    flags+=(--max_turns "$max_turns" --max_prompt_tokens 128768 --max_new_tokens 32768 --max_tokens 161536)
+    flags+=(--max_turns "$max_turns" --max_prompt_tokens 128768 --max_new_tokens 32768 --max_tokens 161536
+      --activation_checkpointing full)
   fi
 }
 
 # launch train|eval: replace this script by the process that supervises the others.
 launch() {
   step bash scripts/setup.sh
-  exec "$bin/python" -m agentrl.cli.launch "$1" \
+  exec "$bin/python" -m agentrl launch "$1" \
     --run_name "$RUN_NAME" --log_dir "logs/$RUN_NAME" --output_dir "output/$RUN_NAME" "${flags[@]}"
 }

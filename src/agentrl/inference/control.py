@@ -14,6 +14,9 @@ from agentrl.errors import EngineError
 from agentrl.inference.generation import EngineRefusedError, known_format, policy_version
 from agentrl.inference.http import CONTROL_SECONDS, EngineHttp
 
+_LOAD_RATE = 100e6
+"""Bytes per second at which an engine reads weights, at least: a disk over a network of 1 Gbit/s."""
+
 PauseMode = Literal["abort", "retract", "in_place"]
 
 
@@ -53,8 +56,9 @@ class EngineControl:
         """Create the client of the engine at ``url``.
 
         ``timeout`` limits the time between two tokens of a generation, the time until the first one, and the
-        time of a weight update, in seconds. With ``vocab_size`` None, the engine is asked for it. With an
-        ``instance``, prompts are sent only to a server that has this instance name.
+        time of a weight update, in seconds; large weights may take longer (``load_seconds``). With
+        ``vocab_size`` None, the engine is asked for it. With an ``instance``, prompts are sent only to a
+        server that has this instance name.
         """
         self._http = EngineHttp(url)
         self.url = self._http.url
@@ -160,7 +164,8 @@ class EngineControl:
         the old weights.
         """
         body = {"model_path": path, "weight_version": str(version), "flush_cache": flush_cache}
-        answer = await self._post("/update_weights_from_disk", body, self._timeout)
+        seconds = max(self._timeout, await asyncio.to_thread(load_seconds, path))
+        answer = await self._post("/update_weights_from_disk", body, seconds)
         if not answer.get("success", False):
             raise EngineRefusedError(
                 f"engine {self.url} refused the weights in {path}: {answer.get('message')}"
@@ -182,6 +187,17 @@ class EngineControl:
 def instance_of(name: str) -> str | None:
     """Return the instance from a served model's name, ``NAME@INSTANCE``; None if there is none."""
     return name.rpartition("@")[2] if "@" in name else None
+
+
+def load_seconds(folder: str | None) -> float:
+    """Return how long the weights in ``folder`` may take to load: their bytes at 100 MB/s; 0 if unknown."""
+    if folder is None:
+        return 0.0
+    try:
+        files = [path for path in Path(folder).iterdir() if path.suffix in (".safetensors", ".bin")]
+        return sum(path.stat().st_size for path in files) / _LOAD_RATE
+    except OSError:
+        return 0.0
 
 
 def vocab_size_of(folder: str) -> int | None:

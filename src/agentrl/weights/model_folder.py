@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import filecmp
-import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -17,8 +15,7 @@ from agentrl.atomic_folder import atomic_folder, begin_folder
 from agentrl.errors import PublishError
 from agentrl.weights.manifest import MANIFEST
 
-logger = logging.getLogger(__name__)
-
+CHAT_TEMPLATE = "chat_template.jinja"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 _HEADROOM_BYTES = 16 << 20
 _READABLE = 0o644
@@ -45,17 +42,27 @@ def weight_bytes(model: SavableModel) -> int:
     return sum(tensor.numel() * tensor.element_size() for _, tensor in model.named_parameters())
 
 
-def save_model_files(model: SavableModel, base: Path, folder: Path, chat_template: str | None = None) -> None:
+def save_model_files(
+    model: SavableModel,
+    base: Path,
+    folder: Path,
+    chat_template: str | None = None,
+    written: Path | None = None,
+) -> None:
     """Save weights and config into ``folder``, and copy the other Hugging Face files from ``base``.
 
-    ``chat_template`` replaces the template of ``base``, if given.
+    ``chat_template`` replaces the template of ``base``, if given. ``written`` is a folder that holds these
+    weights already: its files are linked, and the model writes nothing.
     """
-    model.save_pretrained(str(folder))
+    if written is None:
+        model.save_pretrained(str(folder))
+    else:
+        _link_files(written, folder)
     for path in base.iterdir():
         if _accompanies_weights(path) and not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
     if chat_template is not None:
-        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+        (folder / CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
     for path in folder.iterdir():
         path.chmod(_READABLE)
 
@@ -105,49 +112,28 @@ def explain_write_errors(target: Path, needed_bytes: int) -> Iterator[None]:
         raise
 
 
-def link_equal_files(folder: Path, source: Path) -> int:
-    """Replace files of ``folder`` that equal those of ``source`` by reflinks or hard links.
+def _link_files(source: Path, folder: Path) -> None:
+    """Give the files of ``source`` a second name in ``folder``; a copy where the file system has no links.
 
-    A checkpoint and a published version of one step thus take their space on disk once. Returns the bytes
-    saved; files stay copies where the file system supports neither kind of link. Both folders must be
-    complete: a file with two names must never be written in place.
+    A checkpoint and a published version of one step thus are written once and take their space once. Files
+    that ``save_model_files`` writes itself are left out: one with two names must never be written in place.
     """
-    if not source.is_dir():
-        return 0
-    saved = 0
-    for path in sorted(folder.iterdir()):
-        other = source / path.name
-        if path.name != MANIFEST and _are_equal(path, other) and _link(path, other):
-            saved += path.stat().st_size
-    return saved
+    for path in source.iterdir():
+        if not path.is_file() or path.name in (MANIFEST, CHAT_TEMPLATE) or path.name.startswith("."):
+            continue
+        target = folder / path.name
+        if _reflink(path, target):
+            continue
+        try:
+            os.link(path, target)
+        except OSError:
+            shutil.copyfile(path, target)
 
 
 def _accompanies_weights(path: Path) -> bool:
     name = path.name
     hidden = name.startswith(".") or name == MANIFEST
     return path.is_file() and not hidden and not name.endswith(_WEIGHT_SUFFIXES)
-
-
-def _are_equal(path: Path, other: Path) -> bool:
-    if not (path.is_file() and other.is_file()) or path.samefile(other):
-        return False
-    return path.stat().st_size == other.stat().st_size and filecmp.cmp(path, other, shallow=False)
-
-
-def _link(path: Path, other: Path) -> bool:
-    """Replace ``path`` by a link to ``other``; return False where the file system cannot."""
-    link = path.with_name(f".link-{path.name}")
-    try:
-        if not _reflink(other, link):
-            os.link(other, link)
-        link.chmod(path.stat().st_mode & 0o777)
-        link.replace(path)
-    except OSError as error:
-        logger.debug("%s stays a copy of %s: %s", path, other, error.strerror)
-        with contextlib.suppress(OSError):
-            link.unlink()
-        return False
-    return True
 
 
 def _reflink(source: Path, target: Path) -> bool:

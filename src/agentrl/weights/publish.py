@@ -16,7 +16,7 @@ from agentrl.documents.serving import FileChecksum, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError
 from agentrl.weights.manifest import checksums, verify
-from agentrl.weights.model_folder import SavableModel, link_equal_files
+from agentrl.weights.model_folder import SavableModel
 from agentrl.weights.versions import (
     delete_folders,
     free_folder,
@@ -59,13 +59,13 @@ async def publish(
     step: int,
     train_step_id: str | None,
     chat_template: str | None = None,
-    same_as: Path | None = None,
+    written: Path | None = None,
 ) -> PolicyVersion:
     """Publish the weights of ``step`` as folder ``root/v00000N`` and as a PolicyVersion; prune old folders.
 
     N is one more than any earlier version, including withdrawn ones. If the files equal those of a version
     that was withdrawn for the same step, that version is reinstated instead, so that tokens sampled with it
-    keep their age. Files that equal those in the folder ``same_as`` are linked to them.
+    keep their age. ``written`` is a folder that holds these weights already: they are linked, not written.
 
     The number and the folder are reserved in the database before the folder appears, so that two trainers
     never write the same folder. Raises LeaseLostError if another trainer has taken over, and PublishError if
@@ -73,11 +73,14 @@ async def publish(
     """
     number, reserved = await _number(store)
     temporary, files = await asyncio.to_thread(
-        write_temporary, model, tokenizer_files_from, version_folder(target.root, number), chat_template
+        write_temporary,
+        model,
+        tokenizer_files_from,
+        version_folder(target.root, number),
+        chat_template,
+        written,
     )
     try:
-        if same_as is not None:
-            await asyncio.to_thread(link_equal_files, temporary, same_as)
         twin = withdrawn_twin(await store.policy_versions.withdrawn(step), files)
         if twin is not None:
             document = await _reinstate(store, twin, target, temporary, train_step_id)

@@ -38,17 +38,22 @@ def free_folder(root: Path, version: int, attempt: int, *, is_contested: bool) -
 
 
 def write_temporary(
-    model: SavableModel, base: Path, target: Path, chat_template: str | None = None
+    model: SavableModel,
+    base: Path,
+    target: Path,
+    chat_template: str | None = None,
+    written: Path | None = None,
 ) -> tuple[Path, tuple[FileChecksum, ...]]:
     """Write weights, config and tokenizer into a temporary folder beside ``target``.
 
-    Raises PublishError, and deletes the temporary folder, if a write fails.
+    ``written`` is a folder that holds these weights already: its files are linked. Raises PublishError, and
+    deletes the temporary folder, if a write fails.
     """
     needed = weight_bytes(model)
     with explain_write_errors(target, needed), contextlib.ExitStack() as on_error:
         temporary = begin_model_folder(target, needed)
         on_error.callback(discard_folder, temporary)
-        save_model_files(model, base, temporary, chat_template)
+        save_model_files(model, base, temporary, chat_template, written)
         files = checksums(temporary)
         on_error.pop_all()
     return temporary, files

@@ -2,64 +2,74 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentrl.weights import model_folder
 from agentrl.weights.manifest import checksums, verify
-from agentrl.weights.model_folder import link_equal_files
+from agentrl.weights.model_folder import save_model_files
 
 WEIGHTS = bytes(range(256)) * 64
 
 
+class Unwritable:
+    """A model whose weights are written already."""
+
+    def save_pretrained(self, save_directory: str) -> Any:
+        raise AssertionError("the weights are gathered again")
+
+    def named_parameters(self) -> Any:
+        return iter(())
+
+
 @pytest.fixture
-def folders(tmp_path: Path) -> tuple[Path, Path]:
-    """The model of a checkpoint, and a version with the same weights and another configuration."""
-    for name in ("model", "version"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_bytes(WEIGHTS)
-        (tmp_path / name / "config.json").write_text(name)
-        (tmp_path / name / "manifest.json").write_text("{}")
-    return tmp_path / "model", tmp_path / "version"
+def folders(tmp_path: Path) -> tuple[Path, Path, Path]:
+    """The base model, the model of a checkpoint, and an empty folder for a version of the same weights."""
+    base, model, version = (tmp_path / name for name in ("base", "model", "version"))
+    for folder in (base, model, version):
+        folder.mkdir()
+    for folder in (base, model):
+        (folder / "config.json").write_text(folder.name)
+        (folder / "chat_template.jinja").write_text(folder.name)
+    (base / "tokenizer.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(WEIGHTS)
+    (model / "manifest.json").write_text("{}")
+    return base, model, version
 
 
-def test_equal_files_are_stored_once(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_already_is_stored_once(
+    folders: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(model_folder, "_reflink", lambda *_: False)
-    model, version = folders
-    before = checksums(version)
-    assert link_equal_files(version, model) == len(WEIGHTS)
-    assert (version / "model.safetensors").samefile(model / "model.safetensors")
-    for name in ("config.json", "manifest.json"):
-        assert not (version / name).samefile(model / name)
-    verify(version, before)
-    assert link_equal_files(version, model) == 0
+    base, model, version = folders
+    before = checksums(model)
+    save_model_files(Unwritable(), base, version, "ours", written=model)
+    for name in ("model.safetensors", "config.json"):
+        assert (version / name).samefile(model / name)
+    assert (version / "chat_template.jinja").read_text() == "ours"
     assert sorted(path.name for path in version.iterdir()) == [
-        "config.json",
-        "manifest.json",
-        "model.safetensors",
-    ]
+        "chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json",
+    ]  # fmt: skip
+    verify(model, before)
 
 
-def test_deleting_one_folder_keeps_the_other_intact(folders: tuple[Path, Path]) -> None:
-    model, version = folders
-    link_equal_files(version, model)
+def test_deleting_one_folder_keeps_the_other_intact(folders: tuple[Path, Path, Path]) -> None:
+    base, model, version = folders
+    save_model_files(Unwritable(), base, version, written=model)
     (model / "model.safetensors").unlink()
     assert (version / "model.safetensors").read_bytes() == WEIGHTS
 
 
-def test_a_file_system_without_links_keeps_copies(
-    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+def test_a_file_system_without_links_gets_copies(
+    folders: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError(18, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", refuse)
     monkeypatch.setattr(model_folder, "_reflink", lambda *_: False)
-    model, version = folders
-    assert link_equal_files(version, model) == 0
+    base, model, version = folders
+    save_model_files(Unwritable(), base, version, written=model)
     assert (version / "model.safetensors").read_bytes() == WEIGHTS
-    assert not list(version.glob(".link-*"))
-
-
-def test_a_missing_source_links_nothing(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    assert link_equal_files(folders[1], tmp_path / "gone") == 0
+    assert not (version / "model.safetensors").samefile(model / "model.safetensors")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,14 @@ import orjson
 from agentrl.documents.images import Image
 from agentrl.documents.sampling import LogprobsOf, SamplingParams, logprobs_of
 from agentrl.inference.client import EngineClient
-from agentrl.inference.control import EngineLoad, ModelInfo, PauseMode, instance_of, vocab_size_of
+from agentrl.inference.control import (
+    EngineLoad,
+    ModelInfo,
+    PauseMode,
+    instance_of,
+    load_seconds,
+    vocab_size_of,
+)
 from agentrl.inference.generation import (
     Chunk,
     EngineRefusedError,
@@ -23,6 +28,7 @@ from agentrl.inference.generation import (
     policy_version,
     version_spans,
 )
+from agentrl.weights.stored_dtype import read_header
 
 _FLUSH_TRIES, _FLUSH_SECONDS = 10, 0.2
 _REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} (\S+)$", re.MULTILINE)
@@ -108,7 +114,8 @@ class VllmClient(EngineClient):
             await self._post("/pause?mode=wait", {}, self._timeout)
         try:
             reload = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-            await self._post("/collective_rpc", reload, self._timeout)
+            seconds = max(self._timeout, await asyncio.to_thread(load_seconds, path))
+            await self._post("/collective_rpc", reload, seconds)
             await self.set_version(version)
             if flush_cache:
                 await self._post("/reset_prefix_cache?reset_running_requests=true", {})
@@ -183,12 +190,10 @@ def _tensors(folder: Path) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
-            with file.open("rb") as stream:
-                (length,) = struct.unpack("<Q", stream.read(8))
-                header = json.loads(stream.read(length))
-        except (OSError, struct.error, ValueError) as error:
+            header = read_header(file)
+        except (OSError, ValueError) as error:
             raise EngineRefusedError(f"{file} is not a safetensors file: {error}") from error
-        found |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+        found |= {name: entry["shape"] for name, entry in header.items()}
     if not found:
         raise EngineRefusedError(f"{folder} holds no *.safetensors")
     return found

@@ -15,6 +15,7 @@ import psutil
 from agentrl.config.run import without_uri
 from agentrl.errors import ConfigError, EngineError
 from agentrl.inference.client import EngineClient
+from agentrl.inference.control import load_seconds
 from agentrl.inference.engines.commands import EngineCommand
 from agentrl.processes import start_child, stop_child, tail
 
@@ -29,6 +30,7 @@ class EngineProcess:
         """Start it. Call this from the main thread: the server is killed when the calling thread ends."""
         self.log_file = log_file
         self.instance = command.instance
+        self._weights = command.weights
         self._child = start_child(
             command.argv, log=log_file, env={**without_uri(os.environ), **command.env}, is_guarded=True
         )
@@ -46,8 +48,10 @@ class EngineProcess:
     async def wait_ready(self, client: EngineClient, seconds: float) -> None:
         """Wait until the server is healthy.
 
-        Raises EngineError if it ends first, if another server answers at its address, or after ``seconds``.
+        Raises EngineError if it ends first, if another server answers at its address, or after ``seconds``
+        and the time that its weights may take to load.
         """
+        seconds += await asyncio.to_thread(load_seconds, self._weights)
         deadline = time.monotonic() + seconds
         while True:
             healthy = await client.health()
@@ -61,7 +65,8 @@ class EngineProcess:
                 return
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"the engine was not ready after {seconds:g} s (--engine_start_seconds)",
+                    f"the engine was not ready after {seconds:.0f} s (--engine_start_seconds, and the time"
+                    " that its weights take at 100 MB/s)",
                     hint=f"see {self.log_file}",
                 )
             await asyncio.sleep(_POLL_SECONDS)

@@ -21,7 +21,7 @@ def run_local_server(
     *,
     host: str = "127.0.0.1",
     port: int = 30000,
-    dtype: str = "float32",
+    dtype: str = "auto",
     device: str = "cpu",
     weight_version: str = "default",
     max_running_requests: int = 32,
@@ -47,7 +47,7 @@ def run_local_server(
     from agentrl.inference.engines.local.worker import Worker
 
     kinds = {
-        "auto": torch.float32 if device == "cpu" else torch.bfloat16,
+        "auto": None,
         "float32": torch.float32,
         "bfloat16": torch.bfloat16,
         "float16": torch.float16,
@@ -79,8 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument(
         "--dtype",
-        default="float32",
-        help="float32, bfloat16, float16, or auto: float32 on a CPU, else bfloat16",
+        default="auto",
+        help="dtype of the weights: float32, bfloat16, float16, or auto, which the folder names; a CPU that"
+        " multiplies it slowly holds them in float32",
     )
     parser.add_argument("--device", default="cpu", help="cpu, or a torch device such as cuda:0")
     parser.add_argument("--weight_version", default="default", help="name of the initial weights")

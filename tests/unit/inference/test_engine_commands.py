@@ -1,0 +1,94 @@
+"""What engines are told: the dtype of the weights, their share of memory, how many requests they run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.config.schema import EngineConfig, ModelConfig
+from agentrl.errors import ConfigError
+from agentrl.inference.control import load_seconds
+from agentrl.inference.engines import commands
+from agentrl.inference.engines.commands import engine_command
+
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+@pytest.fixture(params=["bfloat16", "float32"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": request.param}))
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with GPUs that nothing divides, and with every engine."""
+    for name in VISIBLE:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(commands, "has_gpu", lambda: True)
+    monkeypatch.setattr(commands, "engine_python", lambda _: "python")
+
+
+def told(folder: Path, engine: Any, **flags: Any) -> dict[str, str]:
+    """The command's flags and their values."""
+    config = EngineConfig(engine=engine, **flags)
+    words = list(engine_command(str(folder), ModelConfig(dtype="float32"), config, 1).argv)
+    return dict(itertools.pairwise(words))
+
+
+@pytest.mark.parametrize("engine", ["local", "sglang", "vllm"])
+def test_an_engine_is_told_the_dtype_of_the_folder(folder: Path, engine: str) -> None:
+    dtype = json.loads((folder / "config.json").read_text())["dtype"]
+    flags = told(folder, engine)
+    assert flags["--dtype"] == dtype
+    assert flags.get("--attention-backend") == (
+        "triton" if (engine, dtype) == ("sglang", "float32") else None
+    )
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_on_a_cpu_weights_are_held_in_float32(
+    folder: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "has_gpu", lambda: False)
+    flags = told(folder, engine)
+    assert flags["--dtype"] == "float32"
+    assert "32" in (flags.get("--max-running-requests"), flags.get("--max-num-seqs"))
+    assert flags.get("--worker-cls") == ("packing_worker.PackingWorker" if engine == "vllm" else None)
+
+
+@pytest.mark.parametrize(
+    ("engine", "memory", "requests"),
+    [
+        ("sglang", "--mem-fraction-static", "--max-running-requests"),
+        ("vllm", "--gpu-memory-utilization", "--max-num-seqs"),
+    ],
+)
+def test_limits_on_a_gpu(
+    folder: Path, engine: str, memory: str, requests: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert told(folder, engine)[memory] == "0.5"
+    assert requests not in told(folder, engine)
+    assert told(folder, engine, max_running_requests=7)[requests] == "7"
+    for name in VISIBLE:
+        monkeypatch.setenv(name, "1")
+        assert memory not in told(folder, engine)
+        assert told(folder, engine, inf_mem_ratio=0.3)[memory] == "0.3"
+        monkeypatch.delenv(name)
+
+
+def test_a_folder_without_a_readable_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"dtype of the weights in .* cannot be read"):
+        told(tmp_path, "local")
+
+
+def test_large_weights_may_load_longer(tmp_path: Path) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(70_000_000_000)
+    (tmp_path / "tokenizer.json").write_text("x" * 1000)
+    assert load_seconds(str(tmp_path)) == 700
+    assert load_seconds(str(tmp_path / "gone")) == load_seconds(None) == 0

@@ -1,0 +1,74 @@
+"""Weights are published in the model's own dtype, rounded once, and config.json says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model
+
+from agentrl.weights.published import PublishedModel
+from agentrl.weights.sharded_writer import model_parts
+from agentrl.weights.stored_dtype import stored_dtype, write_dtype
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_float32_weights_are_rounded_to_the_models_dtype(tmp_path: Path, tied: bool) -> None:
+    model = tiny_model("qwen3", tied=tied)
+    published = PublishedModel(model, lambda: model_parts(model), torch.bfloat16)
+    published.save_pretrained(str(tmp_path))
+    found = load_file(tmp_path / "model.safetensors")
+    held = {part.name: part.make() for part in model_parts(model)}
+    assert found.keys() == held.keys()
+    assert all(torch.equal(found[name], held[name].bfloat16()) for name in held)
+    assert all(value.dtype == torch.float32 for value in held.values())
+    assert stored_dtype(tmp_path) == "bfloat16"
+    assert sum(part.bytes for part in published.parts()) == 2 * sum(map(torch.numel, held.values()))
+
+
+def test_tensors_that_the_model_keeps_in_float32_are_not_rounded(tmp_path: Path) -> None:
+    model = tiny_model("qwen3")
+    model._keep_in_fp32_modules_strict = {"layers.*.input_layernorm"}
+    PublishedModel(model, lambda: model_parts(model), torch.bfloat16).save_pretrained(str(tmp_path))
+    kinds = {name: value.dtype for name, value in load_file(tmp_path / "model.safetensors").items()}
+    kept = {name for name, kind in kinds.items() if kind == torch.float32}
+    assert kept == {f"model.layers.{layer}.input_layernorm.weight" for layer in (0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"dtype": "torch.bfloat16"}, "bfloat16"),
+        ({"text_config": {"dtype": "bfloat16"}}, "bfloat16"),
+        ({"dtype": "auto"}, "float16"),
+        ({}, "float16"),
+    ],
+)
+def test_the_dtype_of_a_folder(tmp_path: Path, config: dict[str, object], expected: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    half = {
+        "a": torch.zeros(5, dtype=torch.float16),
+        "b": torch.zeros(4),
+        "c": torch.zeros(9, dtype=torch.int8),
+    }
+    save_file(half, tmp_path / "model.safetensors")
+    assert stored_dtype(tmp_path) == expected
+
+
+def test_a_folder_without_safetensors_or_a_named_dtype_counts_as_float32(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert stored_dtype(tmp_path) == "float32"
+
+
+def test_the_dtype_is_written_for_each_part_of_the_model(tmp_path: Path) -> None:
+    parts = {"dtype": "float32", "text_config": {"dtype": "float32"}, "vision_config": {"depth": 2}}
+    (tmp_path / "config.json").write_text(json.dumps(parts))
+    write_dtype(tmp_path, "bfloat16")
+    assert json.loads((tmp_path / "config.json").read_text()) == {
+        "dtype": "bfloat16", "text_config": {"dtype": "bfloat16"}, "vision_config": {"depth": 2},
+    }  # fmt: skip
