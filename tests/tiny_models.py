@@ -7,6 +7,8 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -26,7 +28,10 @@ AGES = {0: 1, 1: 0}
 
 
 def tiny_model(kind: str, *, tied: bool = False, seed: int = 0, **overrides: object) -> PreTrainedModel:
-    """``llama``, ``qwen3`` or ``qwen3_moe`` (2 of 8 experts): 2 layers, 4 heads over 2, in training mode."""
+    """``llama``, ``phi3``, ``qwen3`` or ``qwen3_moe`` (2 of 8 experts), in training mode.
+
+    2 layers, 4 heads over 2.
+    """
     torch.manual_seed(seed)
     numbers = {
         "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -35,6 +40,10 @@ def tiny_model(kind: str, *, tied: bool = False, seed: int = 0, **overrides: obj
     } | overrides  # fmt: skip
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(**numbers)).train()
+    if kind == "phi3":
+        return Phi3ForCausalLM(
+            Phi3Config(pad_token_id=None, eos_token_id=None, bos_token_id=None, **numbers)
+        ).train()
     if kind == "qwen3_moe":
         mixture = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(norm_topk_prob=True, **(mixture | numbers))).train()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from agentrl.data.forest import TokenForest, forest_from_data, forest_from_sequences
 from agentrl.data.prefix_merging import merge_prefixes
-from agentrl.data.split import cut, join, restrict
+from agentrl.data.split import cut, join, restrict, split_paths
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError, ForestError
 
@@ -18,6 +19,16 @@ PrefixMerging = Literal["off", "trajectory", "group"]
 
 CPU_FILL = 1024
 """Largest micro-batch that is efficient on a CPU, in tokens; larger activations leave its cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRows:
+    """How a model runs trees that no attention mask makes exact: each path as a sequence of its own."""
+
+    above: int
+    """Tokens of the deepest tree that a mask makes exact; 0: none."""
+    padded: bool
+    """The paths of a micro-batch run in one call, each padded to the longest."""
 
 
 def build_micro_batches(
@@ -29,8 +40,12 @@ def build_micro_batches(
     ranks: int = 1,
     fill: int | None = None,
     ages: Mapping[int, int] | None = None,
+    rows: SequenceRows | None = None,
 ) -> list[TokenForest]:
     """Return the micro-batches of one optimizer step, each of at most ``max_tokens`` tokens.
+
+    With ``rows``, deeper trees are split into paths and packed apart from the others; if they are padded,
+    ``max_tokens`` limits their positions, padding included. A mask cannot merge them, so each path counts.
 
     ``merging`` selects what becomes one tree: ``off`` a model call, ``trajectory`` a trajectory (a chain
     unless its context was reset), ``group`` a group. With ``group``, the trees of a micro-batch also merge
@@ -48,13 +63,20 @@ def build_micro_batches(
     """
     names = [item.id for item in data]
     trees = step_trees(data, vocab_size=vocab_size, merging=merging, ages=ages)
+    paths: list[TokenForest] = []
+    if rows is not None:
+        paths = [path for tree in trees if tree.depth > rows.above for path in split_paths(tree)]
+        trees = [tree for tree in trees if tree.depth <= rows.above]
     limit = max_tokens if ranks == 1 else _even_limit(trees, max_tokens, ranks)
     parts = [part for tree in trees for part in cut(tree, limit, names)]
-    sizes = [part.tokens for part in parts]
+    sizes, lengths = ([forest.tokens for forest in forests] for forests in (parts, paths))
     if fill is not None and merging != "group":
-        max_tokens = min(max_tokens, max([fill, *sizes]))
+        max_tokens = min(max_tokens, max([fill, *sizes, *lengths]))
     plan = balance(sizes, max_tokens, ranks)
-    return [_micro_batch([parts[index] for index in chosen], merging) for chosen in plan]
+    path_plan = balance(lengths, max_tokens, ranks, padded=rows is not None and rows.padded)
+    return [_micro_batch([parts[index] for index in chosen], merging) for chosen in plan] + [
+        _micro_batch([paths[index] for index in chosen], "off") for chosen in path_plan
+    ]
 
 
 def step_trees(
@@ -110,45 +132,51 @@ def packing_problem(data: DBRecordData, *, vocab_size: int, max_tokens: int) -> 
     return None
 
 
-def pack(sizes: Sequence[int], budget: int) -> list[list[int]]:
+def pack(sizes: Sequence[int], budget: int, *, padded: bool = False) -> list[list[int]]:
     """Return indices into ``sizes``, grouped so that no group's sum exceeds ``budget``; deterministic.
 
-    First-fit decreasing: at most 11/9 of the optimal number of groups, plus one. Indices within a group are
-    sorted. Raises ConfigError for a size above the budget.
+    ``padded`` limits the number of a group's sizes times its largest instead. First-fit decreasing: at most
+    11/9 of the optimal number of groups, plus one. Indices within a group are sorted. Raises ConfigError for
+    a size above the budget.
     """
     groups: list[list[int]] = []
-    free: list[int] = []
+    loads: list[int] = []
     for index in _decreasing(sizes):
         size = sizes[index]
         _require_fits(size, budget)
-        fitting = next((group for group, left in enumerate(free) if left >= size), None)
+        needed = (sizes[group[0]] if padded else size for group in groups)
+        fitting = next((place for place, more in enumerate(needed) if loads[place] + more <= budget), None)
         if fitting is None:
             groups.append([])
-            free.append(budget)
+            loads.append(0)
             fitting = len(groups) - 1
         groups[fitting].append(index)
-        free[fitting] -= size
+        loads[fitting] += sizes[groups[fitting][0]] if padded else size
     return [sorted(group) for group in groups]
 
 
-def balance(sizes: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
+def balance(sizes: Sequence[int], budget: int, ranks: int, *, padded: bool = False) -> list[list[int]]:
     """Pack for ``ranks`` ranks: group g belongs to rank g % ranks; returns a multiple of ``ranks`` groups.
 
     The groups of one round are close in size, and so are the sums of the ranks. Groups may be empty if there
-    are fewer sizes than ranks.
+    are fewer sizes than ranks. ``padded``: see ``pack``.
     """
-    groups = pack(sizes, budget)
+    groups = pack(sizes, budget, padded=padded)
     if ranks == 1:
         return groups
     count = -(-len(groups) // ranks) * ranks
-    spread = _spread(sizes, count)
-    if all(sum(sizes[index] for index in group) <= budget for group in spread):
+    spread = _spread_padded(sizes, budget, count) if padded else _spread(sizes, count)
+    if all(_load(sizes, group, padded=padded) <= budget for group in spread):
         groups = spread
-    else:
-        groups += [[] for _ in range(count - len(groups))]
-    groups.sort(key=lambda group: -sum(sizes[index] for index in group))
+    groups += [[] for _ in range(count - len(groups))]
+    groups.sort(key=lambda group: -_load(sizes, group, padded=padded))
     rounds = [groups[start : start + ranks] for start in range(0, count, ranks)]
     return [group for place, round_ in enumerate(rounds) for group in round_[:: -1 if place % 2 else 1]]
+
+
+def _load(sizes: Sequence[int], group: Sequence[int], *, padded: bool) -> int:
+    found = [sizes[index] for index in group]
+    return len(found) * max(found, default=0) if padded else sum(found)
 
 
 def _spread(sizes: Sequence[int], count: int) -> list[list[int]]:
@@ -160,6 +188,13 @@ def _spread(sizes: Sequence[int], count: int) -> list[list[int]]:
         groups[smallest].append(index)
         loads[smallest] += sizes[index]
     return [sorted(group) for group in groups]
+
+
+def _spread_padded(sizes: Sequence[int], budget: int, count: int) -> list[list[int]]:
+    """Return at most ``count`` groups of similar sizes, packed for the lowest budget that needs no more."""
+    budgets = range(max(sizes, default=budget), budget)
+    place = bisect.bisect_left(budgets, -count, key=lambda each: -len(pack(sizes, each, padded=True)))
+    return pack(sizes, budgets[place] if place < len(budgets) else budget, padded=True)
 
 
 def _decreasing(sizes: Sequence[int]) -> list[int]:

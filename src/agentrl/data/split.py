@@ -83,6 +83,16 @@ def cut(forest: TokenForest, budget: int, names: Sequence[str]) -> list[TokenFor
     return [restrict(forest, part == index + 1) for index in range(len(firsts))]
 
 
+def split_paths(tree: TokenForest) -> list[TokenForest]:
+    """Split ``tree`` into a chain per leaf; a trainable token that several share is in the first.
+
+    Every leaf must be trainable, as ``restrict`` ensures.
+    """
+    leaves = np.flatnonzero(tree.subtree_end == np.arange(tree.tokens) + 1)
+    leaf = np.searchsorted(leaves, tree.target)
+    return [restrict(tree, leaf == index) for index in range(len(leaves))]
+
+
 def _require_paths_fit(
     forest: TokenForest, starts: Ints, lengths: Ints, budget: int, names: Sequence[str]
 ) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from agentrl.distributed.mesh import Layout, Mesh
@@ -66,29 +66,35 @@ def check_experts(model: nn.Module, layout: Layout) -> None:
             )
 
 
-def shard_experts(model: nn.Module, mesh: Mesh) -> None:
+def shard_experts(model: nn.Module, mesh: Mesh, policy: MixedPrecisionPolicy | None = None) -> None:
     """Split the experts over (ep, tp), shard them over the remaining ranks, and dispatch tokens to them."""
     holders = mesh.sparse["ep", "tp"]._flatten("experts")
     for module in find_experts(model).values():
-        _shard(module, mesh, holders)
+        _shard(module, mesh, holders, policy)
 
 
-def _shard(module: Any, mesh: Mesh, holders: DeviceMesh) -> None:
-    dispatch = Dispatch(mesh.sparse["ep", "tp"], module.num_experts // holders.size())
+def _shard(module: Any, mesh: Mesh, holders: DeviceMesh, policy: MixedPrecisionPolicy | None) -> None:
     local = _without_weights(module)
-    local.num_experts = dispatch.count
+    local.num_experts = module.num_experts // holders.size()
+    module.dispatch = Dispatch(mesh.sparse["ep"], mesh.sparse["tp"], local.num_experts)
 
     def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         held = {name: parameter.to_local() for name, parameter in module.named_parameters(recurse=False)}
+        dispatch: Dispatch = module.dispatch
         return dispatch(hidden, index, weights, lambda *rows: torch.func.functional_call(local, held, rows))
 
     for name, parameter in list(module.named_parameters(recurse=False)):
         whole = distribute_tensor(parameter.detach(), holders, [Shard(0)], src_data_rank=None)
         setattr(module, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
     module.forward = forward
-    if mesh.layout.shard * mesh.layout.dp_replicate > 1:
+    if mesh.layout.uses_fsdp or policy is not None:
         shards = mesh.sparse["dp_replicate", "shard"]
-        fully_shard(module, mesh=shards, shard_placement_fn=_even_shards(shards["shard"].size()))
+        fully_shard(
+            module,
+            mesh=shards if mesh.layout.dp_replicate > 1 else shards["shard"],
+            shard_placement_fn=_even_shards(shards["shard"].size()),
+            mp_policy=policy or MixedPrecisionPolicy(),
+        )
 
 
 def _without_weights(module: nn.Module) -> Any:
@@ -127,13 +133,14 @@ class Routes:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Exchanges tokens among the ranks of ``devices`` = (ep, tp), each of which holds ``count`` experts.
+    """Exchanges tokens among the ranks of (``ep``, ``tp``), each of which holds ``count`` experts.
 
     Rank i // count holds expert i, with (ep, tp) counted in row-major order. Ranks of tp have the same
     tokens: each sends the pairs for experts of its own tp rank, and the results are summed.
     """
 
-    devices: DeviceMesh
+    ep: DeviceMesh
+    tp: DeviceMesh
     count: int
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor, run: LocalExperts) -> Tensor:
@@ -142,32 +149,37 @@ class Dispatch:
         hidden [T, H]; index int64[T, k]; weights [T, k]. Collective: every rank takes part in every exchange,
         forward and backward, even if it receives no row.
         """
-        tensor_parallel = self.devices["tp"]
-        if tensor_parallel.size() > 1:
-            hidden, weights = (_enter(tensor, tensor_parallel) for tensor in (hidden, weights))
-        routes, group = self.plan(index), self.devices.get_group("ep")
+        if self.tp.size() > 1:
+            hidden, weights = (_enter(tensor, self.tp) for tensor in (hidden, weights))
+        routes, group = self.plan(index), self.ep.get_group()
         rows = exchange(hidden[routes.pairs // index.shape[1]], routes.sent, routes.received, group)
         rows = exchange(run_rows(run, rows, routes.experts), routes.received, routes.sent, group)
         rows = rows * weights.reshape(-1)[routes.pairs, None]
         by_pair = rows.new_zeros(index.numel(), hidden.shape[1]).index_copy(0, routes.pairs, rows)
         result = by_pair.view(*index.shape, -1).sum(1).to(hidden.dtype)
-        return _leave(result, tensor_parallel) if tensor_parallel.size() > 1 else result
+        return _leave(result, self.tp) if self.tp.size() > 1 else result
 
     def plan(self, index: Tensor) -> Routes:
-        """Return the routes of tokens whose experts are ``index`` int64[T, k]; collective over ep."""
-        ep, tp = self.devices.shape
+        """Return the routes of tokens whose experts are ``index`` int64[T, k]; collective over ep.
+
+        The host waits for the device: it needs the sizes of the exchange. With tp it waits twice.
+        """
+        ep, tp = self.ep.size(), self.tp.size()
         expert = index.reshape(-1)
-        pairs = own_pairs(expert, self.count, tp, self.devices.get_local_rank("tp"))
+        pairs = own_pairs(expert, self.count, tp, self.tp.get_local_rank())
         sent = _count(expert[pairs], self.count, tp, ep)
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.devices.get_group("ep"))
+        dist.all_to_all_single(received, sent, group=self.ep.get_group())
+        to_ranks, from_ranks = torch.stack([sent.sum(1), received.sum(1)]).tolist()
         own = torch.arange(self.count, device=index.device)
-        experts = own.repeat(ep).repeat_interleave(received.view(-1))
-        return Routes(pairs, sent.sum(1).tolist(), received.sum(1).tolist(), experts)
+        experts = own.repeat(ep).repeat_interleave(received.view(-1), output_size=sum(from_ranks))
+        return Routes(pairs, to_ranks, from_ranks, experts)
 
 
 def own_pairs(expert: Tensor, count: int, tp: int, tp_rank: int) -> Tensor:
     """Return int64[P], the positions in ``expert`` int64[T·k] of ``tp_rank``'s experts, sorted by expert."""
+    if tp == 1:
+        return expert.argsort(stable=True)
     pairs = (expert // count % tp == tp_rank).nonzero().flatten()
     return pairs[expert[pairs].argsort(stable=True)]
 
@@ -175,7 +187,8 @@ def own_pairs(expert: Tensor, count: int, tp: int, tp_rank: int) -> Tensor:
 def _count(expert: Tensor, count: int, tp: int, ep: int) -> Tensor:
     """Return int64[ep, count], the number of rows for each rank of ep and each of its experts."""
     slot = expert // (count * tp) * count + expert % count
-    return torch.bincount(slot, minlength=ep * count).view(ep, count)
+    counts = slot.new_zeros(ep * count)  # bincount would wait for the largest slot
+    return counts.index_add_(0, slot, torch.ones_like(slot)).view(ep, count)
 
 
 def run_rows(run: LocalExperts, rows: Tensor, experts: Tensor) -> Tensor:

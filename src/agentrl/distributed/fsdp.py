@@ -1,33 +1,78 @@
-"""Shard a model with FSDP2, choose when gradients are reduced, and recover from an aborted step."""
+"""Shard a model with FSDP2, choose when gradients are reduced, and recover from an aborted step.
+
+FSDP2 also casts weights to the dtype of products (``Precision.policy``), on a mesh of one rank too.
+
+transformers' ``DistributedConfig(fsdp_size=)`` is no alternative: it refuses pipeline stages, has no
+context-parallel ranks to shard over, and averages gradients, which a step with one denominator sums.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from agentrl.distributed.mesh import Mesh
+from agentrl.distributed.expert_parallel import find_experts
+from agentrl.distributed.mesh import Layout, Mesh
 
-GradientReduction = Literal["last", "every"]
+GradientReduction = Literal["auto", "last", "every"]
 _ABORTED = "step_was_aborted"
+_GRADIENT_SHARE = 1 / 8
+"""The part of a device's memory that whole gradients may take with ``--gradient_reduction auto``."""
 
 
-def shard_layers(model: Any, mesh: Mesh) -> None:
+def shard_layers(model: Any, mesh: Mesh, policy: MixedPrecisionPolicy | None) -> None:
     """Shard each decoder layer over ``Layout.shard`` and replicate it over ``dp_replicate``."""
     layers: Sequence[nn.Module] = model.get_decoder().layers
     for layer in layers:
-        fully_shard(layer, mesh=mesh.dense["dp_replicate", "shard"])
+        fully_shard(layer, mesh=mesh.shards, mp_policy=policy or MixedPrecisionPolicy())
 
 
-def shard_root(root: nn.Module, mesh: Mesh) -> None:
-    """Shard the parameters of ``root`` outside its layers. Gradients become sums over ranks, not means."""
-    fully_shard(root, mesh=mesh.dense["dp_replicate", "shard"], reshard_after_forward=False)
+def shard_root(root: nn.Module, mesh: Mesh, policy: MixedPrecisionPolicy | None) -> None:
+    """Shard the parameters of ``root`` outside its layers. Gradients become sums over ranks, not means.
+
+    They stay gathered from the forward to the backward; those of a frozen model have no backward.
+    """
+    is_frozen = not any(parameter.requires_grad for parameter in root.parameters())
+    fully_shard(
+        root, mesh=mesh.shards, mp_policy=policy or MixedPrecisionPolicy(), reshard_after_forward=is_frozen
+    )
     for module in _sharded(root):
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
+
+
+def choose_reduction(reduction: GradientReduction, model: nn.Module, layout: Layout) -> GradientReduction:
+    """Return ``last`` or ``every`` for ``auto``: ``every``, if whole gradients need much of the device.
+
+    ``model`` is whole. ``last`` needs fewer collectives, and until the last micro-batch each rank holds
+    gradients as large as its part of the model before sharding.
+    """
+    if reduction != "auto":
+        return reduction
+    if layout.shard == 1:  # a shard is the whole, and reducing early would hold a second copy
+        return "last"
+    experts = {id(item) for module in find_experts(model).values() for item in module.parameters()}
+    split = layout.tp * layout.pp
+    whole = sum(
+        parameter.nbytes // (split * layout.ep if id(parameter) in experts else split)
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    )
+    return "every" if whole > _GRADIENT_SHARE * _rank_memory() else "last"
+
+
+def _rank_memory() -> int:
+    """Return the bytes of memory that one rank has: of its accelerator, or its part of the host's."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return host // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def set_reduction(root: nn.Module, reduction: GradientReduction, *, is_last: bool) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.model.load import Policy
 from agentrl.model.lora import Adapter
-from agentrl.weights.sharded_writer import FILE_BYTES, Part, model_parts, write_files
+from agentrl.weights.sharded_writer import FILE_BYTES, Part
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Inventory:
 
     def parts(self) -> list[Part]:
         """Return all tensors in order. Rank 0 receives those of other stages when they are made."""
-        own = {part.name: part for part in published_parts(self.policy)}
+        own = {part.name: part for part in self.policy.published.parts()}
         return [
             own.get(name) or Part(name, place.like, partial(self._receive, place))
             for name, place in self.places.items()
@@ -70,7 +70,7 @@ class Inventory:
 
 def take_inventory(policy: Policy) -> Inventory:
     """Exchange which rank holds which tensor of the policy; every rank calls it."""
-    own = {part.name: (part.like.shape, part.like.dtype) for part in published_parts(policy)}
+    own = {part.name: (part.like.shape, part.like.dtype) for part in policy.published.parts()}
     held: list[Any] = [own]
     if dist.is_initialized():
         held = [None] * dist.get_world_size()
@@ -81,11 +81,6 @@ def take_inventory(policy: Policy) -> Inventory:
             if name not in places:
                 places[name] = Place(rank, torch.empty(shape, dtype=dtype, device="meta"))
     return Inventory(policy, places)
-
-
-def published_parts(policy: Policy) -> Iterator[Part]:
-    """Return the tensors that engines load and of which this rank holds a part."""
-    return model_parts(policy.model) if policy.adapter is None else policy.adapter.merged.parts()
 
 
 def gather_adapter(adapter: Adapter) -> dict[str, Tensor]:
@@ -114,8 +109,7 @@ class GatheredModel:
         pending = iter(parts)
         self.begin()
         try:
-            write_files(
-                self.inventory.policy.model,
+            self.inventory.policy.published.write(
                 Path(save_directory),
                 parts,
                 lambda _: self.inventory.gather(next(pending)),

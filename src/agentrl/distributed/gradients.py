@@ -62,7 +62,9 @@ def gradient_norm(gradients: Sequence[Tensor], stages: ProcessGroup | None = Non
     for gradient in gradients:
         split = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else ()
         buckets[split].append(_local(gradient))
-    total = 0.0
+    if not gradients and stages is None:
+        return 0.0
+    total = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
     for split, tensors in buckets.items():
         norms = torch.stack(torch._foreach_norm(tensors)).double()
         square = norms.square().sum()
@@ -71,12 +73,11 @@ def gradient_norm(gradients: Sequence[Tensor], stages: ProcessGroup | None = Non
             for dimension, placement in enumerate(placements):
                 if not placement.is_replicate():
                     dist.all_reduce(square, dist.ReduceOp.SUM, mesh.get_group(dimension))
-        total += float(square)
+        total += square
     if stages is not None:
-        whole = torch.tensor(total, dtype=torch.float64, device=gradients[0].device)
-        dist.all_reduce(whole, dist.ReduceOp.SUM, stages)
-        total = float(whole)
-    return math.sqrt(total) if total >= 0 else math.nan
+        dist.all_reduce(total, dist.ReduceOp.SUM, stages)
+    norm_squared = float(total)
+    return math.sqrt(norm_squared) if norm_squared >= 0 else math.nan
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -116,6 +116,14 @@ class Mesh:
         return self._meshes.dense
 
     @property
+    def shards(self) -> DeviceMesh:
+        """The dimensions of ``dense`` that FSDP2 works on: ``shard``, and ``dp_replicate`` if it has ranks.
+
+        FSDP2 would all-reduce every gradient over a ``dp_replicate`` of one rank too.
+        """
+        return self.dense["dp_replicate", "shard"] if self.layout.dp_replicate > 1 else self.dense["shard"]
+
+    @property
     def sparse(self) -> DeviceMesh:
         """``DeviceMeshes.sparse``."""
         return self._meshes.sparse
@@ -166,9 +174,12 @@ class Mesh:
         return self.meshes
 
 
-def build_mesh(layout: Layout, device_type: str) -> Mesh:
-    """Return the mesh of ``layout``; with several ranks, each calls it after joining the process group."""
-    if layout.world == 1:
+def build_mesh(layout: Layout, device_type: str, *, single: bool = False) -> Mesh:
+    """Return the mesh of ``layout``. Each rank calls it after joining the process group.
+
+    A single process needs neither, unless ``single`` asks for a mesh of one rank, for FSDP2.
+    """
+    if layout.world == 1 and not single:
         return Mesh()
     world = init_device_mesh(device_type, (layout.world,), mesh_dim_names=("world",))
     stages, replicas = layout.pp, layout.dp_replicate

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from agentrl.data.forest import TokenForest
@@ -42,11 +43,16 @@ class ParallelModel(nn.Module):
         executor: str = "auto",
         trains: bool = True,
         reduction: GradientReduction = "last",
+        products: torch.dtype | None = None,
     ) -> None:
-        """``executor``, ``trains``: see ``build_executor``; ``reduction``: see ``fsdp.set_reduction``."""
+        """``executor``, ``trains``: see ``build_executor``; ``reduction``: see ``fsdp.set_reduction``.
+
+        ``products`` is the dtype of matrix products and hidden states; by default, that of the weights.
+        """
         super().__init__()
         self.model = model
         self.mesh = mesh or Mesh()
+        self.products: torch.dtype = products or model.dtype
         self._executor_name, self._trains, self._reduction = executor, trains, reduction
         self._context = (
             ContextParallel(model, self.mesh.group("cp"), executor, trains=trains)
@@ -88,7 +94,7 @@ class ParallelModel(nn.Module):
     def clip_gradients(self, max_norm: float) -> float:
         """Complete the gradients and clip them by their joint norm; return the norm before."""
         layout = self.mesh.layout
-        if layout.world == 1:
+        if not self.is_sharded and layout.world == 1:
             return float(nn.utils.clip_grad_norm_(self.parameters(), max_norm))
         if layout.tp > 1:
             sum_partial_gradients(self, self.mesh.group("tp"))
@@ -112,18 +118,22 @@ class ParallelModel(nn.Module):
                 " trained in one process",
                 hint="train with one process, or sample without images",
             )
-        with options.autocast(self.model.device):
-            if self._context is not None:
-                hidden = self._context.run(forest, received)
-            elif received is None:
-                hidden = self.executor(forest)
-            else:
-                hidden = run_stage(self.executor, forest, received)
+        if self._context is not None:
+            hidden = self._context.run(forest, received)
+        elif received is None:
+            hidden = self.executor(forest)
+        else:
+            hidden = run_stage(self.executor, forest, received)
         if not self.mesh.is_last_stage:
-            return hidden.to(self.model.dtype).contiguous()
+            return hidden.contiguous()
         if self._context is not None:
             return self._context.logprobs(hidden, self._head(), forest, options)
         return forest_logprobs(hidden, self._head(), forest, options)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 holds the parameters, on a mesh of one rank or more."""
+        return isinstance(self, FSDPModule)
 
     def tokens(self, forest: TokenForest) -> int:
         """Return how many tokens of ``forest`` this rank computes, padding included."""

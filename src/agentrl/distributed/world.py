@@ -1,4 +1,8 @@
-"""The processes of one trainer: rank 0 broadcasts commands, and every rank executes them."""
+"""The processes of one trainer: rank 0 broadcasts commands, and every rank executes them.
+
+accelerate's ``PartialState`` joins the processes and chooses device and backend. Commands go through a group
+of their own: its timeout is as long as a wait for data, and that of a step's collectives is not.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 
-from agentrl.errors import TrainingError
+from agentrl.errors import ConfigError, TrainingError
 
 logger = logging.getLogger(__name__)
 
 _COMMAND_TIMEOUT = datetime.timedelta(days=30)
 """Rank 0 waits for data between two commands. That it died is noticed at once, by its closed connection."""
+_CUDA_BACKEND = "cpu:gloo,cuda:nccl"
+"""Tensors of the device go over NCCL; objects, and weights that are on the host, over gloo."""
+_COLLECTIVE_TIMEOUT = datetime.timedelta(hours=1)
+"""Ranks wait for the slowest to read its part of a model, or to write it to a checkpoint: 100 GiB at 50 MiB/s
+take 34 minutes. Other waits are shorter: compiling FlexAttention, rank 0's writing of a published file, the
+difference between two micro-batches. torch's own limits, 10 and 30 minutes, would end a run on slow storage.
+A process that died needs no limit: its launcher ends the others at once.
+"""
 
 
 @dataclass(frozen=True)
@@ -72,28 +86,47 @@ def single_process() -> World:
 @contextlib.contextmanager
 def launched_world() -> Iterator[World]:
     """Join the processes that a launcher started for the length of the block."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield single_process()
-        return
     world = _join()
     try:
         yield world
     finally:
-        leave_processes()
+        if dist.is_initialized():
+            leave_processes()
+
+
+def join_alone(device: torch.device) -> None:
+    """Make a process group of this process alone, unless there is a group: a mesh of one rank needs it.
+
+    ``PartialState`` makes a group only for a launched process, over a port.
+    """
+    if not dist.is_initialized():
+        backend = _CUDA_BACKEND if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
 def _join() -> World:
-    """Connect to the other ranks as the launcher's environment says: NCCL on GPUs, gloo on CPUs."""
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    else:
-        device = torch.device("cpu")
-        dist.init_process_group("gloo")
+    """Join the processes of torchrun, ``accelerate launch`` or mpirun; without a launcher, a world of one."""
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        os.environ.setdefault("LOCAL_RANK", "0")  # without it, PartialState would start worlds of one
+    arguments: dict[str, Any] = {"timeout": _COLLECTIVE_TIMEOUT}
+    if "LOCAL_RANK" in os.environ and torch.cuda.is_available() and not on_cpu:
+        index = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+        arguments |= {"backend": _CUDA_BACKEND, "device_id": torch.device("cuda", index)}
+    try:
+        state = PartialState(cpu=on_cpu, **arguments)
+    except NotImplementedError as error:
+        raise ConfigError(
+            f"these GPUs have no peer-to-peer transfers: {error}",
+            hint="export NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1, or start with accelerate launch, which does",
+        ) from error
+    # PartialState numbers CPUs as it does GPUs; torch has one.
+    device = torch.device("cpu") if state.device.type == "cpu" else state.device
+    if state.num_processes == 1:
+        return World(device)
     commands = dist.new_group(backend="gloo", timeout=_COMMAND_TIMEOUT)
-    logger.info("rank %d of %d on %s", dist.get_rank(), dist.get_world_size(), device)
-    return World(device, dist.get_rank(), dist.get_world_size(), commands)
+    logger.info("rank %d of %d on %s", state.process_index, state.num_processes, device)
+    return World(device, state.process_index, state.num_processes, commands)
 
 
 def leave_processes() -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from agentrl.losses.batch import TokenBatch, TokenLosses, bounded_exp
 from agentrl.losses.compute import reference_kl
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,33 +40,11 @@ class TokenMetrics:
     versions: Counter[int] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, batch: TokenBatch, result: TokenLosses, entropy: Tensor) -> Self:
-        """Measure one micro-batch. ``entropy`` float32[T] is the policy's, in nats."""
-        mask = batch.mask
-        if not bool(mask.any()):
-            return cls()
-        log_weight = (batch.logprobs.detach().float() - batch.behavior_logprobs.float())[mask]
-        weight = bounded_exp(log_weight).double()
-        ratio = result.ratio[mask].double()
-        sums = {
-            "ratio": ratio.sum(),
-            "ratio_max": ratio.max(),
-            "clipped": result.clipped[mask].double().sum(),
-            "masked": result.masked[mask].double().sum(),
-            "capped": _count_true(result.capped, mask),
-            "kl_k1": -log_weight.double().sum(),
-            "kl_k3": (weight - 1 - log_weight.double()).sum(),
-            "entropy": entropy[mask].double().sum(),
-            "weight": weight.sum(),
-            "weight_squared": (weight * weight).sum(),
-        }
-        return cls(
-            tokens=int(mask.sum()),
-            kl_reference=_kl_reference(batch),
-            **dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)),
-            staleness=_count(batch.age[mask]),
-            versions=_count(batch.version[mask]),
-        )
+    def of(cls, sums: Sequence[float], ages: Ints, versions: Ints) -> Self:
+        """Return the metrics of a micro-batch: ``measure``'s result, and age and version of each token."""
+        values = dict(zip(_SUMS, sums, strict=False))
+        tokens = int(values.pop("tokens"))
+        return cls(tokens=tokens, **values, staleness=_count(ages), versions=_count(versions))
 
     def __add__(self, other: TokenMetrics) -> TokenMetrics:
         return TokenMetrics(
@@ -113,20 +96,45 @@ class TokenMetrics:
         }
 
 
-def _kl_reference(batch: TokenBatch) -> float | None:
-    if batch.reference_logprobs is None:
-        return None
-    return float(reference_kl(batch, "k3").detach()[batch.mask].double().sum())
+_SUMS = (
+    "tokens", "ratio", "ratio_max", "clipped", "masked", "capped", "kl_k1", "kl_k3", "entropy", "weight",
+    "weight_squared", "kl_reference",
+)  # fmt: skip
+"""What ``measure`` returns; the last only with a reference model."""
 
 
-def _count_true(chosen: Tensor | None, mask: Tensor) -> Tensor:
-    return (torch.zeros_like(mask) if chosen is None else chosen & mask).double().sum()
+def measure(batch: TokenBatch, result: TokenLosses, entropy: Tensor) -> Tensor:
+    """Return a micro-batch's sums, float64[11 or 12], on its device: the host does not wait for them.
+
+    ``entropy`` float32[T] is the policy's, in nats.
+    """
+    mask = batch.mask
+    log_weight = torch.where(mask, batch.logprobs.detach().float() - batch.behavior_logprobs.float(), 0.0)
+    weight = torch.where(mask, bounded_exp(log_weight).double(), 0.0)
+    ratio = torch.where(mask, result.ratio.double(), 0.0)
+    capped = torch.zeros_like(mask) if result.capped is None else result.capped
+    sums = [
+        mask.double().sum(),
+        ratio.sum(),
+        torch.cat([ratio, ratio.new_zeros(1)]).max(),
+        (result.clipped & mask).double().sum(),
+        (result.masked & mask).double().sum(),
+        (capped & mask).double().sum(),
+        -log_weight.double().sum(),
+        torch.where(mask, weight - 1 - log_weight.double(), 0.0).sum(),
+        torch.where(mask, entropy.double(), 0.0).sum(),
+        weight.sum(),
+        (weight * weight).sum(),
+    ]
+    if batch.reference_logprobs is not None:
+        sums.append(torch.where(mask, reference_kl(batch, "k3").detach().double(), 0.0).sum())
+    return torch.stack(sums)
 
 
 def _sum(one: float | None, other: float | None) -> float | None:
     return other if one is None else one if other is None else one + other
 
 
-def _count(values: Tensor) -> Counter[int]:
-    kinds, counts = torch.unique(values, return_counts=True)
+def _count(values: Ints) -> Counter[int]:
+    kinds, counts = np.unique(values, return_counts=True)
     return Counter(dict(zip(kinds.tolist(), counts.tolist(), strict=True)))

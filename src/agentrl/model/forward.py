@@ -12,8 +12,11 @@ from agentrl.data.forest import Ints, TokenForest, forest_from_sequences
 from agentrl.data.prefix_merging import merge_prefixes
 from agentrl.model.attention.compatibility import set_attention
 from agentrl.model.attention.executor import build_executor
+from agentrl.model.empty import is_empty
+from agentrl.model.load import reads_images
 from agentrl.model.logprobs import DEFAULT_CHUNK, token_logprobs
 from agentrl.model.output_head import DEFAULT_VOCAB_CHUNK, OutputHead, check_output_head
+from agentrl.model.small_copy import small_copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,14 +27,8 @@ class ForwardOptions:
     """Tokens per chunk of the projection onto the vocabulary."""
     vocab_chunk_size: int = DEFAULT_VOCAB_CHUNK
     """Vocabulary entries per chunk of the projection."""
-    autocast_dtype: torch.dtype | None = None
-    """Run matrix products in this dtype; logits stay float32."""
     entropy_gradient: bool = False
     """Give entropies a gradient."""
-
-    def autocast(self, device: torch.device) -> torch.autocast:
-        """Return the autocast context of a forward on ``device``."""
-        return torch.autocast(device.type, self.autocast_dtype, self.autocast_dtype is not None)
 
 
 def forest_logprobs(
@@ -69,8 +66,15 @@ def check_model(model: Any) -> None:
     """Raise ModelError for a model that cannot be trained exactly through executors and ``output_head``.
 
     Compares the model's own logits of two sequences with a common prefix with those of each executor that
-    may run it.
+    may run it. Of a model on the meta device, which several ranks will split, it checks a small random copy
+    in float32: what makes a model inexact is its class and its configuration, and the copy has both. (Split,
+    its own forward may not run: a stage has no logits, and tensor-parallel ranks may not have a head of the
+    model's.) So it does of a bfloat16 model without images: in a trained one, rounding alone can change a
+    logit by a quarter.
     """
+    is_rounded = model.dtype == torch.bfloat16 and not reads_images(model.config)
+    if is_rounded or is_empty(model):
+        model = small_copy(model)
     vocabulary = model.config.get_text_config().vocab_size
     common = [index % vocabulary for index in range(8)]
     sequences = [[*common, 2 % vocabulary, 0, 1], [*common, 3 % vocabulary, 1]]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from agentrl.config.schema import AdapterConfig, ModelConfig
 from agentrl.errors import ModelError
 from agentrl.weights.adapter_folder import is_adapter
+from agentrl.weights.stored_dtype import stored_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +23,9 @@ if TYPE_CHECKING:
 
     from agentrl.model.lora import Adapter
     from agentrl.model.pixels import PixelReader
+    from agentrl.model.precision import Precision
     from agentrl.weights.model_folder import SavableModel
+    from agentrl.weights.published import PublishedModel
 
 VISION_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
 """``model_type`` of the models whose images can be trained."""
@@ -43,16 +49,34 @@ class Policy:
     """The adapter that ``--lora_rank`` trains; the model's own weights are then frozen."""
     pixels: PixelReader | None = None
     """Reads images for a vision model; None for a model that reads text only."""
+    source: Path | None = None
+    """The folder of the model's own weights; None if they are from no folder."""
+    own_dtype: torch.dtype | None = None
+    """The dtype of the weights in ``base``, which published weights have; None: the one that is trained."""
 
     @property
     def kept(self) -> SavableModel:
-        """What a checkpoint stores: the adapter, or the whole model if there is none."""
-        return self.adapter or self.model
+        """What a checkpoint stores: the adapter, or the published weights if there is none."""
+        return self.adapter or self.published
 
     @property
-    def published(self) -> SavableModel:
-        """What engines load: whole weights, with the adapter merged in."""
-        return self.adapter.merged if self.adapter else self.model
+    def published(self) -> PublishedModel:
+        """What engines load: whole weights in the model's own dtype, with the adapter merged in."""
+        from agentrl.weights.published import PublishedModel
+        from agentrl.weights.sharded_writer import model_parts
+
+        parts = self.adapter.merged_parts if self.adapter else partial(model_parts, self.model)
+        return PublishedModel(self.model, parts, self.own_dtype)
+
+    def rounded_weights(self) -> dict[str, torch.Tensor]:
+        """Return the trained weights that publication rounds, by name: a checkpoint stores them, too."""
+        import torch
+
+        own = self.own_dtype
+        if own is None or self.adapter is not None:
+            return {}
+        trained = ((name, item) for name, item in self.model.named_parameters() if item.requires_grad)
+        return {name: item for name, item in trained if torch.promote_types(item.dtype, own) != own}
 
 
 def base_folder(config: ModelConfig) -> Path:
@@ -81,20 +105,33 @@ def base_folder(config: ModelConfig) -> Path:
 
 
 def load_policy(
-    config: ModelConfig, weights: Path | None = None, adapter: AdapterConfig | None = None
+    config: ModelConfig,
+    weights: Path | None = None,
+    adapter: AdapterConfig | None = None,
+    precision: Precision | None = None,
+    *,
+    is_empty: bool = False,
 ) -> Policy:
     """Load the policy for training, with weights from a checkpoint's folder ``weights`` or the base folder.
 
-    If ``adapter`` has a rank above 0, ``weights`` are those of the adapter. Dropout is set to 0, so that the
-    trainer's logprobs match the engine's. Raises ModelError for a folder without tokenizer, chat template or
-    known architecture.
+    If ``adapter`` has a rank above 0, ``weights`` are those of the adapter, and the model's own are held in
+    the dtype of products. ``precision`` is by default that of ``--dtype``. With ``is_empty`` the model's own
+    weights stay on the meta device, for ``load_shards`` to read them from ``Policy.source``. Dropout is set
+    to 0, so that the trainer's logprobs match the engine's. Raises ModelError for a folder without tokenizer,
+    chat template or known architecture.
     """
     base = base_folder(config)
     tokenizer, template = load_tokenizer(config, base)
     is_adapted = adapter is not None and adapter.lora_rank > 0
     if weights is not None and not is_adapted and is_adapter(weights):
         raise ModelError(f"{weights} holds an adapter", hint="give the --lora_rank that it was trained with")
-    model = load_model(base if is_adapted else weights or base, config)
+    own_dtype = _own_dtype(base)
+    if precision is None:
+        dtype = resolve_dtype(config.dtype)
+    else:
+        dtype = precision.products if is_adapted else precision.weights
+    source = base if is_adapted else weights or base
+    model = (empty_model if is_empty else load_model)(source, config, dtype)
     embedded = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
     if len(tokenizer) > embedded:
         raise ModelError(
@@ -110,12 +147,16 @@ def load_policy(
                 "--lora_rank with a vision model has not been tested",
                 hint="leave it out, or freeze parts with --freeze",
             )
-        return Policy(model, tokenizer, base, template, pixels=PixelReader(base))
+        pixels = PixelReader(base)
+        return Policy(model, tokenizer, base, template, pixels=pixels, source=source, own_dtype=own_dtype)
     if adapter is None or not is_adapted:
-        return Policy(model, tokenizer, base, template)
+        return Policy(model, tokenizer, base, template, source=source, own_dtype=own_dtype)
+    from agentrl.model.empty import placeholders
     from agentrl.model.lora import add_adapter
 
-    return Policy(model, tokenizer, base, template, add_adapter(model, adapter, base, weights))
+    with placeholders(model) if is_empty else nullcontext():
+        added = add_adapter(model, adapter, base, weights)
+    return Policy(model, tokenizer, base, template, added, source=source, own_dtype=own_dtype)
 
 
 def reads_images(config: object) -> bool:
@@ -168,34 +209,76 @@ def disable_dropout(model: PreTrainedModel) -> None:
 
 
 def resolve_dtype(name: str) -> torch.dtype:
-    """Return the dtype of ``--dtype``; ``auto`` is bfloat16 on an accelerator and float32 on a CPU."""
+    """Return the dtype of trained weights that ``--dtype`` names; ``auto`` is float32."""
     import torch
 
-    if name == "auto":
-        return torch.bfloat16 if torch.accelerator.is_available() else torch.float32
-    found: torch.dtype = getattr(torch, name)
-    return found
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
-def load_model(folder: Path, config: ModelConfig) -> PreTrainedModel:
-    """Load the model in ``folder`` with the dtype of ``config``; ModelError if it cannot be loaded."""
+def _own_dtype(folder: Path) -> torch.dtype:
+    """Return the dtype in which ``folder`` stores its weights."""
+    import torch
+
+    try:
+        dtype: torch.dtype = getattr(torch, stored_dtype(folder))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"the dtype of the weights in {folder} cannot be read: {error}", hint="restore its files"
+        ) from error
+    return dtype
+
+
+def load_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Load the model in ``folder`` with its weights in ``dtype``; ModelError if it cannot be loaded."""
     from transformers.utils import logging as transformers_logging
 
     disable_progress_bar: Callable[[], None] = transformers_logging.disable_progress_bar
     disable_progress_bar()
-    try:
+    with _explained(folder):
         model = _model_class(folder).from_pretrained(
             str(folder),
-            dtype=resolve_dtype(config.dtype),
+            dtype=dtype,
             attn_implementation="sdpa",
             trust_remote_code=config.trust_remote_code,
         )
+    return cast("PreTrainedModel", model)
+
+
+def empty_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Return what ``load_model`` does, on the meta device: without reading weights."""
+    import torch
+    from transformers import AutoConfig, GenerationConfig
+    from transformers.initialization import meta_device_safe_creation_ops
+
+    with _explained(folder), torch.device("meta"), meta_device_safe_creation_ops():
+        found = AutoConfig.from_pretrained(str(folder), trust_remote_code=config.trust_remote_code)
+        model = _model_class(folder).from_config(
+            found, dtype=dtype, attn_implementation="sdpa", trust_remote_code=config.trust_remote_code
+        )
+    kept = tuple(model._get_dtype_plan(dtype))  # names of what the model's class keeps in float32
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if any(re.search(pattern.replace("*", ".*"), name) for pattern in kept):
+            tensor.data = tensor.data.float()
+    with _explained(folder):
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(str(folder))
+        else:
+            model.generation_config = GenerationConfig.from_pretrained(
+                str(folder), config_file_name="config.json", _from_model_config=True
+            )
+    return cast("PreTrainedModel", model.eval())
+
+
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Raise a ModelError for an exception in the block, which loads the model in ``folder``."""
+    try:
+        yield
     except (OSError, ValueError, KeyError, RuntimeError, AssertionError) as error:
         raise ModelError(
             f"the model in {folder} cannot be loaded: {_first_line(error)}",
             hint="check its config.json and weights; code of its own needs --trust_remote_code true",
         ) from error
-    return cast("PreTrainedModel", model)
 
 
 def _model_class(folder: Path) -> Any:

@@ -35,7 +35,7 @@ def token_logprobs(
     int64[T]; temperature above 0, one number or float32[T] (keep a tensor on the CPU: checking it then does
     not wait for the accelerator). Returns logprobs float32[T], with gradient to hidden, weight and bias, and
     entropy float32[T], with gradient if ``entropy_gradient``. Logits are float32 for every dtype of the
-    weights and of an autocast.
+    weights.
 
     Projects only the T positions, [chunk_size, vocab_chunk_size] logits at a time with a running log-sum-exp
     (arXiv 1805.02867), and recomputes them in the backward. Besides the gradients, memory holds one block, an
@@ -141,15 +141,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logprobs = hidden.new_empty(len(target_ids), dtype=torch.float32)
         entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        with torch.autocast(hidden.device.type, enabled=False):
-            projection = Projection(head, sizes[1])
-            for here in _chunks(len(target_ids), sizes[0]):
-                softmax = _RunningSoftmax.start(target_ids[here])
-                for columns, logits in projection.blocks(hidden[parent[here]], rows_of(divisor, here)):
-                    softmax.add(logits, target_ids[here] - head.first - columns.start)
-                if head.group is not None:
-                    softmax.join(head.group)
-                logprobs[here], entropy[here], normalizer[here] = softmax.results()
+        projection = Projection(head, sizes[1])
+        for here in _chunks(len(target_ids), sizes[0]):
+            softmax = _RunningSoftmax.start(target_ids[here])
+            for columns, logits in projection.blocks(hidden[parent[here]], rows_of(divisor, here)):
+                softmax.add(logits, target_ids[here] - head.first - columns.start)
+            if head.group is not None:
+                softmax.join(head.group)
+            logprobs[here], entropy[here], normalizer[here] = softmax.results()
         ctx.save_for_backward(hidden, weight, bias, parent, target_ids, normalizer, entropy)
         ctx.others = (head.scale, head.softcap, head.group, head.first, divisor, sizes)
         ctx.set_materialize_grads(False)
@@ -167,22 +166,21 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if needs[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs[2] else None
-        with torch.autocast(hidden.device.type, enabled=False):
-            projection = Projection(head, sizes[1])
-            for here in _chunks(len(target_ids), sizes[0]):
-                states = hidden[parent[here]]
-                grad_states = torch.zeros_like(states, dtype=torch.float32)
-                for columns, logits in projection.blocks(states, rows_of(divisor, here)):
-                    target = target_ids[here] - first - columns.start
-                    _to_gradient(logits, head, upstream.rows(here), target)
-                    if grad_hidden is not None:
-                        _add_product(grad_states, logits, weight[columns])
-                    if grad_weight is not None:
-                        _add_product(grad_weight[columns], logits.T, states)
-                    if grad_bias is not None:
-                        grad_bias[columns] += logits.sum(0)
+        projection = Projection(head, sizes[1])
+        for here in _chunks(len(target_ids), sizes[0]):
+            states = hidden[parent[here]]
+            grad_states = torch.zeros_like(states, dtype=torch.float32)
+            for columns, logits in projection.blocks(states, rows_of(divisor, here)):
+                target = target_ids[here] - first - columns.start
+                _to_gradient(logits, head, upstream.rows(here), target)
                 if grad_hidden is not None:
-                    grad_hidden.index_put_((parent[here],), grad_states.to(hidden.dtype), accumulate=True)
+                    _add_product(grad_states, logits, weight[columns])
+                if grad_weight is not None:
+                    _add_product(grad_weight[columns], logits.T, states)
+                if grad_bias is not None:
+                    grad_bias[columns] += logits.sum(0)
+            if grad_hidden is not None:
+                grad_hidden.index_put_((parent[here],), grad_states.to(hidden.dtype), accumulate=True)
         if grad_hidden is not None and group is not None:
             distributed.all_reduce(grad_hidden, distributed.ReduceOp.SUM, group)
         return (

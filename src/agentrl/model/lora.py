@@ -34,8 +34,8 @@ _SIZES = ("r", "lora_alpha")
 def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: Path, saved: Path | None) -> Adapter:
     """Inject adapters into ``model`` and freeze its own weights; ``saved`` is a checkpoint's adapter folder.
 
-    New adapters leave the model's output unchanged until they are trained. Raises ConfigError without peft,
-    for target modules that do not exist, and for a checkpoint without this adapter.
+    Adapters are float32. New ones leave the model's output unchanged until they are trained. Raises
+    ConfigError without peft, for target modules that do not exist, and for a checkpoint without this adapter.
     """
     peft = _peft()
     settings = peft.LoraConfig(
@@ -53,6 +53,11 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: Path, saved
             f"--lora_target_modules {config.lora_target_modules} matches no layer of the model: {error}",
             hint="give all-linear, or names such as q_proj,v_proj",
         ) from error
+    for name, parameter in model.named_parameters():
+        if (
+            ".lora_" in name
+        ):  # peft makes them in the dtype of the layer, which small updates would not change
+            parameter.data = parameter.data.float()
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if not isinstance(head, nn.Linear):
         raise ConfigError(
@@ -144,30 +149,13 @@ class Adapter:
             for layer in layers:
                 layer._disable_adapters = False
 
-    @property
-    def merged(self) -> MergedModel:
-        """The model with its adapters merged in, for publication."""
-        return MergedModel(self)
+    def merged_parts(self) -> Iterator[Part]:
+        """Yield the model's tensors with the adapters added, under the names of the plain model.
 
-
-@dataclass(frozen=True)
-class MergedModel:
-    """The whole weights with the adapters added, computed tensor by tensor; the model itself is unchanged."""
-
-    adapter: Adapter
-
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters before merging, under their merged names; sizes are the same."""
-        return (
-            (name.replace(_BASE, "."), value)
-            for name, value in self.adapter.model.named_parameters()
-            if ".lora_" not in name
-        )
-
-    def parts(self) -> Iterator[Part]:
-        """Yield the merged tensors, each computed on request, under the names of the plain model."""
-        layers = self.adapter.layers
-        for part in model_parts(self.adapter.model):
+        Each is computed when it is made, in float32; the model itself is unchanged.
+        """
+        layers = self.layers
+        for part in model_parts(self.model):
             if ".lora_" in part.name:
                 continue
             owner, _, kind = part.name.partition(_BASE)
@@ -177,16 +165,11 @@ class MergedModel:
             else:
                 yield replace(part, name=name)
 
-    def save_pretrained(self, save_directory: str) -> None:
-        """Write config.json and merged safetensors, as the plain model would."""
-        merged = {part.name: part.make() for part in self.parts()}
-        self.adapter.model.save_pretrained(save_directory, state_dict=merged)
-
 
 @torch.no_grad()
 def _merge(weight: Tensor, layer: Any) -> Tensor:
     delta: Tensor = layer.get_delta_weight(NAME)
-    return (weight.float() + delta.float()).to(weight.dtype)
+    return weight.float() + delta.float()
 
 
 def _peft() -> ModuleType:

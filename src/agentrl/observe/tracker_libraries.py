@@ -1,7 +1,8 @@
 """The trackers of seven libraries; each works offline unless its environment names a server or a key.
 
-None of them records the command line, the console, the environment or code, which may contain secrets.
-Their error reports to the libraries' makers are off.
+accelerate's trackers write, except to MLflow. What is set here is where they write, and that they do not
+record the command line, the console, the environment or code, which may contain secrets. Their error reports
+to the libraries' makers are off.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Final
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.observe.tracker_registry import tracker
+from agentrl.observe.tracker_registry import Tracker, tracker
 
 PROJECT: Final = "agentrl"
 """The project or experiment of a tracker, unless the library's own environment variable names another."""
@@ -27,83 +28,76 @@ _CLEARML_RECORDS: Final = (
 """What ClearML records by itself unless told otherwise: code, files, plots, arguments."""
 
 
-@tracker("tensorboard")
-class _TensorBoard:
-    """Writes event files without torch."""
+class _Accelerate:
+    """A tracker of accelerate, by its name there."""
 
-    def __init__(self, run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> None:
-        writer = _load("tensorboard.summary.writer.event_file_writer", "tensorboard")
-        self._event = _load("tensorboard.compat.proto.event_pb2", "tensorboard").Event
-        self._summary = _load("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
-        self._writer = writer.EventFileWriter(str(output / "tensorboard" / run.run_name))
+    def __init__(self, library: str, /, *arguments: Any, **settings: Any) -> None:
+        tracking = importlib.import_module("accelerate.tracking")  # it imports torch, which samplers lack
+        tracking.PartialState()  # its log lines need one; a trainer has joined by it already
+        self.tracker = tracking.LOGGER_TYPE_TO_CLASS[library](*arguments, **settings)
+        self.tracker.start()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        values = [self._summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]
-        event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
-        self._writer.add_event(event)
-        self._writer.flush()
+        self.tracker.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        self._writer.close()
+        self.tracker.finish()
+
+
+@tracker("tensorboard")
+def _tensorboard(run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> Tracker:
+    """Write event files. Parameters are left out: each start would add a run of its own for them."""
+    _load("tensorboard.summary.writer.event_file_writer", "tensorboard")
+    return _Accelerate("tensorboard", run.run_name, logging_dir=str(output / "tensorboard"))
 
 
 @tracker("wandb")
-class _Wandb:
+def _wandb(run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> Tracker:
     """Offline without WANDB_API_KEY and WANDB_MODE. The command line is not recorded: it may hold secrets."""
-
-    def __init__(self, run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> None:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        wandb = _load("wandb", "wandb")
-        output.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=run.run_name,
-            id=run.run_name,
-            resume="allow",
-            dir=str(output),
-            config=dict(parameters),
-            mode=os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline"),
-            settings=wandb.Settings(console="off", x_disable_meta=True, save_code=False),
-        )
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    wandb = _load("wandb", "wandb")
+    output.mkdir(parents=True, exist_ok=True)
+    return _Accelerate(
+        "wandb",
+        os.environ.get("WANDB_PROJECT", PROJECT),
+        name=run.run_name,
+        id=run.run_name,
+        resume="allow",
+        dir=str(output),
+        config=dict(parameters),
+        mode=os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline"),
+        settings=wandb.Settings(console="off", x_disable_meta=True, save_code=False),
+    )
 
 
 @tracker("swanlab")
-class _Swanlab:
+def _swanlab(run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> Tracker:
     """Offline without SWANLAB_API_KEY and SWANLAB_MODE."""
-
-    def __init__(self, run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> None:
-        swanlab = _load("swanlab", "swanlab")
-        folder = output / "swanlab"
-        folder.mkdir(parents=True, exist_ok=True)
-        online = "online" if os.environ.get("SWANLAB_API_KEY") else "offline"
-        self._run = swanlab.init(
-            project=os.environ.get("SWANLAB_PROJECT", PROJECT),
-            name=run.run_name,
-            log_dir=str(folder),
-            mode=os.environ.get("SWANLAB_MODE") or online,
-            config=dict(parameters),
-            settings=swanlab.Settings(
-                terminal={"proxy_type": "none"},
-                probe={"hardware": False, "runtime": False, "requirements": False},
-            ),
-        )
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    swanlab = _load("swanlab", "swanlab")
+    folder = output / "swanlab"
+    folder.mkdir(parents=True, exist_ok=True)
+    online = "online" if os.environ.get("SWANLAB_API_KEY") else "offline"
+    return _Accelerate(
+        "swanlab",
+        os.environ.get("SWANLAB_PROJECT", PROJECT),
+        name=run.run_name,
+        log_dir=str(folder),
+        mode=os.environ.get("SWANLAB_MODE") or online,
+        config=dict(parameters),
+        settings=swanlab.Settings(
+            terminal={"proxy_type": "none"},
+            probe={"hardware": False, "runtime": False, "requirements": False},
+        ),
+    )
 
 
 @tracker("mlflow")
 class _Mlflow:
-    """Writes to MLFLOW_TRACKING_URI, by default a SQLite file; continues the run of that name."""
+    """Writes to MLFLOW_TRACKING_URI, by default a SQLite file; continues the run of that name.
+
+    accelerate's tracker begins a new run at every start, drops long parameters, refuses more than 1000
+    metrics a step, and writes through MLflow's global state.
+    """
 
     def __init__(self, run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> None:
         mlflow = _load("mlflow", "mlflow")
@@ -138,42 +132,39 @@ class _Mlflow:
 
 
 @tracker("trackio")
-class _Trackio:
-    """Writes SQLite files to TRACKIO_DIR, by default a folder of ``output``; TRACKIO_SPACE_ID sends them."""
-
-    def __init__(self, run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> None:
-        folder = output / "trackio"
-        folder.mkdir(parents=True, exist_ok=True)
-        os.environ.setdefault("TRACKIO_DIR", str(folder.absolute()))
-        self._run = _load("trackio", "trackio").init(
-            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-            name=run.run_name,
-            config=dict(parameters),
-            resume="allow",
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+def _trackio(run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> Tracker:
+    """Write SQLite files to TRACKIO_DIR, by default a folder of ``output``; TRACKIO_SPACE_ID sends them."""
+    folder = output / "trackio"
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("TRACKIO_DIR", str(folder.absolute()))
+    _load("trackio", "trackio")
+    return _Accelerate(
+        "trackio",
+        os.environ.get("TRACKIO_PROJECT", PROJECT),
+        name=run.run_name,
+        config=dict(parameters),
+        resume="allow",
+        embed=False,
+        auto_log_gpu=False,
+        auto_log_cpu=False,
+    )
 
 
 @tracker("comet")
-class _Comet:
+def _comet(run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> Tracker:
     """Offline, as an archive for ``comet upload``, without COMET_API_KEY."""
-
-    def __init__(self, run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> None:
-        os.environ.setdefault("COMET_ERROR_TRACKING_ENABLE", "false")
-        comet = _load("comet_ml", "comet_ml")
-        folder = output / "comet"
-        folder.mkdir(parents=True, exist_ok=True)
-        online = bool(os.environ.get("COMET_API_KEY"))
-        self._experiment = (comet.Experiment if online else comet.OfflineExperiment)(
-            project_name=os.environ.get("COMET_PROJECT_NAME", PROJECT),
+    os.environ.setdefault("COMET_ERROR_TRACKING_ENABLE", "false")
+    comet = _load("comet_ml", "comet_ml")
+    folder = output / "comet"
+    folder.mkdir(parents=True, exist_ok=True)
+    opened = _Accelerate(
+        "comet_ml",
+        os.environ.get("COMET_PROJECT_NAME", PROJECT),
+        online=bool(os.environ.get("COMET_API_KEY")),
+        mode="create",
+        experiment_config=comet.ExperimentConfig(
+            name=run.run_name,
+            offline_directory=str(folder),
             log_code=False,
             log_graph=False,
             auto_param_logging=False,
@@ -184,46 +175,33 @@ class _Comet:
             log_git_metadata=False,
             log_git_patch=False,
             display_summary_level=0,
-            **({} if online else {"offline_directory": str(folder)}),
-        )
-        self._experiment.set_name(run.run_name)
-        self._experiment.log_parameters(dict(parameters))
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._experiment.log_metrics(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._experiment.end()
+        ),
+    )
+    opened.tracker.store_init_configuration(dict(parameters))
+    return opened
 
 
 @tracker("clearml")
-class _Clearml:
+def _clearml(run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> Tracker:
     """Offline, as an archive for ``Task.import_offline_session``, without CLEARML_API_ACCESS_KEY."""
-
-    def __init__(self, run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> None:
-        folder = output / "clearml"
-        folder.mkdir(parents=True, exist_ok=True)
-        os.environ.setdefault("CLEARML_CACHE_DIR", str(folder.absolute()))
-        task = _load("clearml", "clearml").Task
-        if not os.environ.get("CLEARML_API_ACCESS_KEY"):
-            task.set_offline(True)
-        self._task = task.init(
-            project_name=os.environ.get("CLEARML_PROJECT", PROJECT),
-            task_name=run.run_name,
-            auto_connect_arg_parser=False,
-            auto_connect_frameworks=dict.fromkeys(_CLEARML_RECORDS, False),
-            auto_connect_streams=False,
-            auto_resource_monitoring=False,
-        )
-        self._task.connect(dict(parameters))
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        report = self._task.get_logger().report_scalar
-        for key, value in metrics.items():
-            report(title=key, series=key, value=value, iteration=step)
-
-    def close(self) -> None:
-        self._task.close()
+    folder = output / "clearml"
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("CLEARML_CACHE_DIR", str(folder.absolute()))
+    task = _load("clearml", "clearml").Task
+    if not os.environ.get("CLEARML_API_ACCESS_KEY"):
+        task.set_offline(True)
+    opened = _Accelerate(
+        "clearml",
+        run.run_name,
+        project_name=os.environ.get("CLEARML_PROJECT", PROJECT),
+        task_name=run.run_name,
+        auto_connect_arg_parser=False,
+        auto_connect_frameworks=dict.fromkeys(_CLEARML_RECORDS, False),
+        auto_connect_streams=False,
+        auto_resource_monitoring=False,
+    )
+    opened.tracker.tracker.connect(dict(parameters))  # as hyperparameters, which tasks are compared by
+    return opened
 
 
 def _load(module: str, library: str) -> Any:

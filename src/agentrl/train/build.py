@@ -7,7 +7,6 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from accelerate.utils import set_seed
 
 from agentrl.config.schema import (
@@ -19,15 +18,17 @@ from agentrl.config.schema import (
     TrainConfig,
 )
 from agentrl.distributed.apply import parallelize
+from agentrl.distributed.load_shards import load_shards
 from agentrl.distributed.mesh import build_mesh, plan_layout
-from agentrl.distributed.world import World, single_process
+from agentrl.distributed.world import World, join_alone, single_process
 from agentrl.documents.token_statistics import BYTES_PER_TOKEN
 from agentrl.errors import ConfigError
 from agentrl.losses.settings import LossSettings
 from agentrl.model.forward import ForwardOptions, check_model
-from agentrl.model.load import load_policy
+from agentrl.model.load import architecture, base_folder, load_policy
 from agentrl.model.logprobs import DEFAULT_CHUNK
 from agentrl.model.output_head import DEFAULT_VOCAB_CHUNK
+from agentrl.model.precision import Precision, choose_precision
 from agentrl.train.frozen_logprobs import FrozenLogprobs, build_reference
 from agentrl.train.memory import checkpointing_mode, compile_layers, enable_checkpointing
 from agentrl.train.optimizer import build_optimizer, build_scheduler, freeze
@@ -47,26 +48,40 @@ class Recipe:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
 
 
+def step_precision(model: ModelConfig, train: TrainConfig, world: World) -> Precision:
+    """Return ``choose_precision`` on the device of ``world``; rank 0 calls it, so that all ranks agree."""
+    hidden_size = architecture(base_folder(model)).get("hidden_size", 0)
+    return choose_precision(model, train, world.device, int(hidden_size))
+
+
 def build_trainer(
-    recipe: Recipe, *, weights: Path | None, total_steps: int | None, world: World | None = None
+    recipe: Recipe,
+    *,
+    weights: Path | None,
+    total_steps: int | None,
+    world: World | None = None,
+    precision: Precision | None = None,
 ) -> PolicyTrainer:
     """Load the model and build what trains it. Every rank of ``world`` calls it; default: a single process.
 
     ``weights`` is a checkpoint's model folder, loaded in place of the base model's weights. ``total_steps``
-    is the end of a decaying schedule. Raises ModelError and ConfigError.
+    is the end of a decaying schedule. ``precision`` is by default ``step_precision``, in a single process.
+    Raises ModelError and ConfigError.
     """
     world = world or single_process()
+    precision = precision or step_precision(recipe.model, recipe.train, world)
     settings = LossSettings.of(recipe.loss)
     _check_processes(recipe, world)
     layout = plan_layout(recipe.train, world.size)
     set_seed(recipe.seed)
-    policy = load_policy(recipe.model, weights, recipe.adapter)
-    if policy.pixels is not None and world.size > 1:
+    is_shared = world.size > 1
+    policy = load_policy(recipe.model, weights, recipe.adapter, precision, is_empty=is_shared)
+    if policy.pixels is not None and is_shared:
         raise ConfigError(
             f"a vision model in {world.size} processes: images are trained in one",
             hint="train with one process",
         )
-    if world.size == 1:  # with more ranks a device gets only its part, after the model is split
+    if not is_shared:  # with more ranks each reads only its part, after the model is split
         policy.model.to(world.device)  # type: ignore[arg-type]
     check_model(policy.model)
     mode = checkpointing_mode(recipe.memory, recipe.train.gradient_checkpointing)
@@ -74,12 +89,20 @@ def build_trainer(
     if recipe.memory.torch_compile:
         compile_layers(policy.model)
     freeze(policy.model, recipe.optim.freeze)
+    is_mixed = precision.policy is not None
+    if is_mixed:
+        join_alone(world.device)
+    mesh = build_mesh(layout, world.device.type, single=is_mixed)
     model = parallelize(
         policy.model,
-        build_mesh(layout, world.device.type),
+        mesh,
         max_tokens=recipe.train.max_tokens,
         reduction=recipe.memory.gradient_reduction,
-    ).to(world.device)
+        precision=precision,
+    )
+    if is_shared:
+        load_shards(policy.model, policy.source or policy.base, world.device, recipe.model)
+    model.to(world.device)
     optimizer = build_optimizer(policy.model, recipe.optim, recipe.memory)
     updates = recipe.optim.num_epochs_per_batch * recipe.optim.mini_batches
     return PolicyTrainer(
@@ -91,14 +114,21 @@ def build_trainer(
         options=ForwardOptions(
             chunk_size=recipe.train.loss_seq_chunk_size or DEFAULT_CHUNK,
             vocab_chunk_size=recipe.memory.loss_vocab_chunk_size or DEFAULT_VOCAB_CHUNK,
-            autocast_dtype=torch.bfloat16 if recipe.train.autocast_bf16 else None,
         ),
         max_tokens=recipe.train.max_tokens,
         prefix_merging=recipe.train.prefix_merging,
         max_grad_norm=recipe.optim.max_grad_norm,
         frozen=FrozenLogprobs(
             start=updates > 1 and recipe.loss.old_logprobs != "behavior",
-            reference=build_reference(recipe.loss, recipe.model, policy, policy.model.device),
+            reference=build_reference(
+                recipe.loss,
+                recipe.model,
+                policy,
+                mesh,
+                world.device,
+                precision.products,
+                max_tokens=recipe.train.max_tokens,
+            ),
         ),
         epochs=recipe.optim.num_epochs_per_batch,
         mini_batches=recipe.optim.mini_batches,

@@ -1,8 +1,8 @@
 """Write and read checkpoints: model, optimizer, schedule, random states and the steps they contain.
 
-A checkpoint is a folder that is written atomically. The optimizer's state is torch.distributed.checkpoint's.
-The model is a Hugging Face folder: with torch.distributed.checkpoint, other tools could not load it, and its
-files could not be hard links to the published version of the same step.
+A checkpoint is a folder that is written atomically. Its model is what is published of the step, a Hugging
+Face folder that other tools load: both are written once, and linked. The optimizer's state, with the weights
+that publication rounds, is torch.distributed.checkpoint's: each rank writes its part, nothing is gathered.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from agentrl.train.optimizer_state import load_optimizer
 from agentrl.weights.model_folder import (
     SavableModel,
     atomic_model_folder,
-    link_equal_files,
     save_model_files,
     weight_bytes,
 )
@@ -43,7 +42,7 @@ _TRAINER = "trainer.pt"
 _OPTIMIZER = "optimizer"
 _PREFIX = "checkpoint-"
 _NAME = re.compile(rf"{_PREFIX}(\d+)(?:-(\d+))?")
-_ADAM_COPIES = 3
+_MOMENTS = 2
 _UNREADABLE = (
     OSError, KeyError, ValueError, RuntimeError, EOFError, struct.error, pickle.UnpicklingError,
 )  # fmt: skip
@@ -98,7 +97,7 @@ class Savable(Resumable, Protocol):
         """Return what is stored of the model: the adapter, or the whole model if there is none."""
 
     def save_optimizer(self, folder: Path) -> None:
-        """Write the optimizer's state as ``optimizer_state.save_optimizer`` does."""
+        """Write the optimizer's state, and the weights that publication rounds."""
 
 
 @dataclass(frozen=True)
@@ -121,22 +120,20 @@ def save(
     *,
     limit: int,
     fence: Fence | None = None,
-    same_as: Path | None = None,
+    written: Path | None = None,
 ) -> Path:
     """Write ``root/checkpoint-000010`` atomically, then delete all but the newest ``limit`` checkpoints.
 
     From attempt 2 on, the name is ``checkpoint-000010-ATTEMPT``: two trainers never write one folder.
-    Checkpoints with reverted steps are neither counted nor deleted. Model files equal to those in the folder
-    ``same_as`` become hard links to them. Raises PublishError, leaving nothing behind, if the disk is full;
+    Checkpoints with reverted steps are neither counted nor deleted. ``written`` is a folder that holds the
+    model already: its files are linked. Raises PublishError, leaving nothing behind, if the disk is full;
     LeaseLostError if another trainer has taken over.
     """
     policy, kept = trained.policy, trained.kept()
     target = root / _folder_name(state)
-    with atomic_model_folder(target, weight_bytes(kept) * _ADAM_COPIES) as temporary:
+    with atomic_model_folder(target, _needed_bytes(policy, kept)) as temporary:
         (temporary / "model").mkdir()
-        save_model_files(kept, policy.base, temporary / "model", policy.chat_template)
-        if same_as is not None:
-            link_equal_files(temporary / "model", same_as)
+        save_model_files(kept, policy.base, temporary / "model", policy.chat_template, written)
         trained.save_optimizer(temporary / _OPTIMIZER)
         torch.save(
             {
@@ -214,7 +211,7 @@ def rename_reverted(root: Path, train_steps: Collection[str], attempt: int) -> l
 
 
 def restore(checkpoint: Checkpoint, trained: Resumable) -> None:
-    """Load optimizer, schedule and random states; ``load_policy`` loads ``checkpoint.model``."""
+    """Load optimizer, rounded weights, schedule and random states into a policy of ``checkpoint.model``."""
     path = checkpoint.folder / _TRAINER
     try:
         load_optimizer(checkpoint.folder / _OPTIMIZER, trained.policy.model, trained.optimizer)
@@ -226,6 +223,13 @@ def restore(checkpoint: Checkpoint, trained: Resumable) -> None:
             f"{checkpoint.folder} cannot be restored: {error}",
             hint="resume from another checkpoint, or start with 'none'",
         ) from error
+
+
+def _needed_bytes(policy: Policy, kept: SavableModel) -> int:
+    """Return about how many bytes a checkpoint takes: model, moments, and the weights if they are rounded."""
+    width = max(item.element_size() for item in policy.model.parameters() if item.requires_grad)
+    count: int = sum(item.numel() for _, item in kept.named_parameters())
+    return weight_bytes(kept) + (_MOMENTS + bool(policy.rounded_weights())) * width * count
 
 
 def _folders(root: Path) -> list[Path]:

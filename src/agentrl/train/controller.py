@@ -62,13 +62,13 @@ class Controller:
         return self.trainer.train(data, ages, *shown)
 
     def save_optimizer(self, folder: Path) -> None:
-        """Write the optimizer's state; each rank writes its shards."""
+        """Write the optimizer's state and the weights that publication rounds; each rank writes its part."""
         self._broadcast("save_optimizer", folder)
         self.trainer.save_optimizer(folder)
 
     def published(self) -> SavableModel:
         """Return the whole weights, as engines load them; they are gathered while they are written."""
-        if self.world.size == 1:
+        if self._holds_all:
             return self.policy.published
         return GatheredModel(self.inventory, partial(self._broadcast, "send_weights"))
 
@@ -76,13 +76,18 @@ class Controller:
         """Return what a checkpoint holds of the model: all weights, or the adapter alone."""
         if self.policy.adapter is None:
             return self.published()
-        if self.world.size == 1:
+        if self._holds_all:
             return self.policy.kept
         return GatheredAdapter(self.policy.adapter, partial(self._broadcast, "send_adapter"))
 
     def end(self) -> None:
         """Let the other ranks return from ``follow``."""
         self._broadcast("end")
+
+    @property
+    def _holds_all(self) -> bool:
+        """Whether this process has the whole model; a pipeline stage has its layers alone."""
+        return self.world.size == 1 and not self.trainer.model.is_sharded
 
     def _broadcast(self, name: str, *arguments: Any) -> None:
         self.world.use_device()

@@ -17,12 +17,12 @@ from safetensors import SafetensorError, safe_open
 from agentrl.atomic_folder import TEMPORARY
 from agentrl.config.schema import TrainConfig
 from agentrl.errors import ConfigError
+from agentrl.weights.stored_dtype import stored_dtype
 
 logger = logging.getLogger(__name__)
 
-_STATE_COPIES = 3
-"""A checkpoint holds the weights and two optimizer moments of the same size."""
-_BYTES = {"float32": 4, "bfloat16": 2}
+_MOMENTS = 2
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +56,18 @@ class Retention:
 
 
 def retention(base: Path, dtype: str, config: TrainConfig, *, is_adapter: bool) -> Retention:
-    """Return what a run on the model in ``base`` keeps with these flags."""
-    weights = model_bytes(base, _BYTES[dtype])
+    """Return what a run on the model in ``base`` keeps with these flags; it is trained in ``dtype``.
+
+    A checkpoint holds the weights as they are published, the optimizer's moments in ``dtype``, and the
+    weights in ``dtype`` if publication rounds them.
+    """
+    own = stored_dtype(base)
+    copies = _MOMENTS + (dtype != own and own != "float32")
     return Retention(
         versions=config.published_versions_kept,
-        version_bytes=weights,
+        version_bytes=model_bytes(base, _BYTES[own]),
         checkpoints=config.save_total_limit,
-        checkpoint_bytes=0 if is_adapter else weights * _STATE_COPIES,
+        checkpoint_bytes=0 if is_adapter else model_bytes(base, _BYTES[own] + copies * _BYTES[dtype]),
         keep_every=config.keep_every,
     )
 

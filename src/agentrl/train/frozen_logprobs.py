@@ -18,10 +18,13 @@ from torch import Tensor
 
 from agentrl.config.schema import LossConfig, ModelConfig
 from agentrl.data.forest import TokenForest
+from agentrl.distributed.apply import parallelize
+from agentrl.distributed.load_shards import load_shards
+from agentrl.distributed.mesh import Mesh
 from agentrl.distributed.parallel_model import ParallelModel
-from agentrl.errors import ModelError
-from agentrl.model.forward import ForwardOptions
-from agentrl.model.load import Policy, base_folder, disable_dropout, load_model
+from agentrl.errors import ConfigError, ModelError
+from agentrl.model.forward import ForwardOptions, check_model
+from agentrl.model.load import Policy, base_folder, disable_dropout, empty_model, load_model
 from agentrl.model.lora import Adapter
 
 if TYPE_CHECKING:
@@ -64,7 +67,7 @@ class Reference:
     """The model that ``--kl_coef`` keeps the policy near: its own, or the policy without its adapter."""
 
     model: ParallelModel | None = None
-    """Held whole by each rank, which runs it on its own micro-batches."""
+    """Split and sharded over the ranks like the policy."""
     adapter: Adapter | None = None
     """The policy's, if the reference is the policy without it."""
 
@@ -80,12 +83,20 @@ class Reference:
 
 
 def build_reference(
-    loss: LossConfig, config: ModelConfig, policy: Policy, device: torch.device
+    loss: LossConfig,
+    config: ModelConfig,
+    policy: Policy,
+    mesh: Mesh,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    max_tokens: int,
 ) -> Reference | None:
     """Return the reference that ``--kl_coef`` above 0 needs: ``--reference_model`` or the run's base model.
 
-    A policy with an adapter contains its base model. Raises ModelError for a folder that is not a model,
-    or for a model with another vocabulary.
+    Its weights are held in ``dtype``, that of the policy's products, and split and sharded like the policy's.
+    A policy with an adapter contains its base model. Raises ModelError for a folder that is not a model, or
+    for a model with another vocabulary, and ConfigError for one that the policy's layout cannot split.
     """
     if loss.kl_coef == 0:
         return None
@@ -93,7 +104,8 @@ def build_reference(
         return Reference(adapter=policy.adapter)
     folder = Path(config.reference_model or policy.base)
     base_folder(replace(config, model_name_or_path=str(folder)))
-    model = load_model(folder, config)
+    is_shared = mesh.layout.world > 1
+    model = (empty_model if is_shared else load_model)(folder, config, dtype)
     expected, found = (_vocabulary(item) for item in (policy.model, model))
     if found != expected:
         raise ModelError(
@@ -101,10 +113,18 @@ def build_reference(
             hint="give a model with the policy's tokenizer",
         )
     disable_dropout(model)
+    check_model(model)
     model.requires_grad_(requires_grad=False)
-    model.to(device)  # type: ignore[arg-type]
+    try:
+        parallel = parallelize(model, mesh, max_tokens=max_tokens)
+    except ConfigError as error:
+        raise ConfigError(
+            f"--reference_model {folder} is split like the policy: {error.message}", hint=error.hint
+        ) from error
+    if is_shared:
+        load_shards(model, folder, device, config)
     logger.info("the policy is kept near %s (--kl_coef %g, %s)", folder, loss.kl_coef, loss.kl_estimator)
-    return Reference(ParallelModel(model))
+    return Reference(parallel.to(device))
 
 
 def _vocabulary(model: Any) -> int:

@@ -22,8 +22,13 @@ _KEPT = frozenset({
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.higher_order.flex_attention, torch.ops.higher_order.inductor_compiled_code,
 })  # fmt: skip
-"""Operations whose results ``selective`` keeps: the most expensive ones to recompute."""
+"""Operations whose results ``selective`` keeps: the most expensive ones to recompute.
+
+Compiled FlexAttention is ``inductor_compiled_code``. What it saves for its backward is kept with its result:
+queries and keys too.
+"""
 
 
 def checkpointing_mode(config: MemoryConfig, gradient_checkpointing: bool) -> Checkpointing:
@@ -110,12 +115,12 @@ def _remedies(config: MemoryConfig, max_tokens: int, ranks: int) -> Sequence[str
         remedies.append("set --activation_checkpointing full")
     elif not config.activation_offload:
         remedies.append("set --activation_offload true")
-    if config.gradient_reduction == "last" and ranks > 1:
+    if config.gradient_reduction != "every" and ranks > 1:
         remedies.append("set --gradient_reduction every")
     remedies.append(f"lower --max_tokens (to {max_tokens // 2}, but not below the longest trajectory)")
     if not config.optimizer_offload:
         remedies.append("set --optimizer_offload true")
-    remedies.append("set --autocast_bf16 true, or shard the model over more devices")
+    remedies.append("shard the model over more devices")
     return remedies
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.data.forest import TokenForest
 from agentrl.documents.training import DBRecordData
-from agentrl.model.flops import ModelShape, attention_pairs
+from agentrl.model.flops import Backward, DevicePeak, ModelShape, attention_pairs
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -20,14 +20,16 @@ def speed_metrics(
     forests: Sequence[TokenForest],
     seconds: Mapping[str, float],
     shape: ModelShape,
-    peak_flops: float,
+    peak: DevicePeak,
     *,
+    backward: Backward | None = None,
     step_tokens: int | None = None,
     positions: int | None = None,
     ranks: int = 1,
 ) -> dict[str, float]:
-    """Return the speed of one update on a rank whose device does ``peak_flops`` FLOP/s and ran ``forests``.
+    """Return the speed of one update on a rank that ran ``forests``; ``mfu`` only if ``peak`` is known.
 
+    ``backward`` has what the backward pass computes; the default is that of a model that is trained whole.
     ``seconds`` has the wall-clock times of ``forward``, ``backward`` and ``optimizer``. ``step_tokens`` is
     the number of tokens of all ranks, ``positions`` what the executor ran with padding; the default of both
     is the number of tokens of ``forests``. ``ranks`` computed the same forests together.
@@ -38,20 +40,22 @@ def speed_metrics(
             tokens,
             sum(forest.trainable_tokens for forest in forests),
             sum(attention_pairs(forest) for forest in forests),
+            backward or Backward(),
         )
         / ranks
     )
-    forward, backward = seconds["forward"], seconds.get("backward", 0.0)
-    elapsed = max(forward + backward + seconds["optimizer"], 1e-9)
+    forward_backward = seconds["forward"] + seconds.get("backward", 0.0)
+    elapsed = max(forward_backward + seconds["optimizer"], 1e-9)
+    mfu = peak.share(flops / elapsed)
     return {
         "tokens_per_second": (step_tokens or tokens) / elapsed,
         "padding_efficiency": tokens / max(positions or tokens, 1),
         "micro_batches": len(forests),
-        "mfu": flops / elapsed / peak_flops,
+        **({} if mfu is None else {"mfu": mfu}),
         "tflops_per_second": flops / elapsed / 1e12,
-        "seconds_forward": forward,
-        "seconds_backward": backward,
-        "seconds_forward_backward": forward + backward,
+        "seconds_forward": seconds["forward"],
+        "seconds_backward": seconds.get("backward", 0.0),
+        "seconds_forward_backward": forward_backward,
         "seconds_optimizer": seconds["optimizer"],
     }
 

@@ -69,7 +69,7 @@ def build_optimizer(
     if any(parameter.dtype == torch.bfloat16 for parameter in trainable):
         logger.warning(
             "the trained weights are bfloat16, which rounds away updates below 1/512 of a weight: at"
-            " --learning_rate %g most of them; --dtype float32 --autocast_bf16 true keeps them",
+            " --learning_rate %g most of them; --dtype float32, the default, keeps them",
             config.learning_rate,
         )
     groups = [
@@ -77,14 +77,13 @@ def build_optimizer(
         for is_matrix, decay in ((True, config.weight_decay), (False, 0.0))
         for members in _by_mesh([item for item in trainable if (item.dim() >= 2) is is_matrix])
     ]
-    is_sharded = any(isinstance(parameter, DTensor) for parameter in trainable)
     kind = OffloadedAdamW if memory.optimizer_offload else torch.optim.AdamW
     return kind(
         groups,
         lr=config.learning_rate,
         betas=(arguments.beta1, arguments.beta2),
         eps=arguments.eps,
-        fused=True if memory.fused_adamw and not is_sharded else None,
+        fused=True if memory.fused_adamw else None,
     )
 
 

@@ -17,6 +17,7 @@ from agentrl.train import checkpoint
 from agentrl.train.lease import TrainerLease
 from agentrl.train.resume import Progress
 from agentrl.weights.publish import PublishTarget, publish
+from agentrl.weights.stored_dtype import stored_dtype
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -154,7 +155,7 @@ class Saver:
             step=progress.step,
             train_step_id=progress.train_steps[-1] if progress.train_steps else None,
             chat_template=policy.chat_template,
-            same_as=self.saved / "model" if self.saved and self.saved_step == progress.step else None,
+            written=self._written(self.saved and self.saved / "model", self.saved_step),
         )
         self.published = Path(published.location)
         progress.version, progress.published_step = published.id, progress.step
@@ -188,10 +189,26 @@ class Saver:
         self.saved = await asyncio.to_thread(
             checkpoint.save, root, state, self.controller,
             limit=self.config.save_total_limit, fence=self.lease.fence(),
-            same_as=self.published if progress.is_published else None,
+            written=self._written(self.published, progress.published_step),
         )  # fmt: skip
         self.saved_step = progress.step
         logger.info("saved %s", self.saved)
+
+    def _written(self, folder: Path | None, step: int) -> Path | None:
+        """Return ``folder``, of ``step``, if it holds the current weights as they are published.
+
+        They are then not gathered again. A checkpoint of an adapter does not hold them, nor one that was
+        written in another dtype.
+        """
+        policy = self.controller.policy
+        if folder is None or step != self.progress.step or policy.adapter is not None:
+            return None
+        try:
+            holds = stored_dtype(folder)
+        except (OSError, ValueError):
+            return None
+        wanted = policy.own_dtype or policy.model.dtype
+        return folder if holds == str(wanted).removeprefix("torch.") else None
 
     async def _sleep(self, seconds: float) -> None:
         """Wait, or return earlier when training is stopped or another trainer takes over."""

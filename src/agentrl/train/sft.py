@@ -26,11 +26,13 @@ from agentrl.config.schema import (
     TrainConfig,
 )
 from agentrl.config.training import SFTConfig
+from agentrl.distributed.accelerate_config import with_launch_settings
 from agentrl.distributed.world import World, launched_world
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.model.load import base_folder
-from agentrl.train.build import Recipe, build_trainer
+from agentrl.model.precision import Precision
+from agentrl.train.build import Recipe, build_trainer, step_precision
 from agentrl.train.controller import Controller, follow, lead
 from agentrl.train.sft_data import from_conversations, from_records
 from agentrl.train.step import PolicyTrainer
@@ -47,6 +49,7 @@ def fine_tune(configs: Configs) -> None:
 
     ``configs`` has an SFTConfig too. Raises ConfigError for flags that name no data or no usable folder.
     """
+    configs = with_launch_settings(configs)
     _check_flags(configs)
     with launched_world() as world:
         if world.rank > 0:
@@ -100,7 +103,8 @@ def _fine_tune(configs: Configs, world: World) -> None:
     if steps <= 0:
         steps = -(-len(data) * configs[TaskConfig].num_train_epochs // settings.batch_size)
     max_tokens = _token_budget(data, train.max_tokens)
-    controller = lead(world, partial(_build, configs, world), steps, max_tokens)
+    precision = step_precision(configs[ModelConfig], train, world)
+    controller = lead(world, partial(_build, configs, world), steps, max_tokens, precision)
     logger.info("%d trajectories, %d steps of %d", len(data), steps, settings.batch_size)
     batches = _batches(len(data), settings.batch_size, seed)
     for step, chosen in zip(range(1, steps + 1), batches, strict=False):
@@ -119,7 +123,9 @@ def _fine_tune(configs: Configs, world: World) -> None:
     controller.end()
 
 
-def _build(configs: Configs, world: World, steps: int, max_tokens: int) -> PolicyTrainer:
+def _build(
+    configs: Configs, world: World, steps: int, max_tokens: int, precision: Precision
+) -> PolicyTrainer:
     recipe = Recipe(
         model=configs[ModelConfig],
         loss=_loss(configs[LossConfig]),
@@ -129,7 +135,7 @@ def _build(configs: Configs, world: World, steps: int, max_tokens: int) -> Polic
         train=replace(configs[TrainConfig], max_tokens=max_tokens, token_statistics_mib=0.0),
         seed=configs[RunConfig].seed,
     )
-    return build_trainer(recipe, weights=None, total_steps=steps, world=world)
+    return build_trainer(recipe, weights=None, total_steps=steps, world=world, precision=precision)
 
 
 def _loss(shared: LossConfig) -> LossConfig:

@@ -31,9 +31,11 @@ from agentrl.data.freshness import Freshness
 from agentrl.data.planner import packing_problem
 from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.data.verify import verifier
+from agentrl.distributed.accelerate_config import with_launch_settings
 from agentrl.distributed.world import World, launched_world
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import base_folder, resolve_dtype
+from agentrl.model.precision import Precision
 from agentrl.observe.begin_run import begin_model, begin_run
 from agentrl.observe.live import StepView
 from agentrl.observe.tracing.open import tracing
@@ -41,7 +43,7 @@ from agentrl.observe.trackers import open_trackers
 from agentrl.store.client import Store, open_store
 from agentrl.store.retry import retry_outages
 from agentrl.train import checkpoint, resume
-from agentrl.train.build import Recipe, build_trainer
+from agentrl.train.build import Recipe, build_trainer, step_precision
 from agentrl.train.checkpoint import Checkpoint
 from agentrl.train.controller import Controller, follow, lead
 from agentrl.train.disk_space import check_output, retention
@@ -56,6 +58,7 @@ logger = logging.getLogger(__name__)
 
 def run_trainer(configs: Configs) -> None:
     """Train until the end of the data, ``--max_steps``, SIGTERM or SIGINT; every rank calls it."""
+    configs = with_launch_settings(configs)
     with launched_world() as world:
         if world.rank > 0:
             _follow(configs, world)
@@ -127,7 +130,8 @@ async def _resume(
         ]
         complete = [candidate for candidate in candidates if candidate is not None]
         found = max(complete, key=lambda candidate: candidate.state.step, default=None)
-        return lead(world, partial(_build, configs, world), found, total_steps), found
+        precision = step_precision(configs[ModelConfig], configs[TrainConfig], world)
+        return lead(world, partial(_build, configs, world), found, total_steps, precision), found
 
     controller, found = await asyncio.to_thread(build)
     progress = await resume.roll_back(
@@ -198,7 +202,7 @@ async def _join(configs: Configs) -> Store:
 
 
 def _build(
-    configs: Configs, world: World, found: Checkpoint | None, total_steps: int | None
+    configs: Configs, world: World, found: Checkpoint | None, total_steps: int | None, precision: Precision
 ) -> PolicyTrainer:
     recipe = Recipe(
         model=configs[ModelConfig],
@@ -210,7 +214,11 @@ def _build(
         memory=configs[MemoryConfig],
     )
     trainer = build_trainer(
-        recipe, weights=found.model if found else None, total_steps=total_steps, world=world
+        recipe,
+        weights=found.model if found else None,
+        total_steps=total_steps,
+        world=world,
+        precision=precision,
     )
     if found:
         checkpoint.restore(found, trainer)

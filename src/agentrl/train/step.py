@@ -22,7 +22,7 @@ from agentrl.documents.images import Image
 from agentrl.documents.training import DBRecordData
 from agentrl.losses.compute import Denominators
 from agentrl.losses.settings import LossSettings
-from agentrl.model.flops import ModelShape, Stopwatch, peak_flops
+from agentrl.model.flops import Backward, ModelShape, Stopwatch, device_peak
 from agentrl.model.forward import ForwardOptions
 from agentrl.model.load import Policy
 from agentrl.model.pixels import attach_pixels
@@ -127,6 +127,7 @@ class PolicyTrainer:
             data, self.max_tokens, vocab_size=model.config.get_text_config().vocab_size,
             merging=self.prefix_merging, ranks=mesh.layout.data,
             fill=CPU_FILL if model.device.type == "cpu" else None, ages=ages,
+            rows=self.model.executor.rows,
         )  # fmt: skip
         own = planned[mesh.data_rank :: mesh.layout.data]
         return [attach_pixels(forest, self.policy.pixels, images or {}) for forest in own]
@@ -156,14 +157,15 @@ class PolicyTrainer:
             forests,
             watch.seconds,
             ModelShape.of(model.config),
-            peak_flops(model.device, self.options.autocast_dtype or model.dtype),
+            device_peak(model.device),
+            backward=Backward.of(model),
             step_tokens=tokens,
             ranks=self.model.mesh.layout.ranks_per_data,
         )
 
     def save_optimizer(self, folder: Path) -> None:
-        """Write this rank's part of the optimizer's state."""
-        save_optimizer(folder, self.policy.model, self.optimizer)
+        """Write this rank's part of the optimizer's state, and of the weights that publication rounds."""
+        save_optimizer(folder, self.policy.model, self.optimizer, self.policy.rounded_weights())
 
 
 def split_updates(data: Sequence[DBRecordData], parts: int) -> list[list[DBRecordData]]:
@@ -214,7 +216,7 @@ def forward_backward(
         return loss.add(forest, logprobs, entropy)
 
     model.forward_backward(forests, options, add, watch or Stopwatch(model.model.device))
-    report = model.mesh.sum_reports(loss.report)
+    report = model.mesh.sum_reports(loss.report())
     return {
         "loss": report.loss,
         "tokens": loss.tokens,

@@ -15,7 +15,7 @@ from agentrl.errors import ForestError
 from agentrl.losses.batch import TokenBatch, TrajectoryMeans, old_logprobs
 from agentrl.losses.compute import Denominators, reduce_losses, token_losses
 from agentrl.losses.correction import divergence
-from agentrl.losses.metrics import TokenMetrics
+from agentrl.losses.metrics import TokenMetrics, measure
 from agentrl.losses.settings import LossSettings
 from agentrl.model.forward import ForwardOptions
 
@@ -33,7 +33,11 @@ class LossReport:
 
 @dataclass(slots=True)
 class StepLoss:
-    """The loss of one update, one forest at a time; ``report`` sums over the forests that were added."""
+    """The loss of one update, one forest at a time.
+
+    The values of each forest stay on the device until ``report``: a host that read them after each forest
+    would wait for the device, which then waits for the host's next forward.
+    """
 
     settings: LossSettings
     whole: Denominators
@@ -42,7 +46,8 @@ class StepLoss:
     """Tokens of the whole update, over all ranks."""
     sums: TrajectorySums | None = None
     """Given if the loss reads whole trajectories and a forest holds parts of one."""
-    report: LossReport = field(default_factory=LossReport)
+    _added: list[tuple[TokenForest, Tensor]] = field(default_factory=list)
+    """Each forest with its part of the loss and its ``measure``."""
 
     @classmethod
     def start(
@@ -80,9 +85,17 @@ class StepLoss:
         part = reduce_losses(
             result.losses, batch.mask, batch.row, batch.trajectories, self.whole, self.settings, batch.lengths
         )
-        metrics = TokenMetrics.of(batch, result, entropy.detach())
-        self.report += LossReport(float(part.detach()), metrics)
+        measured = measure(batch, result, entropy.detach())
+        self._added.append((forest, torch.cat([part.detach().double()[None], measured])))
         return part
+
+    def report(self) -> LossReport:
+        """Return loss and metrics of the forests that were added; waits for the device."""
+        total = LossReport()
+        values = torch.stack([values for _, values in self._added]).tolist() if self._added else []
+        for (forest, _), (loss, *sums) in zip(self._added, values, strict=True):
+            total += LossReport(loss, TokenMetrics.of(sums, forest.age, forest.version))
+        return total
 
 
 def token_batch(

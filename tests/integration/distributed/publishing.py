@@ -19,17 +19,17 @@ from safetensors.torch import load_file
 from tiny_models import tiny_model
 
 from agentrl.config.schema import TrainConfig
-from agentrl.distributed.gather import published_parts
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.distributed.world import leave_processes
 from agentrl.train.step import PolicyTrainer
+from agentrl.weights.stored_dtype import stored_dtype
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 64}
 
 
 def compare_memory(together: PolicyTrainer, folder: Path) -> None:
     """Compare the peak of writing file by file with that of all weights at once; check what was written."""
-    total = sum(part.bytes for part in published_parts(together.policy))
+    total = sum(part.bytes for part in together.policy.published.parts())
     limit = total // 8
     streamed = peak_allocated(lambda: publish(together, folder, limit))
     weights: dict[str, Any] = {}
@@ -37,7 +37,8 @@ def compare_memory(together: PolicyTrainer, folder: Path) -> None:
     if dist.get_rank() == 0:
         files = [load_file(path) for path in folder.glob("*.safetensors")]
         found = {name: value for file in files for name, value in file.items()}
-        assert all(torch.equal(found[name], weights[name]) for name in weights)
+        assert all(torch.equal(found[name], weights[name].bfloat16()) for name in weights)
+        assert stored_dtype(folder) == "bfloat16"
         print(
             f"{total / 1e6:.1f} MB of weights: {streamed / 1e6:.1f} MB file by file,"
             f" {at_once / 1e6:.1f} MB at once",

@@ -28,9 +28,13 @@ def run_together(world: int, program: str, *arguments: str) -> str:
 
 @pytest.mark.integration
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("world", [2, 4])
-def test_layouts_train_like_one_process_and_resume_in_another(world: int, tmp_path: Path) -> None:
-    told = run_together(world, "layouts.py", *LAYOUTS[world], "--folder", str(tmp_path))
+@pytest.mark.parametrize(("world", "products"), [(2, "float32"), (2, "bfloat16"), (4, "float32")])
+def test_layouts_train_like_one_process_and_resume_in_another(
+    world: int, products: str, tmp_path: Path
+) -> None:
+    told = run_together(
+        world, "layouts.py", *LAYOUTS[world], "--products", products, "--folder", str(tmp_path)
+    )
     assert [line.split()[0] for line in told.splitlines() if line.endswith("  ok")] == LAYOUTS[world]
 
 

@@ -47,3 +47,22 @@ def test_ranks_have_nearly_equal_work() -> None:
     assert sum(loads[0::2]) == sum(loads[1::2]) == 250
     assert max(loads) - min(loads) <= 10
     assert balance([7], 10, 3) == [[0], [], []]
+
+
+def padded(sizes: list[int], group: list[int]) -> int:
+    return len(group) * max((sizes[index] for index in group), default=0)
+
+
+@given(SIZES, st.integers(50, 500), st.integers(1, 5))
+def test_the_budget_counts_padding(sizes: list[int], budget: int, ranks: int) -> None:
+    groups = balance(sizes, budget, ranks, padded=True)
+    assert sorted(index for group in groups for index in group) == list(range(len(sizes)))
+    assert len(groups) % ranks == 0
+    assert len(groups) == -(-len(pack(sizes, budget, padded=True)) // ranks) * ranks
+    assert all(padded(sizes, group) <= budget for group in groups)
+
+
+def test_padded_sizes_are_grouped_with_similar_ones() -> None:
+    sizes = [100, 10, 100, 10, 10, 10]
+    assert pack(sizes, 200, padded=True) == [[0, 2], [1, 3, 4, 5]]
+    assert balance(sizes, 1000, 2, padded=True) == [[0, 2], [1, 3, 4, 5]]

@@ -13,7 +13,7 @@ from test_forest import training_data
 from test_prefix_merging import ids_to
 
 from agentrl.data.forest import TokenForest
-from agentrl.data.planner import PrefixMerging, build_micro_batches, step_trees
+from agentrl.data.planner import PrefixMerging, SequenceRows, build_micro_batches, step_trees
 from agentrl.documents.training import DBRecordData, TrainableSpan
 from agentrl.errors import ConfigError
 
@@ -89,6 +89,25 @@ def test_filled_micro_batches_train_the_same_and_cut_nothing(
         trees = [tree.tokens for tree in step_trees(data, vocab_size=3, merging=merging)]
         assert sum(forest.tokens for forest in forests) == sum(trees)
         assert max(forest.tokens for forest in forests) <= max(fill, *trees)
+
+
+@settings(max_examples=80, deadline=None)
+@given(steps(), MERGING, st.integers(0, 30), st.integers(1, 3), st.integers(0, 12), st.booleans())
+def test_paths_that_run_alone_are_chains_within_the_budget(
+    data: list[DBRecordData], merging: PrefixMerging, room: int, ranks: int, above: int, padded: bool
+) -> None:
+    expected = labels(build_micro_batches(data, 10**6, vocab_size=3, merging="off"))
+    budget = longest(data) + room
+    rows = SequenceRows(above, padded)
+    forests = build_micro_batches(data, budget, vocab_size=3, merging=merging, ranks=ranks, rows=rows)
+    assert labels(forests) == expected
+    assert len(forests) % ranks == 0
+    for forest in forests:
+        if forest.depth > above:
+            assert forest.is_chains
+            assert (len(forest.root_starts) * forest.depth if padded else forest.tokens) <= budget
+        else:
+            assert forest.tokens <= budget
 
 
 @settings(max_examples=60, deadline=None)

@@ -160,7 +160,7 @@ class Rehearsal(PipelineModel):
     """A stage that computes nothing and notes what it would: which forests go forward and back, and when."""
 
     def __init__(self, stage: int, wires: list[tuple[Wire, Wire]]) -> None:
-        super().__init__(nn.Identity(), StageMesh(stage, len(wires) + 1))
+        super().__init__(nn.Identity(), StageMesh(stage, len(wires) + 1), products=torch.float32)
         self.wires = wires
         self.notes: list[tuple[str, Any]] = []
         self.finals: list[bool] = []

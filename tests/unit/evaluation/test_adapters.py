@@ -26,7 +26,7 @@ def adapter_of(base: Path, folder: Path) -> dict[str, torch.Tensor]:
         torch.nn.init.normal_(parameter, std=0.1)
     folder.mkdir(parents=True)
     policy.adapter.save_pretrained(str(folder))
-    return {part.name: part.make() for part in policy.adapter.merged.parts()}
+    return {part.name: part.make() for part in policy.adapter.merged_parts()}
 
 
 async def test_an_adapter_is_merged_once_into_the_model_that_it_names(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from token_batches import random_batch, three_tokens
+from token_batches import random_batch, three_tokens, token_metrics
 
 from agentrl.errors import ConfigError
 from agentrl.losses.batch import TokenBatch, old_logprobs
@@ -147,7 +147,7 @@ def test_metrics_by_hand() -> None:
         (math.log(0.5), math.log(2.0), 0.0), (1.0, 1.0, 1.0), version=(3, 3, 1), age=(0, 0, 2)
     )
     result = token_losses(batch, LossSettings(importance_weight_cap_ratio=math.inf))
-    report = TokenMetrics.of(batch, result, torch.tensor([1.0, 2.0, 3.0])).report()
+    report = token_metrics(batch, result, torch.tensor([1.0, 2.0, 3.0])).report()
     assert report["ratio_mean"] == pytest.approx(3.5 / 3)
     assert report["ratio_max"] == pytest.approx(2.0)
     assert report["clipped_fraction"] == pytest.approx(1 / 3)
@@ -169,7 +169,7 @@ def test_metrics_add_up_over_micro_batches() -> None:
 
     def measure(part: TokenBatch, rows: list[int]) -> TokenMetrics:
         wanted = torch.isin(batch.row, torch.tensor(rows))
-        return TokenMetrics.of(part, token_losses(part, settings), entropy[wanted])
+        return token_metrics(part, token_losses(part, settings), entropy[wanted])
 
     whole = measure(batch, [0, 1, 2, 3, 4]).report()
     parts = measure(take(batch, [0, 3]), [0, 3]) + measure(take(batch, [1, 2, 4]), [1, 2, 4])
@@ -182,4 +182,4 @@ def test_metrics_add_up_over_micro_batches() -> None:
 def test_no_tokens_report_nothing() -> None:
     batch = replace(random_batch(0), mask=torch.zeros(24, dtype=torch.bool))
     result = token_losses(batch, LossSettings())
-    assert TokenMetrics.of(batch, result, torch.zeros(24)).report() == {}
+    assert token_metrics(batch, result, torch.zeros(24)).report() == {}

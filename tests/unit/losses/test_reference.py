@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from token_batches import three_tokens
+from token_batches import three_tokens, token_metrics
 from torch import Tensor
 
 from agentrl.errors import ConfigError
@@ -108,9 +108,9 @@ def test_the_loss_has_the_weighted_pull_and_the_step_reports_it() -> None:
     plain = token_losses(batch, LossSettings())
     pulled = token_losses(batch, LossSettings(kl_coef=0.5, kl_estimator="k3"))
     assert (pulled.losses - plain.losses).tolist() == pytest.approx([0.0, (math.e - 2) / 2, math.exp(-1) / 2])
-    report = (TokenMetrics.of(batch, pulled, logprobs) + TokenMetrics()).report()
+    report = (token_metrics(batch, pulled, logprobs) + TokenMetrics()).report()
     assert report["kl_reference"] == pytest.approx((math.e - 2 + math.exp(-1)) / 3)
-    assert "kl_reference" not in TokenMetrics.of(batch_of(logprobs), plain, logprobs).report()
+    assert "kl_reference" not in token_metrics(batch_of(logprobs), plain, logprobs).report()
 
 
 def test_wrong_settings_are_told() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from agentrl.losses.batch import TokenBatch
+from agentrl.losses.batch import TokenBatch, TokenLosses
+from agentrl.losses.metrics import TokenMetrics, measure
 
 
 def random_batch(
@@ -56,3 +57,9 @@ def three_tokens(
         mask=torch.ones(count, dtype=torch.bool),
         trajectories=1,
     )
+
+
+def token_metrics(batch: TokenBatch, result: TokenLosses, entropy: torch.Tensor) -> TokenMetrics:
+    """Return the metrics of a batch, as a step reads them at its end."""
+    ages, versions = batch.age[batch.mask].numpy(), batch.version[batch.mask].numpy()
+    return TokenMetrics.of(measure(batch, result, entropy).tolist(), ages, versions)

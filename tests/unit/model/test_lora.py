@@ -17,6 +17,7 @@ from agentrl.losses.settings import LossSettings
 from agentrl.model.lora import Adapter, add_adapter
 from agentrl.train.step import forward_backward
 from agentrl.weights.adapter_folder import is_adapter
+from agentrl.weights.published import PublishedModel
 
 BASE = Path("base")
 FOREST = packed([*chains(0, 3), tree(1)])
@@ -50,12 +51,10 @@ def test_the_merged_model_has_the_logprobs_of_the_adapted_one(kind: str, tied: b
     before = {name: value.clone() for name, value in model.state_dict().items()}
     ours = logprobs(model)
     assert (ours - plain).abs().max() > 1e-2
-    adapter.merged.save_pretrained(str(tmp_path))
+    PublishedModel(model, adapter.merged_parts, None).save_pretrained(str(tmp_path))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     merged = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
-    assert {name for name, _ in merged.named_parameters()} == {
-        name for name, _ in adapter.merged.named_parameters()
-    }
+    assert {name for name, _ in merged.named_parameters()} == {part.name for part in adapter.merged_parts()}
     assert (logprobs(merged) - ours).abs().max() < 1e-5
     with adapter.disabled():
         assert torch.equal(logprobs(model), plain)

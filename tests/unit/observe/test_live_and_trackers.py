@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,6 +115,8 @@ class _Hides:
 
 class _FakeWandb:
     """A fake of the library that records its calls."""
+
+    __spec__ = ModuleSpec("wandb", None)  # accelerate looks for it
 
     def __init__(self) -> None:
         self.settings: dict[str, Any] = {}

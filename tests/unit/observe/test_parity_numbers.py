@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from agentrl.observe.parity import MEAN_LIMIT, Difference, render
+from agentrl.observe.parity import BFLOAT16_LIMIT, MEAN_LIMIT, Difference, render
 
 
 def test_the_difference_is_absolute_over_all_tokens() -> None:
@@ -27,3 +27,9 @@ def test_the_mean_decides_and_a_nan_is_above(mean: float, within: bool) -> None:
     out = io.StringIO()
     Console(file=out, width=120).print(render([difference], "folder"))
     assert ("within" if within else "above") in out.getvalue()
+
+
+def test_products_in_bfloat16_have_a_wider_limit() -> None:
+    ours, theirs = np.array([BFLOAT16_LIMIT / 2]), np.array([0.0])
+    assert not Difference.of("e", "x", ours, theirs).within
+    assert Difference.of("e", "x", ours, theirs, BFLOAT16_LIMIT).within

@@ -23,6 +23,7 @@ from agentrl.train.checkpoint import Checkpoint, CheckpointState
 from agentrl.train.optimizer import build_optimizer, build_scheduler
 from agentrl.train.optimizer_state import save_optimizer
 from agentrl.weights.model_folder import SavableModel
+from agentrl.weights.stored_dtype import stored_dtype, write_dtype
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -44,7 +45,7 @@ class Trained:
         return self.policy.kept
 
     def save_optimizer(self, folder: Path) -> None:
-        save_optimizer(folder, self.policy.model, self.optimizer)
+        save_optimizer(folder, self.policy.model, self.optimizer, self.policy.rounded_weights())
 
     def step(self) -> float:
         ids = torch.randint(0, 250, (1, 12))
@@ -182,6 +183,40 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, base: Path) -
     again = Trained.load(base, found.model)
     checkpoint.restore(found, again)
     assert [again.step(), again.step(), random.random(), np.random.rand()] == expected
+
+
+def test_weights_that_publication_rounds_are_restored_exactly(tmp_path: Path, base: Path) -> None:
+    write_dtype(base, "bfloat16")
+    trained = Trained.load(base)
+    trained.step()
+    folder = checkpoint.save(tmp_path, state(base), trained, limit=2)
+    assert stored_dtype(folder / "model") == "bfloat16"
+    found = find(tmp_path, "auto", run_name="run", base=base)
+    assert found is not None
+    again = Trained.load(base, found.model)
+    held = dict(trained.policy.model.named_parameters())
+    loaded = dict(again.policy.model.named_parameters())
+    assert all(torch.equal(loaded[name], held[name].bfloat16().float()) for name in held)
+    checkpoint.restore(found, again)
+    assert all(torch.equal(loaded[name], held[name]) for name in held)
+    torch.manual_seed(2)
+    expected = trained.step()
+    torch.manual_seed(2)
+    assert again.step() == expected
+
+
+def test_a_checkpoint_of_a_model_folder_in_the_trained_dtype_is_restored(tmp_path: Path, base: Path) -> None:
+    trained = Trained.load(base)
+    trained.step()
+    folder = checkpoint.save(tmp_path, state(base), trained, limit=2)
+    write_dtype(base, "bfloat16")
+    found = find(tmp_path, "auto", run_name="run", base=base)
+    assert found is not None
+    assert found.folder == folder
+    again = Trained.load(base, found.model)
+    checkpoint.restore(found, again)
+    held = trained.policy.model.parameters()
+    assert all(map(torch.equal, again.policy.model.parameters(), held))
 
 
 def test_the_model_part_is_a_hugging_face_folder(tmp_path: Path, base: Path) -> None:

@@ -13,6 +13,7 @@ from agentrl.errors import ConfigError
 from agentrl.model.load import load_policy
 from agentrl.train.disk_space import Retention, amount, check_output, model_bytes, retention
 from agentrl.weights.model_folder import weight_bytes
+from agentrl.weights.stored_dtype import write_dtype
 
 Usage = namedtuple("Usage", "total used free")
 KEPT = Retention(versions=4, version_bytes=10_000_000, checkpoints=2, checkpoint_bytes=30_000_000)
@@ -25,6 +26,16 @@ def test_bytes_are_those_that_the_model_has(tmp_path: Path) -> None:
     assert model_bytes(base, 2) * 2 == weight_bytes(policy.model)
     kept = retention(base, "float32", TrainConfig(save_total_limit=3), is_adapter=False)
     assert kept.bytes == weight_bytes(policy.model) * (5 + 3 * 4)
+
+
+def test_a_checkpoint_of_rounded_weights_holds_them_too(tmp_path: Path) -> None:
+    base = write_tiny_policy(tmp_path)
+    write_dtype(base, "bfloat16")
+    count = model_bytes(base, 1)
+    for trained, copies in (("float32", 12), ("bfloat16", 4)):
+        kept = retention(base, trained, TrainConfig(), is_adapter=False)
+        assert kept.version_bytes == 2 * count
+        assert kept.checkpoint_bytes == (2 + copies) * count
 
 
 def test_what_is_kept_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,6 +21,7 @@ from agentrl.train.loop import Trainer
 from agentrl.train.saving import Saver
 from agentrl.train.step import PolicyTrainer, StepResult
 from agentrl.weights.manifest import verify
+from agentrl.weights.published import PublishedModel
 
 if TYPE_CHECKING:
     pass
@@ -344,10 +345,19 @@ async def test_staleness_counts_optimizer_steps_whether_they_are_published_or_no
 
 @pytest.mark.parametrize("publish_steps", [1, 2])
 async def test_a_checkpoint_and_the_version_of_its_step_share_their_files(
-    start: Start, tmp_path: Path, publish_steps: int
+    start: Start, tmp_path: Path, publish_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The version is written after the checkpoint; at the end of a run, also the other way round."""
+    written: list[Path] = []
+    write = PublishedModel.write
+
+    def count(model: PublishedModel, folder: Path, *arguments: Any) -> None:
+        written.append(folder)
+        write(model, folder, *arguments)
+
+    monkeypatch.setattr(PublishedModel, "write", count)
     await (await start(save_steps=2, publish_steps=publish_steps)).run()
+    assert len(written) == {1: 3, 2: 2}[publish_steps], "once for each step"
     output = tmp_path / "output"
     for step in (2, 3):
         version = output / "weights" / f"v{step // publish_steps + (step % publish_steps):06d}"

@@ -50,9 +50,6 @@ def split_attention(
         )
     if softcap is not None or s_aux is not None:
         raise ModelError(f"{name} caps its scores or has attention sinks", hint="use a model without them")
-    device = query.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
-    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if block_mask is not None:
         key, value = exchange.gather_with_gradient(key, value)
         return block_attention(module, query, key, value, None, scaling=scaling, block_mask=block_mask)
@@ -75,12 +72,11 @@ class _SegmentAttention(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.others = exchange, segments, scaling
-        with torch.autocast(query.device.type, enabled=False):
-            keys, values = exchange.gather(key), exchange.gather(value)
-            outputs = [
-                _attend(part, _along_path(keys, segment), _along_path(values, segment), segment, scaling)
-                for part, segment in zip(_parts(query, segments), segments, strict=True)
-            ]
+        keys, values = exchange.gather(key), exchange.gather(value)
+        outputs = [
+            _attend(part, _along_path(keys, segment), _along_path(values, segment), segment, scaling)
+            for part, segment in zip(_parts(query, segments), segments, strict=True)
+        ]
         return torch.cat(outputs, 2)
 
     @staticmethod
@@ -97,7 +93,7 @@ class _SegmentAttention(torch.autograd.Function):
                 each.detach().requires_grad_(True)
                 for each in (part, _along_path(keys, segment), _along_path(values, segment))
             ]
-            with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
+            with torch.enable_grad():
                 output = _attend(inputs[0], inputs[1], inputs[2], segment, scaling)
             grad_query, *others = torch.autograd.grad(output, inputs, grad)
             grad_queries.append(grad_query)

@@ -50,7 +50,7 @@ class ContextParallel:
         self._model, self._group, self._executor = model, group, executor
 
     def run(self, forest: TokenForest, received: Tensor | None = None) -> Tensor:
-        """Return hidden states [n, H] of this rank's tokens, under the caller's autocast.
+        """Return hidden states [n, H] of this rank's tokens.
 
         ``received`` [n, H] are those of the stage of layers before.
         """

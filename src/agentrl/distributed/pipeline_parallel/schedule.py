@@ -149,7 +149,7 @@ class PipelineModel(ParallelModel):
         if forest is None or not 0 <= peer < self._stages:
             return None
         width = self.model.config.get_text_config().hidden_size
-        return torch.empty(self.tokens(forest), width, dtype=self.model.dtype, device=self.model.device)
+        return torch.empty(self.tokens(forest), width, dtype=self.products, device=self.model.device)
 
     @property
     def _group(self) -> ProcessGroup:

@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor
 from agentrl.data.forest import TokenForest, forest_from_sequences
 from agentrl.errors import ConfigError, ModelError
 from agentrl.model.attention.executor import ForestExecutor, build_executor
+from agentrl.model.empty import is_empty
 from agentrl.model.flops import ModelShape
+from agentrl.model.small_copy import small_copy
 
 _PROJECTED = 0.5
 """The fraction of tokens that the output head is assumed to project: the trained ones."""
@@ -114,16 +116,22 @@ def keep_stage(model: Any, stage: int, stage_layers: Sequence[range]) -> None:
     _replace(_replacements(model, stage, stage_layers))
 
 
-@torch.no_grad()
 def check_stages(model: Any, stage_layers: Sequence[range]) -> None:
     """Raise ModelError if the stages of ``model``, run one after the other, do not equal the whole model.
 
-    Call it before ``keep_stage``. Raises ConfigError if a stage would have nothing to train.
+    Call it before ``keep_stage``. Raises ConfigError if a stage would have nothing to train. Of a model on
+    the meta device it runs stages of a small random copy.
     """
-    forest = forest_from_sequences([[0, 1, 2, 3, 4], [2, 1, 0]], [[False] * 5, [False] * 3])
-    executor = build_executor(model, trains=model.training)
-    whole = executor(forest)
-    hidden = None
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        _check_trained(model, stage_layers)
+    if is_empty(model):
+        model = small_copy(model)
+        count = len(model.get_decoder().layers)
+        stage_layers = assign_layers(count, min(count, len(stage_layers)))
+    _check_equal(model, stage_layers)
+
+
+def _check_trained(model: Any, stage_layers: Sequence[range]) -> None:
     for stage in range(len(stage_layers)):
         with _reduced(model, stage, stage_layers):
             if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -131,6 +139,16 @@ def check_stages(model: Any, stage_layers: Sequence[range]) -> None:
                     f"--freeze leaves nothing to train in stage {stage} of --pp_size {len(stage_layers)}",
                     hint="freeze less, or lower --pp_size",
                 )
+
+
+@torch.no_grad()
+def _check_equal(model: Any, stage_layers: Sequence[range]) -> None:
+    forest = forest_from_sequences([[0, 1, 2, 3, 4], [2, 1, 0]], [[False] * 5, [False] * 3])
+    executor = build_executor(model, trains=model.training)
+    whole = executor(forest)
+    hidden = None
+    for stage in range(len(stage_layers)):
+        with _reduced(model, stage, stage_layers):
             hidden = run_stage(executor, forest, hidden)
     error = float((cast(Tensor, hidden) - whole).abs().max())
     if not error <= 1e-2 * float(whole.abs().max()):

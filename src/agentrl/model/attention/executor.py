@@ -6,7 +6,7 @@ Every executor runs any forest and returns the same hidden states:
 - ``varlen``: attention segment by segment, without padding
 - ``sdpa``: one dense mask
 - ``per_sequence``: each path as a sequence of its own, for models that no mask makes exact
-- ``per_sequence_padded``: the same in one padded call, for ranks that shard a model
+- ``per_sequence_padded``: the same in one padded call, for accelerators and ranks that shard a model
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from agentrl.data.forest import TokenForest
+from agentrl.data.planner import SequenceRows
 from agentrl.errors import ConfigError, ModelError
 from agentrl.model.attention.compatibility import MaskLimits, check_compatibility
 from agentrl.model.attention.flex import has_flex, run_flex
@@ -57,11 +58,23 @@ class ForestExecutor:
         """Return the last hidden states [N, H] of ``forest``, before the output head, with gradient.
 
         Each token sees its ancestors and itself, at positions that count from its root. Runs on the model's
-        device, under the caller's autocast. The model keeps the attention implementation that was used,
-        because recomputed activations need it in the backward. Raises ModelError if the executor would not
-        be exact on ``forest``.
+        device. The model keeps the attention implementation that was used, because recomputed activations
+        need it in the backward. Raises ModelError if the executor would not be exact on ``forest``.
         """
         return EXECUTORS[self.choose(forest)](self.model, forest)
+
+    @property
+    def rows(self) -> SequenceRows | None:
+        """How forests run that no mask makes exact, as planning micro-batches needs it; None: all are."""
+        if self.limits.state is None and self.limits.window is None:
+            return None
+        above = 0 if self.limits.state is not None else self.limits.window or 0
+        return SequenceRows(above, padded=self._pads)
+
+    @property
+    def _pads(self) -> bool:
+        """Run paths in one padded call: ranks need it, and an accelerator waits for the host at each call."""
+        return self.equal_calls or self.model.device.type != "cpu"
 
     def choose(self, forest: TokenForest) -> str:
         """Return the name of the executor for ``forest``.
@@ -82,7 +95,7 @@ class ForestExecutor:
             return self.name
         if reason is not None:
             _warn_once(f"{model} has {reason}: each sequence runs alone, without shared prefixes")
-            return "per_sequence_padded" if self.equal_calls else "per_sequence"
+            return "per_sequence_padded" if self._pads else "per_sequence"
         if self.has_flex:
             return "flex"
         return "varlen" if forest.is_chains or forest.tokens > DENSE_TOKENS else "sdpa"

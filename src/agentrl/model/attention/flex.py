@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._dynamo.decorators import maybe_mark_dynamic
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface
 
@@ -22,6 +23,12 @@ BLOCK = 128
 """Tokens along each side of a mask block; rows are padded to a multiple of it."""
 MIN_HEAD_DIM = 16
 """Width of the narrowest attention head that its kernels take."""
+VARIANTS = 32
+"""Compilations of FlexAttention before Dynamo gives up; torch's own limit, 8, counts those of all models.
+
+A model needs one for each dtype and set of inputs with a gradient: two in an ordinary run, one more with
+frozen layers and for a reference model with other heads.
+"""
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -40,9 +47,12 @@ def mask_function(subtree_end: Tensor, tokens: Tensor | None = None) -> MaskFunc
 
 
 def padded_ends(subtree_end: Ints) -> Ints:
-    """Pad ``subtree_end`` to whole blocks; a padding token sees only itself."""
+    """Pad ``subtree_end`` to whole blocks, at least two; a padding token sees only itself.
+
+    Dynamo compiles a dimension of 1 as a constant: one block would need a kernel of its own.
+    """
     count = len(subtree_end)
-    return np.concatenate([subtree_end, np.arange(count, -(-count // BLOCK) * BLOCK) + 1])
+    return np.concatenate([subtree_end, np.arange(count, max(2, -(-count // BLOCK)) * BLOCK) + 1])
 
 
 def block_kinds(subtree_end: Ints, block: int = BLOCK) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
@@ -69,13 +79,21 @@ def forest_block_mask(subtree_end: Ints, device: torch.device | str, tokens: Int
     if tokens is not None:
         partial, full = (kind[tokens[::BLOCK] // BLOCK] for kind in kinds)
         kinds = partial, full
-    return BlockMask.from_kv_blocks(
+    ends = torch.from_numpy(subtree_end).to(device)
+    mask = BlockMask.from_kv_blocks(
         *_indices(kinds[0], device),
         *_indices(kinds[1], device),
         BLOCK_SIZE=BLOCK,
-        mask_mod=mask_function(torch.from_numpy(subtree_end).to(device), places),
+        mask_mod=mask_function(ends, places),
         seq_lengths=(len(subtree_end) if tokens is None else len(tokens), len(subtree_end)),
     )
+    for lengths in (ends, places):
+        if lengths is not None:
+            _any_length(lengths, 0)
+    for blocks in mask.as_tuple():
+        if isinstance(blocks, Tensor):
+            _any_length(blocks, *range(2, blocks.dim()))
+    return mask
 
 
 def _indices(kind: NDArray[np.bool_], device: torch.device | str) -> tuple[Tensor, Tensor]:
@@ -110,12 +128,57 @@ def run_flex(model: Any, forest: TokenForest) -> Tensor:
     return cast(Tensor, output.last_hidden_state[0, : forest.tokens])
 
 
+_BLOCKS = (
+    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+    "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
+)  # fmt: skip
+
+
+def flex_any_length(
+    query: Tensor, key: Tensor, value: Tensor, *, block_mask: BlockMask, **options: Any
+) -> Tensor:
+    """Call FlexAttention with the tensors' lengths: Dynamo compiles the mask's ints as constants."""
+    mask = BlockMask(
+        (query.shape[2], key.shape[2]),
+        **{name: getattr(block_mask, name) for name in _BLOCKS},
+        BLOCK_SIZE=block_mask.BLOCK_SIZE,
+        mask_mod=block_mask.mask_mod,
+    )
+    return cast(Tensor, flex_attention(query, key, value, block_mask=mask, **options))
+
+
 @cache
 def _kernel(device_type: str) -> Callable[..., Tensor]:
     """Return FlexAttention, compiled if the device has a kernel for it."""
     if device_type == "cpu":
         return cast(Callable[..., Tensor], flex_attention)
-    return cast(Callable[..., Tensor], torch.compile(flex_attention, fullgraph=True))
+    return compile_kernel(flex_any_length)
+
+
+def compile_kernel(attention: Callable[..., Tensor], backend: Any = "inductor") -> Callable[..., Tensor]:
+    """Return ``attention`` compiled.
+
+    A call becomes one operation, ``inductor_compiled_code``, which selective checkpointing can keep. Without
+    that option, operations in compiled code are hidden from it.
+    """
+    made = torch.compile(  # type: ignore[call-overload]  # the overloads lack recompile_limit
+        attention,
+        fullgraph=True,
+        backend=backend,
+        recompile_limit=VARIANTS,
+        options={"wrap_inductor_compiled_regions": True},
+    )
+    return cast(Callable[..., Tensor], made)
+
+
+def _any_length(tensor: Tensor, *dimensions: int) -> None:
+    """Let Dynamo compile for any size of ``dimensions``, from the first size on.
+
+    By default, it compiles the first size as a constant. A micro-batch of that size, recomputed in its
+    backward after another size was compiled (1F1B), would then run another kernel than in its forward, and
+    selective checkpointing would not find what it kept.
+    """
+    maybe_mark_dynamic(tensor, dimensions)
 
 
 def block_attention(
@@ -144,10 +207,15 @@ def block_attention(
         )
     if softcap is not None or s_aux is not None:
         raise ModelError(f"{name} caps its scores or has attention sinks", hint="use a model without them")
+    value = value.to(query.dtype)
+    for states in (query, key, value):
+        _any_length(states, 2)
+    if scaling == query.shape[3] ** -0.5:
+        scaling = None  # the default: Dynamo compiles a number that differs between models as a variable
     output = _kernel(query.device.type)(
         query,
         key,
-        value.to(query.dtype),
+        value,
         block_mask=block_mask,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],

@@ -1,0 +1,178 @@
+"""Measure the host memory of each rank while several gloo ranks load one model: by shards, and whole.
+
+    python scripts/bench/load.py                            SmolLM2-135M's shape, eight ranks, FSDP2
+    python scripts/bench/load.py --shape 1.4B --ways shards
+    python scripts/bench/load.py --shape moe --ep_size 4
+
+Writes random bfloat16 weights, and starts the ranks once for each way: ``shards`` as the trainer loads, into
+float32; ``whole`` is the baseline, ``from_pretrained`` on every rank, which then keeps its part (one rank
+after the other, so that the machine needs to hold one whole model). Peaks are the process's own (VmHWM),
+the size of what it has imported included. Prints a line per rank, and exits with 1 if a rank that loads by
+shards takes more than 1.2 × its shard + 2 GiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+from agentrl.config.schema import ModelConfig, TrainConfig
+from agentrl.distributed.apply import parallelize
+from agentrl.distributed.load_shards import load_shards
+from agentrl.distributed.mesh import build_mesh, plan_layout
+from agentrl.distributed.world import leave_processes
+from agentrl.model.forward import check_model
+from agentrl.model.load import empty_model, load_model
+
+MIB, GIB = 2**20, 2**30
+SHAPES: dict[str, Any] = {
+    "135M": LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+        num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True,
+    ),
+    "1.4B": Qwen3Config(
+        vocab_size=65536, hidden_size=2048, intermediate_size=6144, num_hidden_layers=26, head_dim=128,
+        num_attention_heads=16, num_key_value_heads=8, tie_word_embeddings=True,
+    ),
+    "moe": Qwen3MoeConfig(
+        vocab_size=65536, hidden_size=1024, moe_intermediate_size=512, num_hidden_layers=12,
+        num_attention_heads=8, num_key_value_heads=4, num_experts=64, num_experts_per_tok=8,
+    ),
+}  # fmt: skip
+WAYS = ("whole", "shards")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a rank has after loading, in bytes and seconds."""
+
+    rank: int
+    shard: int
+    before: int
+    """Resident memory before loading."""
+    peak: int
+    """Largest resident memory of the process."""
+    seconds: float
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the peak is at most 1.2 × the shard + 2 GiB."""
+        return self.peak <= 1.2 * self.shard + 2 * GIB
+
+
+def memory(key: str) -> int:
+    """Return ``VmRSS`` or ``VmHWM`` of this process in bytes. (``ru_maxrss`` starts with its parent's.)"""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def load(way: str, folder: Path, layout: TrainConfig) -> Any:
+    """Load the model in ``folder`` in this rank's process; every rank calls it."""
+    world, config = dist.get_world_size(), ModelConfig(model_name_or_path=str(folder))
+    mesh = build_mesh(plan_layout(layout, world), "cpu")
+    if way == "shards":
+        model: Any = empty_model(folder, config, torch.float32)
+        check_model(model)
+        parallelize(model, mesh, max_tokens=1024)
+        load_shards(model, folder, torch.device("cpu"), config)
+        return model
+    for turn in range(world):
+        if turn == dist.get_rank():
+            model = load_model(folder, config, torch.float32)
+            check_model(model)
+            if mesh.layout.ep * mesh.layout.tp == 1:
+                parallelize(model, mesh, max_tokens=1024)
+        dist.barrier()
+    return model
+
+
+def run_rank(
+    rank: int, world: int, way: str, folder: Path, layout: TrainConfig, told: multiprocessing.Queue[Loaded]
+) -> None:
+    """Load as one rank, and report what that took."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{way}", rank=rank, world_size=world)
+    before, start = memory("VmRSS"), time.perf_counter()
+    model = load(way, folder, layout)
+    seconds = time.perf_counter() - start
+    held = [value.to_local() if isinstance(value, DTensor) else value for value in model.parameters()]
+    peak = memory("VmHWM")
+    told.put(Loaded(rank, sum(value.nbytes for value in held), before, peak, seconds))
+    del model, held
+    leave_processes()
+
+
+def measure(way: str, folder: Path, world: int, layout: TrainConfig) -> list[Loaded]:
+    """Start the ranks, and return what each reports."""
+    context = multiprocessing.get_context("spawn")
+    told: Any = context.Queue()
+    ranks = [
+        context.Process(target=run_rank, args=(rank, world, way, folder, layout, told))
+        for rank in range(world)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        found = [told.get(timeout=900) for _ in ranks]
+        for process in ranks:
+            process.join(timeout=60)
+    finally:
+        for process in ranks:
+            process.kill()
+    return sorted(found, key=lambda item: int(item.rank))
+
+
+def print_way(way: str, found: list[Loaded]) -> None:
+    """Print a line per rank."""
+    print(
+        f"\n{way:<8}{'shard':>10}{'before':>10}{'peak':>10}{'growth':>10}{'÷ shard':>10}{'limit':>10}{'s':>8}"
+    )
+    for item in found:
+        growth, limit = item.peak - item.before, 1.2 * item.shard + 2 * GIB
+        sizes = "".join(f"{value / MIB:>10.0f}" for value in (item.shard, item.before, item.peak, growth))
+        print(
+            f"rank {item.rank:<3}{sizes}{growth / item.shard:>10.2f}{limit / MIB:>10.0f}{item.seconds:>8.1f}"
+        )
+
+
+def main() -> int:
+    """Measure the ways that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--shape", choices=[*SHAPES], default="135M")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
+    for name in ("tp_size", "pp_size", "ep_size"):
+        parser.add_argument(f"--{name}", type=int, default=1)
+    given = parser.parse_args()
+    layout = TrainConfig(tp_size=given.tp_size, pp_size=given.pp_size, ep_size=given.ep_size)
+    if "whole" in given.ways and given.tp_size * given.ep_size > 1:
+        parser.error("whole: ranks load one after the other, and a split by tp or ep needs all of them")
+    with tempfile.TemporaryDirectory(prefix="agentrl-load-") as name:
+        folder = Path(name)
+        build: Any = AutoModelForCausalLM.from_config
+        model = build(SHAPES[given.shape], dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+        print(f"{given.shape}: {sum(p.numel() for p in model.parameters()) / 1e6:.0f} M parameters, MiB")
+        del model
+        results = {way: measure(way, folder, given.ranks, layout) for way in given.ways}
+    for way, found in results.items():
+        print_way(way, found)
+    if len(results) == len(WAYS):
+        whole, shards = (max(item.peak - item.before for item in results[way]) for way in WAYS)
+        print(f"\nlargest growth, shards ÷ whole: {shards / whole:.2f}")
+    return 0 if all(item.is_within for item in results.get("shards", [])) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""Settings of ``accelerate launch``: from a config file, through accelerate's launcher, into our flags."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
+from tiny_models import tiny_model
+
+from agentrl.config.load import Configs, parse
+from agentrl.config.schema import MemoryConfig, TrainConfig
+from agentrl.distributed.accelerate_config import with_launch_settings
+from agentrl.errors import ConfigError
+
+SHIPPED = Path(__file__).parents[3] / "assets" / "fsdp2_dst.yml"
+FSDP2 = {"fsdp_version": 2}
+PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove what another launcher set; monkeypatch also restores what the code under test sets."""
+    for name in os.environ:
+        if name.startswith(PREFIXES):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "")
+    monkeypatch.delenv("FSDP_CPU_RAM_EFFICIENT_LOADING")
+
+
+def launch(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, *flags: str, processes: int = 8, **config: Any
+) -> Configs:
+    """Return the configuration of a trainer that accelerate starts with a config file, and flags of ours."""
+    content = yaml.safe_load(SHIPPED.read_text(encoding="utf-8")) | config
+    file = folder / "accelerate.yml"
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
+    arguments = launch_command_parser().parse_args(
+        [
+            "--config_file",
+            str(file),
+            "--num_processes",
+            str(processes),
+            "--main_process_port",
+            "0",
+            "train.py",
+        ]
+    )
+    arguments, _, _ = _validate_launch_command(arguments)
+    for name, value in prepare_multi_gpu_env(arguments).items():
+        if name.startswith(PREFIXES):
+            monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    return with_launch_settings(configs(*flags))
+
+
+def configs(*flags: str) -> Configs:
+    return parse(list(flags), command="agentrl train", description="", shown=())
+
+
+def test_without_a_launcher_nothing_changes() -> None:
+    given = configs("--tp_size", "2")
+    assert with_launch_settings(given) is given
+
+
+def test_the_shipped_file_sets_no_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = launch(monkeypatch, tmp_path)
+    assert os.environ["ACCELERATE_USE_FSDP"] == "true"
+    assert found.given == frozenset()
+    assert list(found) == list(configs())
+    # transformers would load empty weights on all ranks but 0
+    assert "FSDP_CPU_RAM_EFFICIENT_LOADING" not in os.environ
+
+
+def test_settings_become_flags(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    found = launch(
+        monkeypatch,
+        tmp_path,
+        processes=16,
+        mixed_precision="bf16",
+        fsdp_config=FSDP2
+        | {"fsdp_activation_checkpointing": True, "fsdp_activation_checkpointing_offload": True},
+        parallelism_config={
+            "parallelism_config_tp_size": 2,
+            "parallelism_config_cp_size": 2,
+            "parallelism_config_dp_shard_size": 2,
+            "parallelism_config_dp_replicate_size": 2,
+        },
+        dynamo_config={"dynamo_backend": "INDUCTOR"},
+    )
+    train, memory = found[TrainConfig], found[MemoryConfig]
+    assert (train.tp_size, train.cp_size, train.dp_replicate_size) == (2, 2, 2)
+    assert str(train.autocast_bf16).lower() == "true"
+    assert (memory.activation_checkpointing, memory.activation_offload) == ("full", True)
+    assert memory.torch_compile
+    assert "parallelism_config_tp_size 2 is --tp_size 2" in caplog.text
+    assert "mixed_precision bf16 is --autocast_bf16 true" in caplog.text
+
+
+def test_a_flag_that_says_the_same_is_no_contradiction(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sizes = {"parallelism_config_tp_size": 2, "parallelism_config_dp_shard_size": 4}
+    found = launch(monkeypatch, tmp_path, "--tp_size", "2", fsdp_config=dict(FSDP2), parallelism_config=sizes)
+    assert found[TrainConfig].tp_size == 2
+
+
+def test_our_own_dimensions_count_among_the_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sizes = {"parallelism_config_dp_shard_size": 4}
+    found = launch(monkeypatch, tmp_path, "--pp_size", "2", fsdp_config=dict(FSDP2), parallelism_config=sizes)
+    assert found[TrainConfig].pp_size == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "config", "named"),
+    [
+        (("--autocast_bf16", "false"), {"mixed_precision": "bf16"}, ("mixed_precision", "--autocast_bf16 ")),
+        (
+            ("--tp_size", "4"),
+            {"parallelism_config": {"parallelism_config_tp_size": 2}},
+            ("parallelism_config_tp_size 2", "--tp_size 4"),
+        ),
+        (
+            ("--activation_checkpointing", "none"),
+            {"fsdp_config": FSDP2 | {"fsdp_activation_checkpointing": True}},
+            ("fsdp_activation_checkpointing", "--activation_checkpointing none"),
+        ),
+        (
+            ("--tp_size", "2"),
+            {"parallelism_config": {"parallelism_config_dp_shard_size": 8}},
+            ("parallelism_config_dp_shard_size is 8", "leave 4"),
+        ),
+    ],
+)
+def test_a_contradiction_names_both(
+    flags: tuple[str, ...],
+    config: dict[str, Any],
+    named: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        launch(monkeypatch, tmp_path, *flags, **{"fsdp_config": dict(FSDP2), **config})
+    assert all(part in caught.value.message for part in named), caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "hint"),
+    [
+        ({"mixed_precision": "fp16"}, "mixed_precision", "--autocast_bf16"),
+        ({"fsdp_config": {"fsdp_version": 1}}, "fsdp_version", "accelerate to-fsdp2"),
+        ({"fsdp_config": {}}, "fsdp_version", "accelerate to-fsdp2"),
+        (
+            {"fsdp_config": FSDP2 | {"fsdp_offload_params": True}},
+            "fsdp_offload_params",
+            "--optimizer_offload",
+        ),
+        (
+            {"fsdp_config": FSDP2 | {"fsdp_reshard_after_forward": False}},
+            "fsdp_reshard_after_forward",
+            "resharded",
+        ),
+        (
+            {"fsdp_config": FSDP2 | {"fsdp_auto_wrap_policy": "NO_WRAP"}},
+            "fsdp_auto_wrap_policy",
+            "TRANSFORMER_BASED_WRAP",
+        ),
+        (
+            {"fsdp_config": FSDP2 | {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}},
+            "fsdp_auto_wrap_policy",
+            "TRANSFORMER_BASED_WRAP",
+        ),
+        (
+            {"fsdp_config": FSDP2 | {"fsdp_ignored_modules": "lm_head"}},
+            "fsdp_ignored_modules",
+            "leave it out",
+        ),
+        (
+            {"fsdp_config": FSDP2 | {"fsdp_sharding_strategy": "HYBRID_SHARD"}},
+            "fsdp_sharding_strategy",
+            "--dp_replicate_size",
+        ),
+        (
+            {"fsdp_config": FSDP2 | {"fsdp_forward_prefetch": True}},
+            "fsdp_forward_prefetch",
+            "leave it out",
+        ),
+        (
+            {"fsdp_config": FSDP2 | {"fsdp_cpu_ram_efficient_loading": False}},
+            "fsdp_cpu_ram_efficient_loading",
+            "leave it out",
+        ),
+        ({"dynamo_config": {"dynamo_backend": "EAGER"}}, "dynamo_backend", "INDUCTOR"),
+        (
+            {"parallelism_config": {"parallelism_config_sp_size": 2}},
+            "parallelism_config_sp_size",
+            "--cp_size",
+        ),
+        (
+            {
+                "parallelism_config": {
+                    "parallelism_config_cp_size": 2,
+                    "parallelism_config_cp_comm_strategy": "alltoall",
+                }
+            },
+            "parallelism_config_cp_comm_strategy",
+            "leave it out",
+        ),
+    ],
+)
+def test_what_the_trainer_does_not_have_is_refused_by_name(
+    config: dict[str, Any], key: str, hint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"accelerate's {key}") as caught:
+        launch(monkeypatch, tmp_path, **config)
+    assert hint in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("variable", "name"),
+    [("ACCELERATE_USE_DEEPSPEED", "DEEPSPEED"), ("ACCELERATE_USE_MEGATRON_LM", "MEGATRON_LM")],
+)
+def test_other_trainers_are_refused(variable: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(ConfigError, match=f"distributed_type is {name}") as caught:
+        with_launch_settings(configs())
+    assert "fsdp_version: 2" in str(caught.value.hint)
+
+
+def test_what_accelerate_itself_refuses_is_an_error_of_its_config_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sizes = {"parallelism_config_tp_size": 2, "parallelism_config_dp_replicate_size": 4}
+    with pytest.raises(ConfigError, match=r"accelerate refuses its parallelism_config: .*pure data"):
+        launch(monkeypatch, tmp_path, fsdp_config=dict(FSDP2), parallelism_config=sizes)
+
+
+def test_wrapped_layers_are_the_models_decoder_layers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    tiny_model("qwen3").save_pretrained(base)
+    (base / "tokenizer.json").write_text("{}", encoding="utf-8")
+    wrap = FSDP2 | {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    good = wrap | {"fsdp_transformer_layer_cls_to_wrap": "Qwen3DecoderLayer"}
+    flags = ("--model_name_or_path", str(base))
+    launch(monkeypatch, tmp_path, *flags, fsdp_config=good)
+    bad = wrap | {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
+    with pytest.raises(ConfigError, match="cls_to_wrap is LlamaDecoderLayer") as caught:
+        launch(monkeypatch, tmp_path, *flags, fsdp_config=bad)
+    assert "Qwen3DecoderLayer" in str(caught.value.hint)
