@@ -11,6 +11,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "gateway": ("agentrl.cli.gateway", "model APIs in front of rollouts, for any agent"),
     "score": ("agentrl.cli.score", "scores sampled trajectories that wait for a score"),
     "train": ("agentrl.cli.train", "the trainer"),
+    "launch": ("agentrl.cli.launch", "the processes of a run on this machine, each on GPUs of its own"),
     "plan": ("agentrl.cli.plan", "plan memory, layout and services for a model and GPUs"),
     "try": ("agentrl.cli.try_task", "run one task's trajectory, print it, keep nothing"),
     "eval": ("agentrl.cli.evaluate", "evaluate a policy on a task file; compare and list evaluations"),

@@ -1,10 +1,11 @@
-"""Run the processes of ``scripts/grpo.sh`` and the other run scripts: database, engine, samplers, trainer.
+"""``agentrl launch``: run the processes of a run on this machine: database, engines, samplers, trainer.
 
-    python -m agentrl.cli.launch train --run_name NAME [--flag VALUE …]
-    python -m agentrl.cli.launch eval --run_name NAME [--flag VALUE …]
+    agentrl launch train --run_name NAME [--flag VALUE …]
+    agentrl launch eval --run_name NAME [--flag VALUE …]
 
-``scripts/lib/run.sh`` describes the environment variables. A process that crashes is restarted. If one ends
-because of its configuration, the reason is printed and the others are stopped.
+``scripts/lib/run.sh`` describes the environment variables. Engines and the trainer get GPUs of their own. A
+process that crashes is restarted. If one ends because of its configuration, the reason is printed and the
+others are stopped.
 """
 
 from __future__ import annotations
@@ -15,14 +16,29 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from agentrl.cli.main import run as run_command
+import yaml
+
+from agentrl.cli.gpus import place_processes
+from agentrl.cli.memory_check import MemoryCheck
+from agentrl.cli.placement import Numbers, Placement
 from agentrl.config.load import Configs, parse
 from agentrl.config.run import without_uri
-from agentrl.config.schema import EvaluationConfig, ModelConfig, RunConfig, TaskConfig, ToolConfig
+from agentrl.config.schema import (
+    EngineConfig,
+    EvaluationConfig,
+    ModelConfig,
+    PlacementConfig,
+    RunConfig,
+    TaskConfig,
+    ToolConfig,
+)
+from agentrl.config.validate import require_trainable
 from agentrl.documents.task_file import read_tasks
 from agentrl.environments.tasks import is_address
 from agentrl.errors import ConfigError
+from agentrl.inference.engines.commands import SHARED_MEMORY
 from agentrl.processes import thread_limits
 from agentrl.quickstart.smollm import prepare_smollm
 from agentrl.store.embedded.server import EmbeddedMongo
@@ -36,6 +52,9 @@ _DEMO_TOOLS = ("units", 8765)
 """The HTTP server of ``SERVERS_FILE``, which has to be started, and its port."""
 
 _CONNECT_SECONDS = 1.0
+_ACCELERATE_SIZES = ("dp_replicate_size", "tp_size", "cp_size")
+_BESIDE_ENGINE = 0.45
+"""Fraction of a GPU's memory for each of two engines on it, without ``--inf_mem_ratio``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +64,18 @@ class Plan:
     run_name: str
     logs: Path
     flags: Sequence[str]
-    engine: str
     engines: int
+    port: int
+    """Port of the first engine; 0 for any free ones."""
     samplers: int
     main: Sequence[str] | None
     follows: bool
     """Whether versions are evaluated while they are trained."""
     tool_server: Sequence[str] | None
+    inf_mem_ratio: float | None
+    """``--inf_mem_ratio``, if it was given."""
+    placement: Placement | None
+    """None on a machine without GPUs: all processes then get this one's environment."""
 
 
 _COMMANDS = ("train", "eval")
@@ -67,27 +91,50 @@ def main(argv: list[str]) -> int:
 
 
 def _launch(argv: list[str]) -> int:
-    command, variables = (argv or [""])[0], os.environ
+    variables = os.environ
+    command = argv[0] if argv[:1] and not argv[0].startswith("-") else "train"
     if command not in _COMMANDS:
         raise ConfigError(
-            f"unknown command {command!r}; choose one of {', '.join(_COMMANDS)}",
-            hint="scripts/grpo.sh, minirl.sh and eval.sh start this module",
+            f"unknown word {command!r}; choose one of {', '.join(_COMMANDS)}",
+            hint="agentrl launch train, or agentrl launch eval",
         )
-    flags = [*_flags_of_variables(variables), *argv[1:]]
-    configs = parse(flags, command=f"agentrl {command}", description="", shown=())
+    flags = [*_flags_of_variables(variables), *argv[argv[:1] == [command] :]]
+    configs = parse(
+        flags,
+        command="agentrl launch",
+        description="Starts the processes of a run on this machine, on GPUs of their own: `agentrl launch"
+        " train` (database, engines, samplers, trainer) or `agentrl launch eval` (engines and an evaluation)."
+        " Restarts those that crash. The run scripts under scripts/ start it with the flags of a recipe.",
+        shown=[PlacementConfig, RunConfig, ModelConfig, EngineConfig],
+        validate=require_trainable if command == "train" else None,
+    )
     run = configs[RunConfig]
     roles = _roles(variables) if command == "train" else {"serve", "eval"}
     if command == "eval" and configs.given & {"eval_engine", "eval_model"}:
         roles = {"eval"}
     elif command == "eval":
         flags = ["--eval_engine", "shared", *flags]
+    accelerate = _accelerate_config(variables) if "train" in roles else None
+    machines = 1
+    if accelerate is not None:
+        machines, configs = accelerate.machines, configs.with_flags(accelerate.sizes)
+    placement = place_processes(
+        configs, lambda text: _report(run.run_name, text), serves="serve" in roles, machines=machines,
+        trains="train" in roles and not (accelerate is not None and accelerate.uses_cpu),
+    )  # fmt: skip
     is_demo = not variables.get("MODEL_PATH")
     servers = _default_servers(configs, is_demo=is_demo) if roles & {"sample", "eval"} else None
     if servers is not None:
         flags = ["--mcp_servers_file", str(SERVERS_FILE), *flags]
-    if is_demo and configs[ModelConfig].model_name_or_path is None:
-        model = prepare_smollm(lambda text: _report(run.run_name, text))
-        flags = ["--model_name_or_path", str(model), *flags]
+    model = configs[ModelConfig].model_name_or_path
+    if is_demo and model is None:
+        model = str(prepare_smollm(lambda text: _report(run.run_name, text)))
+        flags = ["--model_name_or_path", model, *flags]
+    if placement is not None and model is not None:
+        MemoryCheck(
+            configs=configs, flags=flags, model=model, machines=machines,
+            report=lambda text: _report(run.run_name, text),
+        ).check(placement, _environment())  # fmt: skip
     if run.db_connection_string is None:
         _start_database(run)
     return _run(
@@ -95,37 +142,59 @@ def _launch(argv: list[str]) -> int:
             run_name=run.run_name,
             logs=Path(run.log_dir),
             flags=flags,
-            engine=variables.get("ENGINE") or "local",
-            engines=int("serve" in roles),
+            engines=len(placement.engines) if placement is not None else int("serve" in roles),
+            port=configs[EngineConfig].port,
             samplers=int(variables.get("SAMPLERS") or "2") if "sample" in roles else 0,
-            main=_main_command(command, flags, variables) if command in roles else None,
+            main=_main_command(command, flags, accelerate, placement) if command in roles else None,
             follows=command == "train" and configs[EvaluationConfig].eval_steps is not None,
             tool_server=_demo_server(servers or ()),
+            inf_mem_ratio=configs[EngineConfig].inf_mem_ratio,
+            placement=placement,
         )
     )
 
 
 def _run(plan: Plan) -> int:
     supervisor = Supervisor(lambda text: _report(plan.run_name, text))
+    placement = plan.placement
+    others: Numbers = placement.others if placement is not None else ()
+    engines: Sequence[Numbers] = placement.engines if placement is not None else [()] * plan.engines
+    beside_last = plan.follows and placement is not None and not others and bool(engines)
+    """Whether an evaluation that starts an engine of its own does so on the last engine's GPUs."""
 
-    def start(name: str, command: Sequence[str], *, is_server: bool = False) -> None:
+    def environment(numbers: Numbers) -> dict[str, str]:
+        """Return the environment of a process that sees the GPUs ``numbers`` of the placement."""
+        return _environment() | (placement.environment(numbers) if placement is not None else {})
+
+    def start(name: str, command: Sequence[str], env: Mapping[str, str], *, is_server: bool = False) -> None:
         log = plan.logs / f"{name}.out"
-        environment = without_uri(_environment()) if name == "units-server" else _environment()
-        member = SupervisedProcess(name, command, log, environment, is_server=is_server)
+        member = SupervisedProcess(name, command, log, env, is_server=is_server)
         supervisor.start(member)
         _report(plan.run_name, f"{name} started (pid {member.pid}, {log})")
 
+    def share(fraction: float) -> list[str]:
+        return ["--inf_mem_ratio", str(fraction)] if plan.inf_mem_ratio is None else []
+
     try:
         if plan.tool_server is not None:
-            start("units-server", plan.tool_server, is_server=True)
-        if plan.engines:
-            start("engine", _agentrl("serve", [*plan.flags, "--engine", plan.engine]), is_server=True)
+            start("units-server", plan.tool_server, without_uri(environment(others)), is_server=True)
+        for index, numbers in enumerate(engines):
+            flags = [*plan.flags, *(["--port", str(plan.port + index)] if plan.port else [])]
+            if placement is not None and placement.is_shared:
+                flags += share(SHARED_MEMORY)
+            elif beside_last and index == len(engines) - 1:
+                flags += share(_BESIDE_ENGINE)
+            name = f"engine-{index}" if len(engines) > 1 else "engine"
+            start(name, _agentrl("serve", flags), environment(numbers), is_server=True)
         for index in range(plan.samplers):
-            start(f"sampler-{index}", _agentrl("sample", plan.flags))
+            start(f"sampler-{index}", _agentrl("sample", plan.flags), environment(others))
         if plan.follows:
-            start("evaluation", _agentrl("eval", plan.flags))
+            flags = [*plan.flags, *(share(_BESIDE_ENGINE) if beside_last else [])]
+            seen = engines[-1] if beside_last else others
+            start("evaluation", _agentrl("eval", flags), environment(seen))
         if plan.main is not None:
-            main = SupervisedProcess("main", plan.main, None, _environment())
+            trainer = placement.trainer if placement is not None else ()
+            main = SupervisedProcess("main", plan.main, None, environment(trainer or others))
             return supervisor.run_main(main, deadline=float("inf"))
         supervisor.run_helpers()
         return 0
@@ -145,6 +214,7 @@ def _flags_of_variables(variables: Mapping[str, str]) -> list[str]:
         "--model_name_or_path": "MODEL_PATH",
         "--mcp_manager_url": "MCP_MANAGER_URL",
         "--agent_config_path": "AGENT_CONFIG",
+        "--engine": "ENGINE",
     }
     if not variables.get("MCP_MANAGER_URL"):
         named["--mcp_servers_file"] = "MCP_SERVERS_FILE"
@@ -215,12 +285,57 @@ def _start_database(run: RunConfig) -> None:
         _report(run.run_name, f"MongoDB started (data in {run.mongo_dir}); stop it with: agentrl mongo down")
 
 
-def _main_command(command: str, flags: Sequence[str], variables: Mapping[str, str]) -> list[str]:
-    config = variables.get("ACCELERATE_CONFIG")
-    if command == "eval" or not config:
-        return _agentrl(command, flags)
-    accelerate = Path(sys.executable).with_name("accelerate")
-    return [str(accelerate), "launch", "--config_file", config, "-m", "agentrl.train", *flags]
+@dataclass(frozen=True)
+class AccelerateConfig:
+    """What ``ACCELERATE_CONFIG`` says about machines and devices."""
+
+    path: str
+    machines: int
+    uses_cpu: bool
+    sizes: Mapping[str, int]
+    """Flags that its ``parallelism_config`` sets, such as ``tp_size``."""
+
+
+def _accelerate_config(variables: Mapping[str, str]) -> AccelerateConfig | None:
+    """Read the file that ``ACCELERATE_CONFIG`` names. Raises ConfigError if it chooses GPUs itself."""
+    path = variables.get("ACCELERATE_CONFIG")
+    if not path:
+        return None
+    try:
+        content: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"ACCELERATE_CONFIG is {path}, which cannot be read: {error}", hint="accelerate config writes one"
+        ) from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"ACCELERATE_CONFIG is {path}, which holds no mapping", hint="accelerate config")
+    chosen = str(content.get("gpu_ids") or "all")
+    if chosen != "all":
+        raise ConfigError(
+            f"{path}: gpu_ids is {chosen}, which would replace the GPUs of the placement",
+            hint=f"remove gpu_ids, and give --train_gpus {chosen}",
+        )
+    uses_cpu = bool(content.get("use_cpu")) or content.get("distributed_type") == "MULTI_CPU"
+    parallelism = content.get("parallelism_config") or {}
+    found = {name: parallelism.get(f"parallelism_config_{name}") for name in _ACCELERATE_SIZES}
+    sizes = {name: int(size) for name, size in found.items() if size}
+    return AccelerateConfig(path, int(content.get("num_machines") or 1), uses_cpu, sizes)
+
+
+def _main_command(
+    command: str, flags: Sequence[str], accelerate: AccelerateConfig | None, placement: Placement | None
+) -> list[str]:
+    """Return the command of the evaluation, or of the trainer with a process for each of its GPUs."""
+    processes = len(placement.trainer) if placement is not None else 0
+    module = ["-m", "agentrl.train", *flags]
+    if command == "train" and accelerate is not None:
+        program = [str(Path(sys.executable).with_name("accelerate")), "launch"]
+        count = ["--num_processes", str(processes * accelerate.machines)] if processes else []
+        return [*program, "--config_file", accelerate.path, *count, *module]
+    if command == "train" and processes > 1:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        return [*launcher, "--nproc_per_node", str(processes), *module]
+    return _agentrl(command, flags)
 
 
 def _agentrl(command: str, flags: Sequence[str]) -> list[str]:
@@ -233,7 +348,3 @@ def _environment() -> dict[str, str]:
 
 def _report(run_name: str, text: str) -> None:
     print(f"{run_name}: {text}", flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(lambda: main(sys.argv[1:]), "agentrl launch"))

@@ -7,6 +7,8 @@ code, once per attention executor. The exit code is 1 when the mean of |Δlogpro
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -21,7 +23,7 @@ from agentrl.config.load import CommandParser
 from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.errors import ConfigError, EngineError
 from agentrl.observe.logging import quiet_transformers
-from agentrl.observe.parity import Difference, render
+from agentrl.observe.parity import BFLOAT16_LIMIT, MEAN_LIMIT, Difference, render
 from agentrl.observe.terminal import stdout_console
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ class Sample:
 
 
 def main(argv: list[str]) -> int:
-    """Print the table; 1 when a mean reaches ``MEAN_LIMIT``."""
+    """Print the table; 1 when a mean reaches the limit of ``--dtype``."""
     flags = _parser().parse_args(argv)
     if flags.prompts < 1 or flags.max_new_tokens < 1:
         raise ConfigError("--prompts and --max_new_tokens must be above 0", hint="give them positive values")
@@ -62,7 +64,10 @@ def main(argv: list[str]) -> int:
         chat_template=flags.chat_template,
     )
     differences = asyncio.run(_compare(model, flags))
-    stdout_console().print(render(differences, flags.model_name_or_path))
+    if flags.json:
+        print(json.dumps([dataclasses.asdict(difference) for difference in differences]))
+    else:
+        stdout_console().print(render(differences, flags.model_name_or_path))
     return 0 if all(difference.within for difference in differences) else 1
 
 
@@ -86,21 +91,26 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--engine_start_seconds", type=float, default=300.0, help="timeout of an engine's start"
     )
+    parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
 async def _compare(model: ModelConfig, flags: Any) -> list[Difference]:
+    from agentrl.distributed.world import single_process
     from agentrl.model.load import load_policy
 
     quiet_transformers()
     policy = load_policy(model)
-    policy.model.requires_grad_(False)
+    policy.model.requires_grad_(False).to(single_process().device)  # type: ignore[arg-type]
+    limit = BFLOAT16_LIMIT if model.dtype == "bfloat16" else MEAN_LIMIT
     prompts = encode_prompts(policy, flags.prompts)
     differences = []
     for name in _engines(flags):
         async with _engine(name, model, flags) as client:
             samples = await _sample(client, prompts, flags.max_new_tokens, flags.temperature)
-        differences += await asyncio.to_thread(compare_samples, name, policy, samples, flags.temperature)
+        differences += await asyncio.to_thread(
+            compare_samples, name, policy, samples, flags.temperature, limit
+        )
     return differences
 
 
@@ -118,7 +128,7 @@ def encode_prompts(policy: Policy, count: int) -> list[tuple[int, ...]]:
 
 
 def compare_samples(
-    engine: str, policy: Policy, samples: Sequence[Sample], temperature: float
+    engine: str, policy: Policy, samples: Sequence[Sample], temperature: float, limit: float
 ) -> list[Difference]:
     """Return a Difference per executor; one forest of chains holds all samples."""
     from agentrl.data.forest import forest_from_sequences
@@ -136,7 +146,7 @@ def compare_samples(
     for executor in EXECUTORS:
         model = ParallelModel(policy.model, executor=executor, trains=False)
         ((logprobs, _),) = model.logprobs([forest], ForwardOptions())
-        differences.append(Difference.of(engine, executor, logprobs.detach().cpu().numpy(), theirs))
+        differences.append(Difference.of(engine, executor, logprobs.detach().cpu().numpy(), theirs, limit))
     return differences
 
 

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     cluster = parse_gpus(
         plan.gpus, memory_gib=plan.gpu_memory_gib, per_node=plan.gpus_per_node, network_gbps=plan.network_gbps
     )
-    engine = parse_gpus(plan.engine_gpus).gpu if plan.engine_gpus else cluster.gpu
+    engine = parse_gpus(plan.engine_gpu).gpu if plan.engine_gpu else cluster.gpu
     from agentrl.observe.terminal import stdout_console
     from agentrl.plan.model import open_model, reference_parameters
     from agentrl.plan.report import plan_json, print_plan

@@ -1,14 +1,17 @@
-"""Which processes ``scripts/eval.sh`` and the training scripts start for evaluations."""
+"""Which processes ``agentrl launch`` starts, and by which commands."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from agentrl.cli import launch
+from agentrl.cli import gpus, launch
 from agentrl.cli.launch import Plan
+from agentrl.cli.placement import Gpus
+from agentrl.errors import ConfigError
 
 
 @pytest.fixture
@@ -52,3 +55,93 @@ def test_versions_are_evaluated_beside_training_on_request(
     plan = plan_of(monkeypatch, "train", *given, "--eval_steps", "5")
     assert plan.follows
     assert (plan.engines, plan.samplers) == (1, 2)
+
+
+def eight_gpus(environment: Mapping[str, str]) -> Gpus:
+    return Gpus(names=tuple("01234567"), kind="NVIDIA H100", memory_gib=(79.0,) * 8)
+
+
+@pytest.fixture
+def on_gpus(given: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The same flags on a machine with eight GPUs."""
+    monkeypatch.delenv("ACCELERATE_CONFIG", raising=False)
+    monkeypatch.setattr(gpus, "find_gpus", eight_gpus)
+    return [*given, "--check_memory", "false"]
+
+
+def test_a_trainer_has_a_process_for_each_of_its_gpus(
+    on_gpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(monkeypatch, "train", *on_gpus)
+    assert plan.engines == 4
+    assert list(plan.main or ())[1:7] == [
+        "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4", "-m",
+    ]  # fmt: skip
+    assert list(plan.main or ())[7] == "agentrl.train"
+    single = plan_of(monkeypatch, "train", *on_gpus, "--train_gpus", "7")
+    assert list(single.main or ())[1:4] == ["-m", "agentrl", "train"]
+    assert single.engines == 7
+
+
+@pytest.mark.parametrize(
+    ("content", "given_count"),
+    [
+        ("num_processes: 1", "4"),
+        ("num_machines: 2", "8"),
+        ("parallelism_config: {parallelism_config_tp_size: 4}", "4"),
+        ("parallelism_config: {parallelism_config_cp_size: 5}", "5"),
+        ("{use_cpu: true, num_processes: 3}", None),
+    ],
+)
+def test_accelerate_starts_a_process_for_each_of_the_trainers_gpus(
+    content: str, given_count: str | None, on_gpus: list[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    file = tmp_path / "accelerate.yml"
+    file.write_text(content, encoding="utf-8")
+    monkeypatch.setenv("ACCELERATE_CONFIG", str(file))
+    plan = plan_of(monkeypatch, "train", *on_gpus)
+    words = list(plan.main or ())
+    assert words[1:4] == ["launch", "--config_file", str(file)]
+    count = words[words.index("--num_processes") + 1] if "--num_processes" in words else None
+    assert count == given_count
+    assert plan.engines == {"5": 3, None: 8}.get(given_count, 4)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("gpu_ids: 0,1", "gpu_ids is 0,1"), ("[]", "no mapping"), ("{", "cannot be read")],
+)
+def test_an_accelerate_configuration_that_chooses_gpus_is_refused(
+    content: str, message: str, on_gpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "accelerate.yml"
+    file.write_text(content, encoding="utf-8")
+    monkeypatch.setenv("ACCELERATE_CONFIG", str(file))
+    with pytest.raises(ConfigError, match=message):
+        launch.main(["train", *on_gpus])
+
+
+def test_the_roles_of_the_machine_decide_who_gets_gpus(
+    on_gpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLES", "serve sample")
+    assert plan_of(monkeypatch, "train", *on_gpus).engines == 8
+    monkeypatch.setenv("ROLES", "train")
+    assert "8" in list(plan_of(monkeypatch, "train", *on_gpus).main or ())
+    monkeypatch.setenv("ROLES", "sample")
+    assert plan_of(monkeypatch, "train", *on_gpus).placement is None
+    assert plan_of(monkeypatch, "eval", *on_gpus).engines == 8
+
+
+def test_every_process_gets_the_engine_that_the_variable_names(
+    given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENGINE", "vllm")
+    flags = list(plan_of(monkeypatch, "train", *given).flags)
+    assert flags[flags.index("--engine") + 1] == "vllm"
+
+
+def test_a_wrong_word_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown word 'trian'"):
+        launch.main(["trian"])

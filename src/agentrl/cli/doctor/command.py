@@ -20,6 +20,7 @@ from agentrl.config.schema import (
     AgentConfig,
     EngineConfig,
     ModelConfig,
+    PlacementConfig,
     RunConfig,
     SamplingConfig,
     ToolConfig,
@@ -46,12 +47,12 @@ def main(argv: list[str]) -> int:
         command="agentrl doctor",
         description="Checks this machine, and names the command that fixes each fault. With the flags of your"
         " run it also checks the database, the model, the tool servers and the engine.",
-        shown=[RunConfig, ModelConfig, EngineConfig, SamplingConfig, ToolConfig],
+        shown=[RunConfig, ModelConfig, EngineConfig, PlacementConfig, SamplingConfig, ToolConfig],
         extra=[DoctorFlags],
     )
     checks: list[Check] = []
     with progress("checking this machine and the services of the run") as work:
-        for check in machine_checks(configs[RunConfig], configs[EngineConfig]):
+        for check in machine_checks(configs):
             checks.append(check)
             work.advance()
         checks += asyncio.run(_run_checks(configs))

@@ -16,7 +16,10 @@ from packaging.requirements import Requirement
 
 from agentrl import __version__
 from agentrl.cli.doctor.check import Check
+from agentrl.cli.gpus import place_processes
+from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, RunConfig
+from agentrl.errors import AgentRLError
 from agentrl.inference.engines.commands import engine_venv, has_gpu, install_hint
 from agentrl.tools.sandbox import landlock
 from agentrl.tools.sandbox.local import namespace_problem
@@ -32,12 +35,14 @@ _TORCH_PROBE = (
 )
 
 
-def machine_checks(run: RunConfig, engine: EngineConfig) -> Iterator[Check]:
+def machine_checks(configs: Configs) -> Iterator[Check]:
     """Yield the checks of the machine itself."""
+    run, engine = configs[RunConfig], configs[EngineConfig]
     yield Check("agentrl", "ok", f"{__version__} on {platform.platform()}")
     yield check_python()
     yield from check_packages()
     yield check_torch()
+    yield check_gpus(configs)
     yield check_engine_venv("sglang", engine)
     yield check_engine_venv("vllm", engine)
     for folder in (run.output, run.log_dir, run.mongo_dir):
@@ -89,6 +94,21 @@ def check_torch() -> Check:
         hint = "pip install a torch build for this GPU's driver (pytorch.org/get-started)"
         return Check("torch", "warn", f"{version} ({build}) does not see this machine's GPU", hint)
     return Check("torch", "ok", f"{version} ({build}); this machine has no GPU")
+
+
+def check_gpus(configs: Configs) -> Check:
+    """Check that `agentrl launch` can divide the GPUs among the ROLES of this machine, and say how."""
+    lines: list[str] = []
+    roles = (os.environ.get("ROLES") or "serve train").split()
+    try:
+        placement = place_processes(
+            configs, lines.append, trains="train" in roles, serves="serve" in roles
+        )  # fmt: skip
+    except AgentRLError as error:
+        return Check("GPUs", "fail", error.message, error.hint or "")
+    if placement is None and lines:
+        return Check("GPUs", "warn", lines[0], "see the check of torch")
+    return Check("GPUs", "ok", lines[0] if lines else "none: all processes run on the CPU")
 
 
 def check_sandbox() -> Check:

@@ -19,7 +19,7 @@ def test_only_a_failed_check_sets_the_exit_code(
         return []
 
     check = Check("disk [x]", state, "found this", "do that")
-    monkeypatch.setattr(command, "machine_checks", lambda run, engine: [check])
+    monkeypatch.setattr(command, "machine_checks", lambda configs: [check])
     monkeypatch.setattr(command, "_run_checks", no_checks)
     assert command.main([]) == code
     out = capsys.readouterr().out

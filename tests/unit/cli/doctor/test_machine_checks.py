@@ -9,7 +9,10 @@ from typing import Literal
 
 import pytest
 
+from agentrl.cli import gpus
 from agentrl.cli.doctor import machine
+from agentrl.cli.placement import Gpus
+from agentrl.config.load import parse
 from agentrl.config.schema import EngineConfig
 
 
@@ -116,3 +119,24 @@ def test_torch_is_held_against_the_gpu(
     monkeypatch.setattr(machine, "_TORCH_PROBE", f"print({answer!r})")
     monkeypatch.setattr(machine, "has_gpu", lambda: gpu)
     assert machine.check_torch().state == state
+
+
+def test_the_gpus_are_divided_as_launch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = parse(["--train_gpus", "0-1"], command="agentrl doctor", description="", shown=())
+    eight = Gpus(names=tuple("01234567"), kind="NVIDIA H100", memory_gib=(79.1,) * 8)
+    monkeypatch.setattr(gpus, "find_gpus", lambda environment: eight)
+    check = machine.check_gpus(configs)
+    assert (check.state, check.hint) == ("ok", "")
+    assert "8 GPUs (NVIDIA H100, 79.1 GiB): trainer on 0-1; 6 engines on 2, 3" in check.found
+    monkeypatch.setattr(gpus, "find_gpus", lambda environment: None)
+    assert machine.check_gpus(configs).state == "fail"
+    plain = parse([], command="agentrl doctor", description="", shown=())
+    assert machine.check_gpus(plain).found == "none: all processes run on the CPU"
+
+
+def test_gpus_that_torch_does_not_see_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "has_gpu", lambda: True)
+    monkeypatch.setattr(gpus, "_probe", lambda environment: (False, []))
+    check = machine.check_gpus(parse([], command="agentrl doctor", description="", shown=()))
+    assert check.state == "warn"
+    assert "torch sees no GPU" in check.found

@@ -1,0 +1,151 @@
+"""How the GPUs of a machine are divided among engines and trainer, and which divisions are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentrl.cli.placement import Gpus, Need, Placement, place, ranges
+from agentrl.config.load import parse
+from agentrl.config.schema import PlacementConfig
+from agentrl.errors import ConfigError
+
+
+def gpus(count: int, *names: str, memory: float = 79.1) -> Gpus:
+    return Gpus(
+        names=names or tuple(map(str, range(count))), kind="NVIDIA H100", memory_gib=(memory,) * count
+    )
+
+
+def divide(
+    machine: Gpus | int, *words: str, trains: bool = True, serves: bool = True, has_images: bool = False,
+    machines: int = 1,
+) -> Placement:  # fmt: skip
+    found = gpus(machine) if isinstance(machine, int) else machine
+    configs = parse(["--engine", "sglang", *words], command="agentrl launch", description="", shown=())
+    need = Need.of(
+        configs, found, trains=trains, serves=serves, has_images=has_images, machines=machines
+    )  # fmt: skip
+    return place(found, configs[PlacementConfig], need)
+
+
+@pytest.mark.parametrize(
+    ("count", "words", "trainer", "engines"),
+    [
+        (2, "", "0", ["1"]),
+        (3, "", "0", ["1", "2"]),
+        (4, "", "0-1", ["2", "3"]),
+        (8, "", "0-3", ["4", "5", "6", "7"]),
+        (8, "--inf_tp_size 2", "0-3", ["4-5", "6-7"]),
+        (8, "--inf_tp_size 4", "0-3", ["4-7"]),
+        (8, "--inf_tp_size 6", "0-1", ["2-7"]),
+        (8, "--tp_size 2 --cp_size 3", "0-5", ["6", "7"]),
+        (6, "--inf_tp_size 2", "0-1", ["2-3", "4-5"]),
+        (7, "--inf_tp_size 2 --tp_size 2", "0-1", ["2-3", "4-5"]),
+        (8, "--train_gpus 0-5", "0-5", ["6", "7"]),
+        (8, "--train_gpus 4-7", "4-7", ["0", "1", "2", "3"]),
+        (8, "--train_gpus 0-4 --inf_tp_size 2", "0-4", ["5-6"]),
+        (8, "--engine_gpus 0,2,4,6 --inf_tp_size 2", "1,3,5,7", ["0,2", "4,6"]),
+        (8, "--engine_gpus 7 --tp_size 2", "0-5", ["7"]),
+        (8, "--train_gpus 0-3 --engine_gpus 6-7", "0-3", ["6", "7"]),
+        (8, "--activation_checkpointing full --activation_offload true", "0", list("1234567")),
+    ],
+)
+def test_engines_and_trainer_get_gpus_of_their_own(
+    count: int, words: str, trainer: str, engines: list[str]
+) -> None:
+    found = divide(count, *words.split())
+    assert ranges(found.trainer) == trainer
+    assert [ranges(each) for each in found.engines] == engines
+    assert not found.is_shared
+
+
+def test_a_single_gpu_is_shared_by_default_and_by_name() -> None:
+    for words in ((), ("--train_gpus", "0", "--engine_gpus", "0")):
+        found = divide(1, *words)
+        assert (found.trainer, found.engines, found.others) == ((0,), ((0,),), (0,))
+        assert str(found) == "1 GPU (NVIDIA H100, 79.1 GiB): the trainer and the engine share it"
+
+
+def test_a_machine_that_runs_one_of_the_two_gives_it_all_gpus() -> None:
+    served = divide(4, "--inf_tp_size", "2", "--train_gpus", "0-9", trains=False)
+    assert (served.trainer, served.engines) == ((), ((0, 1), (2, 3)))
+    trained = divide(4, "--engine_gpus", "9", serves=False)
+    assert (trained.trainer, trained.engines) == ((0, 1, 2, 3), ())
+    assert divide(8, "--train_gpus", "2-3", serves=False).trainer == (2, 3)
+    assert divide(1, trains=False).engines == ((0,),)
+
+
+def test_images_are_trained_on_one_gpu() -> None:
+    assert divide(8, has_images=True).trainer == (0,)
+    assert divide(8, has_images=True, serves=False).trainer == (0,)
+    with pytest.raises(ConfigError, match=r"2 GPUs \(0-1\), and images are trained in one process"):
+        divide(8, "--train_gpus", "0-1", has_images=True)
+
+
+def test_sizes_of_a_trainer_on_several_machines_count_all_of_them() -> None:
+    words = ("--tp_size", "4", "--pp_size", "2", "--train_gpus", "0-3")
+    assert divide(8, *words, machines=2).trainer == (0, 1, 2, 3)
+    with pytest.raises(ConfigError, match=r"no multiple of --tp_size 4 × --pp_size 2"):
+        divide(8, *words)
+
+
+@pytest.mark.parametrize(
+    ("count", "words", "message", "hint"),
+    [
+        (8, "--train_gpus 0-4 --engine_gpus 4-7", "both name GPU 4", "give each GPU to one of them"),
+        (8, "--train_gpus 0-8", r"names GPU 8, and there are 8 GPUs", "numbers up to 7"),
+        (8, "--train_gpus 0,0", "names a GPU twice", "once"),
+        (8, "--train_gpus 3-1", "names no GPU", "smaller number first"),
+        (8, "--train_gpus all", "--train_gpus is 'all'", "0-3 or 0,2"),
+        (8, "--train_gpus 0-7", r"an engine needs 1 of 8 GPUs .* trainer leaves it fewer", "--train_gpus"),
+        (8, "--engine_gpus 0-7", r"the trainer needs 1 of 8 GPUs .* engines leave it fewer", "--engine_gpus"),
+        (8, "--engine_gpus 0-2 --inf_tp_size 2", "of the engines: 3 is no multiple of --inf_tp_size 2", ""),
+        (8, "--train_gpus 0-2 --tp_size 2", "GPU 0-2 of the trainer: 3 is no multiple", "--train_gpus"),
+        (8, "--inf_tp_size 8", "8 GPUs are too few for a trainer of 1 .* engine of 8", "another machine"),
+        (2, "--tp_size 2", r"2 GPUs are too few for a trainer of 2 \(--tp_size 2\)", "lower one"),
+        (1, "--inf_tp_size 2", r"no multiple of --inf_tp_size 2", "--inf_tp_size"),
+        (1, "--tp_size 2", r"no multiple of --tp_size 2", "sizes"),
+        (4, "--engine local --inf_tp_size 2", "the local engine runs on one GPU", "ENGINE=sglang"),
+    ],
+)  # fmt: skip
+def test_what_overlaps_or_is_too_small_is_refused(count: int, words: str, message: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        divide(count, *words.split())
+    assert hint in str(refused.value.hint)
+
+
+def test_processes_see_their_gpus_by_the_names_of_the_machine() -> None:
+    machine = Gpus(
+        names=("GPU-aa", "GPU-bb", "3"), kind="A100", memory_gib=(39.4, 39.4, 79.0),
+        variable="HIP_VISIBLE_DEVICES", order={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+    )  # fmt: skip
+    found = divide(machine, "--train_gpus", "1", "--engine_gpus", "GPU-aa")
+    assert found.environment(found.trainer) == {
+        "HIP_VISIBLE_DEVICES": "GPU-bb", "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }  # fmt: skip
+    assert found.environment(found.engines[0])["HIP_VISIBLE_DEVICES"] == "GPU-aa"
+    assert found.environment(found.others)["HIP_VISIBLE_DEVICES"] == "3"
+    assert divide(2).environment(()) == {"CUDA_VISIBLE_DEVICES": ""}
+    with pytest.raises(ConfigError, match="in HIP_VISIBLE_DEVICES GPU-aa,GPU-bb,3"):
+        divide(machine, "--train_gpus", "3")
+
+
+def test_the_line_says_who_has_which_gpus() -> None:
+    assert str(divide(8, "--inf_tp_size", "2")) == (
+        "8 GPUs (NVIDIA H100, 79.1 GiB): trainer on 0-3; 2 engines on 4-5, 6-7"
+    )
+    assert str(divide(8, "--train_gpus", "0,2", "--engine_gpus", "4")) == (
+        "8 GPUs (NVIDIA H100, 79.1 GiB): trainer on 0,2; engine on 4; 1,3,5-7 unused by them"
+    )
+    mixed = Gpus(names=("0", "1"), kind="A and B", memory_gib=(24.0, 80.0))
+    assert str(divide(mixed, trains=False)).startswith(
+        "2 GPUs (A and B, 24.0 to 80.0 GiB): 2 engines on 0, 1"
+    )
+
+
+def test_a_mig_instance_is_one_process() -> None:
+    machine = gpus(3, "MIG-a", "MIG-b", "MIG-c")
+    found = divide(machine)
+    assert (found.trainer, found.engines) == ((0,), ((1,), (2,)))
+    with pytest.raises(ConfigError, match="one MIG instance"):
+        divide(machine, "--inf_tp_size", "2")
