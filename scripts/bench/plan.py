@@ -32,6 +32,7 @@ from agentrl.distributed.expert_parallel import Dispatch
 from agentrl.distributed.mesh import Layout, build_mesh
 from agentrl.distributed.world import leave_processes
 from agentrl.model.flops import Stopwatch
+from agentrl.model.precision import Precision
 from agentrl.plan.rank_step import StepSpec, build_model, local_tensor, measure_step, step_loss
 from agentrl.train.optimizer import build_optimizer
 
@@ -93,7 +94,7 @@ def model_config(model: str, kind: str) -> Any:
 def step_spec(model: str, kind: str, tokens: int, checkpointing: str) -> Any:
     """Return the step that is simulated and measured: two micro-batches of two chains, half of it trained."""
     return StepSpec(
-        config=model_config(model, kind), dtype=torch.float32, max_tokens=tokens, chain_tokens=tokens // 2,
+        config=model_config(model, kind), precision=Precision(), max_tokens=tokens, chain_tokens=tokens // 2,
         trained_tokens=tokens // 2, micro_batches=2, checkpointing=checkpointing, on_gpu=False,
     )  # fmt: skip
 
@@ -200,7 +201,7 @@ def _balanced(plan: Any) -> Any:
     """Make ``Dispatch.plan`` deal the pairs of a token and an expert to all experts in turn."""
 
     def balanced(dispatch: Dispatch, index: torch.Tensor) -> Any:
-        experts = dispatch.count * dispatch.devices.size()
+        experts = dispatch.count * dispatch.ep.size() * dispatch.tp.size()
         return plan(dispatch, torch.arange(index.numel()).remainder(experts).view_as(index))
 
     return balanced

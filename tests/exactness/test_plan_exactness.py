@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agentrl.data.planner import build_micro_batches
+from agentrl.data.planner import SequenceRows, build_micro_batches
 from agentrl.distributed.mesh import Layout, Mesh
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.losses.registry import LOSSES
@@ -83,17 +83,19 @@ def in_threads(work: Callable[[int], Any], count: int) -> list[Any]:
     merging=st.sampled_from(["off", "trajectory", "group"]),
     room=st.integers(0, 60),
     token_level=st.booleans(),
+    rows=st.sampled_from([None, SequenceRows(0, padded=True), SequenceRows(12, padded=False)]),
 )
 def test_ranks_add_up_to_the_plain_step(
-    loss: str, seed: int, ranks: int, merging: Any, room: int, token_level: bool
+    loss: str, seed: int, ranks: int, merging: Any, room: int, token_level: bool, rows: SequenceRows | None
 ) -> None:
     model = tiny_model("llama gqa, tied")
     options = LossSettings(loss_calculater=loss, token_level_loss=token_level, **WHOLE.get(loss, {}))
     data = make_step(random_shape(seed), seed)
     assume(data)
     forests = build_micro_batches(
-        data, longest_sequence(data) + room, vocab_size=VOCABULARY, merging=merging, ranks=ranks, ages=AGES
-    )
+        data, longest_sequence(data) + room, vocab_size=VOCABULARY, merging=merging, ranks=ranks, ages=AGES,
+        rows=rows,
+    )  # fmt: skip
     meeting = Meeting(ranks)
     models = [copy.deepcopy(model) for _ in range(ranks)]
     reports = in_threads(

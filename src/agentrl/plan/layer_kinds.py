@@ -14,6 +14,7 @@ from torch import nn
 
 from agentrl.distributed.mesh import Layout
 from agentrl.distributed.pipeline_parallel.stages import assign_model_layers
+from agentrl.model.small_copy import list_kinds
 from agentrl.plan.memory_tracker import Peak, Segment
 
 Depth = tuple[int, ...]
@@ -23,19 +24,6 @@ Peaks = Mapping[Segment, Peak]
 _ONE_KIND, _SEVERAL_KINDS = 3, 2
 """Layers of each kind in the smallest model: a first, a middle and a last one."""
 _MOST_KINDS = 3
-
-
-def list_kinds(model: Any) -> list[int]:
-    """Return the kind of each layer of a causal LM, from 0; empty if its decoder has no list of layers."""
-    layers = getattr(model.get_decoder(), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        return []
-    attention = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
-    numbers: dict[Any, int] = {}
-    return [
-        numbers.setdefault((_shapes(layer), kind), len(numbers))
-        for layer, kind in zip(layers, attention, strict=False)
-    ]
 
 
 def stage_layers(model: Any, layout: Layout) -> list[range]:
@@ -99,7 +87,3 @@ def _choose(layers: range, kinds: Sequence[int], depth: Depth) -> list[int]:
         places = [place for place in layers if kinds[place] == kind]
         chosen += places[: count - count // 2] + places[len(places) - count // 2 :]
     return sorted(chosen)
-
-
-def _shapes(layer: nn.Module) -> tuple[Any, ...]:
-    return tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())

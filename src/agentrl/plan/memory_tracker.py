@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +42,8 @@ class Peak:
 class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tracks the storages of all tensors that operations return; each counts once, however many view it.
 
-    It sees the local tensors of DTensors, and storages that FSDP2 resizes. What an operation allocates inside
-    itself and frees before it returns is not seen. Enter ``resizing`` around the code as well.
+    It sees the local tensors of DTensors. What an operation allocates inside itself and frees before it
+    returns is not seen.
     """
 
     def __init__(self) -> None:
@@ -53,6 +52,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What runs now: the name that storages made now get, unless ``owned`` names them."""
         self.owned: Callable[[], Storages] = dict
         """Returns the tensors whose part is known by what holds them."""
+        self.resized: Callable[[], Iterable[Iterable[Tensor]]] = tuple
+        """Returns groups of tensors whose storages change in size together, as FSDP2 frees gathered ones."""
         self.scalar = 0
         """The value of a number that is read from a fake tensor."""
         self.total = 0
@@ -62,7 +63,6 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peak = 0
         self._alive: dict[int, tuple[int, str]] = {}
         self._counted = 0
-        self._paused = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -72,9 +72,13 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # a DTensor or the like: its operations on local tensors come here
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return _number(args[0].dtype, self.scalar)
-        result = func(*args, **(kwargs or {}))
-        if self._paused:
-            return result
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
+            # The fake product of grouped rows refuses float32, which the real one takes.
+            result = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **(kwargs or {})).float()
+        else:
+            result = func(*args, **(kwargs or {}))
+        for group in self.resized():
+            self._follow(group)
         for tensor in tree_leaves(result):
             if isinstance(tensor, FakeTensor):
                 self.add(tensor)
@@ -102,31 +106,14 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peaks.clear()
         self.begin("start")
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not count the tensors that the block makes."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
-
-    @contextmanager
-    def resizing(self) -> Iterator[None]:
-        """Follow ``resize_`` of tracked storages, by which FSDP2 frees gathered parameters."""
-        original = torch.UntypedStorage.resize_
-
-        def resize(storage: Any, size: int) -> Any:
-            result = original(storage, size)
-            if storage._cdata in self._alive:
-                self._resize(storage._cdata, size)
-            return result
-
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
-        try:
-            yield
-        finally:
-            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+    def _follow(self, group: Iterable[Tensor]) -> None:
+        """Count the storages of a group at their present sizes, unless the first is as it was."""
+        for tensor in group:
+            storage = tensor.untyped_storage()
+            size = storage.nbytes()
+            if storage._cdata not in self._alive or self._alive[storage._cdata][0] == size:
+                return
+            self._resize(storage._cdata, size)
 
     def _drop(self, key: int) -> None:
         self.total -= self._alive.pop(key)[0]

@@ -6,35 +6,36 @@ import contextlib
 import copy
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from agentrl.config.schema import AdapterConfig, LossConfig, MemoryConfig, OptimConfig
 from agentrl.data.forest import TokenForest, forest_from_sequences
-from agentrl.distributed import apply
 from agentrl.distributed.apply import parallelize
 from agentrl.distributed.mesh import Layout
 from agentrl.distributed.parallel_model import ForestLoss, ParallelModel
 from agentrl.errors import ModelError
 from agentrl.losses.compute import Denominators, reduce_losses, token_losses
 from agentrl.losses.settings import LossSettings
+from agentrl.model.empty import allocate
 from agentrl.model.flops import ModelShape, Stopwatch
 from agentrl.model.forward import ForwardOptions
 from agentrl.model.load import disable_dropout
 from agentrl.model.lora import add_adapter
-from agentrl.plan.fake_rank import fake_rank, rank_of
-from agentrl.plan.layer_kinds import Depth, Peaks, extrapolate, keep_layers, list_kinds, stage_layers
-from agentrl.plan.memory_tracker import MemoryTracker
+from agentrl.model.precision import Precision
+from agentrl.model.small_copy import list_kinds
+from agentrl.plan.fake_rank import balance_experts, fake_mesh, rank_of
+from agentrl.plan.layer_kinds import Depth, Peaks, extrapolate, keep_layers, stage_layers
+from agentrl.plan.memory_tracker import MemoryTracker, Storages
 from agentrl.plan.phases import watch_phases
 from agentrl.train.memory import Checkpointing, enable_checkpointing
 from agentrl.train.optimizer import build_optimizer, freeze
@@ -53,7 +54,7 @@ class StepSpec:
 
     config: Any
     """The model's Hugging Face configuration."""
-    dtype: torch.dtype
+    precision: Precision
     max_tokens: int
     """Tokens of a micro-batch."""
     chain_tokens: int
@@ -149,33 +150,49 @@ class _Simulated:
 
 def _simulate(spec: StepSpec, layout: Layout, stage: int, depth: Depth | None) -> _Simulated:
     """Run a step of a model that keeps ``depth`` layers of each kind in this stage, or all if None."""
-    with fake_rank(layout, rank_of(layout, stage)) as (mesh, tracker), ExitStack() as stack:
+    with torch.device("meta"):
         model = build_model(spec)
-        if depth is not None:
-            stages = keep_layers(model, layout, stage, depth)
-            stack.enter_context(mock.patch.object(apply, "assign_model_layers", return_value=stages))
+    stages = None if depth is None else keep_layers(model, layout, stage, depth)
+    with fake_mesh(layout, rank_of(layout, stage)) as mesh:
         parallel = parallelize(
-            model, mesh, max_tokens=spec.max_tokens, reduction=spec.memory.gradient_reduction
+            model,
+            mesh,
+            max_tokens=spec.max_tokens,
+            reduction=spec.memory.gradient_reduction,
+            precision=spec.precision,
+            stages=stages,
         )
-        optimizer = build_optimizer(model, spec.optim, spec.memory)
-        if spec.on_gpu:
-            _use_gpu_kernels(optimizer)
-        parameters = list(parallel.parameters())
-        tracker.owned = lambda: _owned(parallel, parameters, optimizer, spec.memory)
-        _make_moments(tracker, optimizer, parameters)
-        watch_phases(tracker, model)
-        tracker.restart()
-        forests = [spec.forest()] * spec.micro_batches
-        tracker.phase = "activations"
-        parallel.forward_backward(forests, spec.options, step_loss(spec), Stopwatch(torch.device("cpu")))
-        tracker.phase = "backward"
-        tracker.begin("clip")
-        parallel.clip_gradients(spec.optim.max_grad_norm)
-        tracker.phase = "optimizer step"
-        tracker.begin("optimizer step")
-        optimizer.step()
-        trained = [local_tensor(parameter).nbytes for parameter in parameters if parameter.requires_grad]
-        return _Simulated(dict(tracker.peaks), max(trained))
+        balance_experts(model)
+        with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker() as tracker:
+            allocate(model, torch.device("cpu"))
+            return _run_step(tracker, spec, parallel)
+
+
+def _run_step(tracker: MemoryTracker, spec: StepSpec, parallel: ParallelModel) -> _Simulated:
+    model = parallel.model
+    optimizer = build_optimizer(model, spec.optim, spec.memory)
+    if spec.on_gpu:
+        _use_gpu_kernels(optimizer)
+    parameters = list(parallel.parameters())
+    tracker.owned, tracker.resized = owned_tensors(parallel, optimizer)
+    _make_moments(tracker, optimizer, parameters)
+    watch = Stopwatch(torch.device("cpu"))
+    if parallel.mesh.layout.tp > 1:
+        # DTensor infers the shapes of results with tensors as large as the whole, and then knows them.
+        parallel.forward_backward([spec.forest()], spec.options, step_loss(spec), watch)
+        optimizer.zero_grad(set_to_none=True)
+    watch_phases(tracker, model)
+    tracker.restart()
+    tracker.phase = "activations"
+    parallel.forward_backward([spec.forest()] * spec.micro_batches, spec.options, step_loss(spec), watch)
+    tracker.phase = "backward"
+    tracker.begin("clip")
+    parallel.clip_gradients(spec.optim.max_grad_norm)
+    tracker.phase = "optimizer step"
+    tracker.begin("optimizer step")
+    optimizer.step()
+    trained = [local_tensor(parameter).nbytes for parameter in parameters if parameter.requires_grad]
+    return _Simulated(dict(tracker.peaks), max(trained))
 
 
 def _without_moments(used: RankMemory, largest: int) -> RankMemory:
@@ -192,9 +209,7 @@ def _with_gathered_context(used: RankMemory, spec: StepSpec, layout: Layout) -> 
     """
     if layout.cp == 1 or not spec.on_gpu or spec.checkpointing != "none" or used.phase == "optimizer step":
         return used
-    shape, width = ModelShape.of(spec.config), spec.dtype.itemsize
-    if spec.options.autocast_dtype is not None:
-        width = spec.options.autocast_dtype.itemsize
+    shape, width = ModelShape.of(spec.config), spec.precision.products.itemsize
     layers = -(-shape.layers // layout.pp) * min(layout.pp - used.stage, spec.micro_batches)
     kept = layers * 2 * spec.max_tokens * shape.kv_heads * shape.head_dim * width // layout.tp
     activations = used.parts.get("activations", 0) + kept
@@ -202,12 +217,13 @@ def _with_gathered_context(used: RankMemory, spec: StepSpec, layout: Layout) -> 
 
 
 def build_model(spec: StepSpec) -> Any:
-    """Return the model of ``spec``, with the trainer's settings; under fake tensors it needs no memory."""
+    """Return the model of ``spec``, with the trainer's settings."""
     from transformers import AutoModelForCausalLM
 
     model_class: Any = AutoModelForCausalLM
     config = copy.deepcopy(spec.config)  # the model shares it, and layers may be removed
-    model = model_class.from_config(config, dtype=spec.dtype, attn_implementation="sdpa")
+    dtype = spec.precision.products if spec.adapter.lora_rank else spec.precision.weights
+    model = model_class.from_config(config, dtype=dtype, attn_implementation="sdpa")
     disable_dropout(model)
     if spec.adapter.lora_rank:
         add_adapter(model, spec.adapter, Path(), None)
@@ -249,32 +265,40 @@ def step_loss(spec: StepSpec) -> ForestLoss:
     return compute
 
 
-def _owned(
-    parallel: ParallelModel, parameters: list[Any], optimizer: torch.optim.Optimizer, memory: MemoryConfig
-) -> dict[str, list[Tensor]]:
-    """Return the tensors of each part that something holds: parameters, gradients, moments, gathered ones."""
-    gathered: list[Tensor] = []
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    for state in _fsdp_parameters(parallel):
-        gathered += state.all_gather_outputs
-        whole = getattr(state, "_unsharded_param", None)
-        found = (state.unsharded_accumulated_grad, None if whole is None else whole.grad)
-        gradients += [tensor for tensor in found if tensor is not None]
-    moments = [value for state in optimizer.state.values() for value in state.values()]
-    return {
-        "gathered parameters": [local_tensor(tensor) for tensor in gathered],
-        "gradients": [local_tensor(tensor) for tensor in gradients],
-        "optimizer states": [local_tensor(value) for value in moments if isinstance(value, Tensor)],
-        "parameters": [local_tensor(parameter) for parameter in parameters],
-    }
+def owned_tensors(
+    parallel: ParallelModel, optimizer: torch.optim.Optimizer
+) -> tuple[Callable[[], Storages], Callable[[], Iterator[Iterator[Tensor]]]]:
+    """Return what a tracker needs of a model: ``MemoryTracker.owned`` and ``MemoryTracker.resized``."""
+    parameters = list(parallel.parameters())
+    groups = list(_fsdp_groups(parallel))
+
+    def resized() -> Iterator[Iterator[Tensor]]:
+        return ((tensor for shard in group for tensor in shard.all_gather_outputs) for group in groups)
+
+    def owned() -> dict[str, list[Tensor]]:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        for shard in (shard for group in groups for shard in group):
+            whole = getattr(shard, "_unsharded_param", None)
+            found = (shard.unsharded_accumulated_grad, None if whole is None else whole.grad)
+            gradients += [tensor for tensor in found if tensor is not None]
+        moments = [value for state in optimizer.state.values() for value in state.values()]
+        return {
+            "gathered parameters": [local_tensor(tensor) for group in resized() for tensor in group],
+            "gradients": [local_tensor(tensor) for tensor in gradients],
+            "optimizer states": [local_tensor(value) for value in moments if isinstance(value, Tensor)],
+            "parameters": [local_tensor(parameter) for parameter in parameters],
+        }
+
+    return owned, resized
 
 
-def _fsdp_parameters(parallel: nn.Module) -> Iterator[Any]:
-    """Yield FSDP2's state of each parameter (torch has no public view of it)."""
+def _fsdp_groups(parallel: nn.Module) -> Iterator[list[Any]]:
+    """Yield FSDP2's state of the parameters that it gathers together (torch has no public view of it)."""
     for module in parallel.modules():
         if isinstance(module, FSDPModule):
             group = module._get_fsdp_state()._fsdp_param_group
-            yield from () if group is None else group.fsdp_params
+            if group is not None:
+                yield group.fsdp_params
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -34,8 +34,8 @@ NOTE = (
     " steps on a CPU. Seconds are a roofline of data-sheet figures. Neither was measured on several GPUs."
 )
 _BFLOAT16 = (
-    "The weights are trained in bfloat16, which rounds small updates away;"
-    " plan --dtype float32 --autocast_bf16 true for weights and moments in float32."
+    "The weights are trained in bfloat16, which rounds small updates away; plan --dtype float32 for weights"
+    " and moments in float32."
 )
 _GIB = 2**30
 _SHOWN_REFUSALS = 8
@@ -97,20 +97,20 @@ def _given(configs: Configs) -> dict[str, Any]:
 def print_plan(console: Console, search: Search, services: Services | None) -> None:
     """Print the plan as text and tables."""
     work, gpu, model = search.work, search.cluster.gpu, search.model
-    dtype = str(search.dtype).removeprefix("torch.")
+    weights, products = _dtypes(search)
     console.print(
         f"{clean(model.folder)}: {type(model.module).__name__},"
-        f" {model.parameters / 1e6:,.1f} million parameters, {dtype},"
+        f" {model.parameters / 1e6:,.1f} million parameters, {weights} weights, {products} products,"
         f" context {model.context or 'unbounded'}\n"
         f"{search.cluster.count} × {gpu.name}, {search.limit / _GIB:.1f} of {gpu.memory_gib:g} GiB planned\n"
         f"step: {work.trajectories} trajectories of {work.trajectory_tokens} tokens in {work.turns} turns,"
         f" {work.computed_tokens} tokens computed, micro-batches of {work.max_tokens}"
     )
-    if search.dtype == torch.bfloat16 and not search.configs[AdapterConfig].lora_rank:
+    if search.precision.weights == torch.bfloat16 and not search.configs[AdapterConfig].lora_rank:
         console.print(Text(_BFLOAT16))
-    if search.reference_bytes:
-        size = search.reference_bytes / _GIB
-        console.print(Text(f"Each rank holds the reference model of --kl_coef whole: {size:.2f} GiB."))
+    if search.reference_parameters:
+        size = search.reference_parameters * search.precision.products.itemsize / _GIB
+        console.print(Text(f"The reference model of --kl_coef, {size:.2f} GiB, is sharded like the policy."))
     if model.alone:
         console.print(Text(f"The model has {model.alone}: each sequence runs alone, and nothing is merged."))
     fits = [verdict for verdict in search.verdicts if verdict.state == "fits"]
@@ -186,13 +186,21 @@ def _print_services(console: Console, found: Services) -> None:
     console.print(table("Services that keep the first layout busy", ["service", "size"], rows, text=2))
 
 
+def _dtypes(search: Search) -> tuple[str, str]:
+    """Return the names of the dtypes of weights and of products."""
+    precision = search.precision
+    weights, products = (str(item).removeprefix("torch.") for item in (precision.weights, precision.products))
+    return weights, products
+
+
 def plan_json(search: Search, services: Services | None) -> dict[str, Any]:
     """Return the plan as JSON: bytes, seconds, and layouts by dimension."""
     work, model, cluster = search.work, search.model, search.cluster
+    weights, products = _dtypes(search)
     return {
         "model": {
             "folder": str(model.folder), "parameters": model.parameters,
-            "expert_parameters": model.expert_parameters, "dtype": str(search.dtype).removeprefix("torch."),
+            "expert_parameters": model.expert_parameters, "dtype": weights, "products": products,
             "context": model.context,
         },
         "gpus": {**asdict(cluster.gpu), "count": cluster.count, "planned_bytes": search.limit},

@@ -27,6 +27,7 @@ from agentrl.losses.settings import LossSettings
 from agentrl.model.forward import ForwardOptions
 from agentrl.model.logprobs import DEFAULT_CHUNK
 from agentrl.model.output_head import DEFAULT_VOCAB_CHUNK
+from agentrl.model.precision import Precision
 from agentrl.plan.gpus import Cluster
 from agentrl.plan.layouts import list_layouts, name_of, refusal
 from agentrl.plan.model import PlannedModel
@@ -77,7 +78,7 @@ class Search:
     cluster: Cluster
     configs: Configs
     reference_parameters: int = 0
-    """Numbers in the reference model of ``--kl_coef``, which each rank holds whole."""
+    """Numbers in the reference model of ``--kl_coef``, which is sharded like the policy."""
     report: Callable[[str], None] = lambda _: None
     """Gets a line after each simulation."""
     verdicts: list[Verdict] = field(default_factory=list)
@@ -90,16 +91,18 @@ class Search:
         plan = self.configs[PlanConfig]
         return int(self.cluster.gpu.memory_gib * 2**30 * (1 - plan.memory_reserve))
 
-    @property
-    def reference_bytes(self) -> int:
-        """Bytes of the reference model on each rank."""
-        return self.reference_parameters * self.dtype.itemsize
+    def reference_bytes(self, layout: Layout) -> int:
+        """Return the bytes of a rank's shard of the reference model, whose part is that of the policy's."""
+        part = self._weights(layout)[0] / self.model.parameters
+        return int(self.reference_parameters * part * self.precision.products.itemsize)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the weights; ``auto`` is bfloat16, as on a GPU."""
-        name = self.configs[ModelConfig].dtype
-        return torch.bfloat16 if name == "auto" else getattr(torch, name)
+    def precision(self) -> Precision:
+        """The dtypes of the step on a GPU, where ``--autocast_bf16 auto`` is true."""
+        if self.configs[ModelConfig].dtype == "bfloat16":
+            return Precision(torch.bfloat16, torch.bfloat16)
+        is_float32 = self.configs[TrainConfig].autocast_bf16 == "false"
+        return Precision(products=torch.float32 if is_float32 else torch.bfloat16)
 
     def run(self) -> None:
         """Try the candidates; ``verdicts`` is complete up to an interruption, the fastest first.
@@ -158,11 +161,12 @@ class Search:
         """Return the bytes of weights, gradients and moments of one rank, evenly divided."""
         memory = self.configs[MemoryConfig]
         sharded, whole = self._weights(candidate.layout)
+        reference = self.reference_bytes(candidate.layout)
         if self.configs[AdapterConfig].lora_rank:
-            return int(sharded * self.dtype.itemsize) + self.reference_bytes
+            return int(sharded * self.precision.products.itemsize) + reference
         moments = 0 if memory.optimizer_offload else 2 * sharded
         gradients = whole if self._accumulates(candidate) else sharded
-        return int((sharded + gradients + moments) * self.dtype.itemsize) + self.reference_bytes
+        return int((sharded + gradients + moments) * self.precision.weights.itemsize) + reference
 
     def _weights(self, layout: Layout) -> tuple[float, float]:
         """Return the numbers of a rank's shard, and those of the whole model that FSDP2 shards."""
@@ -180,7 +184,7 @@ class Search:
         """Return the bytes of gradients that a single micro-batch makes when its activations are gone."""
         if self.configs[AdapterConfig].lora_rank or self.work.micro_batches(candidate.layout.data) > 1:
             return 0
-        return int(self._weights(candidate.layout)[0] * self.dtype.itemsize)
+        return int(self._weights(candidate.layout)[0] * self.precision.weights.itemsize)
 
     def _least_activations(self, candidate: Candidate) -> int:
         """Return a lower bound of the activations, from steps that were simulated.
@@ -214,7 +218,7 @@ class Search:
                 for reduction in self._reductions(layout):
                     seconds = estimate_step(
                         self.model, self.work, layout, self.cluster, checkpointing=mode,
-                        reduces_always=reduction == "every", element_bytes=self.dtype.itemsize,
+                        reduces_always=reduction == "every", element_bytes=self.precision.products.itemsize,
                         trained=_LORA_SHARE if self.configs[AdapterConfig].lora_rank else 1.0, mfu=plan.mfu,
                     )  # fmt: skip
                     yield Candidate(layout=layout, checkpointing=mode, reduction=reduction, time=seconds)
@@ -226,7 +230,7 @@ class Search:
         return _MODES
 
     def _reductions(self, layout: Layout) -> tuple[GradientReduction, ...]:
-        if "gradient_reduction" in self.configs.given:
+        if self.configs[MemoryConfig].gradient_reduction != "auto":
             return (self.configs[MemoryConfig].gradient_reduction,)
         accumulates = layout.uses_fsdp and self.work.micro_batches(layout.data) > 1
         return ("last", "every") if accumulates else ("last",)
@@ -235,7 +239,8 @@ class Search:
         started = time.monotonic()
         name = f"{name_of(candidate.layout)}, {candidate.checkpointing}, {candidate.reduction}"
         try:
-            memory = self._with_reference(measure_step(self.spec(candidate), candidate.layout))
+            measured = measure_step(self.spec(candidate), candidate.layout)
+            memory = self._with_reference(measured, candidate.layout)
         except (ConfigError, ModelError) as error:
             reason = f"{error.message}; {error.hint}"
             self.report(f"{name}: refused: {reason}")
@@ -253,11 +258,12 @@ class Search:
             reason="" if fits else self._too_large(candidate, memory.peak),
         )
 
-    def _with_reference(self, memory: RankMemory) -> RankMemory:
-        if not self.reference_bytes:
+    def _with_reference(self, memory: RankMemory, layout: Layout) -> RankMemory:
+        held = self.reference_bytes(layout)
+        if not held:
             return memory
-        parts = {**memory.parts, "reference model": self.reference_bytes}
-        return dataclasses.replace(memory, peak=memory.peak + self.reference_bytes, parts=parts)
+        parts = {**memory.parts, "reference model": held}
+        return dataclasses.replace(memory, peak=memory.peak + held, parts=parts)
 
     def spec(self, candidate: Candidate) -> StepSpec:
         """Return the step to simulate: a pipeline needs one micro-batch more than stages, others two."""
@@ -267,7 +273,7 @@ class Search:
         batches = min(work.micro_batches(layout.data), 2 if layout.pp == 1 else layout.pp + 1)
         return StepSpec(
             config=self.model.config,
-            dtype=self.dtype,
+            precision=self.precision,
             max_tokens=work.max_tokens,
             chain_tokens=work.trajectory_tokens,
             trained_tokens=min(chunk, max(1, round(work.max_tokens * work.trained_share))),
@@ -281,7 +287,6 @@ class Search:
                 chunk_size=chunk,
                 entropy_gradient=configs[LossConfig].entropy_coef != 0,
                 vocab_chunk_size=configs[MemoryConfig].loss_vocab_chunk_size or DEFAULT_VOCAB_CHUNK,
-                autocast_dtype=torch.bfloat16 if train.autocast_bf16 else None,
             ),
         )
 

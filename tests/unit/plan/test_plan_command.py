@@ -116,10 +116,10 @@ def test_the_reference_model_is_counted(
     _, plain = plan(capsys, folder, "--gpus", "8xH200")
     _, found = plan(capsys, folder, "--gpus", "8xH200", "--kl_coef", "0.01")
     before, after = (item["layouts"][0] for item in (plain, found))
-    weights = 2 * plain["model"]["parameters"]
-    assert after["held_bytes"] == before["held_bytes"] + weights
-    assert after["bytes_by_part"]["reference model"] == weights
-    assert after["peak_bytes"] == before["peak_bytes"] + weights
+    shard = 2 * plain["model"]["parameters"] // 8
+    assert after["held_bytes"] == before["held_bytes"] + shard
+    assert after["bytes_by_part"]["reference model"] == shard
+    assert after["peak_bytes"] == before["peak_bytes"] + shard
     with pytest.raises(AgentRLError, match="--reference_model missing is not a folder"):
         main(["--model", str(folder), "--context", "64", "--kl_coef", "1", "--reference_model", "missing"])
 

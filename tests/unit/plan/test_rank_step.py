@@ -17,6 +17,7 @@ from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.errors import ConfigError
 from agentrl.model.flops import Stopwatch
 from agentrl.model.forward import ForwardOptions
+from agentrl.model.precision import Precision
 from agentrl.plan.layer_kinds import Depth, extrapolate
 from agentrl.plan.memory_tracker import Peak, Segment
 from agentrl.plan.rank_step import StepSpec, build_model, measure_step, step_loss
@@ -27,7 +28,7 @@ def spec(kind: str = "qwen3", **changes: Any) -> StepSpec:
     """One micro-batch of 128 tokens in two chains."""
     config = tiny_model(kind, vocab_size=64).config
     plain = StepSpec(
-        config=config, dtype=torch.float32, max_tokens=128, chain_tokens=64, trained_tokens=64, on_gpu=False
+        config=config, precision=Precision(), max_tokens=128, chain_tokens=64, trained_tokens=64, on_gpu=False
     )
     return replace(plain, **changes)
 

@@ -1,0 +1,118 @@
+"""The models and layouts that train a step on fake GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3MoeConfig
+
+from agentrl.config.schema import AdapterConfig, LossConfig, MemoryConfig, OptimConfig
+from agentrl.model.precision import Precision
+from agentrl.plan.rank_step import StepSpec
+
+LAYERS, HIDDEN, INNER, VOCABULARY = 4, 256, 512, 4096
+HEADS, KV_HEADS, HEAD_DIM = 8, 4, 64
+EXPERTS, CHOSEN, EXPERT_INNER = 32, 4, 128
+TOKENS, BATCHES = 1024, 2
+TRAINED = TOKENS // 2
+RANK = 8
+"""Of LoRA."""
+
+LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
+    1: {"one": {}},
+    8: {
+        "fsdp": {"dp_shard": 8},
+        "hsdp": {"dp_replicate": 2, "dp_shard": 4},
+        "tp": {"tp": 2, "dp_shard": 4},
+        "cp": {"cp": 2, "dp_shard": 4},
+        "pp": {"pp": 2, "dp_shard": 4},
+        "ep": {"ep": 4, "dp_shard": 2},
+        "ep×tp": {"ep": 2, "tp": 2, "dp_shard": 2},
+        "tp×cp": {"tp": 2, "cp": 2, "dp_shard": 2},
+    },
+    64: {
+        "fsdp": {"dp_shard": 64},
+        "hsdp": {"dp_replicate": 4, "dp_shard": 16},
+        "tp": {"tp": 4, "dp_shard": 16},
+        "cp": {"cp": 4, "dp_shard": 16},
+        "pp": {"pp": 4, "dp_shard": 16},
+        "ep": {"ep": 8, "dp_shard": 8},
+        "ep×tp": {"ep": 8, "tp": 2, "dp_shard": 4},
+        "tp×cp": {"tp": 2, "cp": 4, "dp_shard": 8},
+    },
+}
+"""World → name → sizes."""
+LARGE = {
+    "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32},
+    "32b": {"hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64},
+}
+"""Shapes of Qwen3-8B, of 36 layers, and Qwen3-32B, of 64."""
+LARGE_TOKENS = 32_768
+MODELS = ("dense", "moe", "lora", "frozen", "reference")
+_WHOLE_LAYERS = ("one", "fsdp", "hsdp", "cp")
+"""The layouts in which adapters are trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A step that one rank trains."""
+
+    model: str
+    """One of ``MODELS``, or of ``LARGE``."""
+    layout: dict[str, int] = field(default_factory=dict)
+    """The fields of ``Layout``."""
+    rank: int = 0
+    checkpointing: str = "full"
+    layers: int = 0
+    """Of a model in ``LARGE``, from which few are run and the others extrapolated."""
+    planned: bool = False
+    """Whether ``agentrl plan`` is asked too."""
+
+
+def layouts(model: str, world: int) -> list[str]:
+    """Return the names of the layouts of ``world`` ranks in which ``model`` is trained."""
+    return [
+        name
+        for name in LAYOUTS[world]
+        if ("ep" not in name or model == "moe") and (model != "lora" or name in _WHOLE_LAYERS)
+    ]
+
+
+def model_config(model: str, layers: int = LAYERS) -> Any:
+    """Return the Hugging Face configuration of ``model``."""
+    shape: dict[str, Any] = {
+        "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": layers,
+        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
+        "vocab_size": VOCABULARY, "tie_word_embeddings": False,
+    }  # fmt: skip
+    if model == "moe":
+        mixture = {
+            "num_experts": EXPERTS,
+            "num_experts_per_tok": CHOSEN,
+            "moe_intermediate_size": EXPERT_INNER,
+        }
+        return Qwen3MoeConfig(**shape, **mixture, norm_topk_prob=True)
+    if model in LARGE:
+        shape |= {**LARGE[model], "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936}
+    return Qwen3Config(**shape, max_position_embeddings=LARGE_TOKENS)
+
+
+def step_spec(case: Case, layers: int = 0) -> StepSpec:
+    """Return the step of ``case``: the default precision of a GPU, gradients reduced in each micro-batch."""
+    tokens = LARGE_TOKENS if case.model in LARGE else TOKENS
+    frozen = r"embed_tokens|\.mlp\." if case.model == "frozen" else None
+    return StepSpec(
+        config=model_config(case.model, layers or LAYERS),
+        precision=Precision(products=torch.bfloat16),
+        max_tokens=tokens,
+        chain_tokens=tokens // 2,
+        trained_tokens=TRAINED,  # more would be more chunks of logits, one after the other
+        micro_batches=BATCHES,
+        checkpointing=case.checkpointing,  # type: ignore[arg-type]
+        memory=MemoryConfig(gradient_reduction="every"),
+        optim=OptimConfig(freeze=frozen),
+        adapter=AdapterConfig(lora_rank=RANK if case.model == "lora" else 0),
+        loss=LossConfig(kl_coef=0.1 if case.model == "reference" else 0.0),
+    )

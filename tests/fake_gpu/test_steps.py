@@ -1,0 +1,124 @@
+"""A step in each layout on fake GPUs: memory, collectives, dtypes of products, reads by the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from agentrl.distributed.mesh import Layout
+from fake_gpu.cases import BATCHES, LAYOUTS, MODELS, Case, layouts
+from fake_gpu.closed_forms import Collectives, expected
+from fake_gpu.conftest import Steps
+
+pytestmark = [pytest.mark.fake_gpu, pytest.mark.timeout(1000)]
+
+MIB = 2**20
+FLOAT32_PRODUCTS = ("modeling_qwen3.py Qwen3RotaryEmbedding.forward", "Qwen3MoeRotaryEmbedding.forward")
+"""Places that multiply in float32: the angles of rotary embeddings, which bfloat16 would round."""
+_TP_FORWARD = "TensorParallelLayer.install_forward.<locals>.tp_forward"
+CEILINGS: dict[tuple[str, int], dict[str, int]] = {
+    ("dense", 1): {"one": 114},
+    ("dense", 8): {"fsdp": 47, "hsdp": 57, "tp": 32, "cp": 36, "pp": 43, "tp×cp": 25},
+    ("dense", 64): {"fsdp": 38, "hsdp": 42, "tp": 18, "cp": 21, "pp": 32, "tp×cp": 12},
+    ("moe", 1): {"one": 305},
+    ("moe", 8): {
+        "fsdp": 96, "hsdp": 128, "tp": 61, "cp": 84, "pp": 87, "ep": 77, "ep×tp": 60, "tp×cp": 53,
+    },
+    ("moe", 64): {
+        "fsdp": 95, "hsdp": 80, "tp": 24, "cp": 79, "pp": 45, "ep": 48, "ep×tp": 31, "tp×cp": 22,
+    },
+    ("lora", 1): {"one": 37},
+    ("lora", 8): {"fsdp": 31, "hsdp": 32, "cp": 21},
+    ("lora", 64): {"fsdp": 30, "hsdp": 30, "cp": 15},
+    ("frozen", 1): {"one": 90},
+    ("frozen", 8): {"fsdp": 47, "hsdp": 57, "tp": 32, "cp": 36, "pp": 43, "tp×cp": 25},
+    ("frozen", 64): {"fsdp": 38, "hsdp": 42, "tp": 18, "cp": 21, "pp": 32, "tp×cp": 12},
+    ("reference", 1): {"one": 124},
+    ("reference", 8): {"fsdp": 48, "hsdp": 60, "tp": 34, "cp": 39, "pp": 46, "tp×cp": 27},
+    ("reference", 64): {"fsdp": 39, "hsdp": 44, "tp": 19, "cp": 23, "pp": 34, "tp×cp": 13},
+}  # fmt: skip
+"""MiB of a rank at the peak of a step, by model, world and layout: about 3 % above the measured ones."""
+
+
+def cases(model: str) -> list[tuple[str, int, Case]]:
+    """Return layout, world and case of each step of a model; of a pipeline the first and the last stage."""
+    found = []
+    for world, sizes in LAYOUTS.items():
+        for name in layouts(model, world):
+            for rank in (0, world - 1) if "pp" in name else (0,):
+                planned = world == 8 and rank == 0 and model in ("dense", "moe", "lora")
+                case = Case(model=model, layout=sizes[name], rank=rank, planned=planned)
+                found.append((name, world, case))
+    return found
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_step_on_fake_gpus(model: str, run_steps: Steps) -> None:
+    named = cases(model)
+    steps = run_steps([case for _, _, case in named])
+    wrong = [
+        f"{name}, rank {case.rank} of {world}: {problem}"
+        for (name, world, case), step in zip(named, steps, strict=True)
+        for problem in (
+            *_memory_problems(step, CEILINGS[model, world][name] * MIB),
+            *_collective_problems(step, expected(case)),
+            *_dtype_problems(step),
+            *_read_problems(step, reads(case)),
+        )
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def _memory_problems(step: dict[str, Any], ceiling: float) -> Iterator[str]:
+    if step["peak"] > ceiling:
+        yield f"the peak is {step['peak'] / MIB:.1f} MiB, above {ceiling / MIB:.1f}: {step['parts']}"
+    if step["planned"] is not None and abs(step["planned"] / step["peak"] - 1) > 0.1:
+        yield f"agentrl plan says {step['planned'] / MIB:.1f} MiB, and {step['peak'] / MIB:.1f} are used"
+
+
+def _collective_problems(step: dict[str, Any], by_hand: Collectives) -> Iterator[str]:
+    for key in sorted({*step["calls"], *by_hand.calls}):
+        counted = step["calls"].get(key, 0), step["bytes"].get(key, 0)
+        computed = by_hand.calls[key], by_hand.bytes[key]
+        if counted != computed:
+            yield f"{key}: (calls, bytes) {counted}, by hand {computed}"
+
+
+def _dtype_problems(step: dict[str, Any]) -> Iterator[str]:
+    for product in step["products"]:
+        if "float32" in product and not product.endswith(FLOAT32_PRODUCTS):
+            yield f"a product in float32: {product}"
+    if step["mixed"]:
+        yield f"operations on tensors of several devices: {step['mixed']}"
+
+
+def reads(case: Case) -> dict[str, int]:
+    """Return how many numbers the host reads from the device in the step of ``case``, by place.
+
+    The counts of the step's tokens; loss and metrics, all at its end; the gradients' norm; the logprobs of a
+    reference model. DTensor asks twice which ids of a micro-batch are not in a rank's part of the embedding.
+    """
+    layout = Layout(**case.layout)
+    is_last = case.rank // (layout.world // layout.pp) == layout.pp - 1
+    is_reference = case.model == "reference"
+    found = {
+        "agentrl/train/step_loss.py StepLoss.start": 3,
+        "agentrl/distributed/gradients.py gradient_norm": 1,
+    }
+    if is_last:
+        found["agentrl/train/step_loss.py StepLoss.report"] = BATCHES * (13 if is_reference else 12)
+    if layout.tp > 1:
+        passes = 2 if is_reference else 1
+        for function in ("EmbeddingParallel.transform_output_post_forward", _TP_FORWARD):
+            found[f"transformers/distributed/tensor_parallel.py {function}"] = passes * BATCHES
+    if is_reference:
+        found["agentrl/train/frozen_logprobs.py _to_numpy"] = BATCHES
+    return found
+
+
+def _read_problems(step: dict[str, Any], listed: dict[str, int]) -> Iterator[str]:
+    for place in sorted({*step["reads"], *listed}):
+        if step["reads"].get(place, 0) != listed.get(place, 0):
+            yield f"{place} reads {step['reads'].get(place, 0)} numbers, {listed.get(place, 0)} are listed"
