@@ -188,7 +188,7 @@ def test_a_folder_that_is_no_model_ends_with_the_reason(mongo: str, tmp_path: Pa
         *("--run_name", "serve-empty", "--db_connection_string", mongo, "--log_dir", str(tmp_path)),
         *("--model_name_or_path", str(tmp_path)),
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "is not a model folder" in done.stderr
 
 

@@ -198,7 +198,7 @@ def _dtype(folder: str) -> str:
         return stored_dtype(Path(folder))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"the dtype of the weights in {folder} cannot be read: {error}",
+            f"{folder} is not a model folder: the dtype of its weights cannot be read: {error}",
             hint="give a folder that save_pretrained wrote",
         ) from error
 
