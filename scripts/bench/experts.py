@@ -15,11 +15,15 @@ import multiprocessing
 import sys
 import tempfile
 import time
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    _resolve_process_group,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeConfig
 from transformers.distributed.expert_parallel import AllToAllEP
@@ -33,11 +37,11 @@ LAYOUTS = {"tp 2": (1, 2), "ep 2": (2, 1), "ep 2 × tp 2": (2, 2)}
 ROUNDS = 5
 
 
-class SentBytes(TorchDispatchMode):
+class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes that this rank sends to other ranks."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -55,10 +59,10 @@ def _sent(name: str, args: Any) -> float:
         return float((len(tensor) - sizes[group.rank()]) * tensor[:1].numel() * tensor.element_size())
     if name == "all_to_all_single":  # input, output sizes, input sizes, group name
         tensor, sizes = args[0], args[2]
-        own = dist.distributed_c10d._resolve_process_group(args[3]).rank()
+        own = _resolve_process_group(args[3]).rank()
         return float((len(tensor) - sizes[own]) * tensor[:1].numel() * tensor.element_size())
     if name in ("all_reduce", "all_reduce_"):
-        ranks = dist.distributed_c10d._resolve_process_group(args[2]).size()
+        ranks = _resolve_process_group(args[2]).size()
         return float(2 * (ranks - 1) / ranks * args[0].numel() * args[0].element_size())
     if name == "all_gather_into_tensor":  # input, ranks, group name
         return float((args[1] - 1) * args[0].numel() * args[0].element_size())
@@ -78,13 +82,13 @@ def run_rank(rank: int, ep: int, tp: int, folder: str, results: Any) -> None:
         hidden_size=HIDDEN, moe_intermediate_size=WIDTH, num_experts=count, num_experts_per_tok=1
     )
     config._experts_implementation = "grouped_mm"
-    experts: Any = Qwen3MoeExperts(config)
+    experts: Any = cast(Any, Qwen3MoeExperts)(config)
     torch.manual_seed(rank)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     ours = Dispatch(mesh["ep"], mesh["tp"], count)
-    theirs = AllToAllEP(experts, flat, mesh["tp"])
-    ways = {"ours": lambda *rows: ours(*rows, experts.forward), "transformers": theirs}
+    theirs = cast(Any, AllToAllEP)(experts, flat, mesh["tp"])
+    ways: dict[str, Any] = {"ours": partial(ours, run=experts.forward), "transformers": theirs}
     torch.manual_seed(100 + rank // tp)  # ranks of tp have the same tokens
     hidden = torch.randn(TOKENS, HIDDEN, requires_grad=True)
     routed = torch.randn(TOKENS, EXPERTS).softmax(1).topk(CHOSEN)

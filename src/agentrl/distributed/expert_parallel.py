@@ -3,9 +3,9 @@
 Tokens travel to the experts that the router chose, and back, by all-to-all. Tensor-parallel ranks split the
 experts too; each holds whole ones.
 
-transformers' ``AllToAllEP`` computes the same (2e-7 apart, `scripts/bench/experts.py`). It splits the tokens
-that tensor-parallel ranks share and sends each pair of a token and an expert, where this sums [T, H] once: with
-8 experts a token it sends 4.4 times the bytes for tp 2, 1.3 for ep 2 × tp 2, and equal ones for ep 2.
+transformers' ``AllToAllEP`` computes the same (2e-7 apart, ``scripts/bench/experts.py``). It splits the
+tokens that tensor-parallel ranks share and sends each pair of a token and an expert, where this sums [T, H]
+once: with 8 experts a token it sends 4.4 times the bytes for tp 2, 1.3 for ep 2 × tp 2, as many for ep 2.
 """
 
 from __future__ import annotations
