@@ -158,11 +158,11 @@ LOSSES = Registry[Loss](
     ],
     convert=_as_loss,
     hints={
-        "dapo": "DAPO is GRPO with --token_level_loss true --epsilon_higher 0.08; docs/losses.md has its row of"
-        " flags",
+        "dapo": "DAPO is GRPO with --token_level_loss true --epsilon_higher 0.08; docs/losses.md has all of"
+        " its flags",
         "drgrpo": "Dr. GRPO is GRPO with --loss_length_divisor and --advantage dr_grpo (docs/losses.md)",
-        "reinforce": "REINFORCE++ is GRPO with --token_level_loss true --advantage reward --advantage_whitening"
-        " batch (docs/losses.md)",
+        "reinforce": "REINFORCE++ is GRPO with --token_level_loss true --advantage reward"
+        " --advantage_whitening batch (docs/losses.md)",
         "ppo": "GRPO is PPO's clipped surrogate with the group's mean in place of a critic",
         "sft": "CrossEntropy; `agentrl sft` trains conversations",
     },
