@@ -48,6 +48,7 @@ SECTIONS: Final[dict[str, tuple[MetricDefinition, ...]]] = {
         _("kl_reference", "k3 estimate of KL(πθ‖π_ref), with a reference model", "nats a token", "grows slowly"),
         _("entropy", "mean entropy of πθ at trainable tokens", "nats a token", "falls slowly; near 0, exploration is over"),
         _("effective_sample_size", "(Σω)² / (n·Σω²) of ω = πθ/μ", "0–1", "above 0.9"),
+        _("published_adapter_share", "share of what a LoRA adapter changes that rounding leaves in the last published version", "0–1", "above 0.9; below it, engines sample another policy than the one that is trained"),
         _("updates", "optimizer updates of the step", "updates", "as configured"),
     ),
     "Staleness and queues": (
