@@ -277,8 +277,9 @@ def _roles(variables: Mapping[str, str]) -> set[str]:
 def _default_servers(configs: Configs, *, is_demo: bool) -> list[ServerSpec] | None:
     """Return the tool servers of ``SERVERS_FILE`` if the run uses that file, else None.
 
-    It is used by the demo, and if the tasks name tools and no other servers are configured. Raises
-    ConfigError if the tasks name a server that the file does not configure, and TaskFileError.
+    It is used by the demo, and if the tasks name tools that no path of ``--tools`` ends with, and no other
+    servers are configured. Raises ConfigError if the tasks name a server that the file does not configure,
+    and TaskFileError.
     """
     tools, tasks = configs[ToolConfig], configs[TaskConfig]
     path = tasks.eval_file or tasks.train_file
@@ -291,15 +292,18 @@ def _default_servers(configs: Configs, *, is_demo: bool) -> list[ServerSpec] | N
     ):
         return None
     read = read_tasks(path, shuffle=False, skip_bad_lines=tasks.skip_bad_lines)
-    named = {tool for task in read.tasks for tool in task.tools or ()}
+    own = {name.strip().rpartition(":")[2] for name in tools.tools.split(",")}
+    named = {tool for task in read.tasks for tool in task.tools or ()} - own
     if not named and not is_demo:
         return None
     servers = load_servers(SERVERS_FILE)
     missing = sorted(named - {server.name for server in servers if not isinstance(server, ManagerSpec)})
     if missing:
         raise ConfigError(
-            f"tasks of {path} name the tool servers {', '.join(missing)}, and none is configured",
-            hint="export MCP_SERVERS_FILE=FILE.yml or MCP_MANAGER_URL=URL",
+            f"tasks of {path} name the tools {', '.join(missing)}, and none of --tools or of the tool servers"
+            " is called so",
+            hint="--tools module:name for a function of your own; for an MCP server export"
+            " MCP_SERVERS_FILE=FILE.yml or MCP_MANAGER_URL=URL",
         )
     return servers
 

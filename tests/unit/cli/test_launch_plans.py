@@ -168,3 +168,16 @@ def test_limits_of_a_recipe_follow_the_model_and_the_memory(
     assert tried == [32768, 16384, 8192]
     assert plan.flags[:2] == ["--max_prompt_tokens", "7680"]
     assert "--max_prompt_tokens 7680 --max_tokens 8192" in capsys.readouterr().out
+
+
+def test_tasks_may_name_python_tools_by_the_end_of_their_paths(
+    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "reverse.jsonl"
+    file.write_text(json.dumps({"id": "a", "query": "Reverse abc", "answer": "cba", "tools": ["reverse"]}))
+    words = [*given, "--eval_file", str(file)]
+    plan = plan_of(monkeypatch, "eval", *words, "--tools", "other:tool, my_tools:reverse")
+    assert "--mcp_servers_file" not in plan.flags
+    with pytest.raises(ConfigError, match="name the tools reverse") as refused:
+        plan_of(monkeypatch, "eval", *words, "--tools", "my_tools:turn")
+    assert "--tools module:name" in str(refused.value.hint)
