@@ -13,7 +13,7 @@ flags+=(--eval_file "$EVAL_FILE" --eval_samples 4)
 if [ -n "${DEMO:-}" ]; then
   flags+=(--max_turns 4 --max_prompt_tokens 2048 --prompt_reserve_tokens 256 --max_new_tokens 64)
 else
-  flags+=(--max_turns 200 --max_prompt_tokens 128768 --max_new_tokens 32768 --new_context discard_all)
+  flags+=(--fit_context 161536 --fit_turns 200 --new_context discard_all)
   flags+=(--preferred_sampling_params '{"temperature": 1, "top_p": 1, "presence_penalty": 1.0}')
 fi
 flags+=("$@")

@@ -42,6 +42,22 @@ installed() {
   return 1
 }
 
+# Print the clone that the environment belongs to, if it is another one that still exists.
+other_clone() {
+  [ -x "$venv/bin/python" ] || return 0
+  "$venv/bin/python" - <<'PY' 2>/dev/null || true
+import json, pathlib, urllib.parse
+from importlib.metadata import distributions
+for found in distributions(name="agentrl"):
+    origin = json.loads(found.read_text("direct_url.json") or "{}")
+    if origin.get("dir_info", {}).get("editable"):
+        clone = pathlib.Path(urllib.parse.unquote(urllib.parse.urlsplit(origin["url"]).path))
+        if clone.is_dir() and clone.resolve() != pathlib.Path.cwd().resolve():
+            print(clone)
+            break
+PY
+}
+
 torch_index() {
   [ -n "${AGENTRL_TORCH_INDEX:-}" ] && { printf '%s' "$AGENTRL_TORCH_INDEX"; return; }
   command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1 && return
@@ -54,6 +70,8 @@ PY
 }
 
 if installed; then exit 0; fi
+other=$(other_clone)
+[ -z "$other" ] || fail "$venv runs the clone in $other, and would run this one everywhere: set AGENTRL_VENV to a folder of this clone's own, or unset it"
 
 # Only one installer runs at a time; a second one waits here and then finds the stamp.
 mkdir -p "$venv"

@@ -26,7 +26,8 @@ Timed = Callable[[], Awaitable[float]]
 class Row:
     """A measurement, its baseline and their ratio. ``more`` is False where a lower ratio is better.
 
-    A row without a target is only for information. A row without a baseline has no ratio.
+    A row without a target is only for information. A row without a baseline has no ratio. A row with
+    ``equal`` proves that both did the same work: its ratio may differ from 1 by no more than that.
     """
 
     what: str
@@ -35,10 +36,13 @@ class Row:
     ratio: float | None
     target: float | None = None
     more: bool = True
+    equal: float | None = None
 
     @property
     def passed(self) -> bool | None:
         """Whether the ratio meets its target; None without a ratio or a target."""
+        if self.ratio is not None and self.equal is not None:
+            return abs(self.ratio - 1) <= self.equal
         if self.target is None or self.ratio is None:
             return None
         return self.ratio >= self.target if self.more else self.ratio <= self.target
@@ -58,6 +62,7 @@ def print_rows(what: str, rows: list[Row]) -> None:
     verdicts = {True: "pass", False: "FAIL", None: ""}
     for row in rows:
         limit = "–" if row.target is None else f"{'≥' if row.more else '≤'} {row.target:g}"
+        limit = limit if row.equal is None else f"1 ± {row.equal:g}"
         reached = "–" if row.ratio is None else f"{row.ratio:.3g}"
         table.add_row(row.what, row.ours, row.baseline, reached, limit, verdicts[row.passed])
     Console(width=_WIDTH, markup=False, highlight=False).print(table)

@@ -9,7 +9,7 @@ install TRL in FOLDER (default: .agentrl/trl):
     pip install --no-deps --target .agentrl/trl trl datasets pyarrow pandas xxhash \\
         dill==0.4.0 multiprocess==0.70.18
 
-Exits with 1 if a ratio misses its target.
+Exits with 1 if a ratio misses its target, or if gradient norms differ: then the work was not equal.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ QUICK_TURNS = {
     "tiny": Group(trajectories=8, turns=6, prompt=512, output=16, observation=16),
     "135M": Group(trajectories=3, turns=3, prompt=128, output=16, observation=16),
 }
+SAME_GRADIENT = 1e-3
+"""Largest relative difference of two gradient norms of the same loss on the same data, in float32."""
 SAMPLE = 24
 """With ``off``, train only every ``SAMPLE``-th row on the larger model."""
 UNEVEN = {
@@ -120,6 +122,8 @@ def _merged_rows(model: str, found: dict[str, dict[str, Any]]) -> list[Row]:
             ours=f"{found[way]['cpu_seconds']:.2f} s, {found[way]['tokens']} tokens",
             baseline=f"{off['cpu_seconds']:.2f} s, {off['tokens']} tokens{sampled}", ratio=speedup,
         ))  # fmt: skip
+        if not is_sample:
+            rows.append(_same_gradient(f"{model}: gradient norm, {way} : off", found[way], off))
     rows.append(_ratio(f"{model}: the same for group, wall clock", off, group, "seconds", "s"))
     speedup = off["cpu_seconds"] / group["cpu_seconds"]
     rows += [
@@ -173,12 +177,18 @@ def _against_trl(bench: Bench, name: str, model: str, group: Group) -> list[Row]
                 ours=_mib(ours["peak_bytes"]), baseline=_mib(theirs["peak_bytes"]),
                 ratio=ours["peak_bytes"] / theirs["peak_bytes"], target=0.5, more=False,
             ),
-            Row(
-                what=f"{name}: gradient norm, {way} : TRL", ours=f"{ours['grad_norm']:.6g}",
-                baseline=f"{theirs['grad_norm']:.6g}", ratio=ours["grad_norm"] / theirs["grad_norm"],
-            ),
+            _same_gradient(f"{name}: gradient norm, {way} : TRL", ours, theirs),
         ]  # fmt: skip
     return rows
+
+
+def _same_gradient(what: str, ours: dict[str, Any], baseline: dict[str, Any]) -> Row:
+    """Return the row which fails the benchmark if the two did not train the same loss on the same data."""
+    norms = ours["grad_norm"], baseline["grad_norm"]
+    return Row(
+        what=what, ours=f"{norms[0]:.6g}", baseline=f"{norms[1]:.6g}", ratio=norms[0] / norms[1],
+        equal=SAME_GRADIENT,
+    )  # fmt: skip
 
 
 def logprobs(bench: Bench) -> list[Row]:

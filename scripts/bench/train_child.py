@@ -62,7 +62,7 @@ def _ours(way: str, wanted: dict[str, Any]) -> dict[str, Any]:
 
     def train(chosen: list[Any]) -> None:
         forward_backward(
-            parallel, chosen, LossSettings(old_logprobs="recompute"),
+            parallel, chosen, LossSettings(old_logprobs="recompute", token_level_loss=True),  # as TRL's dapo
             denominators=count_step(forests),
         )  # fmt: skip
 

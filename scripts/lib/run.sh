@@ -63,8 +63,8 @@ training_flags() {
     flags+=(--max_turns 4 --max_prompt_tokens 2048 --prompt_reserve_tokens 256 --max_new_tokens 64
       --max_tokens 4096)
   else
-    flags+=(--max_turns "$max_turns" --max_prompt_tokens 128768 --max_new_tokens 32768 --max_tokens 161536
-      --activation_checkpointing full)
+    # The model's context and the memory limit them, and a flag that you give moves the others.
+    flags+=(--fit_context 161536 --fit_turns "$max_turns" --activation_checkpointing full)
   fi
 }
 

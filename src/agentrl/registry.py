@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
@@ -70,18 +70,22 @@ class Registry(Generic[T]):
         flag: str = "",
         built_in: Sequence[str] = (),
         convert: Callable[[Any], T] | None = None,
+        hints: Mapping[str, str] | None = None,
     ) -> None:
         """``kind`` names an extension in errors, such as ``scorer``; ``group`` is the entry-point group;
         ``flag`` is the command-line flag that chooses one, if there is one.
 
         ``built_in`` names the modules that register built-in extensions. ``convert`` turns the object of a
         path or of an entry point into a ``T``, or raises TypeError; by default any callable passes as it is.
+        ``hints`` has what to use instead of names that users know from elsewhere, by their letters and digits
+        in lower case.
         """
         self._kind = kind
         self._group = group
         self._flag = f" ({flag})" if flag else ""
         self._built_in = tuple(built_in)
         self._convert = convert or _callable
+        self._hints = hints or {}
         self._registered: dict[str, T] = {}
 
     def register(self, *names: str) -> Callable[[T], T]:
@@ -122,7 +126,7 @@ class Registry(Generic[T]):
         raise ConfigError(
             f"unknown {self._kind} {name!r}{self._flag}"
             + (f"; choose one of {', '.join(known)}" if known else ""),
-            hint=_hint(name, known),
+            hint=self._hints.get("".join(filter(str.isalnum, name.lower()))) or _hint(name, known),
         )
 
     def _import_built_in(self) -> None:

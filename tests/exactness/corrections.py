@@ -20,4 +20,5 @@ def corrections_of(loss: str, old_logprobs: str) -> tuple[str, ...]:
 
 def cases_of(loss: str) -> list[tuple[OldLogprobs, str]]:
     """Return every pair of ``--old_logprobs`` and ``--importance_correction``."""
-    return [(old, correction) for old in OLD_LOGPROBS for correction in corrections_of(loss, old)]
+    old_logprobs = ("behavior",) if LOSSES.get(loss).compares_behavior else OLD_LOGPROBS
+    return [(old, correction) for old in old_logprobs for correction in corrections_of(loss, old)]

@@ -78,7 +78,7 @@ def loss_settings(draw: st.DrawFn, loss: str) -> LossSettings:
         strict_in_bound=False,
         importance_weight_cap_ratio=draw(st.sampled_from([4.0, math.inf])),
         out_of_date_decay=draw(st.sampled_from([None, 0.3])),
-        dual_clip=draw(st.sampled_from([None, 3.0])) if "dual_clip" in declared.flags else None,
+        dual_clip=draw(st.sampled_from([math.inf, 3.0])) if "dual_clip" in declared.flags else None,
         ce_grpo_beta_1=0.5 if keeps else None,
         ce_grpo_beta_2=0.7 if keeps else None,
         entropy_coef=draw(st.sampled_from([0.0, 0.1])),

@@ -128,7 +128,7 @@ def test_tasks_that_name_an_unknown_tool_server_are_refused_before_anything_star
     tasks = write_tasks(tmp_path / "tasks.jsonl", tools=["search"])
     script = start("grpo.sh", run_config.run_name, MODEL_PATH=str(tmp_path), TRAIN_FILE=tasks)
     assert script.wait(60) == 2
-    assert "name the tool servers search, and none is configured" in script.output
+    assert "name the tools search, and none of --tools or of the tool servers is called so" in script.output
     assert "MCP_SERVERS_FILE" in script.output
     assert not (root / "logs").exists()
     assert not (root / ".agentrl").exists()

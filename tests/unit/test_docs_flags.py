@@ -18,7 +18,7 @@ OURS = [row.rstrip(" |").split(" | ")[-1] for row in ROWS]
 
 
 def test_our_flags_exist() -> None:
-    named = {name for cell in OURS for name in re.findall(r"--([A-Za-z_]+)", cell)}
+    named = {name for cell in OURS for name in re.findall(r"--([A-Za-z_0-9]+)", cell)}
     assert len(named) > 80
     assert named - FLAGS == set()
 

@@ -59,7 +59,7 @@ FLAGS = (
     "--prompt_reserve_tokens", "32", "--max_new_tokens", "40", "--max_tokens", "320",
     "--prefix_merging", "group", "--loss_calculater", "GRPO", "--token_level_loss", "true",
     "--epsilon", "0.2", "--epsilon_higher", "0.1", "--importance_weight_cap_ratio", "4",
-    "--out_of_date_decay", "0.02", "--kl_coef", "0.02", "--entropy_coef", "0.001",
+    "--out_of_date_decay", "0.02", "--dual_clip", "inf", "--kl_coef", "0.02", "--entropy_coef", "0.001",
     "--learning_rate", "2e-4", "--lr_scheduler_type", "cosine", "--warmup_steps", "2",
     "--weight_decay", "0.01", "--max_grad_norm", "1", "--dtype", "float32",
     "--save_steps", "1000", "--publish_steps", "1000", "--data_wait_seconds", "60",

@@ -20,17 +20,20 @@ from typing import Any
 
 import yaml
 
+from agentrl.cli.context_limits import as_words, fitted_limits, machine_context
 from agentrl.cli.gpus import place_processes
-from agentrl.cli.memory_check import MemoryCheck
+from agentrl.cli.memory_check import MemoryCheck, StepTooLargeError
 from agentrl.cli.placement import Numbers, Placement
 from agentrl.config.load import Configs, parse
 from agentrl.config.run import without_uri
 from agentrl.config.schema import (
+    AgentConfig,
     EngineConfig,
     EvaluationConfig,
     ModelConfig,
     PlacementConfig,
     RunConfig,
+    SamplingConfig,
     TaskConfig,
     ToolConfig,
 )
@@ -53,6 +56,8 @@ _DEMO_TOOLS = ("units", 8765)
 
 _CONNECT_SECONDS = 1.0
 _ACCELERATE_SIZES = ("dp_replicate_size", "tp_size", "cp_size")
+_SHORTEST = 2048
+"""Shortest context that ``--fit_context`` tries."""
 _BESIDE_ENGINE = 0.45
 """Fraction of a GPU's memory for each of two engines on it, without ``--inf_mem_ratio``."""
 
@@ -106,7 +111,6 @@ def _launch(argv: list[str]) -> int:
         " train` (database, engines, samplers, trainer) or `agentrl launch eval` (engines and an evaluation)."
         " Restarts those that crash. The run scripts under scripts/ start it with the flags of a recipe.",
         shown=[PlacementConfig, RunConfig, ModelConfig, EngineConfig],
-        validate=require_trainable if command == "train" else None,
     )
     run = configs[RunConfig]
     roles = _roles(variables) if command == "train" else {"serve", "eval"}
@@ -130,11 +134,7 @@ def _launch(argv: list[str]) -> int:
     if is_demo and model is None:
         model = str(prepare_smollm(lambda text: _report(run.run_name, text)))
         flags = ["--model_name_or_path", model, *flags]
-    if placement is not None and model is not None:
-        MemoryCheck(
-            configs=configs, flags=flags, model=model, machines=machines,
-            report=lambda text: _report(run.run_name, text),
-        ).check(placement, _environment())  # fmt: skip
+    flags = _fit(configs, flags, model, placement, machines, is_training=command == "train")
     if run.db_connection_string is None:
         _start_database(run)
     return _run(
@@ -152,6 +152,46 @@ def _launch(argv: list[str]) -> int:
             placement=placement,
         )
     )
+
+
+def _fit(
+    configs: Configs,
+    flags: Sequence[str],
+    model: str | None,
+    placement: Placement | None,
+    machines: int,
+    *,
+    is_training: bool,
+) -> list[str]:
+    """Return ``flags`` with the limits of ``--fit_context``, halved until a training step fits the GPUs.
+
+    Raises ConfigError for limits that contradict one another, and for a model that does not fit.
+    """
+    longest = configs[PlacementConfig].fit_context if model is not None else None
+    if longest is not None and placement is None:
+        longest = min(longest, machine_context())
+    name = configs[RunConfig].run_name
+    while True:
+        limits = fitted_limits(configs, model, longest) if model is not None and longest is not None else {}
+        fitted, words = configs.with_flags(limits), [*as_words(limits), *flags]
+        if is_training:
+            require_trainable(fitted)
+        try:
+            if placement is not None and model is not None:
+                MemoryCheck(
+                    configs=fitted, flags=words, model=model, machines=machines,
+                    report=lambda text: _report(name, text),
+                ).check(placement, _environment())  # fmt: skip
+        except StepTooLargeError as error:
+            total = fitted[AgentConfig].max_prompt_tokens + fitted[SamplingConfig].max_new_tokens
+            if len({"max_prompt_tokens", "max_new_tokens"} & limits.keys()) == 0 or total < 2 * _SHORTEST:
+                raise
+            longest = total // 2
+            _report(name, f"{error.message}: trying a context of {longest} tokens")
+            continue
+        if limits:
+            _report(name, f"limits: {' '.join(as_words(limits))}")
+        return words
 
 
 def _run(plan: Plan) -> int:
@@ -237,8 +277,9 @@ def _roles(variables: Mapping[str, str]) -> set[str]:
 def _default_servers(configs: Configs, *, is_demo: bool) -> list[ServerSpec] | None:
     """Return the tool servers of ``SERVERS_FILE`` if the run uses that file, else None.
 
-    It is used by the demo, and if the tasks name tools and no other servers are configured. Raises
-    ConfigError if the tasks name a server that the file does not configure, and TaskFileError.
+    It is used by the demo, and if the tasks name tools that no path of ``--tools`` ends with, and no other
+    servers are configured. Raises ConfigError if the tasks name a server that the file does not configure,
+    and TaskFileError.
     """
     tools, tasks = configs[ToolConfig], configs[TaskConfig]
     path = tasks.eval_file or tasks.train_file
@@ -251,15 +292,18 @@ def _default_servers(configs: Configs, *, is_demo: bool) -> list[ServerSpec] | N
     ):
         return None
     read = read_tasks(path, shuffle=False, skip_bad_lines=tasks.skip_bad_lines)
-    named = {tool for task in read.tasks for tool in task.tools or ()}
+    own = {name.strip().rpartition(":")[2] for name in tools.tools.split(",")}
+    named = {tool for task in read.tasks for tool in task.tools or ()} - own
     if not named and not is_demo:
         return None
     servers = load_servers(SERVERS_FILE)
     missing = sorted(named - {server.name for server in servers if not isinstance(server, ManagerSpec)})
     if missing:
         raise ConfigError(
-            f"tasks of {path} name the tool servers {', '.join(missing)}, and none is configured",
-            hint="export MCP_SERVERS_FILE=FILE.yml or MCP_MANAGER_URL=URL",
+            f"tasks of {path} name the tools {', '.join(missing)}, and none of --tools or of the tool servers"
+            " is called so",
+            hint="--tools module:name for a function of your own; for an MCP server export"
+            " MCP_SERVERS_FILE=FILE.yml or MCP_MANAGER_URL=URL",
         )
     return servers
 

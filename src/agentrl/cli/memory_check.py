@@ -33,6 +33,10 @@ _GIB = 2**30
 _OVERRIDE = "--check_memory false starts it all the same"
 
 
+class StepTooLargeError(ConfigError):
+    """A training step does not fit the memory of the trainer's GPUs."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryCheck:
     """Compares the memory that a placement needs with that of its GPUs."""
@@ -47,7 +51,7 @@ class MemoryCheck:
     report: Callable[[str], None]
 
     def check(self, placement: Placement, environment: Mapping[str, str]) -> None:
-        """Raise ConfigError if a training step or an engine's weights do not fit."""
+        """Raise ConfigError if the weights of an engine do not fit, StepTooLargeError if a step does not."""
         if not self.configs[PlacementConfig].check_memory:
             return
         if placement.engines:
@@ -108,7 +112,7 @@ class MemoryCheck:
         if not reasons:
             self.report("the trainer's memory is not checked: agentrl plan simulated no layout")
             return
-        raise ConfigError(
+        raise StepTooLargeError(
             f"the trainer does not fit GPU {ranges(placement.trainer)}: {reasons[0]}",
             hint=f"agentrl plan --model {self.model} {' '.join(cluster)} --context {self._context()} lists"
             f" layouts that fit; or more GPUs by --train_gpus; {_OVERRIDE}",

@@ -17,6 +17,42 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl db check --run_name math",
         "agentrl db migrate --run_name math",
     ),
+    "agentrl db check": (
+        "agentrl db check --run_name math --output_dir output/math",
+        "agentrl db check --run_name math --final --json",
+    ),
+    "agentrl db export": (
+        "agentrl db export exports/math --run_name math",
+        "agentrl db export exports/math --run_name math --db_connection_string mongodb://db:27017",
+    ),
+    "agentrl db import": (
+        "agentrl db import exports/math --run_name math",
+        "agentrl db import exports/math --run_name math_copy",
+    ),
+    "agentrl db prune": (
+        "agentrl db prune --run_name math --before_step 100 --dry_run",
+        "agentrl db prune --run_name math --older_than_days 30 --output_dir output/math",
+    ),
+    "agentrl db rescore": (
+        "agentrl db rescore --run_name math --scorer math --dry_run",
+        "agentrl db rescore --run_name math --from_labels --status ready",
+    ),
+    "agentrl db reopen": (
+        "agentrl db reopen --run_name math --failure_kind tool --dry_run",
+        "agentrl db reopen --run_name math --split train",
+    ),
+    "agentrl db users": (
+        "agentrl db users --run_name math",
+        "agentrl db users --run_name math --create",
+    ),
+    "agentrl db migrate": (
+        "agentrl db migrate --run_name math --dry_run",
+        "agentrl db migrate --run_name math",
+    ),
+    "agentrl db accept": (
+        "agentrl db accept groups --run_name math",
+        "agentrl db accept sampling loss --run_name math",
+    ),
     "agentrl serve": (
         "agentrl serve --run_name math --model_name_or_path models/Qwen3-0.6B",
         "agentrl serve --config run.yaml --engine sglang --inf_tp_size 2",

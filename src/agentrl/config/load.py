@@ -17,6 +17,7 @@ import yaml
 from agentrl.config.collect_parser import CollectedParser, collecting, flags_parser
 from agentrl.config.examples import examples_text
 from agentrl.config.fields import Switch
+from agentrl.config.original import REPLACEMENTS, replace_flag, replace_flags
 from agentrl.config.schema import GROUPS, sections
 from agentrl.errors import ConfigError
 
@@ -81,6 +82,7 @@ def parse(
     groups = (*GROUPS, *extra)
     parser = _parser(groups, command)
     defaults, argv = _take_config_file(argv, groups)
+    argv = replace_flags(argv)
     parser.set_defaults(**defaults)
     for action in parser._actions:
         if action.dest in defaults:
@@ -192,6 +194,11 @@ def _read_flags(path: Path, content: Mapping[Any, Any], groups: Sequence[type]) 
         else:
             given = {key: value}
         for name, item in given.items():
+            if name not in hints and name in REPLACEMENTS:
+                text = str(item).lower() if isinstance(item, bool) or item is None else str(item)
+                name = replace_flag(name, text)
+                if name is None:
+                    continue
             if name not in hints:
                 raise _unknown(where, str(name), [*_names(groups), *names])
             if name in found:

@@ -16,7 +16,9 @@ OLD_LOGPROBS: tuple[OldLogprobs, ...] = get_args(OldLogprobs)
 
 CAPS = ("tis", "seq_tis")
 WEIGHTS = (*CAPS, "icepop")
-LOSS_PARAMETERS = frozenset({"dual_clip", "ce_grpo_beta_1", "ce_grpo_beta_2", "sapo_tau_pos", "sapo_tau_neg"})
+LOSS_PARAMETERS = frozenset(
+    {"dual_clip", "ce_grpo_beta_1", "ce_grpo_beta_2", "sapo_tau_pos", "sapo_tau_neg", "dppo_kl_coef"}
+)
 """Flags that a loss reads only if it declares a parameter of that name."""
 _ONE_NUMBER = (*CAPS, "seq_kl")
 
@@ -29,7 +31,8 @@ class LossConfig(Flags):
 
     loss_calculater: str = flag(
         "GRPO",
-        "the loss: GRPO, GSPO, CISPO, MINIRL, SAPO, CrossEntropy, or one of your own as module:function",
+        "the loss: GRPO, GSPO, CISPO, MINIRL, SAPO, DPPO, CrossEntropy, or one of your own as"
+        " module:function",
     )
     loss_args: str = flag("{}", "JSON of parameters of a loss of your own, e.g. '{\"beta\": 0.1}'")
     token_level_loss: bool | None = flag(
@@ -76,7 +79,9 @@ class LossConfig(Flags):
         " token_mask, seq_mask, seq_kl; e.g. 'icepop:0.5:5,seq_kl:0.1'",
     )
     dual_clip: float | None = flag(
-        None, "GRPO, GSPO: for A < 0, bound the loss of a token by -dual_clip·A", within="(1, inf]"
+        None,
+        "GRPO, GSPO: for A < 0, bound the loss of a token by -dual_clip·A; inf: no bound (default: 3)",
+        within="(1, inf]",
     )
     ce_grpo_beta_1: float | None = flag(
         None, "GRPO, GSPO: share of the gradient kept below the clip interval", within="[0, inf)"
@@ -86,6 +91,9 @@ class LossConfig(Flags):
     )
     sapo_tau_pos: float = flag(1.0, "SAPO: temperature of the gate for A > 0", within="(0, inf)")
     sapo_tau_neg: float = flag(1.05, "SAPO: temperature of the gate for A <= 0", within="(0, inf)")
+    dppo_kl_coef: float = flag(
+        0.0, "DPPO: weight of (log πθ/μ)², which is added to the loss, e.g. 0.001", within="[0, inf)"
+    )
     old_logprobs: Literal["behavior", "recompute", "loglinear"] = flag(
         "behavior",
         "logprobs of π_old: the engine's (behavior), the trainer's at the start of the step (recompute), or"

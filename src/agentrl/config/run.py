@@ -238,6 +238,21 @@ class PlacementConfig(Flags):
         " that --train_gpus leaves)",
         per_process=True,
     )
+    fit_context: int | None = flag(
+        None,
+        "`agentrl launch`: limits of prompt, output and micro-batch that are not given follow the model's"
+        " context, the memory and those that are, up to this length of prompt and output together",
+        within="[2, inf)",
+        unit="tokens",
+        per_process=True,
+    )
+    fit_turns: int | None = flag(
+        None,
+        "with --fit_context: --max_turns, if it is not given, is at most this, and less for a short context",
+        within="[1, inf)",
+        unit="model calls",
+        per_process=True,
+    )
     check_memory: bool = flag(
         True,
         "refuse to start if a training step, by `agentrl plan`, or an engine's weights need more memory than"

@@ -97,6 +97,7 @@ def to_training_data(
         trainable_tokens=sum(span.end - span.start for span in spans),
         turns=record.turns,
         untrained_calls=record.untrained_calls,
+        faulty_calls=tuple(sorted(item.call.index for item in trainable if item.call.status in FAULTY)),
         nodes=tree.nodes,
         spans=tuple(spans),
         images=tree.images,
@@ -175,10 +176,13 @@ def _trainable_calls(
 
 def _own_advantage(call: DispatchedSamplingTask, credit: _Credit, config: GroupConfig) -> float | None:
     """Return the advantage of a call with tokens to train, else None."""
-    own = call_advantage(call.status, credit.of_call(call.index))
+    earned = credit.of_call(call.index)
+    own = call_advantage(call.status, earned)
     if own is None or not call.output_ids or call.fixed is not None:
         return None
-    if (own == 0.0 and config.drop_zero_advantage) or abs(own) < config.minimal_advantage:
+    # By what a correct call would get: a faulty call with advantage 0 stays in the loss's denominators, so
+    # that it does not change the weight of the other calls.
+    if (earned == 0.0 and config.drop_zero_advantage) or abs(earned) < config.minimal_advantage:
         return None
     return own
 

@@ -34,8 +34,8 @@ _TOLERANCE = 1e-9
 
 _ORIGIN = ("record", "task", "split", "score", "advantage", "turn_advantages", "turns")
 _COMPARED = (
-    "input_ids", "nodes", "spans", "images", "behavior_logprobs", "tokens", "trainable_tokens", "min_version",
-    "max_version",
+    "input_ids", "nodes", "spans", "faulty_calls", "images", "behavior_logprobs", "tokens",
+    "trainable_tokens", "min_version", "max_version",
 )  # fmt: skip
 _PACKED = ("input_ids", "behavior_logprobs")
 

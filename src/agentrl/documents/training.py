@@ -61,6 +61,8 @@ class DBRecordData(Root):
     turns: int
     untrained_calls: tuple[int, ...] = ()
     """``Record.untrained_calls``."""
+    faulty_calls: tuple[int, ...] = ()
+    """Trained model calls that are malformed or repeat themselves: their advantage is at most 0."""
     nodes: tuple[Node, ...]
     spans: tuple[TrainableSpan, ...]
     images: tuple[ImageSpan, ...] = ()
@@ -77,6 +79,10 @@ class DBRecordData(Root):
     """int32[tokens], nodes in order."""
     behavior_logprobs: bytes
     """float32[trainable_tokens], spans in order."""
+
+    def earned_advantage(self, call: int) -> float:
+        """Return the advantage that model call ``call`` has unless it is faulty."""
+        return self.advantage + (self.turn_advantages[call] if call < len(self.turn_advantages) else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

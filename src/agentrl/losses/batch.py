@@ -94,6 +94,11 @@ class TokenBatch:
         return self.logprobs.detach().float() - self.behavior_logprobs.float()
 
     @property
+    def is_extreme(self) -> Tensor:
+        """Return bool[T], the tokens with |log ρ| above ``LOG_RATIO_LIMIT``: no update moves that far."""
+        return self.log_rho.abs() > LOG_RATIO_LIMIT
+
+    @property
     def mean_log_ratio(self) -> Tensor:
         """Return the mean of log r over each token's trajectory, float32[T], detached."""
         if self.means is not None:

@@ -19,6 +19,7 @@ WEIGHT_CAP = 10.0
 def token_losses(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
     """Return the loss of each token, [T], with corrections and bounds applied, before any reduction.
 
+    Tokens with |log πθ/μ| above 20 (``TokenBatch.is_extreme``) are masked: their logprobs are wrong.
     The KL to a reference model (``kl_coef``) and the entropy bonus (``entropy_coef``) apply to every token,
     also to those that a bound or a correction drops. Raises ValueError if the batch lacks the tensors that
     they need.
@@ -27,7 +28,7 @@ def token_losses(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
     if not settings.loss.from_policy:
         return result
     weighting = weigh(batch, settings)
-    masked = weighting.masked | out_of_bound(batch, settings)
+    masked = weighting.masked | out_of_bound(batch, settings) | batch.is_extreme
     losses = torch.where(masked, 0.0, result.losses * weighting.weight)
     if settings.kl_coef:
         losses = losses + settings.kl_coef * reference_kl(batch, settings.kl_estimator)

@@ -28,6 +28,7 @@ class TokenMetrics:
     clipped: float = 0.0
     masked: float = 0.0
     capped: float = 0.0
+    extreme: float = 0.0
     kl_k1: float = 0.0
     kl_k3: float = 0.0
     entropy: float = 0.0
@@ -54,6 +55,7 @@ class TokenMetrics:
             clipped=self.clipped + other.clipped,
             masked=self.masked + other.masked,
             capped=self.capped + other.capped,
+            extreme=self.extreme + other.extreme,
             kl_k1=self.kl_k1 + other.kl_k1,
             kl_k3=self.kl_k3 + other.kl_k3,
             entropy=self.entropy + other.entropy,
@@ -68,12 +70,13 @@ class TokenMetrics:
         """Return the step's metrics, per token; empty without a token.
 
         ``clipped_fraction`` counts tokens that the loss's own clip bounds, ``masked_fraction`` those that
-        bounds on staleness and corrections drop, ``capped_fraction`` those whose weight ``tis`` or
-        ``seq_tis`` lowers. ``kl_k1`` and ``kl_k3`` estimate KL(μ‖πθ) in nats (k1: log μ/πθ; k3:
-        πθ/μ − 1 − log πθ/μ). ``kl_reference`` is the k3 estimate of KL(πθ‖π_ref), if there is a reference
-        model. ``effective_sample_size`` is (Σω)²/(n·Σω²) of ω = πθ/μ, in (0, 1]. ``staleness_histogram`` maps
-        an age in optimizer steps to tokens and ``version_fractions`` a policy version to its share of the
-        tokens; both have text keys, as documents need them.
+        bounds on staleness and corrections drop or that are extreme, ``capped_fraction`` those whose weight
+        ``tis`` or ``seq_tis`` lowers. ``extreme_tokens`` is the number of tokens with πθ/μ beyond e^±20.
+        ``kl_k1`` and ``kl_k3`` estimate KL(μ‖πθ) in nats (k1: log μ/πθ; k3: πθ/μ − 1 − log πθ/μ).
+        ``kl_reference`` is the k3 estimate of KL(πθ‖π_ref), if there is a reference model.
+        ``effective_sample_size`` is (Σω)²/(n·Σω²) of ω = πθ/μ, in (0, 1]. ``staleness_histogram`` maps an age
+        in optimizer steps to tokens and ``version_fractions`` a policy version to its share of the tokens;
+        both have text keys, as documents need them.
         """
         count = self.tokens
         if count == 0:
@@ -84,6 +87,7 @@ class TokenMetrics:
             "clipped_fraction": self.clipped / count,
             "masked_fraction": self.masked / count,
             "capped_fraction": self.capped / count,
+            "extreme_tokens": self.extreme,
             "kl_k1": self.kl_k1 / count,
             "kl_k3": self.kl_k3 / count,
             "entropy": self.entropy / count,
@@ -97,14 +101,14 @@ class TokenMetrics:
 
 
 _SUMS = (
-    "tokens", "ratio", "ratio_max", "clipped", "masked", "capped", "kl_k1", "kl_k3", "entropy", "weight",
-    "weight_squared", "kl_reference",
+    "tokens", "ratio", "ratio_max", "clipped", "masked", "capped", "extreme", "kl_k1", "kl_k3", "entropy",
+    "weight", "weight_squared", "kl_reference",
 )  # fmt: skip
 """What ``measure`` returns; the last only with a reference model."""
 
 
 def measure(batch: TokenBatch, result: TokenLosses, entropy: Tensor) -> Tensor:
-    """Return a micro-batch's sums, float64[11 or 12], on its device: the host does not wait for them.
+    """Return a micro-batch's sums, float64[12 or 13], on its device: the host does not wait for them.
 
     ``entropy`` float32[T] is the policy's, in nats.
     """
@@ -120,6 +124,7 @@ def measure(batch: TokenBatch, result: TokenLosses, entropy: Tensor) -> Tensor:
         (result.clipped & mask).double().sum(),
         (result.masked & mask).double().sum(),
         (capped & mask).double().sum(),
+        (batch.is_extreme & mask).double().sum(),
         -log_weight.double().sum(),
         torch.where(mask, weight - 1 - log_weight.double(), 0.0).sum(),
         torch.where(mask, entropy.double(), 0.0).sum(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,7 @@ HEAD = "| whose | flags | source | golden |\n|---|---|---|---|"
 
 _TOKENS = {"loss_calculater": "GRPO", "token_level_loss": True}
 _RECOMPUTED = {"old_logprobs": "recompute"}
+_NO_DUAL_CLIP = {"dual_clip": math.inf}
 _SEVERAL = "--mini_batches 4"
 _WHITENED = "--advantage_whitening batch --min_score_spread 0 --drop_zero_advantage false"
 
@@ -82,6 +84,15 @@ RECIPES: tuple[Recipe, ...] = (
         expected=-0.6646,
     ),
     Recipe(
+        name="DPPO", flags={"loss_calculater": "DPPO"}, others="--advantage grpo", source="arXiv 2602.04879",
+        expected=-0.1423,
+    ),
+    Recipe(
+        name="prime-rl", flags={"loss_calculater": "DPPO", "dppo_kl_coef": 0.001},
+        others="--advantage dr_grpo",
+        source="prime-rl: `dppo_mask_low` and `dppo_mask_high` 0.2, `kl_tau` 0.001", expected=-0.1399,
+    ),
+    Recipe(
         name="REINFORCE++", flags=_TOKENS, others=f"--advantage reward {_WHITENED}",
         source="arXiv 2501.03262; OpenRLHF, verl", expected=0.1074,
     ),
@@ -99,7 +110,7 @@ RECIPES: tuple[Recipe, ...] = (
         source="verl: `token-mean`, `clip_ratio_c` 3", expected=0.1986,
     ),
     Recipe(
-        name="verl, GSPO", flags={"loss_calculater": "GSPO"} | _RECOMPUTED, others=_SEVERAL,
+        name="verl, GSPO", flags={"loss_calculater": "GSPO"} | _NO_DUAL_CLIP | _RECOMPUTED, others=_SEVERAL,
         source="verl: `loss_mode` gspo, `seq-mean-token-mean`", expected=0.3923,
     ),
     Recipe(
@@ -118,29 +129,33 @@ RECIPES: tuple[Recipe, ...] = (
         source="verl: `bypass_mode`, `rollout_rs` seq_mean_k3", expected=0.3878,
     ),
     Recipe(
-        name="NeMo-RL", flags=_TOKENS | {"importance_correction": "tis:inf"} | _RECOMPUTED, others=_SEVERAL,
+        name="NeMo-RL",
+        flags=_TOKENS | {"importance_correction": "tis:inf"} | _NO_DUAL_CLIP | _RECOMPUTED, others=_SEVERAL,
         source="NeMo-RL: importance sampling correction, no cap", expected=-0.7063,
     ),
     Recipe(
         name="AReaL, decoupled",
-        flags=_TOKENS | {"importance_correction": "icepop:0:5"} | _RECOMPUTED, others=_SEVERAL,
+        flags=_TOKENS | {"importance_correction": "icepop:0:5"} | _NO_DUAL_CLIP | _RECOMPUTED,
+        others=_SEVERAL,
         source="arXiv 2505.24298; `behav_imp_weight_cap` 5", expected=-0.1013,
     ),
     Recipe(
         name="AReaL, A-3PO",
-        flags=_TOKENS | {"importance_correction": "icepop:0:5", "old_logprobs": "loglinear"},
+        flags=_TOKENS | {"importance_correction": "icepop:0:5", "old_logprobs": "loglinear"} | _NO_DUAL_CLIP,
         source="arXiv 2512.06547", expected=-0.4863,
     ),
     Recipe(
         name="slime",
         flags={"loss_calculater": "GRPO", "epsilon_higher": 0.08, "importance_correction": "tis:2"}
+        | _NO_DUAL_CLIP
         | _RECOMPUTED,
         others=_SEVERAL, source="slime: `--eps-clip-high 0.28 --use-tis`, a mean per sample",
         expected=-0.3722,
     ),
     Recipe(
         name="TRL",
-        flags=_TOKENS | {"importance_correction": "seq_tis:3"} | _RECOMPUTED, others=_SEVERAL,
+        flags=_TOKENS | {"importance_correction": "seq_tis:3"} | _NO_DUAL_CLIP | _RECOMPUTED,
+        others=_SEVERAL,
         source="TRL: `loss_type` dapo, `sequence_truncate`, cap 3", expected=-0.4674,
     ),
     Recipe(

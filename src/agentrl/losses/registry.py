@@ -35,6 +35,8 @@ class Loss:
     """True if w = π_old/μ is a factor of the loss."""
     reads_trajectory: bool = False
     """True if a token's loss depends on the other tokens of its trajectory."""
+    compares_behavior: bool = False
+    """True if the loss compares πθ with μ and reads no π_old."""
 
     @cached_property
     def parameters(self) -> dict[str, inspect.Parameter]:
@@ -87,6 +89,7 @@ def loss(
     from_policy: bool = True,
     contains_weight: bool = False,
     reads_trajectory: bool = False,
+    compares_behavior: bool = False,
 ) -> Callable[[Callable[..., TokenLosses]], Loss]:
     """Return a decorator that turns a function into a Loss and registers it under ``names``.
 
@@ -96,7 +99,8 @@ def loss(
 
     ``token_level_loss`` and ``skip_length_normalization`` are the reduction, ``strict_in_bound``,
     ``importance_weight_cap_ratio``, ``epsilon`` and ``epsilon_higher`` the bounds that the loss has where
-    the flags of these names are not given. The last four arguments are explained at ``Loss``.
+    the flags of these names are not given; ``dual_clip``, if it is a parameter, is then 3 (verl's
+    ``clip_ratio_c``). The last five arguments are explained at ``Loss``.
     """
     defaults = {
         "token_level_loss": token_level_loss,
@@ -108,13 +112,15 @@ def loss(
     }
 
     def decorate(function: Callable[..., TokenLosses]) -> Loss:
+        has_dual_clip = "dual_clip" in inspect.signature(function).parameters
         declared = Loss(
             function=function,
-            defaults=defaults,
+            defaults=defaults | ({"dual_clip": 3.0} if has_dual_clip else {}),
             clips=clips,
             from_policy=from_policy,
             contains_weight=contains_weight,
             reads_trajectory=reads_trajectory,
+            compares_behavior=compares_behavior,
         )
         LOSSES.add(declared, *names)
         return declared
@@ -148,8 +154,17 @@ LOSSES = Registry[Loss](
     group="agentrl.losses",
     built_in=[
         "agentrl.losses.grpo", "agentrl.losses.gspo", "agentrl.losses.cispo", "agentrl.losses.minirl",
-        "agentrl.losses.sapo", "agentrl.losses.cross_entropy",
+        "agentrl.losses.sapo", "agentrl.losses.dppo", "agentrl.losses.cross_entropy",
     ],
     convert=_as_loss,
+    hints={
+        "dapo": "DAPO is GRPO with --token_level_loss true --epsilon_higher 0.08; docs/losses.md has all of"
+        " its flags",
+        "drgrpo": "Dr. GRPO is GRPO with --loss_length_divisor and --advantage dr_grpo (docs/losses.md)",
+        "reinforce": "REINFORCE++ is GRPO with --token_level_loss true --advantage reward"
+        " --advantage_whitening batch (docs/losses.md)",
+        "ppo": "GRPO is PPO's clipped surrogate with the group's mean in place of a critic",
+        "sft": "CrossEntropy; `agentrl sft` trains conversations",
+    },
 )  # fmt: skip
 """Every loss, by its ``--loss_calculater`` name."""

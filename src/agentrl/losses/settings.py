@@ -167,6 +167,14 @@ def _check_flags_are_read(settings: LossSettings) -> None:
             loss.clips or settings.bounds_staleness or _is_default(settings, flag), settings, flag,
             f"{name} does not clip", "leave it out, or bound staleness with --importance_weight_cap_ratio",
         )  # fmt: skip
+    _require(
+        not loss.compares_behavior or settings.ratio_is_rho, settings, "old_logprobs",
+        f"{name} compares πθ with μ and reads no π_old", "leave it out",
+    )  # fmt: skip
+    _require(
+        bool(settings.kl_coef) or _is_default(settings, "kl_estimator"), settings, "kl_estimator",
+        "--kl_coef is 0, so that there is no KL to estimate", "add --kl_coef, e.g. 0.001, or leave it out",
+    )  # fmt: skip
     if loss.from_policy:
         return
     bounds = ("epsilon", "epsilon_higher", cap, "strict_in_bound")

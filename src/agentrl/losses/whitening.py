@@ -15,9 +15,9 @@ _NOISE = 1e-9
 def whitened(advantages: Sequence[float], tokens: Sequence[int]) -> list[float]:
     """Return A' = (A − mean) / (std + 1e-8), in float64; ``advantages[i]`` stands for ``tokens[i]`` tokens.
 
-    Mean and standard deviation (of the population) are over all tokens: REINFORCE++ (arXiv 2501.03262), as
-    OpenRLHF and verl compute it. The sums are exact and do not depend on the order. Equal advantages become
-    0; without a token they stay as they are.
+    Mean and standard deviation are over all n tokens: REINFORCE++ (arXiv 2501.03262). The variance is the
+    population's, as in OpenRLHF; verl divides by n − 1 instead of n. The sums are exact and do not depend on
+    the order. Equal advantages become 0; without a token they stay as they are.
     """
     total = sum(tokens)
     if total == 0:

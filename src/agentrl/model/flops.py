@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from agentrl.data.forest import TokenForest
-from agentrl.model.precision import measure_products
+from agentrl.model.precision import product_seconds
 
 _DENSE_BF16_TFLOPS: dict[str, float] = {
     "B200": 2250.0, "GH200": 989.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0,
@@ -19,7 +19,10 @@ _DENSE_BF16_TFLOPS: dict[str, float] = {
     "A10G": 70.0, "A10": 125.0, "A40": 149.7, "RTX 4090": 165.2, "MI300X": 1307.4,
 }  # fmt: skip
 """Without sparsity, from the vendors' data sheets. The first name that a device's name contains counts."""
-_MEASURED_WIDTHS = (256, 512, 1024)
+_MEASURED = ((64, 256), (64, 1024), (256, 512), (256, 1024), (1024, 1024))
+"""Rows and width of the measured products, from small to large: most machines are fastest on a large one."""
+_PEAK_SECONDS = 1.0
+"""How long measuring may take. A product that would exceed it is left out."""
 
 
 class Stopwatch:
@@ -86,18 +89,25 @@ class DevicePeak:
 
 
 @cache
-def device_peak(device: torch.device) -> DevicePeak:
-    """Return the peak of ``device``; it is the same for every dtype of products.
+def device_peak(device: torch.device, products: torch.dtype) -> DevicePeak:
+    """Return the peak of ``device`` for matrix products in the dtype ``products``.
 
-    A known accelerator has its vendor's number for dense bfloat16. A CPU has the fastest of a few products
-    in float32 and bfloat16, measured once per process with its number of threads.
+    A known accelerator has its vendor's number for dense bfloat16, whatever the dtype. A CPU has the fastest
+    of a few products of linear layers, measured once per process with its number of threads, in less than a
+    second.
     """
     if device.type == "cuda":
         return DevicePeak(stated_peak(torch.cuda.get_device_name(device)))
     if device.type != "cpu":
         return DevicePeak(None)
-    speeds = [measure_products(device, width) for width in _MEASURED_WIDTHS]
-    return DevicePeak(max(max(speed.float32, speed.bfloat16) for speed in speeds), is_measured=True)
+    best, deadline = 0.0, time.perf_counter() + _PEAK_SECONDS
+    for rows, width in _MEASURED:
+        flops = 2.0 * rows * width * width
+        # A product is measured twice at least, so that its slow first call does not count.
+        if best and 2 * flops / best > deadline - time.perf_counter():
+            break
+        best = max(best, flops / product_seconds(device, rows, width, products))
+    return DevicePeak(best, is_measured=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

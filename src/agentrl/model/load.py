@@ -65,7 +65,10 @@ class Policy:
         from agentrl.weights.published import PublishedModel
         from agentrl.weights.sharded_writer import model_parts
 
-        parts = self.adapter.merged_parts if self.adapter else partial(model_parts, self.model)
+        if self.adapter is not None:
+            parts = partial(self.adapter.merged_parts, self.own_dtype)
+        else:
+            parts = partial(model_parts, self.model)
         return PublishedModel(self.model, parts, self.own_dtype)
 
     def rounded_weights(self) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from agentrl.config.training import AdapterConfig
 from agentrl.errors import ConfigError, ModelError
@@ -72,6 +73,26 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: Path, saved
     return adapter
 
 
+@dataclass
+class Rounding:
+    """Sums over the weights that this rank merged: Δ², and Δ times what is left of it after rounding."""
+
+    whole: float = 0.0
+    kept: float = 0.0
+
+    def add(self, delta: Tensor, written: Tensor) -> None:
+        """Add a layer: its Δ, and the difference that the rounded weights make."""
+        delta, written = (each.to_local() if isinstance(each, DTensor) else each for each in (delta, written))
+        self.whole += float((delta * delta).sum(dtype=torch.float64))
+        self.kept += float((delta * written).sum(dtype=torch.float64))
+
+    def take_share(self) -> float | None:
+        """Return the share of Δ that survived, about 0 to 1, and start again; None without a Δ."""
+        share = self.kept / self.whole if self.whole else None
+        self.whole = self.kept = 0.0
+        return share
+
+
 @dataclass(frozen=True)
 class Adapter:
     """The adapters of ``model``; a SavableModel that a checkpoint stores in peft's own files."""
@@ -79,6 +100,8 @@ class Adapter:
     model: PreTrainedModel
     settings: Any
     """peft's LoraConfig."""
+    rounding: Rounding = field(default_factory=Rounding)
+    """What rounding left of Δ in the weights that were merged since it was last taken."""
 
     @property
     def layers(self) -> dict[str, Any]:
@@ -149,10 +172,11 @@ class Adapter:
             for layer in layers:
                 layer._disable_adapters = False
 
-    def merged_parts(self) -> Iterator[Part]:
+    def merged_parts(self, dtype: torch.dtype | None = None) -> Iterator[Part]:
         """Yield the model's tensors with the adapters added, under the names of the plain model.
 
-        Each is computed when it is made, in float32; the model itself is unchanged.
+        Each is computed when it is made, in float32; the model itself is unchanged. ``rounding`` sums what
+        rounding to ``dtype``, if given, leaves of the adapters.
         """
         layers = self.layers
         for part in model_parts(self.model):
@@ -161,15 +185,17 @@ class Adapter:
             owner, _, kind = part.name.partition(_BASE)
             name = part.name.replace(_BASE, ".")
             if kind == "weight" and owner in layers:
-                yield Part(name, part.like, partial(_merge, part.like, layers[owner]))
+                yield Part(name, part.like, partial(self._merge, part.like, layers[owner], dtype))
             else:
                 yield replace(part, name=name)
 
-
-@torch.no_grad()
-def _merge(weight: Tensor, layer: Any) -> Tensor:
-    delta: Tensor = layer.get_delta_weight(NAME)
-    return weight.float() + delta.float()
+    @torch.no_grad()
+    def _merge(self, weight: Tensor, layer: Any, dtype: torch.dtype | None) -> Tensor:
+        weight, delta = weight.float(), layer.get_delta_weight(NAME).float()
+        merged: Tensor = weight + delta
+        if dtype is not None:
+            self.rounding.add(delta, merged.to(dtype).float() - weight)
+        return merged
 
 
 def _peft() -> ModuleType:

@@ -115,18 +115,18 @@ def measure_products(device: torch.device, width: int) -> ProductSpeed:
     """Time a product of ``width`` columns in float32 and in bfloat16, with the process's threads."""
     rows = max(16, int(_PRODUCT_FLOPS / (2 * width * width)))
     flops = 2 * rows * width * width
-    found = [flops / _seconds(device, rows, width, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    found = [flops / product_seconds(device, rows, width, dtype) for dtype in (torch.float32, torch.bfloat16)]
     return ProductSpeed(rows, width, *found)
 
 
-def _seconds(device: torch.device, rows: int, width: int, dtype: torch.dtype) -> float:
-    """Return the seconds of the fastest product; the first one also builds the kernel."""
-    left = torch.ones(rows, width, dtype=dtype, device=device)
-    right = torch.ones(width, width, dtype=dtype, device=device)
+def product_seconds(device: torch.device, rows: int, width: int, dtype: torch.dtype) -> float:
+    """Return the seconds of the fastest product of a linear layer; the first one also builds the kernel."""
+    inputs = torch.ones(rows, width, dtype=dtype, device=device)
+    weight = torch.ones(width, width, dtype=dtype, device=device)  # multiplied transposed, as layers do
     best, started = float("inf"), time.perf_counter()
     while True:
         begun = time.perf_counter()
-        torch.mm(left, right)
+        torch.nn.functional.linear(inputs, weight)
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         now = time.perf_counter()

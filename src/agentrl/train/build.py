@@ -24,6 +24,7 @@ from agentrl.distributed.world import World, join_alone, single_process
 from agentrl.documents.token_statistics import BYTES_PER_TOKEN
 from agentrl.errors import ConfigError
 from agentrl.losses.settings import LossSettings
+from agentrl.model.flops import device_peak
 from agentrl.model.forward import ForwardOptions, check_model
 from agentrl.model.load import architecture, base_folder, load_policy
 from agentrl.model.logprobs import DEFAULT_CHUNK
@@ -133,6 +134,7 @@ def build_trainer(
         epochs=recipe.optim.num_epochs_per_batch,
         mini_batches=recipe.optim.mini_batches,
         memory=dataclasses.replace(recipe.memory, activation_checkpointing=mode),
+        peak=device_peak(world.device, precision.products),
         recorded_tokens=int(recipe.train.token_statistics_mib * 2**20) // BYTES_PER_TOKEN,
     )
 

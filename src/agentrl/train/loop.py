@@ -149,6 +149,8 @@ class Trainer:
             "seconds_data": seconds_data,
             "seconds_publish": self.saver.seconds_publish,
         }
+        if self.saver.published_share is not None:
+            metrics["published_adapter_share"] = self.saver.published_share
         with tracer().span("commit"):
             await self._commit(plan, metrics, window.tasks)
         self.token_writer.start(plan, result.tokens)

@@ -13,7 +13,7 @@ from agentrl.model.flops import Backward, DevicePeak, ModelShape, attention_pair
 if TYPE_CHECKING:
     from agentrl.store.client import Store
 
-_COUNTED = ("tokens", "trainable_tokens", "trajectories")
+_COUNTED = ("tokens", "trainable_tokens", "trajectories", "extreme_tokens")
 
 
 def speed_metrics(

@@ -20,11 +20,15 @@ from agentrl.weights.publish import PublishTarget, publish
 from agentrl.weights.stored_dtype import stored_dtype
 
 if TYPE_CHECKING:
+    import torch
+
     from agentrl.store.client import Store
     from agentrl.train.controller import Controller
 
 logger = logging.getLogger(__name__)
 
+LEAST_SHARE = 0.9
+"""Least share of an adapter's Δ in published weights; below it, sampler and trainer differ notably."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 
 
@@ -50,6 +54,8 @@ class Saver:
     published: Path | None = None
     """The folder of the newest version that this trainer has published."""
     seconds_publish: float = 0.0
+    published_share: float | None = None
+    """Of what an adapter changes, the share in the newest version; None without an adapter."""
 
     def is_due(self, step: int) -> bool:
         """Return whether to publish the weights of ``step``.
@@ -161,6 +167,19 @@ class Saver:
         progress.version, progress.published_step = published.id, progress.step
         progress.is_overdue = False
         self.seconds_publish = time.perf_counter() - started
+        if policy.adapter is not None:
+            self._report_rounding(policy.adapter.rounding.take_share(), policy.own_dtype)
+
+    def _report_rounding(self, share: float | None, dtype: torch.dtype | None) -> None:
+        """Keep ``share`` for the metrics, and warn when it falls below ``LEAST_SHARE``."""
+        before, self.published_share = self.published_share, share
+        if share is not None and share < LEAST_SHARE and (before is None or before >= LEAST_SHARE):
+            logger.warning(
+                "engines sample with %.2f of what the adapter has learned: rounding to %s, the dtype of"
+                " --model_name_or_path, drops the rest. The share grows with the adapter; a higher"
+                " --learning_rate, or a copy of the model in float32, raises it",
+                share, str(dtype).removeprefix("torch."),
+            )  # fmt: skip
 
     async def _save(self) -> None:
         """Save a checkpoint of the last step, in the fallback folder if ``output`` cannot be written."""

@@ -22,7 +22,7 @@ from agentrl.documents.images import Image
 from agentrl.documents.training import DBRecordData
 from agentrl.losses.compute import Denominators
 from agentrl.losses.settings import LossSettings
-from agentrl.model.flops import Backward, ModelShape, Stopwatch, device_peak
+from agentrl.model.flops import Backward, DevicePeak, ModelShape, Stopwatch
 from agentrl.model.forward import ForwardOptions
 from agentrl.model.load import Policy
 from agentrl.model.pixels import attach_pixels
@@ -69,6 +69,8 @@ class PolicyTrainer:
     mini_batches: int = 1
     """Optimizer updates per pass."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    peak: DevicePeak = field(default_factory=lambda: DevicePeak(None))
+    """What ``mfu`` compares a step's speed with."""
     recorded_tokens: int = 0
     """Tokens of a step whose log-ratio and entropy are reported, at most."""
 
@@ -157,7 +159,7 @@ class PolicyTrainer:
             forests,
             watch.seconds,
             ModelShape.of(model.config),
-            device_peak(model.device),
+            self.peak,
             backward=Backward.of(model),
             step_tokens=tokens,
             ranks=self.model.mesh.layout.ranks_per_data,

@@ -12,7 +12,7 @@ import small_run as run
 from db_command import agentrl_db, violations
 
 from agentrl.config.schema import RunConfig
-from agentrl.documents.status import RecordStatus
+from agentrl.documents.status import CallStatus, RecordStatus
 from agentrl.errors import StoreError
 from agentrl.store.admin import migrate
 from agentrl.store.admin.migrate import MIGRATIONS, Migrations
@@ -125,11 +125,26 @@ async def test_spans_get_the_temperature_of_their_call(
         assert {span.temperature for item in others for span in item.spans} == {1.0}
 
 
+async def test_training_data_name_their_faulty_calls(
+    store: Store, run_config: RunConfig, tmp_path: Path
+) -> None:
+    await run.build(store, tmp_path / "weights", unfinished=False)
+    database, (first, second) = store.database, (f"{run.READY}/{traj}/1" for traj in (0, 1))
+    await database["DispatchedSamplingTask"].update_one(
+        {"_id": f"{first}/1"}, {"$set": {"status": CallStatus.FORMAT_ERROR.value}}
+    )
+    await database["Run"].update_one({"_id": "schema"}, {"$set": {"version": 8}})
+    assert await agentrl_db(run_config, "migrate") == 0
+    async with await open_store(run_config) as opened:
+        data = {item.id: item.faulty_calls for item in await opened.training.fetch([first, second])}
+        assert data == {first: (1,), second: ()}
+
+
 async def test_a_newer_run_is_refused(store: Store, run_config: RunConfig) -> None:
-    await store.database["Run"].update_one({"_id": "schema"}, {"$set": {"version": 9}})
+    await store.database["Run"].update_one({"_id": "schema"}, {"$set": {"version": 10}})
     for opening in (open_store, open_existing):
         with pytest.raises(
-            StoreError, match=f"has schema version 9, and this AgentRL knows {SCHEMA_VERSION}"
+            StoreError, match=f"has schema version 10, and this AgentRL knows {SCHEMA_VERSION}"
         ):
             await opening(run_config)
     with pytest.raises(StoreError, match="use the newer AgentRL"):

@@ -10,7 +10,9 @@ import pytest
 
 from agentrl.cli import gpus, launch
 from agentrl.cli.launch import Plan
+from agentrl.cli.memory_check import MemoryCheck, StepTooLargeError
 from agentrl.cli.placement import Gpus
+from agentrl.config.schema import TrainConfig
 from agentrl.errors import ConfigError
 
 
@@ -145,3 +147,37 @@ def test_every_process_gets_the_engine_that_the_variable_names(
 def test_a_wrong_word_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown word 'trian'"):
         launch.main(["trian"])
+
+
+def test_limits_of_a_recipe_follow_the_model_and_the_memory(
+    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A training step that does not fit halves the context; the user's own flag stays."""
+    tried = []
+
+    def check(self: MemoryCheck, *_: object) -> None:
+        tried.append(self.configs[TrainConfig].max_tokens)
+        if tried[-1] > 8192:
+            raise StepTooLargeError("the trainer does not fit GPU 0")
+
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 32768}))
+    monkeypatch.setattr(gpus, "find_gpus", eight_gpus)
+    monkeypatch.setattr(MemoryCheck, "check", check)
+    words = ["--fit_context", "161536", "--fit_turns", "200", "--max_new_tokens", "512"]
+    plan = plan_of(monkeypatch, "train", *given, *words)
+    assert tried == [32768, 16384, 8192]
+    assert plan.flags[:2] == ["--max_prompt_tokens", "7680"]
+    assert "--max_prompt_tokens 7680 --max_tokens 8192" in capsys.readouterr().out
+
+
+def test_tasks_may_name_python_tools_by_the_end_of_their_paths(
+    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "reverse.jsonl"
+    file.write_text(json.dumps({"id": "a", "query": "Reverse abc", "answer": "cba", "tools": ["reverse"]}))
+    words = [*given, "--eval_file", str(file)]
+    plan = plan_of(monkeypatch, "eval", *words, "--tools", "other:tool, my_tools:reverse")
+    assert "--mcp_servers_file" not in plan.flags
+    with pytest.raises(ConfigError, match="name the tools reverse") as refused:
+        plan_of(monkeypatch, "eval", *words, "--tools", "my_tools:turn")
+    assert "--tools module:name" in str(refused.value.hint)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
 
+from agentrl.cli.db import parser
 from agentrl.config.examples import EXAMPLES
 from agentrl.config.load import CommandParser, Configs, parse
 from agentrl.config.plan import PlanConfig
@@ -293,6 +295,13 @@ def test_the_examples_of_each_command_are_of_that_command() -> None:
                 if word.startswith("--") and not command.startswith(HAND_PARSED):
                     known |= {"config", "config_file", "limit", "until_empty"}
                     assert word.removeprefix("--") in known, example
+
+
+@pytest.mark.parametrize("command", sorted(parser()._subparsers._group_actions[0].choices))  # type: ignore
+def test_the_examples_of_each_database_command_parse_and_are_shown(command: str) -> None:
+    for example in EXAMPLES[f"agentrl db {command}"]:
+        assert parser().parse_args(shlex.split(example)[2:]).subcommand == command
+        assert example in parser()._subparsers._group_actions[0].choices[command].format_help()  # type: ignore
 
 
 def test_run_flags_of_the_original_documents_exist() -> None:

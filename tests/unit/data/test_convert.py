@@ -121,9 +121,27 @@ def test_neighboring_spans_of_one_version_merge() -> None:
 def test_a_faulty_call_earns_nothing_and_loses_what_its_trajectory_loses(status: CallStatus) -> None:
     calls = (call(0, None, [1], [10], status=status), call(1, 0, [2], [11]))
     right = convert(*calls, advantage=0.5)
-    assert trained(right) == [[11]]
+    assert [span.advantage for span in right.spans] == [0.0, 0.5]
     wrong = convert(*calls, advantage=-0.5)
     assert [span.advantage for span in wrong.spans] == [-0.5, -0.5]
+    assert right.faulty_calls == wrong.faulty_calls == (0,)
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_a_faulty_call_changes_no_weight_of_its_neighbors(drop: bool) -> None:
+    """Ten good tokens and thirty of a call that may be malformed: each weighs 1/40 of the trajectory."""
+    good, other = call(0, None, [1], [10] * 10), call(1, 0, [2], [11] * 30)
+    counted = [
+        convert(good, replace(other, status=status), drop_zero_advantage=drop).trainable_tokens
+        for status in (CallStatus.COMPLETED, CallStatus.FORMAT_ERROR)
+    ]
+    assert counted == [40, 40]
+
+
+def test_small_advantages_are_dropped_with_faulty_calls_or_without() -> None:
+    faulty = call(1, 0, [2], [11], status=CallStatus.FORMAT_ERROR)
+    data = convert(call(0, None, [1], [10]), faulty, advantage=0.5, minimal_advantage=0.4)
+    assert [span.advantage for span in data.spans] == [0.5, 0.0]
 
 
 def test_zero_advantages_stay_where_they_are_not_dropped() -> None:

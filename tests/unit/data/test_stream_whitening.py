@@ -103,6 +103,16 @@ def test_the_golden_vectors_advantages() -> None:
     assert per_token(data) == pytest.approx([0.26726, -1.33631, 1.06904], abs=1e-5)
 
 
+def test_a_faulty_call_gets_no_positive_advantage_and_changes_no_other() -> None:
+    """Scores 1, 1, 0, 0 under ``dr_grpo``; a malformed call in the first, and one in the last trajectory."""
+    rows = ((2, 0.5), (2, 0.5), (8, -0.5), (8, -0.5))
+    data = [trajectory("a", place, tokens, value) for place, (tokens, value) in enumerate(rows)]
+    clean = [item.spans[0].advantage for item in whiten(data)]
+    capped = replace(data[0], faulty_calls=(0,), spans=(replace(data[0].spans[0], advantage=0.0),))
+    found = whiten([capped, *data[1:3], replace(data[3], faulty_calls=(0,))])
+    assert [item.spans[0].advantage for item in found] == [0.0, *clean[1:]]
+
+
 def test_only_spans_change_and_the_forest_holds_the_new_advantages() -> None:
     before, after = step(), whiten(step())
     assert [replace(item, spans=()) for item in after] == [

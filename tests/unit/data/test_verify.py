@@ -40,7 +40,7 @@ CALLS = (call(0), call(1, CallStatus.FORMAT_ERROR))
 
 
 def data(config: GroupConfig = CONFIG) -> DBRecordData:
-    converted = to_training_data(TASK, RECORD, CALLS, 0.5, config)
+    converted = to_training_data(TASK, RECORD, CALLS, 0.5, config, turn_advantages=(0.0, -0.5))
     assert converted is not None
     return converted
 
@@ -61,7 +61,7 @@ def test_the_rules_say_which_calls_must_be_there() -> None:
     ("name", "value"),
     [
         ("input_ids", pack_ids([1])), ("behavior_logprobs", pack_floats([0.0, 0.0])), ("nodes", ()),
-        ("tokens", 3), ("trainable_tokens", 9), ("max_version", 7),
+        ("tokens", 3), ("trainable_tokens", 9), ("max_version", 7), ("faulty_calls", (0,)),
     ],
 )  # fmt: skip
 def test_what_differs_is_named(name: str, value: Any) -> None:

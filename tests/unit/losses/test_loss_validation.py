@@ -29,6 +29,9 @@ from agentrl.losses.settings import LossSettings, check_loss, unclipped_flags
         ({"strict_in_bound": True, "ce_grpo_beta_2": 0.5}, "leave those two out"),
         ({"epsilon": 0.3, "loss_calculater": "CrossEntropy"}, "leave it out"),
         ({"importance_correction": "icepop", "loss_calculater": "CrossEntropy"}, "leave it out"),
+        ({"kl_estimator": "k3"}, "add --kl_coef"),
+        ({"old_logprobs": "recompute", "loss_calculater": "DPPO"}, "leave it out"),
+        ({"dppo_kl_coef": 0.1}, "--loss_calculater DPPO"),
     ],
 )
 def test_what_cannot_act_is_refused_with_its_hint(flags: dict[str, Any], hint: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from token_batches import random_batch, three_tokens
+from token_batches import random_batch, three_tokens, token_metrics
 
 from agentrl.config.schema import LossConfig
 from agentrl.errors import ConfigError
@@ -114,6 +114,44 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages() -> None:
     torch.testing.assert_close(gradient(batch, numbers), torch.zeros(3))
 
 
+@pytest.mark.parametrize("name", ["GRPO", "GSPO"])
+def test_the_loss_of_a_negative_advantage_is_bounded_by_default(name: str) -> None:
+    batch = three_tokens((math.log(20.0),), (-1.0,))
+    assert LossSettings(loss_calculater=name).dual_clip == 3.0
+    torch.testing.assert_close(token_losses(batch, settings(name)).losses, torch.tensor([3.0]))
+    unbounded = token_losses(batch, settings(name, dual_clip=math.inf))
+    torch.testing.assert_close(unbounded.losses, torch.tensor([20.0]))
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES.names() if LOSSES.get(name).from_policy])
+def test_tokens_whose_logprobs_are_wrong_are_masked_and_counted(name: str) -> None:
+    """μ = −1e6, and one below πθ by e^21: no update moves a token that far."""
+    batch = three_tokens((-1.0, -1.0, -22.0), (-1.0, -1.0, 1.0), behavior=(-1e6, -1.1, -1.0))
+    batch = replace(batch, old_logprobs=batch.behavior_logprobs)
+    result = token_losses(batch, LossSettings(loss_calculater=name))
+    assert (result.losses[0], result.losses[2]) == (0.0, 0.0)
+    assert result.losses[1].abs() < 5
+    assert result.masked.tolist() == [True, False, True]
+    assert gradient(batch, LossSettings(loss_calculater=name))[[0, 2]].tolist() == [0.0, 0.0]
+    report = token_metrics(batch, result, torch.zeros(3)).report()
+    assert report["extreme_tokens"] == 2.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_dppo_gradient_is_the_weighted_advantage_where_no_probability_moved_too_far(seed: int) -> None:
+    batch = random_batch(seed)
+    batch = replace(batch, old_logprobs=batch.behavior_logprobs)
+    numbers = LossSettings(loss_calculater="DPPO", epsilon=0.1, epsilon_higher=0.05, dppo_kl_coef=0.01)
+    log_rho = batch.log_rho
+    moved = torch.exp(batch.logprobs.detach()) - torch.exp(batch.behavior_logprobs)
+    up, down = (batch.advantages > 0) & (moved > 0.15), (batch.advantages < 0) & (moved < -0.1)
+    assert up.any()
+    assert down.any()
+    expected = torch.where(up | down, 0.0, -torch.exp(log_rho) * batch.advantages) + 0.02 * log_rho
+    torch.testing.assert_close(gradient(batch, numbers), expected)
+    torch.testing.assert_close(token_losses(batch, numbers).clipped, up | down)
+
+
 def test_ce_gppo_keeps_a_bounded_gradient_beyond_the_clip_and_leaves_the_value() -> None:
     # below with A < 0, above with A > 0, inside, below with A > 0, above with A < 0
     batch = three_tokens(
@@ -132,7 +170,7 @@ def test_extreme_log_ratios_stay_finite() -> None:
     batch = three_tokens((500.0, -500.0, 0.0), (-1.0, -1.0, 1.0), behavior=(0.0, -900.0, 900.0))
     for name in LOSSES.names():
         numbers = LossSettings(loss_calculater=name)
-        if numbers.loss.from_policy:
+        if numbers.loss.from_policy and not numbers.loss.compares_behavior:
             bounds = {"epsilon_higher": 0.1 if numbers.loss.clips else 0.0}
             numbers = settings(name, importance_correction="tis:inf", old_logprobs="recompute", **bounds)
         assert torch.isfinite(token_losses(batch, numbers).losses).all()
@@ -142,6 +180,13 @@ def test_extreme_log_ratios_stay_finite() -> None:
 def test_every_flag_of_the_loss_is_a_setting() -> None:
     settings = LossSettings.of(LossConfig())
     assert settings == LossSettings()
+
+
+@pytest.mark.parametrize("name", ["DAPO", "Dr. GRPO", "dr_grpo", "REINFORCE++", "ppo"])
+def test_a_published_loss_without_a_name_of_its_own_is_explained(name: str) -> None:
+    with pytest.raises(ConfigError, match="GRPO") as refused:
+        LossSettings(loss_calculater=name)
+    assert "did you mean" not in str(refused.value.hint)
 
 
 def test_an_unknown_loss_names_the_nearest() -> None:

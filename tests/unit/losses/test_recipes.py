@@ -128,7 +128,20 @@ def gated(log: list[float], positive: float, negative: float) -> PerToken:
     return loss
 
 
+def binary_tv(low: float, high: float) -> PerToken:
+    """DPPO: the weighted policy gradient, 0 where a probability moved too far towards its advantage."""
+
+    def loss(t: int) -> float:
+        moved = math.exp(STEP.logprobs[t]) - math.exp(STEP.behavior[t])
+        too_far = moved > high if A[t] > 0 else moved < -low
+        return 0.0 if too_far else -math.exp(LOG_RHO[t]) * A[t]
+
+    return loss
+
+
 EXPECTED = {
+    "DPPO": over_tokens(binary_tv(0.2, 0.2)),
+    "prime-rl": over_tokens(plus(binary_tv(0.2, 0.2), lambda t: LOG_RHO[t] ** 2, 0.001)),
     "GRPO": over_trajectories(GRPO),
     "GRPO with its KL": over_trajectories(plus(GRPO, k3_to_reference, 0.04)),
     "DAPO": over_tokens(ppo(LOG_RHO, 0.8, 1.28)),

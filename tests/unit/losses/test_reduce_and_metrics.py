@@ -63,10 +63,12 @@ def test_micro_batches_change_neither_loss_nor_gradient(
         loss_length_divisor=reduction[2],
     )
     if settings.loss.from_policy:
+        ratio = {"old_logprobs": "behavior"} if settings.loss.compares_behavior else {
+            "importance_correction": "tis,seq_mask:0.8:1.2,seq_kl:0.2", "old_logprobs": "recompute",
+        }  # fmt: skip
         settings = replace(
-            settings, importance_correction="tis,seq_mask:0.8:1.2,seq_kl:0.2", old_logprobs="recompute",
-            strict_in_bound=False, importance_weight_cap_ratio=4.0, out_of_date_decay=0.3,
-        )  # fmt: skip
+            settings, strict_in_bound=False, importance_weight_cap_ratio=4.0, out_of_date_decay=0.3, **ratio
+        )
     batch = random_batch(11, tokens=60, trajectories=6)
     batch = replace(batch, mask=torch.rand(60, generator=torch.Generator().manual_seed(5)) > 0.2)
     whole = step(batch, [[0, 1, 2, 3, 4, 5]], settings)

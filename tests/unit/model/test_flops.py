@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -87,11 +88,30 @@ def test_devices() -> None:
     assert stated_peak("NVIDIA H100 PCIe") == 756e12
     assert stated_peak("NVIDIA A100-SXM4-80GB") == 312e12
     assert stated_peak("A card of tomorrow") is None
-    assert device_peak(torch.device("meta")).share(1e9) is None
+    assert device_peak(torch.device("meta"), torch.float32).share(1e9) is None
+
+
+@pytest.mark.parametrize("speed", [1e6, 1e9, 1e13])
+def test_the_peak_is_measured_on_products_of_layers_in_a_second(
+    monkeypatch: pytest.MonkeyPatch, speed: float
+) -> None:
+    """At any speed: 1e6 FLOP/s is a CPU that emulates bfloat16 badly."""
+    now, measured = [0.0], []
+
+    def linear(inputs: torch.Tensor, weight: torch.Tensor) -> None:
+        assert inputs.dtype == weight.dtype == torch.bfloat16
+        measured.append(2 * inputs.numel() * weight.shape[0])
+        now[0] += measured[-1] / speed
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    peak = device_peak.__wrapped__(torch.device("cpu"), torch.bfloat16)
+    assert peak.flops == pytest.approx(speed, rel=1e-3)
+    assert now[0] <= 1.0 or len(measured) == 1
 
 
 def test_the_peak_of_a_cpu_is_measured_and_no_share_is_above_1() -> None:
-    peak = replace(device_peak(torch.device("cpu")))
+    peak = replace(device_peak(torch.device("cpu"), torch.float32))
     assert peak.flops is not None
     assert peak.flops > 1e8
     assert peak.share(peak.flops / 4) == pytest.approx(0.25)

@@ -106,3 +106,26 @@ def test_what_cannot_be_adapted_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match="pip install peft"):
         adapted()
+
+
+@pytest.mark.parametrize(("rate", "least", "most"), [(1e-5, 0.0, 0.6), (0.5, 0.99, 1.01)])
+def test_the_share_of_the_adapter_that_rounding_leaves(rate: float, least: float, most: float) -> None:
+    """Compared with the Δ of the published weights; adapters stay float32 on a bfloat16 model."""
+    model = tiny_model("qwen3").to(torch.bfloat16)
+    adapter = add_adapter(model, AdapterConfig(lora_rank=4), BASE, None)
+    assert {value.dtype for _, value in adapter.named_parameters()} == {torch.float32}
+    with torch.no_grad():
+        for name, value in adapter.named_parameters():
+            if "lora_B" in name:
+                value.normal_(std=rate)
+    published = PublishedModel(model, lambda: adapter.merged_parts(torch.bfloat16), torch.bfloat16)
+    whole = kept = 0.0
+    for part, written in zip(adapter.merged_parts(), published.parts(), strict=True):
+        if part.make().dtype == torch.float32:
+            delta = part.make() - part.like.float()
+            whole += float((delta * delta).sum())
+            kept += float((delta * (written.make().float() - part.like.float())).sum())
+    share = adapter.rounding.take_share()
+    assert share == pytest.approx(kept / whole, rel=1e-5)
+    assert least <= share <= most
+    assert adapter.rounding.take_share() is None

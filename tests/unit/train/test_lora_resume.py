@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from agentrl.train import checkpoint
 from agentrl.train.build import Recipe, build_trainer
 from agentrl.train.checkpoint import CheckpointState
 from agentrl.train.controller import Controller, lead
+from agentrl.train.saving import Saver
 from agentrl.weights.model_folder import save_model_files
 
 COMPARED = ("loss", "lr", "grad_norm")
@@ -70,3 +73,19 @@ def test_what_is_published_is_a_plain_model_with_the_same_logprobs(tmp_path: Pat
         started = model_logprobs(load_policy(ModelConfig(model_name_or_path=str(base))).model, forest)
     assert (ours - theirs).abs().max() < 1e-5
     assert (ours - started).abs().max() > 1e-2
+
+
+def test_an_adapter_that_rounding_drops_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    lease: Any = None
+    saver = Saver(
+        store=lease, run_name="run", config=TrainConfig(), controller=lease, progress=lease, lease=lease,
+        output=Path(), max_staleness=1, stop=asyncio.Event(),
+    )  # fmt: skip
+    warned = []
+    for share in (None, 0.33, 0.5, 0.95, 0.8):
+        caplog.clear()
+        saver._report_rounding(share, torch.bfloat16)
+        warned.append(len(caplog.records))
+        assert saver.published_share == share
+    assert warned == [0, 1, 0, 0, 1]
+    assert "0.80 of what the adapter has learned: rounding to bfloat16" in caplog.text

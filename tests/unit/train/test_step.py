@@ -47,7 +47,7 @@ def test_micro_batches_change_neither_loss_nor_gradient(loss: str, token_level: 
     )
     model = tiny_model("llama", tied=True)
     whole, expected = run(model, [packed(DATA)], settings)
-    assert abs(whole["loss"]) > 1e-3
+    assert abs(whole["loss"]) > 5e-4
     for parts in ([[0, 1, 2, 3], [4, 5, 6]], [[6, 0], [4], [1, 5, 2], [3]], [[i] for i in range(7)]):
         report, gradients = run(model, [packed([DATA[i] for i in part]) for part in parts], settings)
         assert report.keys() == whole.keys()

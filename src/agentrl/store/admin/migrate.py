@@ -12,7 +12,7 @@ from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import DuplicateKeyError
 
 from agentrl.documents.run import ADMISSION, SCHEMA, TRAINER, ImportList
-from agentrl.documents.status import RecordStatus, TaskStatus
+from agentrl.documents.status import CallStatus, RecordStatus, TaskStatus
 from agentrl.errors import SchemaVersionError, StoreError
 from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import DATA, GATE, IMPORTS, LEASE, MODEL_CALL, RECORD, RUN, SCHEMA_VERSION, TASK
@@ -110,6 +110,24 @@ async def superseded_indexes(database: AsyncDatabase[Json]) -> int:
     return 0
 
 
+async def faulty_calls(database: AsyncDatabase[Json]) -> int:
+    """8 → 9: training data name their model calls that are malformed or repeat themselves."""
+    data, changed = database.get_collection(DATA), 0
+    faulty = {"$in": [CallStatus.FORMAT_ERROR.value, CallStatus.REPEAT_ERROR.value]}
+    pipeline: list[Json] = [
+        {"$match": {"status": faulty}},
+        {"$group": {"_id": "$record", "calls": {"$push": "$index"}}},
+    ]
+    async for group in await database.get_collection(MODEL_CALL).aggregate(pipeline, allowDiskUse=True):
+        is_trained = {"$in": ["$$call", "$spans.call"]}
+        trained = {"$filter": {"input": sorted(group["calls"]), "as": "call", "cond": is_trained}}
+        result = await data.update_one(
+            {"_id": group["_id"]}, [{"$set": {"faulty_calls": trained}}], bypass_document_validation=True
+        )
+        changed += result.modified_count
+    return changed
+
+
 async def nothing(database: AsyncDatabase[Json]) -> int:
     """Change no document: collections, validators and indexes are updated after the migrations."""
     return 0
@@ -166,6 +184,12 @@ MIGRATIONS: Final[tuple[Migration, ...]] = (
         target=8,
         what="TokenStatistics holds ratios and entropies of trained tokens; no document changes",
         run=nothing,
+    ),
+    Migration(
+        origin=8,
+        target=9,
+        what="training data name their malformed and repeated model calls",
+        run=faulty_calls,
     ),
 )  # fmt: skip
 """In order; each starts from the version that the one before reaches."""
