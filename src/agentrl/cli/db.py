@@ -149,6 +149,10 @@ def _copy(subparsers: Any) -> None:
     export.set_defaults(handler=export_run)
     load = subparsers.add_parser("import", help="read an exported folder into a new run, --run_name")
     load.add_argument("folder", metavar="DIR", help="a folder that `agentrl db export` wrote")
+    load.add_argument(
+        "--allow_modules", action="store_true",
+        help="keep its list of functions that samplers import and run: only for a folder that you trust",
+    )  # fmt: skip
     load.set_defaults(handler=import_run)
 
 
@@ -169,6 +173,7 @@ async def export_run(run: RunConfig, arguments: argparse.Namespace) -> int:
 
 async def import_run(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Verify the folder, fill the new database and print its contents."""
+    from agentrl.observe.terminal import clean
     from agentrl.store.admin.archive import MANIFEST
     from agentrl.store.admin.transfer import Transfer
     from agentrl.store.client import open_connection
@@ -178,11 +183,18 @@ async def import_run(run: RunConfig, arguments: argparse.Namespace) -> int:
     connection = await open_connection(run)
     try:
         with progress(f"importing run {run.run_name}, documents") as work:
-            manifest = await Transfer(connection, on_documents=work.advance).load(folder)
+            transfer = Transfer(connection, on_documents=work.advance)
+            imported = await transfer.load(folder, allow_modules=arguments.allow_modules)
     finally:
         await connection.close()
+    manifest = imported.manifest
     _print(manifest)
     print(f"{folder} → {run.run_name}: {_sum(manifest)}, as {MANIFEST} says")
+    if imported.imports and not arguments.allow_modules:
+        print(
+            f"left out: Imports, by which samplers would import and run {clean(', '.join(imported.imports))};"
+            " if you trust them, give a sampler --allowed_modules, or repeat the import with --allow_modules"
+        )
     if manifest.schema < SCHEMA_VERSION:
         print(f"its schema is of version {manifest.schema}: run `agentrl db migrate` before anything else")
     return 0
