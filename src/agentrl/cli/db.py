@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,8 +78,9 @@ def _check(subparsers: Any) -> None:
     )
     parser.add_argument("--skip_files", action="store_true", help="do not hash the files of the weights")
     parser.add_argument(
-        "--max_trained_count", type=int, default=1, help="the run's flag of that name (%(default)s)"
-    )
+        "--max_trained_count", type=int,
+        help="the run's flag of that name, the largest that it had (as its first trainer stored it)",
+    )  # fmt: skip
     parser.add_argument(
         "--lease_seconds", type=float, default=60.0, help="the run's flag of that name (%(default)s)"
     )
@@ -101,6 +103,9 @@ async def check(run: RunConfig, arguments: argparse.Namespace) -> int:
 
     options = check_options(arguments)
     async with await open_existing(run) as store:
+        if arguments.max_trained_count is None:
+            flags = {each.role: each.values for each in await store.settings.resolved()}
+            options = replace(options, max_trained_count=flags.get("train", {}).get("max_trained_count", 1))
         with progress(f"checking run {run.run_name}"):
             report = await Checks(store.connection).run(options)
     if arguments.json:
@@ -123,7 +128,7 @@ def check_options(arguments: argparse.Namespace) -> CheckOptions:
         verify_files=None if arguments.skip_files else _verify_file,
         checkpoint=None if output is None else newest_checkpoint(Path(output)),
         is_final=arguments.final,
-        max_trained_count=arguments.max_trained_count,
+        max_trained_count=arguments.max_trained_count or 1,
         heartbeat_seconds=ClaimConfig(lease_seconds=arguments.lease_seconds).heartbeat_seconds,
         clock_skew_seconds=arguments.clock_skew_seconds,
         settle_seconds=arguments.settle_seconds,

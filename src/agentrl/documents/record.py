@@ -102,6 +102,8 @@ class Record(Root):
     """``{score, details, at}`` of a new score that came after the Record had been trained."""
     pruned_at: datetime | None = None
     """When ``agentrl db prune`` deleted its model calls and training data."""
+    checksums: dict[str, str] = field(default_factory=dict, compare=False)
+    """See ``store.checksums``."""
 
     @property
     def turn_rewards(self) -> tuple[float, ...]:

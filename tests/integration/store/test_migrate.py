@@ -126,10 +126,10 @@ async def test_spans_get_the_temperature_of_their_call(
 
 
 async def test_a_newer_run_is_refused(store: Store, run_config: RunConfig) -> None:
-    await store.database["Run"].update_one({"_id": "schema"}, {"$set": {"version": 9}})
+    await store.database["Run"].update_one({"_id": "schema"}, {"$set": {"version": 99}})
     for opening in (open_store, open_existing):
         with pytest.raises(
-            StoreError, match=f"has schema version 9, and this AgentRL knows {SCHEMA_VERSION}"
+            StoreError, match=f"has schema version 99, and this AgentRL knows {SCHEMA_VERSION}"
         ):
             await opening(run_config)
     with pytest.raises(StoreError, match="use the newer AgentRL"):

@@ -167,6 +167,13 @@ MIGRATIONS: Final[tuple[Migration, ...]] = (
         what="TokenStatistics holds ratios and entropies of trained tokens; no document changes",
         run=nothing,
     ),
+    Migration(
+        origin=8,
+        target=9,
+        what="documents have checksums, labels say who wrote them, a run has tags and a note; no document"
+        " changes",
+        run=nothing,
+    ),
 )  # fmt: skip
 """In order; each starts from the version that the one before reaches."""
 
