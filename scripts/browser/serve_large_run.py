@@ -102,9 +102,15 @@ async def _dashboard(uri: str) -> AsyncIterator[str]:
 
 
 async def _run(command: list[str], address: str, run: LargeRun) -> int:
-    print(f"dashboard: {address}runs/{RUN}", flush=True)
+    print(f"dashboard: {address.replace('?', f'runs/{RUN}?')}", flush=True)
     ids = json.dumps({**run.interesting, "small_run": SMALL_RUN})
-    environment = {"DASHBOARD_URL": address, "DASHBOARD_RUN": RUN, "DASHBOARD_IDS": ids}
+    address, _, token = address.partition("?token=")
+    environment = {
+        "DASHBOARD_URL": address,
+        "DASHBOARD_TOKEN": token,
+        "DASHBOARD_RUN": RUN,
+        "DASHBOARD_IDS": ids,
+    }
     if not command:
         print(ids, flush=True)
         await asyncio.Event().wait()

@@ -58,7 +58,13 @@ def test_the_runs_of_the_server(server: EmbeddedMongo, capsys: pytest.CaptureFix
 def test_one_run(server: EmbeddedMongo, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["status", "watched", *_flags(server)]) == 0
     page = capsys.readouterr().out
-    parts = ["watched  training", "2 ready", "trainer-1", "engine 2  the engine went away", "sampler (1)"]
+    parts = [
+        "watched  training",
+        "2 ready, 0 planned, 2 trained",
+        "trainer-1",
+        "engine 2  the engine went away",
+        "sampler (1)",
+    ]
     assert [part for part in parts if part not in page] == []
     assert "\x1b" not in page
     assert cli.main(["status", "--json", "--run_name", "watched", *_flags(server)]) == 0

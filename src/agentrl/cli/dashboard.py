@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
 
 
 def _announce(address: str) -> None:
-    print(f"dashboard: {address}\nCtrl-C ends it", flush=True)
+    print(f"dashboard: {address}\nopen this link to log in; Ctrl-C ends it", flush=True)
 
 
 def _parser() -> CommandParser:
@@ -46,12 +46,12 @@ def _parser() -> CommandParser:
         default=10.0,
         help="how long one database operation may take (%(default)s)",
     )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; any but this machine's own needs a token"
-    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, help="port (default: 8900, or the next free one)")
     parser.add_argument(
-        "--token_file", type=Path, help="file with the token (default: one is made if --host needs it)"
+        "--token_file",
+        type=Path,
+        help="file with the token of the login link (default: a new one, which is printed)",
     )
     parser.add_argument(
         "--allowed_hosts", default="", help="further host names of this machine, separated by commas"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,8 +78,9 @@ def _check(subparsers: Any) -> None:
     )
     parser.add_argument("--skip_files", action="store_true", help="do not hash the files of the weights")
     parser.add_argument(
-        "--max_trained_count", type=int, default=1, help="the run's flag of that name (%(default)s)"
-    )
+        "--max_trained_count", type=int,
+        help="the run's flag of that name, the largest that it had (as its first trainer stored it)",
+    )  # fmt: skip
     parser.add_argument(
         "--lease_seconds", type=float, default=60.0, help="the run's flag of that name (%(default)s)"
     )
@@ -101,6 +103,9 @@ async def check(run: RunConfig, arguments: argparse.Namespace) -> int:
 
     options = check_options(arguments)
     async with await open_existing(run) as store:
+        if arguments.max_trained_count is None:
+            flags = {each.role: each.values for each in await store.settings.resolved()}
+            options = replace(options, max_trained_count=flags.get("train", {}).get("max_trained_count", 1))
         with progress(f"checking run {run.run_name}"):
             report = await Checks(store.connection).run(options)
     if arguments.json:
@@ -123,7 +128,7 @@ def check_options(arguments: argparse.Namespace) -> CheckOptions:
         verify_files=None if arguments.skip_files else _verify_file,
         checkpoint=None if output is None else newest_checkpoint(Path(output)),
         is_final=arguments.final,
-        max_trained_count=arguments.max_trained_count,
+        max_trained_count=arguments.max_trained_count or 1,
         heartbeat_seconds=ClaimConfig(lease_seconds=arguments.lease_seconds).heartbeat_seconds,
         clock_skew_seconds=arguments.clock_skew_seconds,
         settle_seconds=arguments.settle_seconds,
@@ -149,6 +154,10 @@ def _copy(subparsers: Any) -> None:
     export.set_defaults(handler=export_run)
     load = subparsers.add_parser("import", help="read an exported folder into a new run, --run_name")
     load.add_argument("folder", metavar="DIR", help="a folder that `agentrl db export` wrote")
+    load.add_argument(
+        "--allow_modules", action="store_true",
+        help="keep its list of functions that samplers import and run: only for a folder that you trust",
+    )  # fmt: skip
     load.set_defaults(handler=import_run)
 
 
@@ -169,6 +178,7 @@ async def export_run(run: RunConfig, arguments: argparse.Namespace) -> int:
 
 async def import_run(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Verify the folder, fill the new database and print its contents."""
+    from agentrl.observe.terminal import clean
     from agentrl.store.admin.archive import MANIFEST
     from agentrl.store.admin.transfer import Transfer
     from agentrl.store.client import open_connection
@@ -178,11 +188,18 @@ async def import_run(run: RunConfig, arguments: argparse.Namespace) -> int:
     connection = await open_connection(run)
     try:
         with progress(f"importing run {run.run_name}, documents") as work:
-            manifest = await Transfer(connection, on_documents=work.advance).load(folder)
+            transfer = Transfer(connection, on_documents=work.advance)
+            imported = await transfer.load(folder, allow_modules=arguments.allow_modules)
     finally:
         await connection.close()
+    manifest = imported.manifest
     _print(manifest)
     print(f"{folder} → {run.run_name}: {_sum(manifest)}, as {MANIFEST} says")
+    if imported.imports and not arguments.allow_modules:
+        print(
+            f"left out: Imports, by which samplers would import and run {clean(', '.join(imported.imports))};"
+            " if you trust them, give a sampler --allowed_modules, or repeat the import with --allow_modules"
+        )
     if manifest.schema < SCHEMA_VERSION:
         print(f"its schema is of version {manifest.schema}: run `agentrl db migrate` before anything else")
     return 0

@@ -51,7 +51,7 @@ async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
     from agentrl.data.rescore import RescoreOptions, rescore_run
     from agentrl.documents.scorer_sum import scorer_weights
     from agentrl.documents.status import RecordStatus
-    from agentrl.observe.terminal import fixed, stdout_console, table
+    from agentrl.observe.terminal import clean, fixed, stdout_console, table
     from agentrl.registry import allow_imports
     from agentrl.scoring.scorers import require_scorer
     from agentrl.store.admin.rescore import SCORED
@@ -93,7 +93,7 @@ async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
     title = "Rescored, nothing written" if options.dry_run else "Rescored"
     stdout_console().print(table(title, columns, rows))
     for line in report.remarks():
-        print(line)
+        print(clean(line))
     return 1 if report.errors else 0
 
 

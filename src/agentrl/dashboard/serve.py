@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import secrets
 import signal
 import socket
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ class ServeConfig:
     port: int | None = None
     """None: 8900, or the next free one."""
     token_file: Path | None = None
-    """File with the token; None makes one if ``host`` is not a loopback address."""
+    """File with the token; None makes one, which only this process and its terminal have."""
     hosts: tuple[str, ...] = ()
 
 
@@ -102,31 +102,35 @@ def _address(host: str, port: int, token: str | None) -> str:
     return where if token is None else f"{where}?token={token}"
 
 
-def _token(config: ServeConfig) -> str | None:
-    if config.token_file is not None:
-        try:
-            token = config.token_file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"--token_file {config.token_file} cannot be read: {error}",
-                hint="write a token into it: openssl rand -hex 32 > FILE",
-            ) from error
-        if len(token) < _MIN_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
-            raise ConfigError(
-                f"the token in {config.token_file} has {len(token)} characters, or some that are not ASCII",
-                hint=f"use at least {_MIN_TOKEN}: openssl rand -hex 32 > {config.token_file}",
-            )
-        return token
-    return None if _is_loopback(config.host) else secrets.token_urlsafe(_TOKEN_BYTES)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
+def _token(config: ServeConfig) -> str:
+    file = config.token_file
+    if file is None:
+        return secrets.token_urlsafe(_TOKEN_BYTES)
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+        token = file.read_text(encoding="utf-8").strip()
+        is_public = _is_public(file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--token_file {file} cannot be read: {error}",
+            hint="write a token into it: (umask 077; openssl rand -hex 32 > FILE)",
+        ) from error
+    if is_public:
+        raise ConfigError(
+            f"--token_file {file} can be read by every user of this machine", hint=f"chmod 600 {file}"
+        )
+    if len(token) < _MIN_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigError(
+            f"the token in {file} has {len(token)} characters, or some that are not ASCII",
+            hint=f"use at least {_MIN_TOKEN}: (umask 077; openssl rand -hex 32 > {file})",
+        )
+    return token
+
+
+def _is_public(file: Path) -> bool:
+    """Return whether every user may read the file; a pipe (``/dev/stdin``) is nobody else's."""
+    path = file.resolve()
+    mode, folder = file.stat().st_mode, path.parent.stat().st_mode
+    return stat.S_ISREG(mode) and bool(mode & stat.S_IROTH) and bool(folder & stat.S_IXOTH)
 
 
 def _listen(config: ServeConfig) -> socket.socket:

@@ -74,9 +74,13 @@ class RescoreReport:
     splits: dict[str, SplitReport] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
     """Records and groups that could not be scored or decided, with the reason."""
+    writers: Mapping[str, int] = field(default_factory=dict)
+    """Who wrote labels with a score, and how many, if labels gave the scores."""
 
     def remarks(self) -> Iterator[str]:
-        """Yield a line for the groups that keep their scores, by reason, and for the first errors."""
+        """Yield a line for who wrote labels, groups that keep their scores, and the first errors."""
+        for who, labels in self.writers.items():
+            yield f"{labels} labels of {who}"
         for name, split in sorted(self.splits.items()):
             for why, groups in split.kept.items():
                 yield (
@@ -93,8 +97,10 @@ async def rescore_run(store: Store, options: RescoreOptions) -> RescoreReport:
     """Score the selected Records again, a few groups at a time. Raises StoreError if none is selected."""
     rescoring = Rescoring(store.connection)
     labelled: dict[str, float] | None = None
+    report = RescoreReport()
     if options.from_labels:
         labelled = await store.labels.scores()
+        report = RescoreReport(writers=await store.labels.writers())
         wanted = [record for record in labelled if not options.records or record in options.records]
         if not wanted:
             raise StoreError(
@@ -110,7 +116,7 @@ async def rescore_run(store: Store, options: RescoreOptions) -> RescoreReport:
             f"run {store.run_name!r} has no scored Record like that",
             hint="`agentrl audit records --status ready` lists Records",
         )
-    rescorer = _Rescorer(rescoring, options, asyncio.Semaphore(max(1, options.concurrency)), labelled)
+    rescorer = _Rescorer(rescoring, options, asyncio.Semaphore(max(1, options.concurrency)), labelled, report)
     for start in range(0, len(tasks), _GROUPS_AT_A_TIME):
         await asyncio.gather(*map(rescorer.rescore_group, tasks[start : start + _GROUPS_AT_A_TIME]))
     return rescorer.report

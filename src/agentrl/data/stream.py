@@ -54,6 +54,7 @@ class StreamSettings:
     groups_per_step: int
     num_epochs: int
     freshness: Freshness
+    max_trained_count: int = 1
     whitening: Literal["none", "batch"] = "none"
     """``batch``: whiten the advantages once, over all data of a step."""
     wait_seconds: float
@@ -201,8 +202,9 @@ class DataStream:
         groups: dict[str, list[str]] = {}
         for untrained in (True, False):
             members = await self._store.training.ready_members(
-                settings.split, step=step, old=old, untrained=untrained
-            )
+                settings.split, step=step, max_trained_count=settings.max_trained_count, old=old,
+                untrained=untrained,
+            )  # fmt: skip
             places = await self._store.tasks.sort_keys({member.task for member in members})
             groups = choose_groups(members, count, places, self._avoid)
             if len(groups) == count and self._avoid.isdisjoint(id for ids in groups.values() for id in ids):

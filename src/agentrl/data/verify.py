@@ -79,9 +79,12 @@ def group_problem(group: StoredGroup | None, data: Sequence[DBRecordData]) -> st
         item.id: item
         for item in GroupRules.of_group(summary).decide(group.task, group.records, group.calls).data
     }
+    counts = {record.id: record.trained_count for record in group.records}
     for item in data:
         if item.id not in expected:
             return f"its Records and model calls give no training data {item.id}"
+        if item.trained_count != counts[item.id]:
+            return f"{item.id}: trained_count: {item.trained_count}, of its Record {counts[item.id]}"
         if (problem := differences(item, _rounded_as(item, expected[item.id]), also=_ORIGIN)) is not None:
             return f"{item.id}: {problem}"
     return None

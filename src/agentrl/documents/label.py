@@ -23,6 +23,8 @@ class Label(Root):
     record: str
     by: str
     """The name that the person gave."""
+    written_by: str | None = None
+    """Who wrote it by authentication: the user and host of the dashboard, and the database user."""
     label: str
     """A word to filter by, such as ``wrong`` or ``cheats``."""
     note: str = ""

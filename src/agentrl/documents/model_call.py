@@ -150,6 +150,8 @@ class DispatchedSamplingTask(Root):
     logprobs_of: LogprobsOf = "policy"
     images: tuple[ImageSpan, ...] = ()
     """Tokens of ``context_ids`` that stand for images."""
+    checksums: dict[str, str] = field(default_factory=dict, compare=False)
+    """See ``store.checksums``."""
 
     @property
     def is_context_reset(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -11,6 +10,7 @@ from agentrl.documents.base import Document, Root, now
 from agentrl.documents.gateway import ReportedReward
 from agentrl.documents.harness import HarnessRun
 from agentrl.documents.partial import PartialGeneration
+from agentrl.documents.sanitize_bson import is_finite
 from agentrl.documents.status import RecordStatus, StopReason
 
 TURN_REWARDS = "turn_rewards"
@@ -102,6 +102,8 @@ class Record(Root):
     """``{score, details, at}`` of a new score that came after the Record had been trained."""
     pruned_at: datetime | None = None
     """When ``agentrl db prune`` deleted its model calls and training data."""
+    checksums: dict[str, str] = field(default_factory=dict, compare=False)
+    """See ``store.checksums``."""
 
     @property
     def turn_rewards(self) -> tuple[float, ...]:
@@ -125,4 +127,4 @@ class Record(Root):
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return is_finite(value)

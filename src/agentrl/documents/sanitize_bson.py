@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import numbers
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeGuard
 
 _INT64 = 2**63
 _MAX_DEPTH = 40
@@ -23,6 +24,14 @@ def replace_surrogates(value: Any) -> Any:
     if isinstance(value, dict):
         return {replace_surrogates(str(key)): replace_surrogates(item) for key, item in value.items()}
     return value
+
+
+def is_finite(value: Any) -> TypeGuard[float]:
+    """Return whether ``value`` is a number that is finite as a float, which 10**311 is not."""
+    try:
+        return isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def sanitize_bson(value: Any, depth: int = 0) -> Any:

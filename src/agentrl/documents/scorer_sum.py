@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
+
+from agentrl.documents.sanitize_bson import is_finite
 
 _TERM = re.compile(r"(-?[0-9.]+(?:e[+-]?[0-9]+)?)\*(\S+)")
 _PLUS = " + "
@@ -20,7 +21,7 @@ def sum_name(weights: Mapping[str, float]) -> str:
     for name, weight in weights.items():
         if not name or name != "".join(name.split()):
             raise ValueError(f"{name!r} is not the name of a scorer")
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+        if isinstance(weight, bool) or not is_finite(weight):
             raise ValueError(f"the weight of {name} is {weight!r}, which is not a number")
     if list(weights.values()) == [1]:
         return next(iter(weights))

@@ -111,6 +111,8 @@ class Task(Root):
     updated_at: datetime = field(default_factory=now)
     pruned_at: datetime | None = None
     """When ``agentrl db prune`` last deleted calls or data of its trajectories."""
+    checksums: dict[str, str] = field(default_factory=dict, compare=False)
+    """See ``store.checksums``."""
 
 
 CONTENT: Final = (

@@ -116,3 +116,5 @@ class TrainStep(Root):
     """Set while the status is ``committing``."""
     pruned_at: datetime | None = None
     """When ``agentrl db prune`` last deleted data of the step."""
+    checksums: dict[str, str] = field(default_factory=dict, compare=False)
+    """See ``store.checksums``."""

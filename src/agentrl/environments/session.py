@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from agentrl.documents.sanitize_bson import replace_surrogates
+from agentrl.documents.sanitize_bson import is_finite, replace_surrogates
 from agentrl.documents.task import Task
 from agentrl.environments.base import ENVIRONMENTS, Environment, Observation
 from agentrl.errors import AgentRLError, TaskEnvironmentError
@@ -98,7 +96,7 @@ class EnvironmentSession:
         return self._number(found)
 
     def _number(self, value: Any) -> float:
-        if isinstance(value, numbers.Real) and math.isfinite(value):
+        if is_finite(value):
             return float(value)
         raise TaskEnvironmentError(
             f"reward of environment {self.name} returned {describe(value)}",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from agentrl.documents.gateway import ReportedReward
 from agentrl.documents.model_call import role_problem
-from agentrl.documents.sanitize_bson import sanitize_bson
+from agentrl.documents.sanitize_bson import is_finite, replace_surrogates, sanitize_bson
 from agentrl.gateway.errors import invalid
 from agentrl.gateway.request import kind_of, short
 
@@ -32,6 +31,9 @@ async def read_reward(store: Store, record_id: str, body: Mapping[str, Any]) -> 
     for name, value in (("details", details), ("call_rewards", rewards), ("role_rewards", roles)):
         if not isinstance(value, dict):
             raise invalid(f"{name} is {kind_of(value)}; it must be an object", name)
+        for key in value:
+            if replace_surrogates(key) != key:
+                raise invalid(f"{name} names {short(key)}, which has a lone surrogate", name)
     by_answer = {key.rpartition("-")[2].rpartition("_")[2]: key for key in rewards}
     calls = await store.gateways.by_answer(record_id, list(by_answer))
     turn_rewards = {}
@@ -54,6 +56,6 @@ async def read_reward(store: Store, record_id: str, body: Mapping[str, Any]) -> 
 
 
 def _number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not is_finite(value):
         raise invalid(f"{name} is {short(value)}; it must be a finite number", name)
     return float(value)

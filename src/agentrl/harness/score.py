@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from typing import Any, Final
 
 from agentrl.documents.harness import CommandRun, Ending
-from agentrl.documents.sanitize_bson import sanitize_bson
+from agentrl.documents.sanitize_bson import is_finite, sanitize_bson
 from agentrl.errors import HarnessError
 from agentrl.harness.config import HarnessConfig, ScoreCommand
 from agentrl.harness.session import Session
@@ -59,11 +58,11 @@ def _read_score(text: str, where: str) -> ScoreResult:
     """Read a number, or a JSON object with ``score`` and ``details``."""
     try:
         value: Any = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     details = value.get("details") if isinstance(value, dict) else None
     score = value.get("score") if isinstance(value, dict) else value
-    if isinstance(score, bool) or not isinstance(score, (int, float)) or not math.isfinite(score):
+    if isinstance(score, bool) or not is_finite(score):
         raise HarnessError(
             f"{where} holds {text[:100]!a}, not a score", hint='write a number, or {"score": 1.0}'
         )

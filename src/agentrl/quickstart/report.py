@@ -81,7 +81,7 @@ def print_report(run_name: str, output: Path, outcome: Outcome) -> None:
         f"sampled     {outcome.sampled} trajectories; {outcome.abandoned} of them are abandoned",
         f"plot        {outcome.plot}",
         f"checkpoint  {_newest_checkpoint(output)}",
-        f"database    {run_name} in .agentrl/mongo (the server is stopped; `{agentrl} mongo up` starts it)",
+        f"database    {run_name} in .agentrl/mongo (the server ends now; `{agentrl} mongo up` starts it)",
         "",
         "next, try:",
         f"  {agentrl} mongo up",

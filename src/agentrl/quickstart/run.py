@@ -18,7 +18,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.observe import logging as run_logging
 from agentrl.processes import thread_limits
-from agentrl.quickstart.dashboard import dashboard
+from agentrl.quickstart.dashboard import dashboard, wait_for_signal
 from agentrl.quickstart.pace import Pace
 from agentrl.quickstart.report import print_report, read_outcome
 from agentrl.quickstart.waiting import told_progress
@@ -108,7 +108,8 @@ def run_quickstart(options: Options) -> int:
     """Train until the run has its steps, print the report, and return 0.
 
     Raises AgentRLError if the trainer fails, and TimeLimitError if the time limit ended it; the run is then
-    resumed by the next call. MongoDB is stopped at the end if this started it.
+    resumed by the next call. On a terminal the dashboard stays until Ctrl-C. MongoDB is stopped at the end if
+    this started it.
     """
     run = open_run(options.run_name, tiny=options.tiny, steps=options.steps, seed=options.seed)
     run_logging.setup(RunConfig(run_name=run.name, log_dir=str(run.logs)), "quickstart")
@@ -123,20 +124,25 @@ def run_quickstart(options: Options) -> int:
             _report(f"dashboard: {address}")
             pace = Pace(run.steps, minutes=options.minutes, least_minutes=run.preset.minutes)
             code, is_over = _train(run, options, model, pace)
-        if code != 0:
-            raise AgentRLError(
-                f"the trainer ended with exit code {code}",
-                hint=f"its log is in {run.logs}; run this again",
-            )
-        outcome = asyncio.run(read_outcome(run.name, run.output, MONGO_DIR))
-        done = 0 if outcome is None else len(outcome.rewards)
-        if outcome is not None:
-            print_report(run.name, run.output, outcome)
-        if is_over and done < run.steps:
-            raise pace.ended(done)
-        if outcome is None:
-            raise AgentRLError("the trainer ended before its first step", hint=f"its log is in {run.logs}")
-        close_run(run)
+            if code != 0:
+                raise AgentRLError(
+                    f"the trainer ended with exit code {code}",
+                    hint=f"its log is in {run.logs}; run this again",
+                )
+            outcome = asyncio.run(read_outcome(run.name, run.output, MONGO_DIR))
+            done = 0 if outcome is None else len(outcome.rewards)
+            if outcome is not None:
+                print_report(run.name, run.output, outcome)
+            if is_over and done < run.steps:
+                raise pace.ended(done)
+            if outcome is None:
+                raise AgentRLError(
+                    "the trainer ended before its first step", hint=f"its log is in {run.logs}"
+                )
+            close_run(run)
+            if sys.stdin.isatty() and sys.stdout.isatty():
+                _report(f"the dashboard stays until Ctrl-C: {address}")
+                wait_for_signal()
         return 0
     finally:
         if started_mongo:

@@ -5,13 +5,12 @@ The built-in ones treat values within rounding error of the baseline as 0.
 
 from __future__ import annotations
 
-import math
-import numbers
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentrl.documents.sanitize_bson import is_finite
 from agentrl.errors import GroupError
 from agentrl.registry import Registry
 from agentrl.user_code import contain_call, describe
@@ -132,7 +131,7 @@ def _checked(what: str, values: Any) -> list[float]:
     """Return ``values`` as floats. Raises GroupError for anything but finite numbers."""
     checked = []
     for value in values:
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        if not is_finite(value):
             raise GroupError(f"{what} returned {describe(value)}, which is not a finite number", hint=_HINT)
         checked.append(float(value))
     return checked

@@ -6,13 +6,12 @@ are trained with the advantage of its own reward instead of that of the trajecto
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentrl.config.sampling import GroupConfig
 from agentrl.documents.record import CALL_ROLES, ROLE_REWARDS, Record
+from agentrl.documents.sanitize_bson import is_finite
 from agentrl.errors import ScorerError
 from agentrl.scoring.advantages import ESTIMATORS, agrees, estimate
 from agentrl.user_code import describe
@@ -40,7 +39,7 @@ def checked_role_rewards(
             raise ScorerError(
                 f"{what} {name} rewards the role {describe(role)}, which made no call", hint=hint
             )
-        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        if isinstance(value, bool) or not is_finite(value):
             raise ScorerError(
                 f"{what} {name} gives the role {role} the reward {describe(value)}",
                 hint="give a finite number",

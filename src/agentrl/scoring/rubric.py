@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from agentrl.chat.parsers import split_reasoning
+from agentrl.documents.sanitize_bson import is_finite
 from agentrl.errors import ScorerError
 from agentrl.llm.agent_config import load_section
 from agentrl.scoring.judge import ask_judge, judge_prompt, judged_details
@@ -75,7 +75,7 @@ def read_criteria(value: Any) -> list[Criterion]:
         given = item if isinstance(item, Mapping) else {"criterion": item}
         text, weight = given.get("criterion"), given.get("weight", 1.0)
         is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-        if not isinstance(text, str) or not text.strip() or not is_number or not math.isfinite(weight):
+        if not isinstance(text, str) or not text.strip() or not is_number or not is_finite(weight):
             raise ScorerError(f"the rubric has the criterion {str(item)[:200]!r}", hint=_HINT)
         criteria.append(Criterion(" ".join(text.split()), float(weight)))
     if not any(item.weight > 0 for item in criteria):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
-import numbers
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from agentrl.documents.model_call import ToolExecution
 from agentrl.documents.record import CALL_ROLES, ROLE_REWARDS, TURN_REWARDS
-from agentrl.documents.sanitize_bson import sanitize_bson
+from agentrl.documents.sanitize_bson import is_finite, sanitize_bson
 from agentrl.documents.scorer_sum import scorer_weights
 from agentrl.documents.status import CallStatus
 from agentrl.errors import ConfigError, FailureError, OutageError, ScorerError, judge
@@ -282,6 +280,6 @@ def _checked(name: str, result: Result, calls: Sequence[ScoredCall], what: str =
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, numbers.Real) and math.isfinite(value):
+    if is_finite(value):
         return float(value)
     raise ScorerError(f"{name} returned {describe(value)}, which is not a finite number")

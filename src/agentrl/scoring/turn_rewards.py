@@ -6,13 +6,12 @@ credited to the tokens of that call alone, beside the advantage of the trajector
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.config.sampling import GroupConfig
 from agentrl.documents.record import TURN_REWARDS, Record
+from agentrl.documents.sanitize_bson import is_finite
 from agentrl.errors import ScorerError
 from agentrl.scoring.advantages import agrees, estimate
 from agentrl.user_code import describe
@@ -39,7 +38,7 @@ def checked_turn_rewards(name: str, given: Any, calls: int) -> list[float] | Non
             f"scorer {name} returned the turn rewards {describe(given)} for {calls} model calls", hint=_HINT
         )
     for value in given:
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        if not is_finite(value):
             raise ScorerError(f"scorer {name} returned the turn reward {describe(value)}", hint=_HINT)
     return [float(value) for value in given]
 

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import bson
-from bson.raw_bson import RawBSONDocument
 from pymongo import UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
@@ -18,7 +16,7 @@ from agentrl.documents.task import Claim
 from agentrl.store import slots
 from agentrl.store.blobs import Blobs
 from agentrl.store.connection import Connection, Json, Repository, database_call
-from agentrl.store.model_calls import LARGE, count_call
+from agentrl.store.model_calls import LARGE, count_call, encoded
 from agentrl.store.names import GATEWAY_CALL, MODEL_CALL, RECORD
 from agentrl.store.slots import lease_lost, lost_claims
 from agentrl.store.write_coalescer import WriteCoalescer
@@ -103,7 +101,7 @@ class AnsweredCalls(Repository):
             )
             if ended.matched_count == 0:
                 return await self._stored_before(answer, session)
-            await self._collection(MODEL_CALL).insert_one(await self._encoded(call), session=session)
+            await self._collection(MODEL_CALL).insert_one(await encoded(self._blobs, call), session=session)
             return call
 
         return await self._connection.transaction(write)
@@ -152,11 +150,8 @@ class AnsweredCalls(Repository):
             if lost or counted.matched_count < len(calls) or ended.matched_count < len(calls):
                 await session.abort_transaction()
                 return None
-            documents = [await self._encoded(call) for call in calls]
+            documents = [await encoded(self._blobs, call) for call in calls]
             await self._collection(MODEL_CALL).insert_many(documents, session=session)
             return calls
 
         return await self._connection.transaction(write)
-
-    async def _encoded(self, call: DispatchedSamplingTask) -> RawBSONDocument:
-        return RawBSONDocument(bson.encode(await self._blobs.offload(call.to_document())))

@@ -24,6 +24,7 @@ from agentrl.documents.status import (
 from agentrl.documents.task import Claim, Task
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store import slots
+from agentrl.store.checksums import seal
 from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import RECORD, TASK
 from agentrl.store.slots import FREE, QUEUED, lease_lost, lost_claims
@@ -81,12 +82,11 @@ class _Score:
             "_id": self.claim.record_id,
             "status": {"$in": sources(RECORD_EDGES, RecordStatus.SCORED)},
         }
+        scored = {"score": self.score, "score_details": self.details}
         changes = {
-            "$set": {
-                "status": RecordStatus.SCORED.value, "score": self.score, "score_details": self.details,
-            },
+            "$set": {"status": RecordStatus.SCORED.value, **scored, **seal(RECORD, "score", scored)},
             "$currentDate": {"scored_at": True},
-        }  # fmt: skip
+        }
         return UpdateOne(query, changes)
 
 

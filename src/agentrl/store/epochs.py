@@ -22,6 +22,7 @@ from agentrl.documents.status import EpochStatus
 from agentrl.documents.task import CONTENT, Slot, Task, task_key
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store import slots
+from agentrl.store.checksums import CHECKSUMS
 from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import EPOCH, TASK
 
@@ -266,7 +267,7 @@ class Epochs(Repository):
             slots=tuple(Slot(traj_id=number) for number in range(generations)),
         )  # fmt: skip
         copy: Json = {name: slots.literal(value) for name, value in new.to_document().items()}
-        copy |= {name: f"${name}" for name in ("task_id", *CONTENT)}
+        copy |= {name: f"${name}" for name in ("task_id", *CONTENT, CHECKSUMS)}
         copy |= {
             "_id": {"$concat": [slots.literal(task_key(split, epoch, "")), "$task_id"]},
             "order": {"$arrayElemAt": [orders, {"$indexOfArray": [slots.literal(ids), "$task_id"]}]},

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
+import os
+import socket
 from collections.abc import Sequence
 from statistics import fmean
 
@@ -35,6 +38,7 @@ class Labels(Repository):
         fields: Json = {
             "record": slots.literal(record_id), "by": slots.literal(by), "label": slots.literal(label),
             "note": slots.literal(note), "score": score,
+            "written_by": slots.literal(await self._writer()),
             "created_at": {"$ifNull": ["$created_at", "$$NOW"]}, "updated_at": "$$NOW",
         }  # fmt: skip
         key = label_key(record_id, by)
@@ -70,6 +74,19 @@ class Labels(Repository):
         return {record: fmean(values) for record, values in scores.items()}
 
     @database_call
+    async def writers(self) -> dict[str, int]:
+        """Return {who: number of labels with a score}: the name given, and who wrote it."""
+        pipeline: list[Json] = [
+            {"$match": {"score": {"$ne": None}}},
+            {"$group": {"_id": {"by": "$by", "written_by": "$written_by"}, "count": {"$sum": 1}}},
+            {"$sort": {"count": -1, "_id": 1}},
+        ]
+        return {
+            f"{who['_id']['by']} (written by {who['_id'].get('written_by') or 'unknown'})": who["count"]
+            async for who in await self._collection(LABEL).aggregate(pipeline)
+        }
+
+    @database_call
     async def counts(self) -> dict[str, int]:
         """Return {label: number of trajectories}, the most frequent first."""
         pipeline: list[Json] = [{"$sortByCount": "$label"}, {"$limit": 200}]
@@ -79,8 +96,7 @@ class Labels(Repository):
     @database_call
     async def may_write(self) -> bool:
         """Return whether this connection's user may write labels; without authentication everybody may."""
-        status = await self._connection.database.command({"connectionStatus": 1, "showPrivileges": True})
-        info = status["authInfo"]
+        info = await self._connection_status()
         if not info["authenticatedUsers"]:
             return True
         allowed: set[str] = set()
@@ -88,6 +104,24 @@ class Labels(Repository):
             if _covers(privilege["resource"], self._connection.database.name):
                 allowed |= set(privilege["actions"])
         return allowed >= _WRITES
+
+    async def _writer(self) -> str:
+        """Return who writes: the user of this process and its host, and the database user."""
+        users = (await self._connection_status())["authenticatedUsers"]
+        names = ", ".join(user["user"] for user in users) or "without authentication"
+        return f"{_user()} on {socket.gethostname()}, database user {names}"
+
+    async def _connection_status(self) -> Json:
+        status = await self._connection.database.command({"connectionStatus": 1, "showPrivileges": True})
+        info: Json = status["authInfo"]
+        return info
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # no name for the user id, as in some containers
+        return f"user {os.getuid()}"
 
 
 def _covers(resource: Json, database: str) -> bool:

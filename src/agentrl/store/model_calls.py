@@ -16,6 +16,7 @@ from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim
 from agentrl.store import slots
 from agentrl.store.blobs import Blobs
+from agentrl.store.checksums import sealed
 from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.driver_errors import is_outage
 from agentrl.store.names import MODEL_CALL, RECORD
@@ -70,7 +71,7 @@ class ModelCalls(Repository):
         error: Exception | None = None
         for call in calls:
             try:
-                document = RawBSONDocument(bson.encode(await self._blobs.offload(call.to_document())))
+                document = await encoded(self._blobs, call)
             except Exception as problem:  # noqa: BLE001  raised when the calls before it are stored
                 error = problem
                 break
@@ -158,6 +159,11 @@ async def read_model_calls(
         call = DispatchedSamplingTask.from_document(await blobs.restore(document, readable=readable))
         calls[call.record].append(call)
     return calls
+
+
+async def encoded(blobs: Blobs, call: DispatchedSamplingTask) -> RawBSONDocument:
+    """Return the document of a model call with its checksum, after its large fields were moved to GridFS."""
+    return RawBSONDocument(bson.encode(sealed(MODEL_CALL, await blobs.offload(call.to_document()), "all")))
 
 
 def _groups(additions: Sequence[_Addition]) -> Iterator[list[_Addition]]:

@@ -18,6 +18,7 @@ from agentrl.documents.status import RECORD_EDGES, RecordStatus, sources
 from agentrl.documents.task import Claim
 from agentrl.errors import StoreError
 from agentrl.store.attempts import new_record
+from agentrl.store.checksums import seal
 from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import RECORD
 from agentrl.store.slots import lease_lost, lost_claims
@@ -42,6 +43,7 @@ class _Advance:
         query = {"_id": self.claim.record_id, "owner": self.claim.owner, "status": {"$in": allowed}}
         update: Json = {"$set": {"status": self.status.value, **self.fields}}
         if self.status is RecordStatus.COMPLETED:
+            update["$set"] |= seal(RECORD, "sampled", new_record(self.claim).to_document() | self.fields)
             update["$currentDate"] = {"completed_at": True}
         return UpdateOne(query, update)
 

@@ -14,6 +14,7 @@ from agentrl.documents.base import plain
 from agentrl.documents.status import APPLIED_STEPS, StepStatus, values
 from agentrl.documents.training import PendingCommit, TrainStep
 from agentrl.errors import StoreError
+from agentrl.store.checksums import seal
 from agentrl.store.connection import Json, database_call
 from agentrl.store.names import STEP
 from agentrl.store.step_chunks import NotReadyError, StepChunk, StepChunks, chunks_of
@@ -123,6 +124,7 @@ class Steps(StepChunks):
                 {
                     "$set": {
                         "status": StepStatus.COMMITTING.value, "metrics": metrics, "pending": plain(pending),
+                        **seal(STEP, "metrics", {"metrics": metrics}),
                     },
                     "$currentDate": {"committed_at": True},
                 },

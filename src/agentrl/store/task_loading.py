@@ -16,6 +16,7 @@ from agentrl.documents.base import now, plain
 from agentrl.documents.status import SlotStatus, TaskStatus
 from agentrl.documents.task import CONTENT, Task, task_key
 from agentrl.errors import TaskFileError
+from agentrl.store.checksums import CHECKSUMS, sealed
 from agentrl.store.connection import Connection, Json, Repository
 from agentrl.store.epochs import Epochs, LoadLease
 from agentrl.store.names import TASK
@@ -151,7 +152,7 @@ class TaskLoading(Repository):
 
     async def _insert(self, tasks: Iterable[Task]) -> int:
         """Insert the tasks that are missing; return how many."""
-        documents = [task.to_document() for task in tasks]
+        documents = [sealed(TASK, task.to_document(), "content") for task in tasks]
         try:
             await self._collection(TASK).insert_many(documents, ordered=False)
         except BulkWriteError as error:
@@ -232,5 +233,6 @@ def _unbegun(task_id: str) -> Json:
 
 
 def _new_text(task: Task, moment: datetime, *more: str) -> Json:
-    document = task.to_document()
-    return {"$set": {**{name: document[name] for name in (*CONTENT, *more)}, "updated_at": moment}}
+    document = sealed(TASK, task.to_document(), "content")
+    fields = {name: document[name] for name in (*CONTENT, CHECKSUMS, *more)}
+    return {"$set": {**fields, "updated_at": moment}}

@@ -136,16 +136,20 @@ class Training(Groups, Steps):
 
     @database_call
     async def ready_members(
-        self, split: str, *, step: int, old: StaleVersions | None = None, untrained: bool = False
-    ) -> list[ReadyMember]:
+        self, split: str, *, step: int, max_trained_count: int = 1, old: StaleVersions | None = None,
+        untrained: bool = False,
+    ) -> list[ReadyMember]:  # fmt: skip
         """Return the ready data of every group that ``step`` may train; a group is whole or absent.
 
-        Excludes groups with a member that is planned or must not be trained before a later step. If
+        Excludes groups with a member that is planned, must not be trained before a later step, or was trained
+        ``max_trained_count`` times. If
         ``old.spans`` is "any", excludes groups with a stale member; if "all", excludes only the stale
         members. ``untrained`` restricts the result to groups that were never trained.
         """
         is_stale: Json | bool = old.expression if old is not None and old.ranges else False
-        whole: Json = {"is_planned": False, "rests_until": {"$lte": step}}
+        whole: Json = {
+            "is_planned": False, "rests_until": {"$lte": step}, "trained_count": {"$lt": max_trained_count},
+        }  # fmt: skip
         if old is not None and old.spans == "any":
             whole["is_stale"] = False
         if untrained:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import math
-import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from agentrl.documents.sanitize_bson import is_finite
 from agentrl.errors import AgentRLError, ConfigError, FailureError, ToolServerError
 from agentrl.tools.base import Reply, Schema, Trajectory, function_schema, timeout_text
 from agentrl.tools.outage import unreachable_is_outage
@@ -279,7 +278,7 @@ def _text(response: Any) -> str:
 
 def _number(value: Any) -> float | None:
     """Return a finite number; None for any other value."""
-    if isinstance(value, numbers.Real) and math.isfinite(value):
+    if is_finite(value):
         return float(value)
     return None
 

@@ -235,6 +235,7 @@ def _stream(store: Store, configs: Configs, controller: Controller, progress: Pr
             policy=train.staleness_policy,
             decay=configs[LossConfig].out_of_date_decay,
         ),
+        max_trained_count=train.max_trained_count,
         whitening=train.advantage_whitening,
         wait_seconds=train.data_wait_seconds,
         problem_of=partial(

@@ -94,6 +94,7 @@ async def test_a_trajectory_is_a_chat_whose_texts_are_text(client: httpx.AsyncCl
     assert 'class="waterfall"' in text
     assert f"pair?a={HOSTILE.replace('/', '%2F')}" in text
     text = await page(client, f"trajectories/{TRAINED}")
+    assert 'class="badge good">trained<' in text
     assert "/steps/1" in text
     failed = await page(client, f"trajectories/{run.TRAINED}/0/1")
     assert "the engine went away" in failed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import getpass
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +27,10 @@ async def test_a_person_has_one_label_per_trajectory(store: Store, tmp_path: Pat
     await store.labels.put(RIGHT, by="bob", label="bad", score=0.5)
     assert (again.id, again.created_at, again.note) == (first.id, first.created_at, "")
     assert [label.by for label in (await store.labels.of_records([RIGHT, WRONG]))[RIGHT]] == ["ann", "bob"]
+    assert again.written_by == f"{getpass.getuser()} on {socket.gethostname()}, database user agentrl"
+    assert await store.labels.writers() == {
+        f"ann (written by {again.written_by})": 1, f"bob (written by {again.written_by})": 1
+    }  # fmt: skip
     assert await store.labels.scores() == {RIGHT: 0.25}
     assert await store.labels.counts() == {"bad": 2}
     assert await store.labels.remove(RIGHT, by="ann")
@@ -59,7 +65,7 @@ async def test_labels_are_copied_with_the_run_and_become_scores(
     async with await open_existing(copy) as copied:
         try:
             assert await agentrl_db(copy, "rescore", "--from-labels") == 0
-            assert "2" in capsys.readouterr().out
+            assert f"2 labels of ann (written by {getpass.getuser()} on " in capsys.readouterr().out
             scored = [await copied.records.get(key) for key in (WRONG, RIGHT)]
             assert [record.score for record in scored if record] == [1.0, 0.25]
             assert {record.score_details["scorer"] for record in scored if record} == {"labels"}

@@ -141,10 +141,10 @@ async def test_training_data_name_their_faulty_calls(
 
 
 async def test_a_newer_run_is_refused(store: Store, run_config: RunConfig) -> None:
-    await store.database["Run"].update_one({"_id": "schema"}, {"$set": {"version": 10}})
+    await store.database["Run"].update_one({"_id": "schema"}, {"$set": {"version": 99}})
     for opening in (open_store, open_existing):
         with pytest.raises(
-            StoreError, match=f"has schema version 10, and this AgentRL knows {SCHEMA_VERSION}"
+            StoreError, match=f"has schema version 99, and this AgentRL knows {SCHEMA_VERSION}"
         ):
             await opening(run_config)
     with pytest.raises(StoreError, match="use the newer AgentRL"):

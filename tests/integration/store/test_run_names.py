@@ -10,6 +10,7 @@ import pytest
 from agentrl.cli.main import main
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.store.admin.server_info import ServerInfos
 from agentrl.store.client import Store, open_connection, open_store
 
 pytestmark = pytest.mark.integration
@@ -61,3 +62,13 @@ async def test_the_doctor_creates_nothing(
     assert "database" in [check.name for check in checks]
     assert await databases(store) <= before
     assert "not_there_yet" not in before
+
+
+async def test_the_free_space_of_a_server_is_known_before_the_run_exists(run_config: RunConfig) -> None:
+    connection = await open_connection(run_config)
+    try:
+        info = await ServerInfos(connection).read()
+    finally:
+        await connection.close()
+    assert info.free_bytes is not None
+    assert info.free_bytes > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -12,11 +13,13 @@ from typing import Any
 
 import pytest
 import small_run as run
+from db_command import agentrl_db
 
 from agentrl.cli import db
 from agentrl.cli.db import check_options
 from agentrl.cli.main import main
 from agentrl.config.schema import RunConfig
+from agentrl.data.verify import verifier
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError
@@ -58,6 +61,12 @@ class Damage:
         )
         assert result.matched_count == 1
 
+    async def file(self, data: bytes) -> None:
+        """Write a file of ``abc`` into GridFS, and then ``data`` instead."""
+        key = f"{READY}/input_ids/{hashlib.sha256(b'abc').hexdigest()[:16]}"
+        await self.database["DBRecordData.packed.files"].insert_one({"_id": key, "length": 3})
+        await self.database["DBRecordData.packed.chunks"].insert_one({"files_id": key, "n": 0, "data": data})
+
     async def delete(self, collection: str, key: Any) -> None:
         assert (await self.database[collection].delete_one({"_id": key})).deleted_count == 1
 
@@ -84,6 +93,7 @@ async def test_a_run_that_goes_on_has_no_violation(store: Store, weights: Path) 
     assert checked[Invariant.STATES]["leases"] == 1
     assert checked[Invariant.VERSIONS] == {"model calls": 14, "versions": 2, "files": 4}
     assert checked[Invariant.EPOCHS] == {"epochs": 2, "tasks": 6}
+    assert checked[Invariant.CONTENTS] == {"checksums": 6 + 14 + 2 * 6 + 1}
 
 
 async def test_the_command_tells_each_invariant_and_ends_with_the_count(
@@ -93,8 +103,8 @@ async def test_the_command_tells_each_invariant_and_ends_with_the_count(
     words += ["--db_connection_string", str(run_config.db_connection_string)]
     assert await asyncio.to_thread(main, words) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line[:2] for line in lines[:6]] == ["1.", "2.", "3.", "4.", "5.", "6."]
-    assert all("checked, 0 violations" in line for line in lines[:6])
+    assert [line[:2] for line in lines[:7]] == ["1.", "2.", "3.", "4.", "5.", "6.", "7."]
+    assert all("checked, 0 violations" in line for line in lines[:7])
     assert lines[-1] == "0 violations"
     await Damage(store, weights).set("Record", OTHER, score=0.25)
     assert await asyncio.to_thread(main, words) == 1
@@ -228,6 +238,8 @@ BREAKS: dict[str, tuple[int, str, Break]] = {
         2, "trained once by a step", lambda d: d.set("DBRecordData", SCORED, trained_at_steps=[1, 1])),
     "trained by a step that does not name it": (
         2, "named by step 1, which trained it", lambda d: d.set("TrainStep", run.STEP, data=[OTHER])),
+    "trained, and ready again": (
+        2, "trained, since it was trained 1 times", lambda d: d.set("DBRecordData", SCORED, status="ready")),
     "trained, but never": (
         2, "trained at least once", lambda d: d.set("DBRecordData", READY, status="trained")),
     "a step of data that it did not train": (
@@ -320,6 +332,28 @@ BREAKS: dict[str, tuple[int, str, Break]] = {
         lambda d: d.set("DispatchedSamplingTask", CALL, versions__0__version=8)),
     "tokens of a version that was not published yet": (
         5, "policy version 1 published before", lambda d: d.set("PolicyVersion", 1, published_at=LATER)),
+    # invariant 7
+    "another response": (
+        7, f"{CALL}: all as it was", lambda d: d.set("DispatchedSamplingTask", CALL, response__content="?")),
+    "another message": (
+        7, f"{CALL}: all as it was",
+        lambda d: d.set("DispatchedSamplingTask", CALL, messages__0__content="forged")),
+    "another final answer": (
+        7, f"{OTHER}: sampled as it was", lambda d: d.set("Record", OTHER, final_answer="5")),
+    "another answer of a Record": (7, "sampled as it was", lambda d: d.set("Record", OTHER, answer="5")),
+    "another judgement": (
+        7, f"{OTHER}: score as it was", lambda d: d.set("Record", OTHER, score_details__judge="wrong")),
+    "another question of a finished Task": (
+        7, f"{run.READY}: content as it was", lambda d: d.set("Task", run.READY, query="?")),
+    "another answer of a finished Task": (
+        7, f"{run.READY}: content as it was", lambda d: d.set("Task", run.READY, answer="5")),
+    "other metrics": (7, "1/1: metrics as it was", lambda d: d.set("TrainStep", run.STEP, metrics__loss=0.0)),
+    "an image of other bytes": (
+        7, "its bytes", lambda d: d.database["Image"].insert_one(
+            {"_id": "0" * 64, "data": b"x"}, bypass_document_validation=True)),
+    "a file of other bytes": (7, "its bytes as they were", lambda d: d.file(b"xyz")),
+    "a document without its file": (
+        7, "its file in GridFS", lambda d: d.set("DBRecordData", READY, packed_in_gridfs=["input_ids/0"])),
 }  # fmt: skip
 
 
@@ -378,6 +412,47 @@ async def test_steps_beside_the_lineage_are_found(
     (violation,) = (await check(store, options)).violations
     assert violation.invariant is Invariant.TRAINING
     assert "of checkpoint-000001" in str(violation.problem)
+
+
+async def test_a_file_of_no_document_is_named(store: Store, weights: Path) -> None:
+    await Damage(store, weights).file(b"abc")
+    report = await check(store)
+    assert [str(item.problem) for item in report.violations] == []
+    assert any(
+        "DBRecordData: 1 files in GridFS belong to no document: train/0/ready" in x for x in report.notes
+    )
+
+
+async def test_documents_of_older_versions_are_noted_and_later_ones_sealed(
+    store: Store, weights: Path
+) -> None:
+    damage = Damage(store, weights)
+    await damage.set("Record", OTHER, checksums={})
+    report = await check(store)
+    assert report.violations == ()
+    assert any(note.startswith("Record: some documents have no checksum") for note in report.notes)
+
+
+async def test_data_that_were_set_back_are_not_trained_again(store: Store, weights: Path) -> None:
+    for key in (SCORED, OTHER):
+        await Damage(store, weights).set("DBRecordData", key, status="ready")
+    tasks = {member.task for member in await store.training.ready_members("train", step=2)}
+    assert tasks == {run.READY}
+    again = await store.training.ready_members("train", step=2, max_trained_count=2)
+    assert {member.task for member in again} == {run.READY, run.TRAINED}
+    await Damage(store, weights).set("DBRecordData", SCORED, trained_count=0, trained_at_steps=[])
+    forged = await store.training.fetch([SCORED])
+    assert "trained_count: 0, of its Record 1" in (await verifier(store)(forged))[run.TRAINED]
+
+
+async def test_the_limit_is_that_of_the_run_s_trainer(
+    store: Store, weights: Path, run_config: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await Damage(store, weights).set("DBRecordData", SCORED, status="ready")
+    await store.settings.join("train", {"max_trained_count": 2}, given=(), packages={})
+    assert await agentrl_db(run_config, "check", "--settle_seconds", "0") == 0
+    assert await agentrl_db(run_config, "check", "--settle_seconds", "0", "--max_trained_count", "1") == 1
+    assert "since it was trained 1 times (max_trained_count)" in capsys.readouterr().out
 
 
 async def test_what_retention_has_pruned_is_no_violation(store: Store, weights: Path) -> None:

@@ -117,7 +117,7 @@ async def test_a_run_of_an_older_version_is_copied_as_it_is_and_then_migrated(
     await store.database["Run"].drop()
     await store.database["Record"].insert_one({"_id": "r"}, bypass_document_validation=True)
     assert (await Transfer(store.connection).export(tmp_path / "first")).schema == 1
-    assert await agentrl_db(vacant, "import", str(tmp_path / "first")) == 0
+    assert await agentrl_db(vacant, "import", str(tmp_path / "first"), "--allow_modules") == 0
     assert "run `agentrl db migrate` before anything else" in capsys.readouterr().out
     assert await agentrl_db(vacant, "export", str(tmp_path / "second")) == 0
     assert contents(tmp_path / "first") == contents(tmp_path / "second")
@@ -153,14 +153,79 @@ async def test_a_manifest_of_something_else_is_refused(
     folder = tmp_path / "run"
     await Transfer(store.connection).export(folder)
     manifest = json.loads((folder / MANIFEST).read_text())
+    first = manifest["collections"][0]
     for change, message in (
         ({"schema": 99}, "schema version 99"),
-        ({"collections": [{**manifest["collections"][0], "file": "../x"}]}, "that no export writes"),
+        ({"schema": "8"}, "schema is '8'; expected a whole number, 1 or more"),
+        ({"schema": 0}, "schema is 0; expected a whole number, 1 or more"),
+        ({"schema": -1}, "schema is -1; expected"),
+        ({"schema": True}, "schema is True; expected"),
+        ({"schema": 10**400}, "schema version 1000"),
+        ({"format": 1.5}, "format is 1.5; expected"),
+        ({"collections": [{**first, "file": "../x"}]}, "file '../x'; no export writes them"),
+        ({"collections": [{**first, "collection": "system.js", "file": "system.js.jsonl"}]}, "'system.js'"),
+        ({"collections": [{**first, "collection": 5}]}, "collection 5"),
+        ({"collections": [first, first]}, "a collection twice"),
+        ({"collections": [{**first, "documents": -1}]}, "documents is -1; expected a whole number, 0"),
+        ({"collections": [{**first, "bytes": "5"}]}, "bytes is '5'"),
+        ({"collections": [{**first, "sha256": None}]}, "the sha256 of Admission.jsonl is None"),
         ({"collections": 7}, "not the manifest"),
     ):
         (folder / MANIFEST).write_text(json.dumps({**manifest, **change}))
         with pytest.raises(StoreError, match=message):
             read_manifest(folder)
+
+    for text in ("[" * 200_000, "5", "[]", '{"schema": NaN}'):
+        (folder / MANIFEST).write_text(text)
+        with pytest.raises(StoreError, match="not the manifest of an export"):
+            read_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"_id":' + b"9" * 311 + b"}",
+        b'{"_id":' + b"9" * 5000 + b"}",
+        b'{"_id":1,"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+        b'{"_id":"\\ud800"}',
+        b'{"bson":1000000000000000}',
+        b'{"bson":{"$binary":{"base64":"AAAA","subType":"00"}}}',
+        b"[1]",
+    ],
+)
+def test_a_line_that_no_export_wrote_is_named(line: bytes) -> None:
+    with pytest.raises(StoreError, match=r"x, line 7, is not a document in canonical extended JSON"):
+        decode_line(line, Path("x"), 7)
+
+
+async def test_functions_that_an_export_names_are_not_imported_unless_allowed(
+    store: Store, vacant: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await store.imports.add(["evil.scorer:run"])
+    await Transfer(store.connection).export(tmp_path / "run")
+    assert await agentrl_db(vacant, "import", str(tmp_path / "run")) == 0
+    assert "left out: Imports, by which samplers would import and run evil.scorer:run" in (
+        capsys.readouterr().out
+    )
+    async with await open_store(vacant) as copy:
+        assert not await copy.imports.paths()
+        await copy.connection.client.drop_database(vacant.run_name)
+    assert await agentrl_db(vacant, "import", str(tmp_path / "run"), "--allow_modules") == 0
+    async with await open_store(vacant) as copy:
+        assert await copy.imports.paths() == {"evil.scorer:run"}
+
+
+async def test_migrating_an_older_import_does_not_list_the_functions_that_its_tasks_name(
+    store: Store, vacant: RunConfig, tmp_path: Path
+) -> None:
+    await store.tasks.load([dataclasses.replace(question(0), scorer="evil.scorer:run")])
+    await store.database["Run"].drop()
+    await store.database["Imports"].drop()
+    await Transfer(store.connection).export(tmp_path / "run")
+    assert await agentrl_db(vacant, "import", str(tmp_path / "run")) == 0
+    assert await agentrl_db(vacant, "migrate") == 0
+    async with await open_store(vacant) as copy:
+        assert not await copy.imports.paths()
 
 
 async def test_a_database_that_holds_something_is_refused(

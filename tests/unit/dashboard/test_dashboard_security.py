@@ -92,11 +92,12 @@ async def test_plotly_comes_from_the_installed_package(guarded: httpx.AsyncClien
     assert (await guarded.get("/static/1/../options.py", headers=headers)).status_code == 404
 
 
-def test_a_token_is_made_only_where_others_can_connect(tmp_path: Path) -> None:
-    assert _token(ServeConfig(run=RunConfig(), host="127.0.0.1")) is None
-    assert _token(ServeConfig(run=RunConfig(), host="::1")) is None
-    assert len(_token(ServeConfig(run=RunConfig(), host="0.0.0.0")) or "") > 40
+def test_every_dashboard_has_a_token_also_on_loopback(tmp_path: Path) -> None:
+    made = {_token(ServeConfig(run=RunConfig(), host=host)) for host in ("127.0.0.1", "::1", "0.0.0.0")}
+    assert len(made) == 3
+    assert min(map(len, made)) > 40
     file = tmp_path / "token"
+    file.touch(0o600)
     file.write_text(f"{TOKEN}\n", encoding="utf-8")
     assert _token(ServeConfig(run=RunConfig(), token_file=file)) == TOKEN
 
@@ -110,6 +111,7 @@ async def test_only_a_token_that_is_made_here_is_printed(
 
     monkeypatch.setattr(_Server, "serve", close)
     file = tmp_path / "token"
+    file.touch(0o600)
     file.write_text(TOKEN, encoding="utf-8")
     said: list[str] = []
     await serve(ServeConfig(run=RunConfig(), host="0.0.0.0", token_file=file), said.append)
@@ -122,9 +124,22 @@ async def test_only_a_token_that_is_made_here_is_printed(
 def test_a_useless_token_file_is_refused(tmp_path: Path, content: str | None) -> None:
     file = tmp_path / "token"
     if content is not None:
+        file.touch(0o600)
         file.write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match="token"):
         _token(ServeConfig(run=RunConfig(), token_file=file))
+
+
+def test_a_token_file_that_every_user_can_read_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "open" / "token"
+    file.parent.mkdir()
+    file.write_text(TOKEN, encoding="utf-8")
+    file.chmod(0o644)
+    file.parent.chmod(0o755)
+    with pytest.raises(ConfigError, match="can be read by every user of this machine"):
+        _token(ServeConfig(run=RunConfig(), token_file=file))
+    file.parent.chmod(0o700)
+    assert _token(ServeConfig(run=RunConfig(), token_file=file)) == TOKEN
 
 
 def test_a_taken_port_is_named_and_the_default_moves_on() -> None:

@@ -49,7 +49,7 @@ def _status(**changes: Any) -> RunStatus:
         ),
         "queues": Queues(
             tasks_created=4, tasks_running=3, tasks_waiting=1, tasks_completed=9, waiting_for_score=2,
-            data_ready=16, data_planned=8,
+            data_ready=16, data_planned=8, data_trained=192,
         ),
         "trainer": TrainerState(owner="host-7", host="host", pid=7, alive=True), "ended": None,
         "samplers": {"host-8": 12}, "last_claim": NOW,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+
 import pytest
 
 from agentrl.documents.status import RecordStatus
 from agentrl.errors import ConfigError
+from agentrl.store.views.trajectories import TrajectoryOrder, _decode
 from agentrl.store.views.trajectory_filter import Bounds, TrajectoryFilter
 
 
@@ -37,3 +40,11 @@ def test_a_range_without_numbers_is_refused(bounds: tuple[float | None, float | 
 def test_a_text_that_cannot_be_searched_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="text to search"):
         TrajectoryFilter(text=text)
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 30_000, '["highest_score", 1, "\\ud800"]', f'["highest_score", {"9" * 311}, "id"]', "7"]
+)
+def test_a_cursor_that_no_page_gave_is_refused(content: str) -> None:
+    with pytest.raises(ConfigError, match="which no page of this order gave"):
+        _decode(base64.urlsafe_b64encode(content.encode()).decode(), TrajectoryOrder("highest_score"))

@@ -91,7 +91,7 @@ def _queues(status: RunStatus) -> Text:
     return Text(
         f"groups: {queues.tasks_created} to come, {queues.tasks_running} open, {queues.tasks_waiting} to"
         f" finalize, {queues.tasks_completed} done; trajectories: {queues.waiting_for_score} to score,"
-        f" {queues.data_ready} ready, {queues.data_planned} planned"
+        f" {queues.data_ready} ready, {queues.data_planned} planned, {queues.data_trained} trained"
     )
 
 

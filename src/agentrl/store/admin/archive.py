@@ -24,7 +24,9 @@ MANIFEST: Final = "manifest.json"
 FORMAT: Final = 1
 
 _READ_BYTES = 2**20
+_LONGEST = 60
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 CODEC: CodecOptions[dict[str, Any]] = CodecOptions(
     tz_aware=True, datetime_conversion=DatetimeConversion.DATETIME_AUTO
 )
@@ -90,25 +92,57 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of an exported folder. Raises StoreError if it is missing or invalid."""
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        files = tuple(ExportedFile(**item) for item in content.pop("collections"))
-        manifest = Manifest(**content, collections=files)
+        manifest = _manifest(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise StoreError(
             f"{path} cannot be read: {error.strerror}", hint="give the folder of a complete export"
         ) from error
+    except RecursionError as error:
+        raise StoreError(f"{path} is not the manifest of an export: it is nested too deeply") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StoreError(f"{path} is not the manifest of an export: {error}") from error
     if manifest.format != FORMAT or manifest.schema > SCHEMA_VERSION:
         raise StoreError(
-            f"{folder} has format {manifest.format} and schema version {manifest.schema}, and this AgentRL"
-            f" knows {FORMAT} and {SCHEMA_VERSION}",
+            f"{folder} has format {_shown(manifest.format)} and schema version {_shown(manifest.schema)}, and"
+            f" this AgentRL knows {FORMAT} and {SCHEMA_VERSION}",
             hint="use the newer AgentRL that wrote it",
         )
-    for item in files:
-        if not _NAME.fullmatch(item.collection) or item.file != f"{item.collection}.jsonl":
-            raise StoreError(f"{path} names a file {item.file!r} that no export writes")
     return manifest
+
+
+def _manifest(content: dict[str, Any]) -> Manifest:
+    """Return the manifest of parsed JSON. Raises ValueError, TypeError or KeyError for one of no export."""
+    files = tuple(ExportedFile(**item) for item in content.pop("collections"))
+    manifest = Manifest(**content, collections=files)
+    for what, number, least in (
+        ("format", manifest.format, 1),
+        ("schema", manifest.schema, 1),
+        *(("documents", item.documents, 0) for item in files),
+        *(("bytes", item.bytes, 0) for item in files),
+    ):
+        if type(number) is not int or number < least:
+            raise ValueError(f"{what} is {_shown(number)}; expected a whole number, {least} or more")
+    for item in files:
+        if not is_collection_name(item.collection) or item.file != f"{item.collection}.jsonl":
+            raise ValueError(
+                f"it names collection {_shown(item.collection)} and file {_shown(item.file)}; no export"
+                " writes them"
+            )
+        if not isinstance(item.sha256, str) or not _SHA256.fullmatch(item.sha256):
+            raise ValueError(f"the sha256 of {item.file} is {_shown(item.sha256)}; expected 64 hex digits")
+    if len({item.collection for item in files}) != len(files):
+        raise ValueError("it names a collection twice")
+    return manifest
+
+
+def is_collection_name(name: object) -> bool:
+    """Return whether an export may hold a collection of this name; the server's own are excluded."""
+    return isinstance(name, str) and bool(_NAME.fullmatch(name)) and not name.startswith("system.")
+
+
+def _shown(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 def encode_line(raw: bytes) -> bytes:
@@ -133,10 +167,11 @@ def decode_line(line: bytes, file: Path, number: int) -> bytes:
 def _decoded(line: bytes) -> bytes | None:
     try:
         document = json_util.loads(line.decode(), json_options=_JSON)
-        if "_id" not in document:
-            return bytes(document["bson"])
-        return bson.encode(document, codec_options=CODEC)
-    except (ValueError, TypeError, KeyError, bson.errors.BSONError):
+        if "_id" in document:
+            return bson.encode(document, codec_options=CODEC)
+        raw = document["bson"]
+        return raw if isinstance(raw, bytes) and "_id" in bson.decode(raw, CODEC) else None
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError, bson.errors.BSONError):
         return None
 
 
@@ -164,7 +199,7 @@ class LineWriter:
 
 def file_name(collection: str) -> str:
     """Return the file name of a collection. Raises StoreError if its name cannot be one."""
-    if not _NAME.fullmatch(collection):
+    if not is_collection_name(collection):
         raise StoreError(f"collection {collection!r} has a name that cannot be a file name")
     return f"{collection}.jsonl"
 

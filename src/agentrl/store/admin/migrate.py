@@ -14,7 +14,7 @@ from pymongo.errors import DuplicateKeyError
 from agentrl.documents.run import ADMISSION, SCHEMA, TRAINER, ImportList
 from agentrl.documents.status import CallStatus, RecordStatus, TaskStatus
 from agentrl.errors import SchemaVersionError, StoreError
-from agentrl.store.connection import Connection, Json, Repository, database_call
+from agentrl.store.connection import Connection, Json, Repository, database_call, insert_if_missing
 from agentrl.store.names import DATA, GATE, IMPORTS, LEASE, MODEL_CALL, RECORD, RUN, SCHEMA_VERSION, TASK
 from agentrl.store.schema import prepare
 from agentrl.store.slots import LIVE
@@ -56,14 +56,14 @@ async def released_records(database: AsyncDatabase[Json]) -> int:
 async def moved_gate_and_lease(database: AsyncDatabase[Json]) -> int:
     """2 → 3: move the gate and the trainer's lease out of ``Run``, which only administrators may write.
 
-    The functions that tasks name are listed in ``Imports``, so that samplers may still import them.
+    The functions that tasks name are listed in ``Imports``, so that samplers may still import them; a list
+    that exists is kept.
     """
     moved = 0
     named = [name for field in ("scorer", "agent_name") for name in await database[TASK].distinct(field)]
     paths = sorted({name for name in named if isinstance(name, str) and ":" in name})
     if paths:
-        imports = ImportList(paths=tuple(paths))
-        await database[IMPORTS].replace_one({"_id": imports.id}, imports.to_document(), upsert=True)
+        await insert_if_missing(database[IMPORTS], ImportList(paths=tuple(paths)))
     for key, target in ((ADMISSION, GATE), (TRAINER, LEASE)):
         document = await database[RUN].find_one({"_id": key})
         if document is not None:
@@ -188,7 +188,8 @@ MIGRATIONS: Final[tuple[Migration, ...]] = (
     Migration(
         origin=8,
         target=9,
-        what="training data name their malformed and repeated model calls",
+        what="training data name their malformed and repeated model calls; new documents have checksums,"
+        " labels say who wrote them, and a run has tags and a note",
         run=faulty_calls,
     ),
 )  # fmt: skip

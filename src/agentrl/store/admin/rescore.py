@@ -25,6 +25,7 @@ from agentrl.store.admin.regroup import (
     regroup,
     selection,
 )
+from agentrl.store.checksums import seal
 from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.groups import Decide, GroupOutcome, StoredGroup
 from agentrl.store.model_calls import read_model_calls
@@ -181,10 +182,11 @@ def _with_score(record: Record, new: NewScore | None) -> Record:
 
 def _new_record(record: Record, new: NewScore) -> UpdateOne:
     earlier = {"score": record.score, "details": record.score_details, "scored_at": record.scored_at}
+    scored = {"score": new.score, "score_details": plain(new.details)}
     return UpdateOne(
         {"_id": record.id, "status": record.status.value, "score": record.score},
         {
-            "$set": {"score": new.score, "score_details": plain(new.details)},
+            "$set": {**scored, **seal(RECORD, "score", scored)},
             "$push": {"score_history": plain(earlier)},
             "$currentDate": {"scored_at": True},
         },

@@ -85,9 +85,11 @@ class ServerInfos(Repository):
         return may_read, may_write
 
     async def _free_bytes(self) -> int | None:
-        try:
-            stats = await self._connection.database.command("dbStats")
-        except OperationFailure:
-            return None
-        total, used = stats.get("fsTotalSize"), stats.get("fsUsedSize")
-        return None if total is None or used is None else int(total - used)
+        for database in (self._connection.database, self._connection.client.admin):
+            try:
+                stats = await database.command("dbStats")
+            except OperationFailure:
+                continue
+            if total := stats.get("fsTotalSize"):  # 0 for a database that does not exist yet
+                return int(total - stats["fsUsedSize"])
+        return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import OperationFailure
 
 from agentrl.atomic_folder import atomic_folder
-from agentrl.documents.run import SCHEMA
+from agentrl.documents.run import SCHEMA, ImportList
 from agentrl.errors import StoreError
 from agentrl.store.admin.archive import (
     CODEC,
+    MANIFEST,
     ExportedFile,
     LineWriter,
     Manifest,
@@ -31,7 +33,7 @@ from agentrl.store.admin.archive import (
 )
 from agentrl.store.admin.migrate import stored_version
 from agentrl.store.connection import Connection, Json, Repository, database_call
-from agentrl.store.names import GATE, RUN, SCHEMA_VERSION
+from agentrl.store.names import GATE, IMPORTS, RUN, SCHEMA_VERSION
 from agentrl.store.schema import prepare
 
 _PAGE = 500
@@ -42,6 +44,14 @@ _GRIDFS = {
     ".chunks": IndexModel([("files_id", ASCENDING), ("n", ASCENDING)], unique=True),
 }
 """The indexes of GridFS collections, which the driver makes only with the first file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """The result of an import. ``imports`` are the paths of the folder's ``Imports``."""
+
+    manifest: Manifest
+    imports: tuple[str, ...] = ()
 
 
 class Transfer(Repository):
@@ -81,14 +91,16 @@ class Transfer(Repository):
         return manifest
 
     @database_call
-    async def load(self, folder: Path) -> Manifest:
+    async def load(self, folder: Path, *, allow_modules: bool = False) -> Imported:
         """Read the run in ``folder`` into this database, which must be empty.
 
+        Samplers import and run what ``Imports`` names, so that it is left out without ``allow_modules``.
         A run of this code's schema version gets its validators, indexes and views; documents that violate a
         validator are kept, and ``agentrl db check`` lists them. Everything is verified before anything is
         written. Repeating an interrupted import starts it over.
         """
         manifest = verify(folder)
+        imports = _imports(folder, manifest)
         await self._require_vacant()
         runs = self._collection(RUN)
         await runs.replace_one({"_id": SCHEMA}, {"version": manifest.schema, "importing": True}, upsert=True)
@@ -97,15 +109,25 @@ class Transfer(Repository):
             await self._collection(GATE).delete_many({})  # the run brings its own
         schema: Json | None = None
         for item in manifest.collections:
+            if item.collection == IMPORTS and not allow_modules:
+                continue
             found = await self._import(folder / item.file, item.collection)
             schema = found if item.collection == RUN else schema
+        if not allow_modules and manifest.schema < SCHEMA_VERSION:
+            await self._collection(IMPORTS).insert_one(ImportList().to_document())  # a migration keeps it
+        if schema is not None and schema.get("version") != manifest.schema:
+            raise StoreError(
+                f"{folder}: its Run has schema version {schema.get('version')!r:.60}, and its {MANIFEST}"
+                f" {manifest.schema}",
+                hint="export the run again; the unfinished import is no run, and the next one replaces it",
+            )
         if schema is not None:
             await runs.replace_one({"_id": SCHEMA}, schema)
         elif any(item.collection == RUN for item in manifest.collections):
             await runs.delete_one({"_id": SCHEMA})
         else:
             await runs.drop()
-        return manifest
+        return Imported(manifest=manifest, imports=imports)
 
     async def _stored_collections(self) -> list[str]:
         listed = await self._connection.database.list_collections(filter={"type": "collection"})
@@ -179,6 +201,17 @@ class Transfer(Repository):
         if batch:
             await collection.insert_many(batch, bypass_document_validation=True)
         return schema
+
+
+def _imports(folder: Path, manifest: Manifest) -> tuple[str, ...]:
+    """Return the paths that the folder's ``Imports`` names."""
+    paths: set[str] = set()
+    for item in (item for item in manifest.collections if item.collection == IMPORTS):
+        with (folder / item.file).open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                named = bson.decode(decode_line(line, folder / item.file, number), CODEC).get("paths")
+                paths.update(map(str, named if isinstance(named, list) else ()))
+    return tuple(sorted(paths))
 
 
 @contextmanager

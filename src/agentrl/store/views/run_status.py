@@ -94,6 +94,8 @@ class Queues:
     """Trajectories that may be trained."""
     data_planned: int
     """Trajectories of a step that has not committed."""
+    data_trained: int
+    """Trajectories that are trained ``max_trained_count`` times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +232,7 @@ class RunStatuses(Repository):
         }
         data = {
             status: await self._collection(DATA).count_documents({"split": TRAIN, "status": status.value})
-            for status in (DataStatus.READY, DataStatus.PLANNED)
+            for status in (DataStatus.READY, DataStatus.PLANNED, DataStatus.TRAINED)
         }
         return Queues(
             tasks_created=tasks[TaskStatus.CREATED],
@@ -240,6 +242,7 @@ class RunStatuses(Repository):
             waiting_for_score=waiting_for_score,
             data_ready=data[DataStatus.READY],
             data_planned=data[DataStatus.PLANNED],
+            data_trained=data[DataStatus.TRAINED],
         )
 
     async def _disk(self) -> Disk:

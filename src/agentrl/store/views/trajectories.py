@@ -17,6 +17,7 @@ from typing import Any, Final
 import pymongo
 from pymongo.errors import PyMongoError
 
+from agentrl.documents.sanitize_bson import is_finite, replace_surrogates
 from agentrl.documents.status import APPLIED_STEPS, values
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store.connection import Json, Repository, database_call
@@ -248,9 +249,10 @@ def _decode(after: str, order: TrajectoryOrder) -> tuple[Any, str]:
         written, value, last = json.loads(base64.urlsafe_b64decode(after.encode()))
         if order.key[0] == "created_at":
             value = _EPOCH + timedelta(milliseconds=value)
-        if written == order.value and isinstance(last, str) and isinstance(value, (int, float, datetime)):
-            return value, last
-    except (ValueError, TypeError, OverflowError, binascii.Error):
+        is_known = isinstance(value, datetime) or is_finite(value)
+        if written == order.value and is_known and replace_surrogates(last) == last and isinstance(last, str):
+            return value if isinstance(value, datetime) else float(value), last
+    except (ValueError, TypeError, OverflowError, RecursionError, binascii.Error):
         pass
     raise ConfigError(
         f"after is {after[:80]!r}, which no page of this order gave", hint="begin with the first page"

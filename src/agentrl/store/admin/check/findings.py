@@ -18,6 +18,7 @@ class Invariant(IntEnum):
     STATES = 4
     VERSIONS = 5
     EPOCHS = 6
+    CONTENTS = 7
 
     @property
     def title(self) -> str:
@@ -32,6 +33,7 @@ _TITLES: Mapping[Invariant, str] = {
     Invariant.STATES: "states are legal, and no lease outlives its owner",
     Invariant.VERSIONS: "policy versions are whole, and tokens name those that were published",
     Invariant.EPOCHS: "every epoch holds every task of the file once",
+    Invariant.CONTENTS: "tasks, calls, answers, scores and metrics are as they were written",
 }
 
 

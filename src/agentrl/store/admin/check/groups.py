@@ -10,6 +10,7 @@ from typing import Any
 
 from agentrl.config.schema import GroupConfig
 from agentrl.documents.record import Record
+from agentrl.documents.sanitize_bson import is_finite
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.scoring.advantages import BUILT_IN
 from agentrl.scoring.groups import FAILED, decide_group, filtered_of, summarize
@@ -50,7 +51,7 @@ def score_problems(record: Json) -> Iterator[Problem]:
 
 def _settled(name: str, record: Json) -> Iterator[Problem]:
     score = record.get("score")
-    if not isinstance(score, (int, float)) or not math.isfinite(score):
+    if not is_finite(score):
         yield Problem(name, "a finite score", "a number", score)
     if not record.get("score_details", {}).get("scorer"):
         yield Problem(name, f"the scorer that gave {score}", "score_details.scorer", None)

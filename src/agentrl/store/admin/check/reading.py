@@ -63,10 +63,12 @@ class Snapshot:
         )
         return await cursor.to_list()
 
-    async def each(self, collection: str, query: Json, fields: Projection) -> AsyncIterator[Json]:
-        """Yield documents in the order of ``_id``, with one batch in memory."""
+    async def each(
+        self, collection: str, query: Json, fields: Projection, *, by: str = "_id"
+    ) -> AsyncIterator[Json]:
+        """Yield documents in the order of ``by``, with one batch in memory."""
         cursor = self.connection.collection(collection).find(
-            query, fields, sort=[("_id", ASCENDING)], session=self._session
+            query, fields, sort=[(by, ASCENDING)], session=self._session
         )
         async for document in cursor:
             yield document

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.store.admin.check import groups, states, trajectories, versions
+from agentrl.store.admin.check.contents import PACKED, Contents, Files, Images, StrayFiles
 from agentrl.store.admin.check.epochs import Epochs
 from agentrl.store.admin.check.evaluations import Evaluations, OutsideTokens
 from agentrl.store.admin.check.findings import Findings, Invariant, Problem, Report, Violation
@@ -17,6 +18,7 @@ from agentrl.store.admin.check.token_statistics import Statistics
 from agentrl.store.admin.check.training import Data, Lineage, StepData
 from agentrl.store.admin.check.trajectories import CallParents, RecordParents
 from agentrl.store.admin.check.versions import Versions
+from agentrl.store.checksums import PARTS
 from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import DATA, RECORD, TASK, VERSION
 from agentrl.store.schema import VALIDATORS
@@ -168,7 +170,9 @@ class Checks(Repository):
 def _sections(connection: Connection, options: CheckOptions) -> Sequence[Checkable]:
     kinds = (
         Tasks, RecordParents, CallParents, Data, StepData, Lineage, Versions, Epochs, Evaluations,
-        OutsideTokens, Statistics,
+        OutsideTokens, Statistics, Images, StrayFiles,
     )  # fmt: skip
     legal = [Legal(connection, options, collection=name) for name in VALIDATORS]
-    return [*(kind(connection, options) for kind in kinds), *legal]
+    contents = [Contents(connection, options, collection=name) for name in PARTS]
+    files = [Files(connection, options, owner=name) for name in PACKED]
+    return [*(kind(connection, options) for kind in kinds), *legal, *contents, *files]

@@ -109,6 +109,9 @@ def count_problems(data: Json, record: Json, limit: int) -> Iterator[Problem]:
         yield Problem(name, "trained once by a step", sorted(set(at_steps)), at_steps)
     if count > limit:
         yield Problem(name, "trained at most max_trained_count times", f"at most {limit}", count)
+    if status in (DataStatus.READY, DataStatus.PLANNED) and count >= limit:
+        what = f"trained, since it was trained {limit} times (max_trained_count)"
+        yield Problem(name, what, DataStatus.TRAINED.value, status)
     if status == DataStatus.TRAINED and not count:
         yield Problem(name, "trained at least once, since it is trained", "1 or more", count)
     if (status == DataStatus.QUARANTINED) != (data.get("problem") is not None):
