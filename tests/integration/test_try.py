@@ -105,6 +105,8 @@ async def test_an_agent_that_is_a_client_gets_a_gateway_for_the_trial(
     shown = capsys.readouterr().out
     assert "turn 1 ·" in shown
     assert "SCORED  score 0.000" in shown
+    assert "train rule main: it chooses" in shown
+    assert "100% of" in shown.replace("\n", " ")
     names = await store.database.client.list_database_names()
     assert not [name for name in names if name.startswith("agentrl_try")]
     assert await store.database["DispatchedSamplingTask"].count_documents({}) == 0

@@ -318,6 +318,8 @@ def _record(trial: _Trial, failure: object) -> Record:
         completed_at=now(),
         trace_id=trial.trace_id,
         failure=failure if isinstance(failure, Failure) else None,
+        train_rule=trial.gateway.train_rule,
+        untrained_calls=tuple(trial.gateway.left_out),
     )
     if outcome is not None:
         record = replace(record, stop_reason=outcome.stop_reason, final_answer=outcome.final_answer)
